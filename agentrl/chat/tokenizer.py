@@ -1,0 +1,34 @@
+"""Loading a tokenizer, with the mistakes that users make said plainly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The fast tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: nothing there, no chat template, or not a fast tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        first = str(e).strip().splitlines()[0]
+        raise UserError(f"no tokenizer at {str(path)!r}: {first}") from e
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer of {str(path)!r} is not a fast one: agentrl needs its added tokens as"
+            " data (a tokenizer.json). Convert it with transformers' AutoTokenizer and save it."
+        )
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {str(path)!r} has no chat template: base models have none. Take the"
+            " instruct model's tokenizer, or set tokenizer.chat_template and save it."
+        )
+    return tokenizer

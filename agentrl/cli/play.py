@@ -1,0 +1,77 @@
+"""`agentrl play`: read what an episode looks like, token by token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import ConfigFile, Dataset, Files, Model, Overrides, read_config
+
+if TYPE_CHECKING:
+    from agentrl.chat import ChatTemplate
+    from agentrl.trajectory import Scored
+
+
+def play(
+    overrides: Overrides = None,
+    dataset: Dataset = None,
+    model: Model = None,
+    file: Files = None,
+    config: ConfigFile = None,
+    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 1,
+    agent: Annotated[str, typer.Option(help="Only rows of this agent loop.")] = "",
+) -> None:
+    """Play rows and print them as transcripts, with the sampled tokens marked.
+
+    Examples:
+
+        agentrl play --dataset datasets/arithmetic_val.parquet --model tiny -n 3 --agent react
+    """
+    from agentrl.cli.session import open_session
+    from agentrl.engine.base import Sampling
+    from agentrl.errors import DataError
+    from agentrl.registry import agent_loops
+
+    settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
+    with open_session(settings) as (plan, rollouts):
+        rows = [
+            s
+            for s in plan.train
+            if not agent or s.agent_name == agent_loops.canonical(agent)
+        ][:n]
+        if not rows:
+            raise DataError(f"no row of {settings.data.train} has the agent loop {agent!r}")
+        sampling = Sampling(temperature=settings.rollout.temperature)
+        for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
+            for scored in group.scored:
+                typer.echo(transcript(scored, rollouts.world.template))
+
+
+def transcript(scored: Scored, template: ChatTemplate) -> str:
+    """An episode as text; lines that the policy sampled begin with `▌`."""
+    t = scored.trajectory
+    lines = [f"── row {t.sample.row} · {t.sample.agent_name} · {t.episode_id}"]
+    for segment in t.segments:
+        lines += _marked(template.decode(segment.prompt_ids), " ")
+        start = 0
+        mask = segment.response_mask
+        for end in range(1, len(mask) + 1):
+            if end == len(mask) or mask[end] != mask[start]:
+                text = template.decode(segment.response_ids[start:end])
+                lines += _marked(text, "▌" if mask[start] else " ")
+                start = end
+    for i, turn in enumerate(t.turns):
+        for call, result in zip(turn.tool_calls, turn.tool_results, strict=False):
+            state = "ok" if result.ok else result.error
+            lines.append(f"  turn {i}: {call.name or '?'} -> {state}, {result.seconds * 1e3:.1f} ms")
+    rewards = ", ".join(f"{k} {v:g}" for k, v in scored.rewards.items())
+    lines.append(
+        f"── {t.stop_reason} · {len(t.turns)} turns · {t.sampled_tokens} sampled tokens ·"
+        f" reward {scored.reward:g} ({rewards}) · ground truth {t.sample.ground_truth!r}\n"
+    )
+    return "\n".join(lines)
+
+
+def _marked(text: str, mark: str) -> list[str]:
+    return [f"{mark} {line}" for line in text.splitlines()]

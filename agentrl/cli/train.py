@@ -1,0 +1,111 @@
+"""`agentrl train` and `agentrl check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import (
+    ConfigFile,
+    Dataset,
+    Files,
+    Model,
+    Output,
+    Overrides,
+    ValDataset,
+    read_config,
+    resolve,
+)
+
+
+def train(
+    overrides: Overrides = None,
+    dataset: Dataset = None,
+    val_dataset: ValDataset = None,
+    model: Model = None,
+    output: Output = None,
+    file: Files = None,
+    config: ConfigFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and wire everything, train nothing.")
+    ] = False,
+) -> None:
+    """Train a policy on rows that name their agent loop.
+
+    The same command again resumes a run that was stopped, and prints the result of one that is
+    done.
+
+    Examples:
+
+        agentrl train --dataset datasets/arithmetic_train.parquet --model tiny
+
+        agentrl train -c run.yaml rollout.n=16 algorithm.name=ppo
+
+        agentrl train --dataset rows.jsonl --model Qwen/Qwen2.5-0.5B-Instruct -f my_tools.py
+    """
+    settings = read_config(
+        config,
+        overrides,
+        dataset=dataset,
+        val_dataset=val_dataset,
+        model=model,
+        output=output,
+        files=file,
+    )
+    if dry_run:
+        _check(settings)
+        return
+    from agentrl.plan import make_plan
+
+    plan = make_plan(settings)
+    from dataclasses import replace
+
+    plan = replace(plan, config=resolve(settings))
+    from agentrl.trainer import Trainer
+
+    Trainer(plan.config, plan=plan).run()
+
+
+def check(
+    overrides: Overrides = None,
+    dataset: Dataset = None,
+    val_dataset: ValDataset = None,
+    model: Model = None,
+    file: Files = None,
+    config: ConfigFile = None,
+) -> None:
+    """Check config, rows, tools, rewards and the chat template; show how they are wired.
+
+    Loads no weights and trains nothing (the same as `train --dry-run`).
+
+    Examples:
+
+        agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
+    """
+    _check(
+        read_config(
+            config, overrides, dataset=dataset, val_dataset=val_dataset, model=model, files=file
+        )
+    )
+
+
+def _check(settings) -> None:
+    from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.plan import check_lengths, make_plan, wiring_report
+    from agentrl.tools import open_toolbox
+
+    plan = make_plan(settings)
+    settings = resolve(settings)
+    template = ChatTemplate(load_tokenizer(settings.model.path))
+    from transformers import AutoConfig
+
+    check_lengths(plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings)
+    with open_toolbox(settings.tools, settings.files) as toolbox:
+        typer.echo(wiring_report(plan, template))
+        typer.echo(f"tools: {toolbox.where}")
+    changed = settings.diff()
+    typer.echo("config, where it differs from the defaults:")
+    for line in changed:
+        typer.echo(f"  {line}")
+    typer.echo("all is wired.")

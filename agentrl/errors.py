@@ -1,0 +1,88 @@
+"""What can go wrong, by whose doing.
+
+    AgentRLError
+    ├── UserError                a mistake the user can mend: said in one message, never a traceback
+    │   ├── ConfigError          a config key or value
+    │   ├── DataError            a dataset file or row
+    │   ├── TemplateError        a chat template agentrl cannot train on
+    │   └── RegistryError        an unknown or doubly registered name
+    ├── ToolError                a tool refuses its input: the model reads the text and may try again
+    ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is played
+    │   │                        again, then dropped; never a reward of 0
+    │   ├── EngineError
+    │   └── ToolServerError
+    ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
+    └── RunStopped               the run cannot go on (too many dropped episodes, a dead engine)
+
+    EpisodeOver                  not an error: a budget is spent, the episode ends here with its reason
+
+A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions at all: they
+become a `ToolResult(ok=False)` that the model reads.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+class AgentRLError(Exception):
+    """Base of every error agentrl raises on purpose."""
+
+
+class UserError(AgentRLError, ValueError):
+    """Something the user wrote is wrong; the message holds the value, the choices and the fix."""
+
+
+class ConfigError(UserError):
+    """A config key or value is wrong."""
+
+
+class DataError(UserError):
+    """A dataset file or row is wrong; the message names file, row and field."""
+
+
+class TemplateError(UserError):
+    """A chat template cannot be extended turn by turn without changing what was sampled."""
+
+
+class RegistryError(UserError, LookupError):
+    """A name is unknown, or registered twice."""
+
+
+class ToolError(AgentRLError):
+    """Raise it in a tool: the model reads the message as the call's result."""
+
+
+class Infrastructure(AgentRLError, RuntimeError):
+    """A machine failed, not the model: retry, then drop the episode; never reward it with 0."""
+
+
+class EngineError(Infrastructure):
+    """The inference engine failed or answered nonsense."""
+
+
+class ToolServerError(Infrastructure):
+    """The tool server did not answer, or answered nonsense."""
+
+
+class UserCodeError(AgentRLError, RuntimeError):
+    """A loop, interaction, tool constructor or reward of the user raised."""
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> UserCodeError:
+        """`WHAT raised TYPE: TEXT (FILE:LINE)`, of the innermost line; raise it `from error`."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        return cls(f"{what} raised {type(error).__name__}: {error}{where}")
+
+
+class RunStopped(AgentRLError, RuntimeError):
+    """The run cannot go on; the message says why and what was saved."""
+
+
+class EpisodeOver(Exception):  # noqa: N818  (not an error)
+    """A budget of the episode is spent. Raised by the episode's verbs, caught by the rollout."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason

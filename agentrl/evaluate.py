@@ -1,0 +1,105 @@
+"""Validation: fixed rows, fixed seeds, own sampling.
+
+The same function serves validation during training, `trainer.val_only` and `agentrl eval`, so that
+their figures are comparable. No torch: an engine is all it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.config import ValConfig
+from agentrl.engine.base import Sampling
+from agentrl.rollout import Rollouts
+from agentrl.trajectory import Group, Sample, Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What came out: metrics by name, and the groups behind them."""
+
+    metrics: Mapping[str, float]
+    groups: Sequence[Group]
+    greedy_groups: Sequence[Group]
+
+
+def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> Evaluation:
+    """Play every sample `val.n` times as `val` samples, and once greedily where asked.
+
+    Returns:
+        `val/reward/mean@n`, `val/acc/mean@n` and `val/acc/pass@k` (k = 1, 2, 4, ... n), the same
+        under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`;
+        `val/tool_call_rate`; the greedy pass under `val_greedy/`. A rollout passes where its
+        grader's `acc` (its reward, where the grader has none) is at least 1.
+
+    Raises:
+        RunStopped: too many rollouts were dropped.
+    """
+    sampled = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    groups = rollouts.collect(samples, n=val.n, sampling=sampled, step=0, tag="val")
+    metrics = _tables(groups, val.n, "val", "val-core")
+    greedy_groups: list[Group] = []
+    if val.greedy and val.temperature > 0:
+        greedy = Sampling(temperature=0.0)
+        greedy_groups = rollouts.collect(samples, n=1, sampling=greedy, step=0, tag="greedy")
+        metrics |= _tables(greedy_groups, 1, "val_greedy", "")
+    return Evaluation(metrics, groups, greedy_groups)
+
+
+def _tables(groups: Sequence[Group], n: int, prefix: str, core: str) -> dict[str, float]:
+    metrics = _table(groups, n, prefix)
+    for agent, mine in _split(groups, lambda g: g.sample.agent_name).items():
+        metrics |= _table(mine, n, f"{prefix}/{agent}")
+    if core:
+        for source, mine in _split(groups, lambda g: g.sample.data_source).items():
+            metrics |= _table(mine, n, f"{core}/{source}")
+    return metrics
+
+
+def _split(groups: Sequence[Group], key: Callable[[Group], str]) -> dict[str, list[Group]]:
+    parts: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        parts[key(group) or "none"].append(group)
+    return dict(sorted(parts.items()))
+
+
+def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
+    scored = [s for g in groups for s in g.scored]
+    if not scored:
+        return {}
+    metrics = {
+        f"{prefix}/reward/mean@{n}": _mean([s.reward for s in scored]),
+        f"{prefix}/acc/mean@{n}": _mean([accuracy(s) for s in scored]),
+        f"{prefix}/tool_call_rate": _mean(
+            [float(any(t.tool_results for t in s.trajectory.turns)) for s in scored]
+        ),
+        f"{prefix}/num_turns": _mean([float(len(s.trajectory.turns)) for s in scored]),
+    }
+    k = 2
+    while k <= n:
+        metrics[f"{prefix}/acc/pass@{k}"] = _mean([pass_at_k(g, k) for g in groups])
+        k *= 2
+    return metrics
+
+
+def accuracy(scored: Scored) -> float:
+    """The grader's `acc`, or the outcome where it gives none."""
+    return float(scored.metrics.get("acc", scored.rewards.get("outcome", scored.reward)))
+
+
+def pass_at_k(group: Group, k: int) -> float:
+    """The chance that one of k rollouts passes: 1 - C(n-c, k) / C(n, k) (Chen et al., 2021).
+
+    Unbiased for n >= k rollouts of which c passed; a group with fewer survivors counts all of them.
+    """
+    n = len(group.scored)
+    c = sum(accuracy(s) >= 1 for s in group.scored)
+    k = min(k, n)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

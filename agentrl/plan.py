@@ -1,0 +1,132 @@
+"""What a run is made of, checked before a model is loaded.
+
+`agentrl check`, `train`, `eval`, `generate` and `play` all begin here, so that a typo in the last row
+of the validation set costs seconds, not a GPU's bring-up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl import registry
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.data import check_samples, load_samples
+from agentrl.errors import ConfigError, DataError, UserError
+from agentrl.rewards import Scorer, check_graders, make_scorer
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Message, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked run: its rows and its reward."""
+
+    config: Config
+    train: Sequence[Sample]
+    val: Sequence[Sample]
+    scorer: Scorer
+
+    @property
+    def total_steps(self) -> int:
+        """Training steps: `trainer.total_steps`, or what `total_epochs` make of the rows."""
+        trainer, size = self.config.trainer, self.config.data.batch_size
+        return trainer.total_steps or trainer.total_epochs * max(1, len(self.train) // size)
+
+
+def make_plan(config: Config) -> Plan:
+    """Load the user's files and rows and check all of them.
+
+    Raises:
+        UserError: everything that is wrong, in one message.
+    """
+    for file in config.files:
+        registry.load_file(file)
+    if not config.data.train and not config.data.val:
+        raise ConfigError("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
+    rows: list[Sequence[Sample]] = []
+    problems: list[str] = []
+    for path in (config.data.train, config.data.val):
+        try:
+            samples = load_samples(path, config.data.agent_name) if path else []
+            check_samples(samples, path)
+            rows.append(samples)
+        except UserError as e:
+            problems.append(str(e))
+    try:
+        scorer = make_scorer(config.reward, config.rollout.budget_policy)
+        for samples in rows:
+            check_graders(samples, scorer)
+    except UserError as e:
+        problems.append(str(e))
+    if problems:
+        raise DataError("\n".join(problems))
+    return Plan(config, rows[0], rows[1], scorer)
+
+
+def opening_of(sample: Sample, template: ChatTemplate) -> tuple[Sequence[Message], str]:
+    """A row's first messages as its loop shows them, and the rendered prompt."""
+    loop = registry.agent_loops.get(sample.agent_name)
+    messages, schemas = loop.opening(sample, LocalToolbox().schemas(sample.tools))
+    return messages, template.decode(template.prompt(messages, schemas))
+
+
+def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
+    """Refuse rows whose prompt leaves no room to answer.
+
+    Args:
+        plan: the run.
+        template: the policy's.
+        max_length: the model's context, tokens.
+
+    Raises:
+        DataError: naming the rows and their lengths.
+    """
+    toolbox = LocalToolbox()
+    too_long = []
+    for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
+        for sample in samples:
+            loop = registry.agent_loops.get(sample.agent_name)
+            opening = loop.opening(sample, toolbox.schemas(sample.tools))
+            length = len(template.prompt(*opening))
+            if length >= max_length:
+                too_long.append(f"{path}: row {sample.row}: the prompt has {length} tokens")
+    if too_long:
+        shown = "\n".join(too_long[:20])
+        raise DataError(
+            f"{len(too_long)} prompts do not fit the model's context of {max_length} tokens:\n"
+            f"{shown}\nShorten or drop these rows."
+        )
+
+
+def wiring_report(plan: Plan, template: ChatTemplate) -> str:
+    """Who plays what with which tools, and what the model will read first."""
+    lines = []
+    for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
+        if not samples:
+            continue
+        lines.append(f"{path}: {len(samples)} rows")
+        kinds = Counter((s.agent_name, s.tools, s.interaction) for s in samples)
+        for (agent, tools, interaction), count in sorted(kinds.items()):
+            heard = f", interaction {interaction}" if interaction else ""
+            lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{heard}")
+    config, seen = plan.config, set()
+    for sample in plan.train or plan.val:
+        if sample.agent_name in seen:
+            continue
+        seen.add(sample.agent_name)
+        _, prompt = opening_of(sample, template)
+        lines += [f"first prompt of {sample.agent_name} (row {sample.row}):"]
+        lines += ["  | " + line for line in prompt.splitlines()]
+    if plan.train:
+        size = config.data.batch_size * config.rollout.n
+        mini = config.algorithm.mini_batch_size or size
+        updates = -(-size // mini) * config.algorithm.ppo_epochs
+        lines.append(
+            f"a step: {config.data.batch_size} prompts x {config.rollout.n} rollouts = {size}"
+            f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
+            f" ({config.algorithm.name}); {plan.total_steps} steps"
+        )
+    return "\n".join(lines)

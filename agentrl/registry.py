@@ -1,0 +1,164 @@
+"""Names to things: tools, agent loops, interactions and rewards register here by decorator.
+
+A dataset row only ever names an entry; code is loaded from the files the user lists, never from a
+row.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from agentrl.errors import RegistryError, UserError
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest choice, or an empty string."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class Registry(Generic[T]):
+    """A dictionary of named things that answers a wrong name with the right ones."""
+
+    def __init__(self, kind: str, aliases: Mapping[str, str] | None = None):
+        self.kind = kind
+        self.aliases = dict(aliases or {})
+        self._things: dict[str, T] = {}
+
+    def add(self, name: str, thing: T) -> T:
+        """Register `thing`; the same definition loaded twice replaces itself.
+
+        Raises:
+            RegistryError: another definition holds the name.
+        """
+        held = self._things.get(name)
+        if held is not None and _origin(held) != _origin(thing):
+            raise RegistryError(
+                f"two definitions of the {self.kind} {name!r}: {_origin(held)} and"
+                f" {_origin(thing)}. Rename one of them."
+            )
+        self._things[name] = thing
+        return thing
+
+    def get(self, name: str) -> T:
+        """The thing of that name or alias.
+
+        Raises:
+            RegistryError: no such name; the message lists the choices.
+        """
+        try:
+            return self._things[self.canonical(name)]
+        except KeyError:
+            raise RegistryError(self.unknown(name)) from None
+
+    def canonical(self, name: str) -> str:
+        """The registered name behind an alias."""
+        return self.aliases.get(name, name)
+
+    def unknown(self, name: str) -> str:
+        """The message for a name that is not registered."""
+        names = self.names()
+        listed = ", ".join(names) if names else "none"
+        suggestion = did_you_mean(name, [*names, *self.aliases])
+        return f"no {self.kind} named {name!r}.{suggestion} Registered: {listed}"
+
+    def names(self) -> list[str]:
+        """All registered names, sorted, without aliases."""
+        return sorted(self._things)
+
+    def __contains__(self, name: str) -> bool:
+        return self.canonical(name) in self._things
+
+
+def _origin(thing: Any) -> str:
+    """Where a definition stands: file and qualified name."""
+    thing = getattr(thing, "target", thing)
+    code = getattr(thing, "__code__", None)
+    module = sys.modules.get(getattr(thing, "__module__", ""), None)
+    file = code.co_filename if code else getattr(module, "__file__", "?")
+    return f"{file}:{getattr(thing, '__qualname__', repr(thing))}"
+
+
+tools: Registry[Any] = Registry("tool")
+agent_loops: Registry[Any] = Registry(
+    "agent loop", {"single_turn_agent": "single_turn", "react_agent": "react"}
+)
+interactions: Registry[Any] = Registry("interaction")
+rewards: Registry[Any] = Registry("reward")
+
+SHELF = "shelf:"
+
+
+def shelf_folder() -> Path:
+    """Where the ready tools lie: in the package when installed, beside it in a checkout."""
+    here = Path(__file__).parent
+    installed = here / "_shelf"
+    return installed if installed.is_dir() else here.parent / "tools_registry"
+
+
+def resolve_file(name: str) -> Path:
+    """The path of a user file, or of a tool on the shelf for `shelf:NAME`.
+
+    Raises:
+        UserError: no such file, or not a Python file.
+    """
+    if name.startswith(SHELF):
+        stem = name[len(SHELF) :]
+        ready = sorted(p.stem for p in shelf_folder().glob("*.py"))
+        if stem not in ready:
+            raise UserError(
+                f"no tool file {name!r} on the shelf.{did_you_mean(stem, ready)}"
+                f" Ready: {', '.join(SHELF + r for r in ready)}"
+            )
+        return shelf_folder() / f"{stem}.py"
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"no such file: {name} (looked at {path})")
+    if path.suffix != ".py":
+        raise UserError(f"{name} is not a Python file (.py)")
+    return path
+
+
+def load_file(name: str) -> Any:
+    """Run a user file once, so that its decorators register what it defines; returns the module.
+
+    Raises:
+        UserError: the file is missing or does not run; the message names the line.
+    """
+    path = resolve_file(name)
+    module_name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[module_name]
+        raise
+    except Exception as e:
+        del sys.modules[module_name]
+        line = _line_in(path, e)
+        raise UserError(f"{name}{line} does not load: {type(e).__name__}: {e}") from e
+    return module
+
+
+def _line_in(path: Path, error: Exception) -> str:
+    """`:LINE` of the last frame of `error` in the file, or nothing."""
+    if isinstance(error, SyntaxError):
+        return f":{error.lineno}"
+    line, frame = "", error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == str(path):
+            line = f":{frame.tb_lineno}"
+        frame = frame.tb_next
+    return line

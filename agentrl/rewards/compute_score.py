@@ -1,0 +1,53 @@
+"""verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`.
+
+What its arguments hold here:
+
+- `solution_str`: what the assistant wrote, turns joined by newlines; never tool or user text.
+- `extra_info`: the row's `extra`, and `num_turns`, `turn_scores` (one per assistant turn, 0.0 where
+  there was none), `tool_rewards` (one per tool call that returned a reward) and `stop_reason`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from agentrl.trajectory import Trajectory
+
+NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def arguments(trajectory: Trajectory) -> dict[str, Any]:
+    """The four arguments, by name."""
+    return {
+        "data_source": trajectory.sample.data_source,
+        "solution_str": trajectory.assistant_text,
+        "ground_truth": trajectory.sample.ground_truth,
+        "extra_info": extra_info(trajectory),
+    }
+
+
+def extra_info(trajectory: Trajectory) -> dict[str, Any]:
+    """The row's `extra` with what happened in the episode."""
+    return {
+        **trajectory.sample.extra,
+        "num_turns": num_turns(trajectory),
+        "turn_scores": [t.rewards.get("turn", 0.0) for t in trajectory.turns],
+        "tool_rewards": [
+            r.reward for t in trajectory.turns for r in t.tool_results if r.reward is not None
+        ],
+        "stop_reason": trajectory.stop_reason,
+    }
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """Assistant turns + user turns + 1, as verl counts them.
+
+    A user turn is what answers an assistant turn: an interaction's reply, or the results of all the
+    calls of one turn. The 1 stands for the prompt.
+
+    Example: call a tool, read its result, answer: 2 + 1 + 1 = 4.
+    """
+    roles = [m.role for m in trajectory.messages[len(trajectory.sample.prompt) :]]
+    observed = sum(a == "assistant" != b for a, b in pairwise(roles))
+    return len(trajectory.turns) + observed + 1

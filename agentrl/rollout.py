@@ -1,0 +1,321 @@
+"""Plays episodes: one asyncio loop in one thread, on which every client lives.
+
+`Rollouts.collect` is the synchronous door: samples in, groups of scored trajectories out. It owns
+the failure policy: what the model does wrong is data; what a machine does wrong is played again and
+then dropped, never rewarded with 0; what user code does wrong is shown, and stops the run when it is
+more than a stray case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agentrl import registry
+from agentrl.agent_loops.base import AgentLoop
+from agentrl.agent_loops.episode import Episode, World, mix_seed
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampler, Sampling
+from agentrl.errors import EpisodeOver, Infrastructure, RunStopped, UserCodeError
+from agentrl.interactions import build_interaction
+from agentrl.rewards import Scorer
+from agentrl.tools import LocalToolbox, Toolbox, open_toolbox
+from agentrl.trajectory import Group, Sample, Scored, Trajectory
+from agentrl.watchdog import Watchdog
+
+log = logging.getLogger("agentrl")
+
+ATTEMPTS = 3
+"""An episode that a machine failed is played again, twice at most."""
+MIN_SURVIVORS = 0.75
+"""A group needs this share of its rollouts, or its baseline would be noise."""
+MAX_DROPPED = 0.05
+"""A step that loses more than this share of its rollouts stops the run."""
+GRACE_S = 30.0
+"""How long after its time budget a loop that calls no verb is cut off."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A rollout that was lost, and by what."""
+
+    cause: str
+
+
+async def play_episode(
+    world: World,
+    sample: Sample,
+    *,
+    episode_id: str,
+    rollout: int,
+    sampling: Sampling,
+    seed: int,
+    watchdog: Watchdog | None = None,
+) -> Trajectory:
+    """Play one attempt at a sample, whose `begin` was called, to its end.
+
+    Raises:
+        Infrastructure: a machine failed; play again under another id.
+        UserCodeError: the loop, the interaction or a tool's constructor raised.
+    """
+    loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
+    interaction = None
+    stop_reason = "done"
+    tool_reward = 0.0
+    try:
+        interaction = build_interaction(sample)
+        opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
+        if sample.tools:
+            await world.toolbox.open(episode_id, sample)
+        episode = Episode(
+            world,
+            sample,
+            interaction,
+            episode_id=episode_id,
+            rollout=rollout,
+            sampling=sampling,
+            seed=seed,
+            opening=opening,
+            schemas=schemas,
+        )
+        if watchdog:
+            watchdog.watch(episode)
+        try:
+            async with asyncio.timeout(world.config.rollout.timeout_s + GRACE_S):
+                await _run_loop(loop, episode)
+        except EpisodeOver as over:
+            stop_reason = over.reason
+        except TimeoutError:
+            raise Infrastructure(
+                f"episode {episode_id} stood still in {episode.state!r} until"
+                f" {GRACE_S:.0f} s after rollout.timeout_s={world.config.rollout.timeout_s}"
+            ) from None
+        if sample.tools:
+            tool_reward = await world.toolbox.close(episode_id)
+        return episode.finish(stop_reason, tool_reward)
+    finally:
+        world.sampler.end(episode_id)
+        if watchdog:
+            watchdog.forget(episode_id)
+        # Nothing that fails while cleaning up may hide why the episode ended.
+        if sample.tools:
+            with contextlib.suppress(Infrastructure, UserCodeError):
+                await world.toolbox.close(episode_id)
+        if interaction is not None:
+            await _close(interaction, sample)
+
+
+async def _run_loop(loop: AgentLoop, episode: Episode) -> None:
+    """Run the user's loop; what it raises of its own is a bug in user code."""
+    try:
+        await loop.target(episode)
+    except (EpisodeOver, Infrastructure, UserCodeError, TimeoutError):
+        raise
+    except Exception as e:
+        raise UserCodeError.of(f"agent loop {loop.name!r}", e) from e
+
+
+async def _close(interaction: Any, sample: Sample) -> None:
+    try:
+        await interaction.close()
+    except Exception:
+        log.exception("closing the interaction of row %s failed", sample.id)
+
+
+class Rollouts:
+    """The synchronous door to episodes."""
+
+    def __init__(self, world: World, scorer: Scorer, *, seed: int):
+        """Start the loop's thread.
+
+        Args:
+            world: engine, template, toolbox, config.
+            scorer: turns trajectories into rewards.
+            seed: the run's.
+        """
+        self.world = world
+        self._scorer = scorer
+        self._seed = seed
+        self._run_id = uuid.uuid4().hex[:8]
+        self._shown_bug = False
+        self._watchdog = Watchdog(world.config.trainer.watchdog_s)
+        self._loop = _new_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def collect(
+        self, samples: Sequence[Sample], *, n: int, sampling: Sampling, step: int, tag: str = "train"
+    ) -> list[Group]:
+        """Play each sample n times.
+
+        Args:
+            samples: the step's rows.
+            n: rollouts a sample.
+            sampling: how turns are sampled.
+            step: with the row, rollout and turn, keys the random numbers.
+            tag: names the pass in episode ids and keys its randomness ("train", "val").
+
+        Returns:
+            One group a sample, in order; a group that lost more than a quarter of its rollouts is
+            left out.
+
+        Raises:
+            RunStopped: more than 5 % of the rollouts were dropped; the message says by what.
+            UserCodeError: a reward raised.
+        """
+        return self.run(self._collect(samples, n, sampling, step, tag))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the rollouts' loop and wait for it; Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the toolbox's connections and stop the thread."""
+        if not self._thread.is_alive():
+            return
+        self.run(self.world.toolbox.aclose())
+        self._watchdog.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    async def _collect(
+        self, samples: Sequence[Sample], n: int, sampling: Sampling, step: int, tag: str
+    ) -> list[Group]:
+        plays = [
+            (s, k, f"{tag}-{step}-{s.row}-{k}-{self._run_id}-{i}")
+            for i, s in enumerate(samples)
+            for k in range(n)
+        ]
+        for _, _, episode_id in plays:
+            self.world.sampler.begin(episode_id)
+        with self._watchdog.armed():
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._play_and_score(s, k, eid, sampling, step, tag))
+                    for s, k, eid in plays
+                ]
+        results = [t.result() for t in tasks]
+        _stop_if_too_many_dropped(results)
+        groups = []
+        for i, sample in enumerate(samples):
+            mine = results[i * n : (i + 1) * n]
+            scored = tuple(r for r in mine if isinstance(r, Scored))
+            if len(scored) >= math.ceil(MIN_SURVIVORS * n):
+                groups.append(Group(sample, scored, dropped=n - len(scored)))
+        return groups
+
+    async def _play_and_score(
+        self, sample: Sample, k: int, episode_id: str, sampling: Sampling, step: int, tag: str
+    ) -> Scored | _Dropped:
+        seed = mix_seed(self._seed, step, sample.row, tag == "train")
+        cause = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                episode_id = f"{episode_id.rsplit('+', 1)[0]}+{attempt}"
+                self.world.sampler.begin(episode_id)
+            try:
+                trajectory = await play_episode(
+                    self.world,
+                    sample,
+                    episode_id=episode_id,
+                    rollout=k,
+                    sampling=sampling,
+                    seed=seed,
+                    watchdog=self._watchdog,
+                )
+            except Infrastructure as e:
+                cause = f"{type(e).__name__}: {e}"
+                log.warning("row %s: %s (attempt %d of %d)", sample.id, e, attempt + 1, ATTEMPTS)
+                continue
+            except UserCodeError as e:
+                if not self._shown_bug:
+                    self._shown_bug = True
+                    log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
+                return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
+            return await self._scorer.score(trajectory)
+        return _Dropped(cause)
+
+
+def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
+    dropped = [r.cause for r in results if isinstance(r, _Dropped)]
+    if len(dropped) <= MAX_DROPPED * len(results):
+        return
+    causes = Counter(dropped).most_common(3)
+    raise RunStopped(
+        f"{len(dropped)} of {len(results)} rollouts were dropped, more than"
+        f" {MAX_DROPPED:.0%}. Causes:\n" + "\n".join(f"  {n} x {cause}" for cause, n in causes)
+    )
+
+
+@contextlib.contextmanager
+def open_rollouts(
+    config: Config, sampler: Sampler, template: ChatTemplate, scorer: Scorer
+) -> Iterator[Rollouts]:
+    """Rollouts with the config's tools, in process or served over HTTP; closed at the end."""
+    with open_toolbox(config.tools, config.files) as toolbox:
+        rollouts = Rollouts(
+            World(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
+        )
+        try:
+            yield rollouts
+        finally:
+            rollouts.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not built for this platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def play(
+    sample: Sample,
+    sampler: Sampler,
+    tokenizer: Any,
+    *,
+    toolbox: Toolbox | None = None,
+    config: Config | None = None,
+    seed: int = 0,
+) -> Trajectory:
+    """Play one episode to its end, outside of any run.
+
+    Args:
+        sample: the row; its loop, tools and interaction must be registered.
+        sampler: a `LocalEngine`, or a `Scripted` one in tests.
+        tokenizer: the policy's.
+        toolbox: by default the registered tools, in process.
+        config: budgets and temperature; by default all defaults.
+        seed: the only source of randomness.
+    """
+    config = config or Config()
+    world = World(sampler, ChatTemplate(tokenizer), toolbox or LocalToolbox(), config)
+    episode_id = f"play-{uuid.uuid4().hex[:12]}"
+    sampler.begin(episode_id)
+    return asyncio.run(
+        play_episode(
+            world,
+            sample,
+            episode_id=episode_id,
+            rollout=0,
+            sampling=Sampling(temperature=config.rollout.temperature),
+            seed=seed,
+        )
+    )

@@ -1,0 +1,316 @@
+"""Checkpoints that a kill, a crash or a full disk cannot spoil.
+
+A checkpoint is a folder that appears whole or not at all: it is written under a temporary name,
+every file is flushed to the disk, `meta.json` with all sizes and hashes comes last, and one rename
+publishes it. Overwriting a folder in place leaves it unusable in half of all random kills.
+
+    runs/demo/
+      global_step_00000010/                a checkpoint: files of `write`, and meta.json
+      global_step_00000020/
+      latest_checkpointed_iteration.txt    20
+      .tmp-30-4711/                        being written by process 4711
+
+How a run starts: with the folder's `RunLock` held, `recover`; then `find_checkpoint`, and
+`drop_after` the step it goes on from.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, RunStopped
+
+META = "meta.json"
+LATEST = "latest_checkpointed_iteration.txt"
+KEEP = 2
+"""The newest, and one more: should the newest be damaged on the disk, the run goes back one."""
+
+_NAME = re.compile(r"global_step_(\d+)")
+_LEFTOVER = re.compile(r"\.(tmp|old)-(\w+)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files were all there, with the right hashes, when it was found."""
+
+    folder: Path
+    step: int
+    meta: Mapping[str, Any]
+    """What `save_checkpoint` was given, as it comes back from JSON."""
+    skipped: tuple[str, ...] = ()
+    """One line for each newer checkpoint that could not be used, with the reason."""
+
+
+def save_checkpoint(
+    root: Path, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]
+) -> Path:
+    """Publish a checkpoint, then remove all but the newest `KEEP`.
+
+    Args:
+        root: the run's folder.
+        step: the step whose end it holds; of a step saved twice the later one stays.
+        write: puts the state into the (empty) folder it is given. Regular files only.
+        meta: values that JSON can hold; they come back as `Checkpoint.meta`.
+
+    Returns:
+        The folder, `root/global_step_00000010` for step 10.
+
+    Raises:
+        RunStopped: the disk is full or refuses; earlier checkpoints are as they were.
+    """
+    final = _named(root, step)
+    staging = root / f".tmp-{step}-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        write(staging)
+        files = {}
+        for file in _files(staging):
+            _sync(file)
+            files[str(file.relative_to(staging))] = _fingerprint(file)
+        record = {"step": step, "meta": dict(meta), "files": files}
+        _write(staging / META, json.dumps(record, indent=1) + "\n")
+        for folder in [f for f in staging.rglob("*") if f.is_dir()] + [staging]:
+            _sync(folder)
+        if final.exists():
+            # Between these two renames only `staging` holds this step, complete: `recover`
+            # publishes it, should the process die here.
+            shutil.rmtree(_aside(final), ignore_errors=True)
+            final.rename(_aside(final))
+        staging.rename(final)
+        _sync(root)
+        _write_latest(root)
+    except Exception as e:
+        if isinstance(e, OSError) or _is_disk_full(root, e):
+            raise RunStopped(_why_not_saved(root, step, e)) from e
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(_aside(final), ignore_errors=True)
+    older = [folder for s, folder in _steps(root).items() if s < step]
+    for folder in older[: len(older) - (KEEP - 1)]:
+        _remove(folder)
+    return final
+
+
+def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
+    """The checkpoint to go on from. Reads every byte of it, changes nothing.
+
+    Args:
+        root: the run's folder; it need not exist.
+        resume: "auto" for the newest in `root` that verifies, "never", or the path of a checkpoint
+            or of another run's folder.
+
+    Returns:
+        None for "never", and for "auto" where `root` holds no checkpoint.
+
+    Raises:
+        ConfigError: `resume` names no usable checkpoint, or every one in `root` is damaged.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return _newest(root) if _steps(root) else None
+    path = Path(resume).expanduser()
+    if (path / META).exists():
+        try:
+            return _verified(path)
+        except ValueError as e:
+            raise ConfigError(f"trainer.resume={resume}: {e}") from None
+    if path.is_dir() and _steps(path):
+        return _newest(path)
+    why = f"no {META} in it" if path.is_dir() else "no such folder"
+    here = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
+    raise ConfigError(
+        f"trainer.resume={resume} is no checkpoint: {why}. Choose auto, never, or a folder;"
+        f" checkpoints in {root}: {here}"
+    )
+
+
+def recover(root: Path) -> None:
+    """Clear what killed processes left. Call it first, with the `RunLock` held.
+
+    A complete checkpoint that only lacked its rename is published; the rest is removed.
+    """
+    for left in sorted(root.glob(".*")) if root.is_dir() else ():
+        match = _LEFTOVER.fullmatch(left.name)
+        if not match or _alive(int(match[3])):
+            continue
+        if left.is_file():
+            left.unlink()
+        elif match[1] == "tmp":
+            _publish_complete(left)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def drop_after(root: Path, step: int) -> None:
+    """Remove the checkpoints of later steps: the run goes on from `step` (0: from the start).
+
+    Without it, those of an abandoned future would be the newest again.
+    """
+    later = [folder for s, folder in _steps(root).items() if s > step]
+    for folder in later:
+        _remove(folder)
+    if later:
+        _write_latest(root)
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def _steps(root: Path) -> dict[int, Path]:
+    """Published checkpoints by step, oldest first, whole or not."""
+    found = {}
+    for folder in root.glob("global_step_*"):
+        if (match := _NAME.fullmatch(folder.name)) and folder.is_dir():
+            found[int(match[1])] = folder
+    return dict(sorted(found.items()))
+
+
+def _newest(root: Path) -> Checkpoint:
+    skipped: list[str] = []
+    for folder in reversed(_steps(root).values()):
+        try:
+            return replace(_verified(folder), skipped=tuple(skipped))
+        except ValueError as e:
+            skipped.append(str(e))
+    raise ConfigError(
+        f"no checkpoint in {root} can be used:\n  "
+        + "\n  ".join(skipped)
+        + "\nMend one, or start over with trainer.resume=never."
+    )
+
+
+def _verified(folder: Path) -> Checkpoint:
+    """The checkpoint, or a ValueError that says what is wrong with it."""
+    try:
+        record = json.loads((folder / META).read_bytes())
+        step, meta, files = record["step"], dict(record["meta"]), dict(record["files"])
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is incomplete: it has no {META}") from None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{folder / META} cannot be read: {e!r}") from None
+    for name, saved in files.items():
+        file = folder / name
+        # A link, or a name with `..`, resolves to elsewhere.
+        if file.resolve() != folder.resolve() / name:
+            raise ValueError(f"{folder} is damaged: {name} lies outside of it")
+        try:
+            same = _fingerprint(file) == saved
+        except OSError as e:
+            raise ValueError(f"{folder} is damaged: {name}: {e.strerror}") from None
+        if not same:
+            raise ValueError(f"{folder} is damaged: {name} is not what was saved")
+    return Checkpoint(folder, step, meta)
+
+
+def _publish_complete(staging: Path) -> None:
+    """Give a checkpoint its name if all but that was done, and nothing else has the name."""
+    try:
+        step = _verified(staging).step
+    except ValueError:
+        return
+    if step not in _steps(staging.parent):
+        staging.rename(_named(staging.parent, step))
+        _sync(staging.parent)
+        _write_latest(staging.parent)
+
+
+def _named(root: Path, step: int) -> Path:
+    return root / f"global_step_{step:08d}"
+
+
+def _aside(final: Path) -> Path:
+    """The name under which a checkpoint waits to be deleted."""
+    return final.parent / f".old-{final.name}-{os.getpid()}"
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; a kill midway leaves no half of it under its own name."""
+    aside = _aside(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_latest(root: Path) -> None:
+    """`latest_checkpointed_iteration.txt`, as verl's tools read it."""
+    steps = _steps(root)
+    if not steps:
+        (root / LATEST).unlink(missing_ok=True)
+        return
+    staging = root / f".tmp-latest-{os.getpid()}"
+    _write(staging, str(max(steps)))
+    staging.rename(root / LATEST)
+    _sync(root)
+
+
+def _is_disk_full(root: Path, error: Exception) -> bool:
+    """Whether that is what safetensors or torch say by exceptions of their own.
+
+    safetensors quotes the system's words, and removes its file; torch does neither.
+    """
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(root).free < 1 << 20
+
+
+def _why_not_saved(root: Path, step: int, error: Exception) -> str:
+    kept = list(_steps(root))
+    intact = f"The checkpoint of step {kept[-1]} is intact" if kept else "No earlier one exists"
+    free = shutil.disk_usage(root).free / 2**20 if root.exists() else 0
+    return (
+        f"cannot write the checkpoint of step {step} to {root}: {error} ({free:.0f} MiB free)."
+        f" {intact}. Make room and run the same command again."
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        if file.is_symlink() or not (file.is_dir() or file.is_file()):
+            raise ValueError(f"a checkpoint holds regular files only, but {file} is none")
+        if file == folder / META:
+            raise ValueError(f"a checkpoint's own {META} is written last, not by `write`")
+        if file.is_file():
+            yield file
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with open(file, "rb") as f:
+        return {
+            "bytes": os.fstat(f.fileno()).st_size,
+            "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
+        }
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    """Put a file's content, or a folder's names, on the disk: a power cut undoes what is not."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process of that id runs. Our own id is a reused one: we have just begun."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()

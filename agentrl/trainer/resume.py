@@ -1,0 +1,104 @@
+"""May this process go on with that run? One process a folder, and one config a run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, UserError
+
+MAY_CHANGE = frozenset(
+    {
+        "data.val",
+        "tools.url",
+        "trainer.logger",
+        "trainer.output",
+        "trainer.resume",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.val_before_train",
+        "trainer.val_only",
+        "trainer.watchdog_s",
+        "val.*",
+    }
+)
+"""Config keys that a resumed run may change: none of them moves a weight."""
+
+
+def check_same_run(
+    saved_config: Mapping[str, Any],
+    config: Mapping[str, Any],
+    allowed: Collection[str] = MAY_CHANGE,
+) -> None:
+    """Refuse to resume under another config: the result would be neither run's.
+
+    Args:
+        saved_config: the config in the checkpoint, nested.
+        config: the present one, nested.
+        allowed: dotted keys, or patterns such as `val.*`, that may differ.
+
+    Raises:
+        ConfigError: other keys differ; the message lists each with both values.
+    """
+    saved, now = dict(_flat(saved_config)), dict(_flat(config))
+    changed = [
+        f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {now.get(key, 'not set')} now"
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key) and not any(fnmatch(key, a) for a in allowed)
+    ]
+    if changed:
+        raise ConfigError(
+            "the checkpoint was made with another config:\n"
+            + "\n".join(changed)
+            + "\nTo go on, use the same values; for a new run, give another --output; to start over"
+            " in this folder, say trainer.resume=never."
+        )
+
+
+class RunLock:
+    """Holds a run's folder for this process: `with RunLock(folder): ...`.
+
+    The kernel frees the lock when the process ends, however it ends.
+
+    Raises:
+        UserError: another process holds the folder; the message says which.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / ".lock"
+
+    def __enter__(self) -> RunLock:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise UserError(
+                f"{self._path.parent} is in use by {holder}. Wait until it ends, stop it, or give"
+                " another --output."
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys with their values as JSON: what has been through a file equals what has not."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, default=str)

@@ -1,0 +1,107 @@
+"""What verl's config keys are called here: said to whoever types one of them."""
+
+from __future__ import annotations
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+_RENAMED = {
+    "data.train_files": "data.train",
+    "data.val_files": "data.val",
+    "data.train_batch_size": "data.batch_size",
+    "data.gen_batch_size": "data.batch_size",
+    "data.max_response_length": "rollout.max_trajectory_tokens",
+    "data.seed": "trainer.seed",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.lora_rank": "model.lora_rank",
+    "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
+    "actor_rollout_ref.model.target_modules": "model.lora_target_modules",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "optim.micro_batch_tokens",
+    f"{_ACTOR}.clip_ratio_low": "algorithm.clip_low",
+    f"{_ACTOR}.clip_ratio_high": "algorithm.clip_high",
+    f"{_ACTOR}.entropy_coeff": "algorithm.entropy_coef",
+    f"{_ACTOR}.kl_loss_coef": "algorithm.kl_loss_coef",
+    f"{_ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
+    f"{_ACTOR}.grad_clip": "optim.max_grad_norm",
+    f"{_ACTOR}.optim.lr": "optim.lr",
+    f"{_ROLLOUT}.temperature": "rollout.temperature",
+    f"{_ROLLOUT}.n": "rollout.n",
+    f"{_ROLLOUT}.response_length": "rollout.max_trajectory_tokens",
+    f"{_ROLLOUT}.seed": "trainer.seed",
+    f"{_ROLLOUT}.val_kwargs.temperature": "val.temperature",
+    f"{_ROLLOUT}.val_kwargs.top_p": "val.top_p",
+    f"{_ROLLOUT}.val_kwargs.top_k": "val.top_k",
+    f"{_ROLLOUT}.val_kwargs.n": "val.n",
+    f"{_ROLLOUT}.multi_turn.max_assistant_turns": "rollout.max_turns",
+    f"{_ROLLOUT}.multi_turn.tool_config_path": "files",
+    f"{_ROLLOUT}.multi_turn.function_tool_path": "files",
+    f"{_ROLLOUT}.multi_turn.interaction_config_path": "files",
+    f"{_ROLLOUT}.agent.agent_loop_config_path": "files",
+    f"{_ROLLOUT}.agent.default_agent_loop": "data.agent_name",
+    f"{_ROLLOUT}.rollout_correction.rollout_is_threshold": "algorithm.tis_cap",
+    "critic.optim.lr": "optim.critic_lr",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.tis_cap",
+    "custom_reward_function.reward_kwargs": "reward.kwargs",
+    "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
+    "trainer.total_training_steps": "trainer.total_steps",
+    "trainer.default_local_dir": "trainer.output",
+}
+
+_OTHERWISE = {
+    "algorithm.adv_estimator": "Here: algorithm.name, grpo or ppo (verl's gae)",
+    "algorithm.use_kl_in_reward": "Here: algorithm.kl_reward_coef above 0 switches it on",
+    "algorithm.kl_penalty": "Here: algorithm.kl_type, k1 (verl's kl), k2 (mse) or k3 (low_var_kl)",
+    f"{_ACTOR}.use_kl_loss": "Here: algorithm.kl_loss_coef above 0 switches it on",
+    f"{_ACTOR}.kl_loss_type": "Here: algorithm.kl_type, k1 (verl's kl), k2 (mse) or"
+    " k3 (low_var_kl)",
+    f"{_ACTOR}.clip_ratio": "Here: algorithm.clip_low and algorithm.clip_high",
+    f"{_ACTOR}.ppo_mini_batch_size": "Here: algorithm.mini_batch_size, which counts rollouts:"
+    " verl's number times rollout.n",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts tokens",
+    f"{_ACTOR}.use_dynamic_bsz": "Not needed: optim.micro_batch_tokens always bounds by tokens",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts"
+    " tokens",
+    f"{_ACTOR}.loss_agg_mode": "Not here: the loss is the mean over tokens (token-mean)",
+    f"{_ACTOR}.optim.lr_warmup_steps": "Not here; optim.lr_final lets the rate fall",
+    f"{_ACTOR}.optim.weight_decay": "Not here: there is no weight decay",
+    f"{_ROLLOUT}.name": "Not here: the engine is part of agentrl",
+    f"{_ROLLOUT}.mode": "Not needed: rollouts are always asynchronous",
+    f"{_ROLLOUT}.top_p": "Not here: training samples from the whole distribution. For validation:"
+    " val.top_p",
+    f"{_ROLLOUT}.top_k": "Not here: training samples from the whole distribution. For validation:"
+    " val.top_k",
+    f"{_ROLLOUT}.val_kwargs.do_sample": "Here: val.temperature; val.greedy adds a greedy pass",
+    f"{_ROLLOUT}.calculate_log_probs": "Not needed: the engine's logprobs are always kept",
+    f"{_ROLLOUT}.multi_turn.enable": "Not needed: each row's agent_name says how it is played",
+    f"{_ROLLOUT}.multi_turn.format": "Not needed: the format follows the tokenizer",
+    f"{_ROLLOUT}.multi_turn.max_user_turns": "Here: rollout.max_turns, which counts assistant turns",
+    f"{_ROLLOUT}.multi_turn.max_tool_response_length": "Here: tools.max_result_tokens, in tokens",
+    f"{_ROLLOUT}.multi_turn.max_parallel_calls": "Here: rollout.max_tool_calls, for the whole"
+    " trajectory",
+    "data.max_prompt_length": "Not here: prompts are never cut; the model's context is the limit",
+    "data.filter_overlong_prompts": "Not here: prompts are never cut; the model's context is the"
+    " limit",
+    "data.truncation": "Not here: prompts are never cut",
+    "data.prompt_key": "Not here: the column is called prompt",
+    "data.reward_fn_key": "Not here: the column is called data_source",
+    "data.return_raw_chat": "Not needed",
+    "custom_reward_function.path": "Here: reward.function=path.py:function",
+    "custom_reward_function.name": "Here: reward.function=path.py:function",
+    "reward.custom_reward_function.path": "Here: reward.function=path.py:function",
+    "reward.custom_reward_function.name": "Here: reward.function=path.py:function",
+    "trainer.n_gpus_per_node": "Not here yet: a run is one process",
+    "trainer.nnodes": "Not here yet: a run is one process",
+    "trainer.project_name": "Not here: trainer.output names the run",
+    "trainer.experiment_name": "Not here: trainer.output names the run",
+    "trainer.resume_mode": "Here: trainer.resume, auto, never (verl's disable) or a checkpoint's path",
+    "trainer.resume_from_path": "Here: trainer.resume=PATH",
+    "trainer.critic_warmup": "Not here",
+}
+
+VERL_NAMES = {
+    **{old: f"Here: {new}" for old, new in _RENAMED.items()},
+    **_OTHERWISE,
+}
+"""verl's dotted key -> the word on what it is here."""

@@ -1,0 +1,365 @@
+"""A checkpoint is there whole or not at all, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.trainer.checkpoint import (
+    LATEST,
+    drop_after,
+    find_checkpoint,
+    recover,
+    save_checkpoint,
+)
+from agentrl.trainer.resume import MAY_CHANGE, RunLock, check_same_run
+
+
+def write(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / "model.safetensors").write_bytes(b"weights")
+    (folder / "optimizer.bin").write_bytes(bytes(1000))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(f.name for f in root.iterdir())
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_what_is_saved_is_found(tmp_path):
+    root = tmp_path / "runs" / "demo"
+    assert find_checkpoint(root, "auto") is None
+    folder = save_checkpoint(root, 10, write, {"rng": [1, 2], "kl": 0.1})
+    assert folder.name == "global_step_00000010"
+    found = find_checkpoint(root, "auto")
+    assert found is not None
+    assert (found.folder, found.step, found.skipped) == (folder, 10, ())
+    assert found.meta == {"rng": [1, 2], "kl": 0.1}
+    assert (found.folder / "actor" / "model.safetensors").read_bytes() == b"weights"
+    assert (root / LATEST).read_text() == "10"
+    assert find_checkpoint(root, "never") is None
+
+
+def test_the_newest_two_are_kept(tmp_path):
+    for step in (1, 2, 9, 10, 100):
+        save_checkpoint(tmp_path, step, write, {})
+    assert names(tmp_path) == ["global_step_00000010", "global_step_00000100", LATEST]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path):
+    save_checkpoint(tmp_path, 1, write, {"take": 1})
+    save_checkpoint(tmp_path, 1, write, {"take": 2})
+    found = find_checkpoint(tmp_path, "auto")
+    assert found is not None and found.meta == {"take": 2}
+    assert names(tmp_path) == ["global_step_00000001", LATEST]
+
+
+def test_names_without_padding_are_read_too(tmp_path):
+    for step in (9, 10):
+        save_checkpoint(tmp_path, step, write, {})
+        (tmp_path / f"global_step_{step:08d}").rename(tmp_path / f"global_step_{step}")
+    found = find_checkpoint(tmp_path, "auto")
+    assert found is not None and found.step == 10
+
+
+def truncate(folder: Path) -> None:
+    (folder / "optimizer.bin").write_bytes(bytes(999))
+
+
+def flip(folder: Path) -> None:
+    (folder / "optimizer.bin").write_bytes(bytes(999) + b"\1")
+
+
+def lose(folder: Path) -> None:
+    (folder / "optimizer.bin").unlink()
+
+
+def lose_meta(folder: Path) -> None:
+    (folder / "meta.json").unlink()
+
+
+def break_meta(folder: Path) -> None:
+    (folder / "meta.json").write_text('{"step": 2')
+
+
+def link(folder: Path) -> None:
+    (folder / "optimizer.bin").rename(folder.parent / "elsewhere.bin")
+    (folder / "optimizer.bin").symlink_to(folder.parent / "elsewhere.bin")
+
+
+def climb(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["files"]["../x"] = meta["files"]["optimizer.bin"]
+    shutil.copy(folder / "optimizer.bin", folder.parent / "x")
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "optimizer.bin is not what was saved"),
+        (flip, "optimizer.bin is not what was saved"),
+        (lose, "optimizer.bin: No such file"),
+        (lose_meta, "has no meta.json"),
+        (break_meta, "cannot be read"),
+        (link, "optimizer.bin lies outside"),
+        (climb, "../x lies outside"),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_the_reason(tmp_path, damage, reason):
+    save_checkpoint(tmp_path, 1, write, {})
+    newest = save_checkpoint(tmp_path, 2, write, {})
+    damage(newest)
+    found = find_checkpoint(tmp_path, "auto")
+    assert found is not None and found.step == 1
+    assert len(found.skipped) == 1 and reason in found.skipped[0]
+    assert "global_step_00000002" in found.skipped[0]
+    with pytest.raises(ConfigError, match=r"trainer\.resume"):
+        find_checkpoint(tmp_path, newest)
+
+
+def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
+    flip(save_checkpoint(tmp_path, 1, write, {}))
+    with pytest.raises(ConfigError, match=r"(?s)no checkpoint .*not what was saved.*resume=never"):
+        find_checkpoint(tmp_path, "auto")
+
+
+def test_resume_by_path(tmp_path):
+    folder = save_checkpoint(tmp_path / "a", 3, write, {})
+    for path in (str(folder), tmp_path / "a"):
+        found = find_checkpoint(tmp_path / "b", path)
+        assert found is not None and found.step == 3
+    with pytest.raises(ConfigError, match=r"no such folder.*global_step_00000003"):
+        find_checkpoint(tmp_path / "a", "global_step_9")
+
+
+def test_drop_after_forgets_the_abandoned_future(tmp_path):
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, write, {})
+    drop_after(tmp_path, 10)
+    assert names(tmp_path) == ["global_step_00000010", LATEST]
+    assert (tmp_path / LATEST).read_text() == "10"
+    drop_after(tmp_path, 0)
+    assert names(tmp_path) == []
+    drop_after(tmp_path / "missing", 0)
+
+
+def test_recover_removes_what_the_dead_left_and_publishes_what_was_complete(tmp_path):
+    pid = dead_pid()
+    save_checkpoint(tmp_path, 1, write, {})
+    complete = save_checkpoint(tmp_path, 2, write, {"late": True})
+    complete.rename(tmp_path / f".tmp-2-{pid}")
+    (tmp_path / f".tmp-3-{pid}").mkdir()
+    (tmp_path / f".tmp-3-{pid}" / "half").write_bytes(b"x")
+    (tmp_path / f".tmp-4-{os.getpid()}").mkdir()  # a reused process id
+    (tmp_path / f".tmp-latest-{pid}").write_text("2")
+    (tmp_path / f".old-global_step_00000000-{pid}").mkdir()
+    (tmp_path / f".tmp-5-{os.getppid()}").mkdir()  # alive: not ours to remove
+    recover(tmp_path)
+    assert names(tmp_path) == [
+        f".tmp-5-{os.getppid()}",
+        "global_step_00000001",
+        "global_step_00000002",
+        LATEST,
+    ]
+    found = find_checkpoint(tmp_path, "auto")
+    assert found is not None and found.meta == {"late": True}
+    recover(tmp_path / "missing")
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(tmp_path):
+    save_checkpoint(tmp_path, 1, write, {})
+
+    def full(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        with open("/dev/full", "wb") as f:
+            f.write(bytes(100_000))
+
+    with pytest.raises(RunStopped, match="No space left") as error:
+        save_checkpoint(tmp_path, 2, full, {})
+    assert error.value.__cause__.errno == errno.ENOSPC  # type: ignore[union-attr]
+    assert str(tmp_path) in str(error.value)
+    assert "step 1 is intact" in str(error.value)
+    assert names(tmp_path) == ["global_step_00000001", LATEST]
+    assert find_checkpoint(tmp_path, "auto") is not None
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from agentrl.errors import RunStopped
+from agentrl.trainer.checkpoint import find_checkpoint, save_checkpoint
+root = Path(sys.argv[1]) / "run"
+w = torch.zeros(600_000)
+save_checkpoint(root, 1, lambda folder: save_file({"w": w}, folder / "model.safetensors"), {})
+for write in (
+    lambda folder: save_file({"w": w}, folder / "model.safetensors"),
+    lambda folder: torch.save({"w": w}, folder / "optimizer.pt"),
+    lambda folder: (folder / "rng.bin").write_bytes(bytes(2_400_000)),
+):
+    try:
+        save_checkpoint(root, 2, write, {})
+    except RunStopped as e:
+        assert str(root) in str(e) and "step 1 is intact" in str(e), e
+        assert find_checkpoint(root, "auto").step == 1
+        print("stopped", sorted(p.name for p in root.iterdir()))
+"""
+
+
+def test_a_full_file_system(tmp_path):
+    command = ["unshare", "-rm", "true"]
+    if not shutil.which("unshare") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs user namespaces to mount a small file system")
+    script = 'mount -t tmpfs -o size=4m none "$0" && exec "$1" -c "$2" "$0"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, str(tmp_path), sys.executable, FULL_DISK],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"stopped ['global_step_00000001', '{LATEST}']\n" * 3
+
+
+def test_an_error_of_the_writer_is_its_own(tmp_path):
+    def broken(folder: Path) -> None:
+        raise KeyError("optimizer")
+
+    with pytest.raises(KeyError):
+        save_checkpoint(tmp_path, 1, broken, {})
+    assert names(tmp_path) == []
+
+    def linked(folder: Path) -> None:
+        (folder / "model").symlink_to("/etc/hosts")
+
+    with pytest.raises(ValueError, match="regular files"):
+        save_checkpoint(tmp_path, 1, linked, {})
+    assert names(tmp_path) == []
+
+
+SAVE_FOREVER = """
+import os, sys
+from pathlib import Path
+from agentrl.trainer.checkpoint import find_checkpoint, recover, save_checkpoint
+root = Path(sys.argv[1])
+recover(root)
+found = find_checkpoint(root, "auto")
+step = found.step if found else 0
+def write(folder):
+    for i in range(8):
+        (folder / f"{i}.bin").write_bytes(os.urandom(300_000))
+while True:
+    step += 1
+    save_checkpoint(root, step, write, {"step": step})
+    print(step, flush=True)
+"""
+
+
+def kill_while_saving(root: Path, kills: int) -> None:
+    rng = random.Random(kills)
+    promised = 0
+    for _ in range(kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(root)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        promised = int(child.stdout.readline())
+        time.sleep(rng.random() * 0.15)
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().split("\n")
+        child.wait()
+        promised = max([promised, *(int(line) for line in rest[:-1])])
+        recover(root)
+        found = find_checkpoint(root, "auto")
+        assert found is not None, "unusable after a kill"
+        assert found.step >= promised, "a saved checkpoint was lost"
+        assert found.skipped == (), "a broken one was published"
+        assert found.meta == {"step": found.step}
+        assert not [name for name in names(root) if name.startswith((".tmp", ".old"))]
+        assert len(list(root.glob("global_step_*"))) <= 3  # killed before it could prune
+
+
+def test_random_kills_leave_none_unusable(tmp_path):
+    kill_while_saving(tmp_path, 12)
+
+
+@pytest.mark.slow
+def test_sixty_random_kills_leave_none_unusable(tmp_path):
+    kill_while_saving(tmp_path, 60)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from agentrl.trainer.resume import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_a_folder(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None and child.stdin is not None
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=rf"in use by process {child.pid} .*--output"):
+        RunLock(tmp_path).__enter__()
+    child.kill()
+    child.wait()
+    with RunLock(tmp_path), pytest.raises(UserError, match=str(os.getpid())):
+        RunLock(tmp_path).__enter__()
+    with RunLock(tmp_path):
+        pass
+    child.stdin.close()
+    child.stdout.close()
+
+
+def test_a_changed_config_is_refused_with_the_difference():
+    saved = {"optim": {"lr": 1e-6}, "val": {"n": 1}, "trainer": {"save_freq": 5, "seed": 0}}
+    check_same_run(json.loads(json.dumps(saved)), saved)
+    check_same_run(
+        saved, {"optim": {"lr": 1e-6}, "val": {"n": 4}, "trainer": {"save_freq": 9, "seed": 0}}
+    )
+    changed = {"optim": {"lr": 2e-6}, "val": {"n": 1}, "trainer": {"save_freq": 5}, "files": []}
+    with pytest.raises(ConfigError) as error:
+        check_same_run(saved, changed)
+    lines = str(error.value).splitlines()
+    assert lines[1:4] == [
+        "  files: not set in the checkpoint, [] now",
+        "  optim.lr: 1e-06 in the checkpoint, 2e-06 now",
+        "  trainer.seed: 0 in the checkpoint, not set now",
+    ]
+    assert "--output" in lines[-1] and "trainer.resume=never" in lines[-1]
+
+
+def test_values_that_went_through_a_file_are_the_same():
+    saved = {"a": {"path": "x", "modules": ["q", "v"], "policy": {}}, "b": 1.0}
+    now = {"a": {"path": Path("x"), "modules": ("q", "v"), "policy": {}}, "b": 1.0}
+    check_same_run(saved, now)
+
+
+def test_what_may_change_moves_no_weight():
+    assert not [k for k in MAY_CHANGE if k.split(".")[0] in ("optim", "algorithm", "rollout")]
+    check_same_run({"lr": 1}, {"lr": 2}, allowed={"lr"})

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import registry
+from agentrl.errors import (
+    EngineError,
+    EpisodeOver,
+    RegistryError,
+    UserCodeError,
+)
+from agentrl.interactions import (
+    Gsm8kInteraction,
+    Interaction,
+    Reply,
+    build_interaction,
+    check_kwargs,
+    interaction,
+    respond,
+)
+from agentrl.rewards.gsm8k import compute_score
+from agentrl.trajectory import Message, Sample
+
+PROMPT = (Message("user", "What is 3*4?"),)
+
+
+def row(**fields) -> Sample:
+    return Sample(**{"id": "r7", "prompt": PROMPT, "interaction": "gsm8k", **fields})
+
+
+def talk(*texts: str) -> list[Message]:
+    """The prompt, then assistant and user in turn."""
+    roles = ["assistant", "user"] * len(texts)
+    return [*PROMPT, *(Message(r, t) for r, t in zip(roles, texts, strict=False))]
+
+
+async def hear(one: Interaction, *texts: str) -> Reply | None:
+    return await respond(one, talk(*texts), time.monotonic() + 5)
+
+
+# -- gsm8k -----------------------------------------------------------------------------------------
+
+
+async def test_right_is_done_with_score_1():
+    assert await hear(Gsm8kInteraction("12"), "#### 12") == Reply("Correct.", 1.0, True)
+
+
+async def test_wrong_may_try_again_until_the_attempts_are_used_up():
+    teacher = Gsm8kInteraction("12", max_attempts=3)
+    again = Reply("7 is not correct. Check your work and try again.")
+    assert await hear(teacher, "#### 7") == again
+    assert (await hear(teacher, "#### 7", again.content, "hm")) == Reply(
+        "I see no answer. End with '#### ' and the number, for example '#### 12'."
+    )
+    last = await hear(teacher, "#### 7", "", "hm", "", "#### 8")
+    assert last is not None and last.done and last.score == 0
+
+
+async def test_right_at_the_second_attempt():
+    teacher = Gsm8kInteraction(12, query="What is 3*4?")
+    first = await hear(teacher, "#### 7")
+    assert first is not None and not first.done
+    second = await hear(teacher, "#### 7", first.content, "#### 12")
+    assert second == Reply("Correct.", 1.0, True)
+
+
+async def test_it_reads_the_last_assistant_message_and_nobody_elses():
+    messages = [*talk("I give up"), Message("tool", "#### 12"), Message("user", "#### 12")]
+    reply = await respond(Gsm8kInteraction("12"), messages, time.monotonic() + 5)
+    assert reply is not None and reply.score == 0 and not reply.done
+
+
+@given(st.text("#### 12,.$-\n", max_size=40), st.sampled_from(["strict", "flexible"]))
+def test_it_agrees_with_the_grader(text, method):
+    teacher = Gsm8kInteraction("12", method=method)
+    reply = asyncio.run(hear(teacher, text))
+    assert reply is not None
+    assert reply.score == compute_score(text, "12", method=method)["acc"]
+    assert reply.done == bool(reply.score)
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def test_one_object_per_episode_from_the_rows_kwargs():
+    sample = row(interaction_kwargs={"ground_truth": "12", "max_attempts": 2})
+    one, two = build_interaction(sample), build_interaction(sample)
+    assert isinstance(one, Gsm8kInteraction) and isinstance(two, Gsm8kInteraction)
+    assert one is not two
+    assert (one.ground_truth, one.max_attempts) == ("12", 2)
+
+
+def test_a_row_without_one_has_none():
+    assert build_interaction(row(interaction="")) is None
+
+
+def test_an_unknown_name_gets_the_right_ones():
+    with pytest.raises(RegistryError, match=r"'gsm8'. Did you mean 'gsm8k'"):
+        build_interaction(row(interaction="gsm8"))
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """`registered(cls)` registers a class for the length of a test, and names it in a row."""
+    monkeypatch.setattr(registry.interactions, "_things", dict(registry.interactions._things))
+
+    def register(cls, **kwargs) -> Sample:
+        name = cls.__name__.lower()
+        assert interaction(name)(cls) is cls
+        return row(interaction=name, interaction_kwargs=kwargs)
+
+    return register
+
+
+class Silent(Interaction):
+    async def respond(self, messages):
+        return None
+
+
+def test_the_sample_is_given_by_name(registered):
+    class Curious(Silent):
+        def __init__(self, sample, depth=1):
+            self.sample, self.depth = sample, depth
+
+    sample = registered(Curious, depth=3)
+    built = build_interaction(sample)
+    assert isinstance(built, Curious)
+    assert built.sample is sample and built.depth == 3
+
+
+def test_a_list_in_the_kwargs_is_not_shared_between_episodes(registered):
+    class Listing(Silent):
+        def __init__(self, said):
+            self.said = said
+            said.append("me")
+
+    sample = registered(Listing, said=[])
+    one, two = build_interaction(sample), build_interaction(sample)
+    assert isinstance(one, Listing) and isinstance(two, Listing)
+    assert one.said == two.said == ["me"] and sample.interaction_kwargs == {"said": []}
+
+
+def test_a_constructor_that_raises_names_the_sample_and_the_line():
+    with pytest.raises(UserCodeError) as caught:
+        build_interaction(row(interaction_kwargs={"ground_truth": "12", "max_attempts": 0}))
+    message = str(caught.value)
+    assert "interaction 'gsm8k' of sample 'r7': its constructor raised ValueError" in message
+    assert "max_attempts=0" in message and "gsm8k.py:" in message
+
+
+def test_check_kwargs():
+    assert check_kwargs(Gsm8kInteraction, {"ground_truth": "12"}) == []
+    assert check_kwargs(Gsm8kInteraction, {"grond_truth": "12"}) == [
+        "missing argument 'ground_truth'",
+        "unknown argument 'grond_truth'. Did you mean 'ground_truth'?"
+        " It takes: ground_truth, query, max_attempts, method",
+    ]
+    assert check_kwargs(Silent, {"x": 1}) == ["unknown argument 'x'. It takes: no arguments"]
+
+
+def test_check_kwargs_knows_sample_and_open_ends():
+    class Open(Silent):
+        def __init__(self, sample, **rest): ...
+
+    assert check_kwargs(Open, {"anything": 1}) == []
+    assert check_kwargs(Open, {"sample": 1}) == [
+        "argument 'sample' is agentrl's to give: leave it out"
+    ]
+
+
+# -- registering -----------------------------------------------------------------------------------
+
+
+class Sync(Interaction):
+    def respond(self, messages):  # type: ignore[override]
+        return None
+
+
+class SyncClose(Silent):
+    def close(self):  # type: ignore[override]
+        return None
+
+
+class Lacking(Interaction):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "says"),
+    [
+        (Sync, "Sync.respond must be `async def`"),
+        (SyncClose, "SyncClose.close must be `async def`"),
+        (Lacking, "Lacking lacks `async def respond"),
+        (Reply, "is no subclass of Interaction"),
+        (len, "is no subclass of Interaction"),
+    ],
+)
+def test_what_cannot_be_an_interaction_is_refused(registered, cls, says):
+    with pytest.raises(RegistryError, match=says):
+        interaction("odd")(cls)
+    assert "odd" not in registry.interactions
+
+
+def test_a_decorator_without_a_name_says_so():
+    with pytest.raises(RegistryError, match=r'write @interaction\("name"\)'):
+        interaction(Silent)  # type: ignore[arg-type]
+
+
+# -- what respond may do ---------------------------------------------------------------------------
+
+
+class Saying(Interaction):
+    """Returns, or raises, what it was given."""
+
+    def __init__(self, what):
+        self.what = what
+
+    async def respond(self, messages):
+        if isinstance(self.what, Exception):
+            raise self.what
+        return self.what
+
+
+async def test_none_ends_the_talk():
+    assert await hear(Saying(None), "hello") is None
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("try again", r"returned 'try again' \(str\); it must return Reply"),
+        ((True, "ok", 1.0, {}), r"returned \(True, 'ok', 1.0, {}\) \(tuple\)"),
+        (Reply(content=None), r"the content of .* must be a string"),  # type: ignore[arg-type]
+        (Reply("x", float("nan")), r"the score of .*nan.* must be a finite number"),
+        (Reply("x", "1"), r"the score of .* must be a finite number"),  # type: ignore[arg-type]
+        (KeyError("balance"), r"interaction Saying: respond raised KeyError: 'balance' \(.*:\d+\)"),
+        (TimeoutError("slow judge"), r"respond raised TimeoutError: slow judge"),
+    ],
+)
+async def test_what_it_must_not_do_is_said(what, says):
+    with pytest.raises(UserCodeError, match=says):
+        await hear(Saying(what), "hello")
+
+
+async def test_a_machine_that_is_down_stays_infrastructure():
+    with pytest.raises(EngineError):
+        await hear(Saying(EngineError("judge is down")), "hello")
+
+
+async def test_the_deadline_ends_the_episode():
+    class Slow(Interaction):
+        async def respond(self, messages):
+            await asyncio.sleep(60)
+
+    with pytest.raises(EpisodeOver) as over:
+        await respond(Slow(), talk("hello"), time.monotonic() + 0.01)
+    assert over.value.reason == "time"
+
+
+async def test_close_is_optional():
+    await Silent().close()
