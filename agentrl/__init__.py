@@ -1,1 +1,73 @@
+"""Reinforcement learning for language-model agents that talk over several turns and call tools.
+
+The public names. Each is loaded when it is first used, so that importing agentrl costs nothing and
+only `Trainer` needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.agent_loops import Episode, agent_loop
+    from agentrl.config import Config, load_config
+    from agentrl.data import load_samples
+    from agentrl.errors import Infrastructure, ToolError, UserError
+    from agentrl.interactions import Interaction, Reply, interaction
+    from agentrl.rewards import reward
+    from agentrl.rollout import play
+    from agentrl.tools import tool
+    from agentrl.trainer import Trainer
+    from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, Trajectory
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "agent_loops": ("Episode", "agent_loop"),
+    "config": ("Config", "load_config"),
+    "data": ("load_samples",),
+    "errors": ("Infrastructure", "ToolError", "UserError"),
+    "interactions": ("Interaction", "Reply", "interaction"),
+    "rewards": ("reward",),
+    "rollout": ("play",),
+    "tools": ("tool",),
+    "trainer": ("Trainer",),
+    "trajectory": ("Message", "Sample", "ToolCall", "ToolResult", "Trajectory"),
+}
+
+__all__ = [
+    "Config",
+    "Episode",
+    "Infrastructure",
+    "Interaction",
+    "Message",
+    "Reply",
+    "Sample",
+    "ToolCall",
+    "ToolError",
+    "ToolResult",
+    "Trainer",
+    "Trajectory",
+    "UserError",
+    "agent_loop",
+    "interaction",
+    "load_config",
+    "load_samples",
+    "play",
+    "reward",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"agentrl.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

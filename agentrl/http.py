@@ -17,8 +17,9 @@ import re
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import urlsplit
+from types import TracebackType
+from typing import Any, Self, cast
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 import orjson
@@ -28,7 +29,7 @@ from agentrl.errors import ConfigError, Infrastructure
 MAX_ANSWER_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
 MAX_IDLE_SECONDS = 60.0
-"""Shorter than the keep-alive of the servers we start, so that a connection is rarely found dead."""
+"""Shorter than our servers' keep-alive, so that a connection is rarely found dead."""
 
 _UNSAFE = re.compile(r"[^\x21-\x7e]")
 
@@ -96,7 +97,7 @@ class _Answer:
     def on_body(self, body: bytes) -> None:
         self._left -= len(body)
         if self._left < 0:
-            raise _Nonsense("too long")
+            raise _Nonsense("longer than this client accepts")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -114,8 +115,7 @@ class _Connection(asyncio.Protocol):
     idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:
@@ -132,15 +132,181 @@ class _Connection(asyncio.Protocol):
         self.usable = False
         self._transport.abort()
 
-    async def exchange(self, request: bytes, max_bytes: int, seconds: float) -> tuple[int, bytes]:
-        """Send one request; status and body of its answer."""
+    async def exchange(self, request: bytes, max_bytes: int) -> tuple[int, bytes]:
+        """Send one request; status and body of its answer. Cancelled, it closes the connection."""
         self._answer = answer = _Answer(max_bytes)
-        timer = asyncio.get_running_loop().call_later(seconds, answer.fail, TimeoutError())
         self._transport.write(request)
         try:
             return await answer.complete, answer.body
         finally:
-            timer.cancel()
             self._answer = None
             if not answer.keep_alive:
                 self.close()
+
+
+class HttpClient:
+    """JSON requests to one server, over kept-alive connections.
+
+    Belongs to the event loop of its first request. Example::
+
+        async with HttpClient("http://127.0.0.1:8900", token=token) as client:
+            status, answer = await client.request_json("GET", "/health", deadline=monotonic() + 5)
+
+    Args:
+        base_url: scheme, host, port and perhaps a path that every request's path is added to.
+        token: sent as `Authorization: Bearer`, if not empty.
+        error: what a server that is down or talks nonsense raises.
+        max_bytes: longest answer accepted.
+
+    Raises:
+        ConfigError: no http(s) URL, or a token that no header can hold.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str = "",
+        error: type[Infrastructure] = Infrastructure,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ):
+        url = _split(base_url)
+        if _UNSAFE.search(token):
+            raise ConfigError("a bearer token must be printable ASCII without spaces")
+        self.base_url = base_url.rstrip("/")
+        self._host = url.hostname or ""
+        self._port = url.port or (443 if url.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._prefix = url.path.rstrip("/")
+        self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
+            f"authorization: Bearer {token}\r\n" if token else ""
+        )
+        self._error = error
+        self._max_bytes = max_bytes
+        self._idle: list[_Connection] = []
+        self._places = asyncio.Semaphore(MAX_CONNECTIONS)
+
+    async def request_json(
+        self, method: str, path: str, body: Any = None, *, deadline: float, retries: int = 0
+    ) -> tuple[int, Any]:
+        """Send `body` as JSON; the status and the parsed answer, whatever the status.
+
+        Args:
+            method: GET, POST, DELETE, ...
+            path: below the base URL, percent-encoded by the caller.
+            body: anything orjson writes; None sends no body.
+            deadline: `time.monotonic()` seconds after which to give up, connecting included.
+            retries: how often to send it again after the connection failed. Only for a request that
+                may be handled twice; one that ran into its deadline is never sent again.
+
+        Raises:
+            Infrastructure: (the client's `error`) no connection, no answer in time, or an answer
+                that is not JSON.
+            ValueError: the path holds characters that no request line can.
+            TypeError: JSON cannot hold the body.
+        """
+        request = self._write(method, path, body)
+        where = f"{method} {self.base_url}{path}"
+        try:
+            # The loop's clock need not be `time.monotonic`, so the deadline travels as a duration.
+            async with asyncio.timeout(deadline - time.monotonic()):
+                status, answer = await self._send_again(request, retries)
+        except TimeoutError:
+            raise self._error(f"{where}: no answer before the deadline") from None
+        except (_Dropped, _Nonsense, OSError) as e:
+            raise self._error(f"{where}: {e}") from None
+        try:
+            return status, orjson.loads(answer) if answer else None
+        except orjson.JSONDecodeError:
+            excerpt = answer[:200].decode("utf-8", "replace")
+            raise self._error(f"{where}: status {status} and not JSON: {excerpt}") from None
+
+    async def aclose(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _write(self, method: str, path: str, body: Any) -> bytes:
+        """The request's bytes."""
+        target = self._prefix + path
+        if _UNSAFE.search(target) or not target.startswith("/"):
+            raise ValueError(f"not a path that can be requested: {target!r}")
+        head = f"{method} {target} HTTP/1.1\r\n{self._headers}"
+        if body is None:
+            length = "" if method == "GET" else "content-length: 0\r\n"
+            return f"{head}{length}\r\n".encode("ascii")
+        content = orjson.dumps(body)
+        return (
+            f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        ).encode("ascii") + content
+
+    async def _send_again(self, request: bytes, retries: int) -> tuple[int, bytes]:
+        for attempt in range(retries):
+            try:
+                return await self._send(request)
+            except (_Dropped, OSError):
+                # The first failure may be a connection that died while idle: no reason to wait.
+                await asyncio.sleep(0.1 * attempt)
+        return await self._send(request)
+
+    async def _send(self, request: bytes) -> tuple[int, bytes]:
+        """One attempt, on an idle connection or a new one."""
+        async with self._places:
+            connection = await self._connection()
+            answer = await connection.exchange(request, self._max_bytes)
+            if connection.usable:
+                connection.idle_since = time.monotonic()
+                self._idle.append(connection)
+            return answer
+
+    async def _connection(self) -> _Connection:
+        oldest = time.monotonic() - MAX_IDLE_SECONDS
+        while self._idle:
+            # The last one used is the likeliest to be alive; the rest may grow old.
+            connection = self._idle.pop()
+            if connection.usable and connection.idle_since > oldest:
+                return connection
+            connection.close()
+        _, connection = await asyncio.get_running_loop().create_connection(
+            _Connection, self._host, self._port, ssl=self._tls
+        )
+        return connection
+
+
+def fetch_json(
+    base_url: str,
+    path: str,
+    *,
+    token: str = "",
+    error: type[Infrastructure] = Infrastructure,
+    timeout: float,
+) -> tuple[int, Any]:
+    """One GET from code that is not async; blocks, also where this thread runs a loop."""
+
+    async def fetch() -> tuple[int, Any]:
+        async with HttpClient(base_url, token=token, error=error) as client:
+            return await client.request_json("GET", path, deadline=time.monotonic() + timeout)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, fetch()).result()
+
+
+def _split(base_url: str) -> SplitResult:
+    """The parts of an http(s) URL."""
+    wrong = ConfigError(f"not a server's URL: {base_url!r}. Expected: http://HOST:PORT")
+    try:
+        url = urlsplit(base_url)
+        named = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port that is none
+        raise wrong from None
+    if not named or _UNSAFE.search(base_url) or url.username or url.query or url.fragment:
+        raise wrong
+    return url

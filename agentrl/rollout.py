@@ -42,6 +42,8 @@ MAX_DROPPED = 0.05
 """A step that loses more than this share of its rollouts stops the run."""
 GRACE_S = 30.0
 """How long after its time budget a loop that calls no verb is cut off."""
+CLEANUP_S = 10.0
+"""How long cancelled episodes may take to close their tools and interactions."""
 
 T = TypeVar("T")
 
@@ -189,10 +191,17 @@ class Rollouts:
         """Close the toolbox's connections and stop the thread."""
         if not self._thread.is_alive():
             return
-        self.run(self.world.toolbox.aclose())
+        self.run(self._drain())
         self._watchdog.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+    async def _drain(self) -> None:
+        """Let cancelled episodes clean up, then close the toolbox."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=CLEANUP_S)
+        await self.world.toolbox.aclose()
 
     async def _collect(
         self, samples: Sequence[Sample], n: int, sampling: Sampling, step: int, tag: str

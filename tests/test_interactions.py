@@ -196,8 +196,8 @@ class Lacking(Interaction):
         (Sync, "Sync.respond must be `async def`"),
         (SyncClose, "SyncClose.close must be `async def`"),
         (Lacking, "Lacking lacks `async def respond"),
-        (Reply, "is no subclass of Interaction"),
-        (len, "is no subclass of Interaction"),
+        (Reply, "is for subclasses of Interaction, not <class"),
+        (len, "is for subclasses of Interaction, not <built-in"),
     ],
 )
 def test_what_cannot_be_an_interaction_is_refused(registered, cls, says):

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.answers import gsm8k_answer
+from agentrl.interactions.gsm8k import WRONG
 from agentrl.trajectory import Message, Sample
 
 DATA_SOURCE = "agentrl/arithmetic"
@@ -29,21 +31,49 @@ SPLITS = {"train": 3072, "val": 240}
 GOLD_SHARE = 0.2
 TALK_SHARE = 0.25
 """Share of the tool_agent rows that have an interaction."""
+MAX_ATTEMPTS = 3
+"""How many answers the gsm8k interaction hears."""
 
 SYSTEM = {
     "single_turn": "Find the number. Answer with ####.",
     "tool_agent": "Use the tools. Answer with ####.",
-    "react": "Write Thought, Action, Action Input, then Final Answer with ####.",
+    "react": "Use the tools. Answer with ####.",
 }
-NAMES = ("Ann", "Tom", "Max", "Eva", "Ben", "Mia", "Leo", "Zoe")
-ITEMS = ("apples", "pears", "nuts", "pens", "coins", "cards", "eggs", "plums")
+NAMES = ("Ann", "Tom", "Max", "Eva", "Ben", "Mia", "Leo", "Zoe", "Kim", "Sam", "Lea", "Jan")
+ITEMS = ("apples", "pears", "nuts", "pens", "coins", "cards", "eggs", "plums", "stamps", "books")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# Text, first operator, second operator: (a first b) second c.
-FORMS = (
-    ("{n} has {a} bags of {b} {i} and finds {c} more.", "*", "+"),
-    ("{n} has {a} bags of {b} {i} and loses {c}.", "*", "-"),
-    ("{n} buys {a} {i} and then {b} more on each of {c} days.", "+", "*"),
-    ("{n} has {a} {i}, loses {b} and finds {c} more.", "-", "+"),
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A text about the numbers a, b, c; what (a first b) second c counts; what a, b and c count."""
+
+    text: str
+    operators: tuple[str, str]
+    parts: tuple[str, str, str]
+
+
+STORIES = (
+    Story(
+        "{name} has {a} bags of {b} {items} and finds {c} more.",
+        ("*", "+"),
+        ("How many bags?", "How many in a bag?", "How many found?"),
+    ),
+    Story(
+        "{name} has {a} boxes of {b} {items} and loses {c}.",
+        ("*", "-"),
+        ("How many boxes?", "How many in a box?", "How many lost?"),
+    ),
+    Story(
+        "{name} buys {a} red and {b} green {items} on each of {c} days.",
+        ("+", "*"),
+        ("How many red a day?", "How many green a day?", "How many days?"),
+    ),
+    Story(
+        "{name} has {a} {items}, sells {b} and then makes {c} more.",
+        ("-", "+"),
+        ("How many at first?", "How many sold?", "How many made?"),
+    ),
 )
 
 
@@ -62,27 +92,27 @@ class Problem:
 
 
 def two_hops(rng: random.Random) -> Problem:
-    """A problem of two operations whose results are all positive."""
-    text, first, second = rng.choice(FORMS)
+    """A problem of two operations whose results are positive."""
+    story = rng.choice(STORIES)
+    first, second = (OPERATORS[o] for o in story.operators)
     while True:
         a, b, c = (rng.randint(1, 9) for _ in range(3))
-        middle = OPERATORS[first](a, b)
-        answer = OPERATORS[second](middle, c)
-        if middle > 0 and answer > 0:
+        if first(a, b) > 0 and second(first(a, b), c) > 0:
             break
-    item = rng.choice(ITEMS)
-    story = text.format(n=rng.choice(NAMES), i=item, a=a, b=b, c=c)
-    return Problem(f"{story} How many {item}?", (first, second), (a, b, c), answer)
+    items = rng.choice(ITEMS)
+    text = story.text.format(name=rng.choice(NAMES), items=items, a=a, b=b, c=c)
+    answer = second(first(a, b), c)
+    return Problem(f"{text} How many {items} in all?", story.operators, (a, b, c), answer)
 
 
 def look_up(rng: random.Random) -> Problem:
     """A problem whose answer stands in the text, beside two other numbers."""
+    story = rng.choice(STORIES)
     numbers = tuple(rng.sample(range(1, 10), 3))
-    items = rng.sample(ITEMS, 3)
+    a, b, c = numbers
     asked = rng.randrange(3)
-    have = ", ".join(f"{k} {i}" for k, i in zip(numbers, items, strict=True))
-    question = f"{rng.choice(NAMES)} has {have}. How many {items[asked]}?"
-    return Problem(question, (), numbers, numbers[asked])
+    text = story.text.format(name=rng.choice(NAMES), items=rng.choice(ITEMS), a=a, b=b, c=c)
+    return Problem(f"{text} {story.parts[asked]}", (), numbers, numbers[asked])
 
 
 def sample(problem: Problem, loop: str, row: int, talk: bool = False) -> Sample:
@@ -109,8 +139,22 @@ def gold(problem: Problem, loop: str) -> list[Message]:
     return _solve(problem, loop, problem.operators, str(problem.answer))
 
 
-def trace(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
-    """A conversation after the prompt that is right in about one of five rows."""
+def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -> list[Message]:
+    """A conversation after the prompt that is right in about one of five rows.
+
+    Where there is an interaction (`talk`), a wrong answer is told so, and tried again.
+    """
+    messages = _attempt(problem, loop, rng)
+    for _ in range(MAX_ATTEMPTS - 1 if talk else 0):
+        said = gsm8k_answer(messages[-1].content)
+        if said == str(problem.answer):
+            break
+        messages.append(Message("user", WRONG.format(answer=said)))
+        messages += _attempt(problem, loop, rng)
+    return messages
+
+
+def _attempt(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
     if rng.random() < GOLD_SHARE:
         return gold(problem, loop)
     guess = str(rng.randint(1, max(9, 2 * problem.answer)))
@@ -177,6 +221,6 @@ def rows(seed: int, avoid: frozenset[str] = frozenset()) -> Iterator[Row]:
         seen.add(problem.question)
         talk = loop == "tool_agent" and rng.random() < TALK_SHARE
         asked = sample(problem, loop, row, talk)
-        right, habits = gold(problem, loop), trace(problem, loop, rng)
+        right, habits = gold(problem, loop), trace(problem, loop, rng, talk)
         yield Row(asked, problem, (*asked.prompt, *right), (*asked.prompt, *habits))
         row += 1

@@ -92,7 +92,7 @@ class Grader:
 
         Raises:
             UserCodeError: the function raised, or returned no finite number.
-            AgentRLError: as it raised it (`Infrastructure`: the episode is played again).
+            AgentRLError: as it raised it (`Infrastructure`: a judge is down).
         """
         named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
         try:

@@ -5,39 +5,34 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from agentrl.answers import plain_number
 from agentrl.config import RewardConfig
-from agentrl.errors import ConfigError, DataError, UserCodeError
-from agentrl.registry import did_you_mean, load_file, rewards
+from agentrl.errors import DataError, UserCodeError
 from agentrl.rewards.base import Grader
+from agentrl.rewards.graders import GOLD, find_reward, grader_of
 from agentrl.trajectory import Sample, Scored, Trajectory
 
 logger = logging.getLogger(__name__)
 
 BudgetPolicy = Mapping[str, Literal["keep", "zero", "mask"] | float]
-"""stop_reason -> what becomes of the reward; reasons that are not in it keep theirs."""
-
-
-GRADERS = {"openai/gsm8k": "gsm8k", "agentrl/arithmetic": "gsm8k"}
-"""data_source -> the registered `compute_score` that judges its rows."""
-GOLD: Mapping[str, Callable[[Any], str]] = {"gsm8k": lambda truth: f"#### {plain_number(truth)}"}
-"""Per grader, the shortest text that deserves full marks, made from a ground truth."""
+"""stop_reason -> what becomes of the reward (a number is subtracted); others keep theirs."""
 
 
 class Scorer:
     """Scores trajectories; built once per run by `make_scorer`."""
 
     def __init__(self, config: RewardConfig, budget_policy: BudgetPolicy):
-        self._config = config
+        self._kwargs = config.kwargs
         self._budget_policy = budget_policy
         self._weights = {
             "outcome": config.outcome_weight,
             "turn": config.turn_weight,
             "tool": config.tool_weight,
         }
+        self.by_data_source = not config.function
+        """Whether rows are judged by the grader of their `data_source`."""
         self._function = (
             Grader(config.function, find_reward(config.function), config.kwargs)
             if config.function
@@ -56,10 +51,7 @@ class Scorer:
         if self._function is not None:
             return self._function
         if data_source not in self._graders:
-            if data_source not in GRADERS:
-                raise DataError(_unknown_source(data_source))
-            name = GRADERS[data_source]
-            self._graders[data_source] = Grader(name, rewards.get(name), self._config.kwargs)
+            self._graders[data_source] = grader_of(data_source, self._kwargs)
         return self._graders[data_source]
 
     async def score(self, trajectory: Trajectory) -> Scored:
@@ -79,7 +71,7 @@ class Scorer:
             if not math.isfinite(value):
                 raise UserCodeError(
                     f"the {source} rewards of sample {trajectory.sample.id!r} sum to {value}:"
-                    " a reward must be a finite number"
+                    " they must be finite numbers"
                 )
         self._warn_unused(earned)
         total = sum(self._weights[source] * value for source, value in earned.items())
@@ -89,41 +81,6 @@ class Scorer:
         elif not isinstance(policy, str):
             total -= policy
         return Scored(trajectory, earned, total, metrics, masked=policy == "mask")
-
-    def check(self, samples: Iterable[Sample]) -> None:
-        """Refuse rows that nothing can judge, before anything is played; all of them at once.
-
-        Where the grader goes by `data_source`, it grades each row's own ground truth: a row where
-        that falls short of full marks could never be solved by a model either.
-
-        Raises:
-            DataError: rows without a grader, or with a ground truth that theirs cannot read.
-            ConfigError: `reward.kwargs` that a grader does not take.
-        """
-        if self._function is not None:
-            return
-        rows: dict[tuple[str, bool], list[int]] = defaultdict(list)
-        said: dict[tuple[str, bool], str] = {}
-        for sample in samples:
-            source, truth = sample.data_source, sample.ground_truth
-            known = source in GRADERS
-            if known and self._solvable(source, truth):
-                continue
-            rows[source, known].append(sample.row)
-            said.setdefault(
-                (source, known),
-                f"ground truth {truth!r} is not one that the grader {GRADERS[source]!r} can read:"
-                " give it the final answer alone"
-                if known
-                else _unknown_source(source),
-            )
-        if rows:
-            raise DataError("\n".join(f"{_some(rows[k])}: {said[k]}" for k in rows))
-
-    def _solvable(self, data_source: str, truth: Any) -> bool:
-        grader = self.grader(data_source)
-        text = GOLD[grader.name](truth)
-        return grader.function(text, truth, **grader.kwargs)["acc"] == 1.0
 
     def _warn_unused(self, earned: Mapping[str, float]) -> None:
         """Say once per source that its rewards train nothing."""
@@ -151,46 +108,50 @@ def make_scorer(config: RewardConfig, budget_policy: BudgetPolicy | None = None)
     return Scorer(config, budget_policy or {})
 
 
-def find_reward(name: str) -> Callable[..., Any]:
-    """The function behind `reward.function`: a registered name, or `path.py:function`.
+def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:
+    """Refuse rows that nothing can judge, before anything is played; all of them at once.
+
+    Where the grader goes by `data_source`, it grades each row's own ground truth: a row where that
+    falls short of full marks could not be solved by a model either.
+
+    Args:
+        samples: the rows of one file.
+        scorer: the run's.
+        file: its name, for the message.
 
     Raises:
-        ConfigError: no such reward; the message lists what there is.
-        UserError: the file is missing or does not load.
+        DataError: rows without a grader, or with a ground truth that theirs cannot read.
+        ConfigError: `reward.kwargs` that a grader does not take.
     """
-    path, colon, attribute = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        if name.endswith(".py"):
-            raise ConfigError(f"reward.function={name!r} must name its function: {name}:FUNCTION")
-        if name not in rewards:
-            raise ConfigError(
-                f"reward.function={name!r}: {rewards.unknown(name)}. Another one is named by its"
-                " file (path.py:function), or registered by a file listed in `files`"
+    if not scorer.by_data_source:
+        return
+    by_source: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_source[sample.data_source].append(sample)
+    problems = []
+    for data_source, rows in by_source.items():
+        try:
+            grader = scorer.grader(data_source)
+        except DataError as e:
+            problems.append(f"{_some(rows)}: {e}")
+            continue
+        wrong = [s for s in rows if not _solvable(s.ground_truth, grader)]
+        if wrong:
+            problems.append(
+                f"{_some(wrong)}: the grader {grader.name!r} cannot read"
+                f" ground_truth={wrong[0].ground_truth!r}: give it the final answer alone"
             )
-        return rewards.get(name)
-    functions = {
-        k: v for k, v in vars(load_file(path)).items() if callable(v) and not k.startswith("_")
-    }
-    if attribute not in functions:
-        raise ConfigError(
-            f"reward.function={name!r}: no function {attribute!r} in {path}."
-            f"{did_you_mean(attribute, functions)} It has: {', '.join(functions) or 'none'}"
-        )
-    return functions[attribute]
+    if problems:
+        raise DataError("\n".join(f"{file}: {p}" if file else p for p in problems))
 
 
-def _some(rows: list[int]) -> str:
+def _solvable(ground_truth: Any, grader: Grader) -> bool:
+    gold = GOLD[grader.name](ground_truth)
+    return grader.function(gold, ground_truth, **grader.kwargs)["acc"] == 1.0
+
+
+def _some(rows: list[Sample]) -> str:
     """`row 3`, or `rows 3, 5, 8, ... (120 in all)`."""
-    if len(rows) == 1:
-        return f"row {rows[0]}"
-    listed = ", ".join(map(str, rows[:3]))
-    return f"rows {listed}" + (f", ... ({len(rows)} in all)" if len(rows) > 3 else "")
-
-
-def _unknown_source(data_source: str) -> str:
-    said = f"no grader for data_source {data_source!r}" if data_source else "no data_source"
-    return (
-        f"{said}.{did_you_mean(data_source, GRADERS)} Known: {', '.join(GRADERS)}. Or set"
-        f" reward.function to a registered reward ({', '.join(rewards.names())}) or to"
-        " your own (path.py:function)"
-    )
+    listed = ", ".join(str(s.row) for s in rows[:3])
+    more = f", ... ({len(rows)} in all)" if len(rows) > 3 else ""
+    return f"row{'s' * (len(rows) > 1)} {listed}{more}"

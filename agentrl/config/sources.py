@@ -1,4 +1,4 @@
-"""Where a run's settings come from: YAML files, `a.b.c=1` texts, flags; and what is wrong with them.
+"""Where a run's settings come from (YAML files, `a.b.c=1` texts), and what is wrong with them.
 
 Every reader appends what it cannot use to a list of mistakes and goes on, so that all of them are
 said at once. Scalars are read as in YAML 1.2: `1e-6` is a number, `2026-11-20` and `on` are texts.
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.verl_names import VERL_NAMES
+from agentrl.config.verl_names import VERL_NAMES, VERL_SECTIONS
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,6 +37,32 @@ for _tag, _pattern, _first in (
     )
 # YAML 1.1 takes 010 for 8.
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Its counterpart; quotes odd characters, because PyYAML reads its own U+0085 as a space."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
+def dump_yaml(value: Any, flow: bool = False) -> str:
+    """YAML that is read back as the same value; with `flow`, on one line."""
+    return yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=flow,
+        width=2**20 if flow else 100,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +93,8 @@ def assignment(path: str, value: Any) -> str:
     """`path=value` as one would type it; `parse_value` reads the same value back."""
     if isinstance(value, str) and value and parse_value(value) == value:
         return f"{path}={value}"
-    flow = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
-    return f"{path}={flow.removesuffix('...\n').strip()}"
+    text = dump_yaml(value, flow=True).removesuffix("...\n")  # a bare scalar ends its document
+    return f"{path}={text.strip()}"
 
 
 def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
@@ -101,7 +127,9 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            mistakes.append(f"{file}: must hold `section:` and `key: value` lines, not {text[:40]!r}")
+            mistakes.append(
+                f"{file}: must hold `section:` and `key: value` lines, not {text[:40]!r}"
+            )
             return []
         mistakes.extend(f"{file}:{line}: {what}" for line, what in _repeated_keys(root))
         return list(_walk(loader, root, "", file, fields))
@@ -159,34 +187,45 @@ def merge(
     """
     merged: dict[str, Setting] = {}
     for setting in settings:
-        path = setting.path
-        owner = next((f for f in fields if path.startswith(f"{f}.")), "")
-        if path in fields:
-            merged.pop(path, None)
-            if setting.value is not None:
-                merged[path] = setting
-        elif owner and fields[owner] is dict:
-            held = merged[owner].value if owner in merged else {}
-            key = path[len(owner) + 1 :]
-            if isinstance(held, dict):  # else it is a mistake of its own
-                merged[owner] = Setting(owner, {**held, key: setting.value}, setting.source)
-        elif any(f.startswith(f"{path}.") for f in fields):
-            if isinstance(setting.value, dict):
-                inner = [Setting(f"{path}.{k}", v, setting.source) for k, v in setting.value.items()]
-                merged |= merge(inner, fields, mistakes)
-            elif setting.value is not None:
-                keys = [f for f in fields if f.startswith(f"{path}.")]
-                mistakes.append(f"{setting}: {path} is a section. Its keys: {', '.join(keys)}")
-        elif owner:
-            mistakes.append(f"{setting}: {owner} is a value, it has no keys below it")
-        else:
-            mistakes.append(f"{setting}: {_no_such_key(path, fields)}")
+        for leaf in _leaves(setting, fields):
+            owner = next((f for f in fields if leaf.path.startswith(f"{f}.")), "")
+            if leaf.path in fields:
+                merged.pop(leaf.path, None)
+                if leaf.value is not None:
+                    merged[leaf.path] = leaf
+            elif fields.get(owner) is dict:
+                held = merged[owner].value if owner in merged else {}
+                if isinstance(held, dict):  # else it is a mistake of its own
+                    held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
+                    merged[owner] = Setting(owner, held, leaf.source)
+            elif owner:
+                mistakes.append(f"{leaf}: {owner} is a value, there is nothing below it")
+            elif keys := [f for f in fields if f.startswith(f"{leaf.path}.")]:
+                if leaf.value is not None:  # `optim:` with every key commented out is nothing
+                    mistakes.append(
+                        f"{leaf}: {leaf.path} is a section. Its keys: {', '.join(keys)}"
+                    )
+            else:
+                mistakes.append(f"{leaf}: {_no_such_key(leaf.path, fields)}")
     return merged
+
+
+def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
+    """A section given as a whole (`optim={lr: 1e-5}`) as its keys."""
+    path = setting.path
+    below = any(path == f or path.startswith(f"{f}.") for f in fields)
+    if below or not isinstance(setting.value, dict):
+        yield setting
+        return
+    for key, value in setting.value.items():
+        yield from _leaves(Setting(f"{path}.{key}", value, setting.source), fields)
 
 
 def _no_such_key(path: str, fields: Collection[str]) -> str:
     if path in VERL_NAMES:
         return f"verl's name. {VERL_NAMES[path]}"
+    if path.startswith(VERL_SECTIONS):
+        return "verl's name, and nothing here does the same"
     section, _, leaf = path.rpartition(".")
     close = [f for f in fields if f.rpartition(".")[2] == leaf]
     close += difflib.get_close_matches(path, fields, n=1, cutoff=0.75)

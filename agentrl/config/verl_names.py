@@ -38,7 +38,6 @@ _RENAMED = {
     f"{_ROLLOUT}.multi_turn.interaction_config_path": "files",
     f"{_ROLLOUT}.agent.agent_loop_config_path": "files",
     f"{_ROLLOUT}.agent.default_agent_loop": "data.agent_name",
-    f"{_ROLLOUT}.rollout_correction.rollout_is_threshold": "algorithm.tis_cap",
     "critic.optim.lr": "optim.critic_lr",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
@@ -76,7 +75,7 @@ _OTHERWISE = {
     f"{_ROLLOUT}.calculate_log_probs": "Not needed: the engine's logprobs are always kept",
     f"{_ROLLOUT}.multi_turn.enable": "Not needed: each row's agent_name says how it is played",
     f"{_ROLLOUT}.multi_turn.format": "Not needed: the format follows the tokenizer",
-    f"{_ROLLOUT}.multi_turn.max_user_turns": "Here: rollout.max_turns, which counts assistant turns",
+    f"{_ROLLOUT}.multi_turn.max_user_turns": "Here: rollout.max_turns, turns of the assistant",
     f"{_ROLLOUT}.multi_turn.max_tool_response_length": "Here: tools.max_result_tokens, in tokens",
     f"{_ROLLOUT}.multi_turn.max_parallel_calls": "Here: rollout.max_tool_calls, for the whole"
     " trajectory",
@@ -95,7 +94,7 @@ _OTHERWISE = {
     "trainer.nnodes": "Not here yet: a run is one process",
     "trainer.project_name": "Not here: trainer.output names the run",
     "trainer.experiment_name": "Not here: trainer.output names the run",
-    "trainer.resume_mode": "Here: trainer.resume, auto, never (verl's disable) or a checkpoint's path",
+    "trainer.resume_mode": "Here: trainer.resume, auto, never (verl's disable) or a path",
     "trainer.resume_from_path": "Here: trainer.resume=PATH",
     "trainer.critic_warmup": "Not here",
 }
@@ -105,3 +104,6 @@ VERL_NAMES = {
     **_OTHERWISE,
 }
 """verl's dotted key -> the word on what it is here."""
+
+VERL_SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
+"""Sections that only verl has."""

@@ -1,0 +1,22 @@
+"""The environment's tests: the policy is a script, all else is real."""
+
+import env
+import pytest
+
+from agentrl.data import load_samples
+from agentrl.testing import call
+
+pytest_plugins = ["agentrl.testing.fixtures"]
+
+
+def test_a_right_episode_earns_1(play_scripted):
+    sample = load_samples("train.jsonl")[0]
+    episode = play_scripted(sample, call("calculator", expression="3*4"), f"#### {sample.ground_truth}")
+    assert [m.content for m in episode.messages if m.role == "tool"] == ["12"]
+    assert env.exact(episode) == 1.0
+
+
+def test_the_calculator_says_what_it_takes():
+    assert env.calculator("3*4") == "12"
+    with pytest.raises(Exception, match="two whole numbers"):
+        env.calculator("three times four")

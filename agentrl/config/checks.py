@@ -1,0 +1,72 @@
+"""What no run can mean, and what would do nothing, though each value alone is fine.
+
+Only the config is judged here: what needs rows or a model is checked where those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from agentrl.config.sources import assignment
+
+if TYPE_CHECKING:
+    from agentrl.config.sections import Config
+
+
+def contradictions(c: Config) -> Iterator[str]:
+    """The combinations of values that are refused, each with the way out."""
+    a, t, r = c.algorithm, c.trainer, c.reward
+    if a.kl_loss_coef > 0 and a.kl_reward_coef > 0:
+        yield (
+            f"algorithm.kl_loss_coef={a.kl_loss_coef} and algorithm.kl_reward_coef="
+            f"{a.kl_reward_coef} penalize the same KL twice. Set one of them to 0"
+        )
+    if c.val.temperature == 0 and c.val.n > 1:
+        yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are alike. Set val.n=1"
+    if a.name == "grpo" and c.rollout.n < 2 and not t.val_only:
+        yield (
+            "rollout.n=1 leaves algorithm.name=grpo nothing to compare with: every advantage is 0."
+            " Set rollout.n to 2 or more"
+        )
+    if a.mini_batch_size > c.data.batch_size * c.rollout.n:
+        yield (
+            f"algorithm.mini_batch_size={a.mini_batch_size} is more than a batch holds:"
+            f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}"
+        )
+    if not c.data.val and (t.test_freq or t.val_only):
+        asked = "trainer.val_only=true" if t.val_only else f"trainer.test_freq={t.test_freq}"
+        yield f"{asked} needs validation rows. Set data.val (--val-dataset)"
+    if not (r.outcome_weight or r.turn_weight or r.tool_weight):
+        yield (
+            "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"
+            " rewarded. Set one of them"
+        )
+
+
+def without_effect(c: Config) -> list[str]:
+    """What was set but does nothing in this run, each with the reason."""
+    a, defaults = c.algorithm, type(c)()
+    lora = "" if c.model.lora_rank else "model.lora_rank is 0"
+    critic = "" if a.name == "ppo" else f"algorithm.name is {a.name}"
+    ratio_is_1 = "" if a.ppo_epochs > 1 or a.mini_batch_size else "one optimizer step a batch"
+    reasons = {
+        "model.lora_alpha": lora,
+        "model.lora_target_modules": lora,
+        "algorithm.gamma": critic,
+        "algorithm.lam": critic,
+        "algorithm.norm_adv_by_std": "" if a.name == "grpo" else f"algorithm.name is {a.name}",
+        "algorithm.kl_type": "" if a.kl_loss_coef or a.kl_reward_coef else "the KL weighs 0",
+        "algorithm.clip_low": ratio_is_1,
+        "algorithm.clip_high": ratio_is_1,
+        "optim.critic_lr": critic,
+        "trainer.total_epochs": "trainer.total_steps is set" if c.trainer.total_steps else "",
+    }
+    if not c.data.val:
+        paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]
+        reasons |= dict.fromkeys([*paths, "trainer.val_before_train"], "data.val is empty")
+    return [
+        f"{assignment(path, c.value(path))} has no effect: {reason}"
+        for path, reason in reasons.items()
+        if reason and c.value(path) != defaults.value(path)
+    ]

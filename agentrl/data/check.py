@@ -1,0 +1,99 @@
+"""Do rows name things that exist and fit together? Asked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from agentrl import registry
+from agentrl.data.mistakes import Mistakes
+from agentrl.signatures import argument_problems
+from agentrl.trajectory import Sample
+
+
+def check_samples(samples: Sequence[Sample], path: str) -> None:
+    """Judge samples against what is registered.
+
+    Args:
+        samples: the rows.
+        path: where they are from, for messages.
+
+    Raises:
+        DataError: unknown loops, tools or interactions; tools or an interaction that the row's loop
+            cannot use; arguments that a tool's or interaction's constructor does not take; prompts
+            that nothing can answer. All of them at once.
+    """
+    mistakes = Mistakes(path)
+    for sample in samples:
+        for check in (_prompt, _loop, _tools, _interaction):
+            for field, what in check(sample):
+                mistakes.add(sample.row, field, what)
+    mistakes.raise_any()
+
+
+Found = Iterator[tuple[str, str]]
+"""Fields and what is wrong with them."""
+
+
+def _prompt(sample: Sample) -> Found:
+    if not any(m.content.strip() for m in sample.prompt):
+        yield "prompt", "is empty"
+    elif sample.prompt[-1].role == "assistant":
+        yield "prompt", "ends with an assistant message: there is nothing left to answer"
+
+
+def _loop(sample: Sample) -> Found:
+    if sample.agent_name not in registry.agent_loops:
+        yield "agent_name", registry.agent_loops.unknown(sample.agent_name)
+        return
+    loop = registry.agent_loops.get(sample.agent_name)
+    carried = []
+    if sample.tools and not loop.uses_tools:
+        carried.append("tools")
+    if sample.interaction and not loop.uses_interaction:
+        carried.append("interaction")
+    if carried:
+        loops = [registry.agent_loops.get(name) for name in registry.agent_loops.names()]
+        able = [
+            other.name
+            for other in loops
+            if (other.uses_tools or not sample.tools)
+            and (other.uses_interaction or not sample.interaction)
+        ]
+        yield (
+            "agent_name",
+            f"{loop.name!r} cannot use the row's {' and '.join(carried)}. Loops that can:"
+            f" {', '.join(able) or 'none'}. Name one in the row, or for rows that name none in"
+            " data.agent_name",
+        )
+
+
+def _tools(sample: Sample) -> Found:
+    offered: Counter[str] = Counter()
+    for name in sample.tools:
+        if name not in registry.tools:
+            yield "tools", registry.tools.unknown(name) + ". Load its file with --file"
+            continue
+        tool = registry.tools.get(name)
+        offered.update(function.name for function in tool.functions)
+        kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
+        if tool.stateful:
+            for problem in argument_problems(tool.target, kwargs, given=("sample",)):
+                yield "tools_kwargs", f"tool {name!r}: {problem}"
+        elif kwargs:
+            yield "tools_kwargs", f"tool {name!r} is a function: only a class takes create_kwargs"
+    for function, count in offered.items():
+        if count > 1:
+            yield "tools", f"several of {list(sample.tools)} offer {function!r}. Choose one"
+
+
+def _interaction(sample: Sample) -> Found:
+    name = sample.interaction
+    if not name:
+        return
+    if name not in registry.interactions:
+        yield "interaction", registry.interactions.unknown(name) + ". Load its file with --file"
+        return
+    kwargs = sample.interaction_kwargs
+    for problem in argument_problems(registry.interactions.get(name), kwargs, given=("sample",)):
+        yield "interaction_kwargs", f"interaction {name!r}: {problem}"

@@ -1,0 +1,194 @@
+"""Rows on disk, one dictionary each: .parquet and .jsonl.
+
+Parquet has no dictionaries with keys of their own: a column of them comes back with the union of
+all rows' keys, filled with nulls. So `write_rows` writes what would change that way as JSON, and
+notes the columns in the file; `read_rows` reads such columns back exactly. In files from elsewhere
+the null-filled keys are removed where rows differ by nature: below `KWARGS`, and only there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agentrl.errors import DataError
+from agentrl.registry import did_you_mean
+
+KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs")
+"""Columns whose null-filled keys are removed."""
+JSON_COLUMNS = b"agentrl.json_columns"
+"""Key of the file's metadata that lists what was written as JSON."""
+MAX_BYTES = 2 << 30
+"""The most a file may hold when decoded. Footers can lie, so what comes out is counted."""
+BATCH_ROWS = 64
+"""Rows decoded at a time: between two looks at the count."""
+
+Row = dict[str, Any]
+
+
+def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
+    """Read a .parquet or .jsonl file.
+
+    Keys that are null in a parquet row are left out of it.
+
+    Raises:
+        DataError: no such file, not one of the two formats, damaged, empty or larger than
+            `max_bytes` when decoded.
+    """
+    file = Path(path).expanduser()
+    reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl}.get(file.suffix)
+    if reader is None:
+        raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
+    if not file.is_file():
+        beside = [f.name for f in file.parent.glob("*")] if file.parent.is_dir() else []
+        hint = did_you_mean(file.name, beside)
+        raise DataError(f"no such file: {path} (looked at {file.resolve()}).{hint}")
+    rows: list[Row] = []
+    size = 0
+    try:
+        for some, read in reader(file):
+            rows += some
+            size += read
+            if size > max_bytes:
+                raise DataError(
+                    f"{path}: holds more than {max_bytes >> 20:,} MiB when decoded (at row"
+                    f" {len(rows):,}). Split the file"
+                )
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e})") from None
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return rows
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[list[Row], int]]:
+    wrong: list[str] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as e:
+                wrong.append(f"{file}: line {number} is not JSON: {e.msg}, at character {e.pos}")
+                continue
+            if not isinstance(row, dict):
+                wrong.append(f"{file}: line {number} is not a JSON object but {line[:40]!r}")
+                continue
+            yield [row], len(line)
+    if wrong:
+        more = [f"and {len(wrong) - 20:,} more lines"] if len(wrong) > 20 else []
+        raise DataError("\n".join([*wrong[:20], *more]))
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            ours = (parquet.schema_arrow.metadata or {}).get(JSON_COLUMNS)
+            clean = partial(_decode_json, orjson.loads(ours)) if ours else _without_null_kwargs
+            for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
+                yield [clean(_without_null_columns(row)) for row in batch.to_pylist()], batch.nbytes
+    except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as e:
+        reason = str(e).splitlines()[0]
+        raise DataError(f"{file}: damaged, or not a Parquet file ({reason})") from None
+
+
+def _without_null_columns(row: Row) -> Row:
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:
+    """A row of our own writing, with the values at these paths read as JSON."""
+    for *parents, leaf in paths:
+        inner: Any = row
+        for parent in parents:
+            inner = inner.get(parent) or {}
+        if isinstance(inner.get(leaf), str):
+            inner[leaf] = orjson.loads(inner[leaf])
+    return row
+
+
+def _without_null_kwargs(row: Row) -> Row:
+    """A row from elsewhere, without what Parquet added."""
+    return {k: _without_nulls(v) if k in KWARGS else v for k, v in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that are null, nor those below which nothing is left."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return {k: v for k, v in kept.items() if v != {} or value[k] == {}}
+
+
+def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows to a .parquet or .jsonl file; `read_rows` reads the same rows back.
+
+    The file appears under its name when it is complete.
+
+    Raises:
+        DataError: neither format, or a parquet column that holds values of different types.
+    """
+    file = Path(path).expanduser()
+    writer = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(file.suffix)
+    if writer is None:
+        raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        writer(partial, rows)
+        os.replace(partial, file)
+    except (pa.ArrowException, TypeError) as e:
+        raise DataError(f"{path}: cannot be written: {e}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with file.open("wb") as lines:
+        for row in rows:
+            lines.write(orjson.dumps(row) + b"\n")
+
+
+def _write_parquet(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    encoded: list[Sequence[str]] = []
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _column((name,), [row.get(name) for row in rows], encoded) for name in names}
+    table = pa.table(columns).replace_schema_metadata({JSON_COLUMNS: orjson.dumps(encoded)})
+    pq.write_table(table, file, compression="zstd")
+
+
+def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str]]) -> pa.Array:
+    """A column as it is if Arrow gives it back unchanged, else as JSON."""
+    held = [v for v in values if v is not None]
+    if held and all(isinstance(v, dict) and v and v.keys() == held[0].keys() for v in held):
+        children = [
+            _column((*path, key), [v and v[key] for v in values], encoded) for key in held[0]
+        ]
+        nulls = pa.array([v is None for v in values])
+        return pa.StructArray.from_arrays(children, list(held[0]), mask=nulls)
+    nested = any(isinstance(v, dict | list) for v in held)
+    try:
+        array = pa.array(values)
+        if not nested or (array.to_pylist() == values and not _hollow(held)):
+            return array
+    except pa.ArrowException as e:
+        if not nested:
+            raise DataError(f"column {'.'.join(path)}: {e}") from None
+    encoded.append(path)
+    return pa.array([None if v is None else orjson.dumps(v).decode() for v in values])
+
+
+def _hollow(value: Any) -> bool:
+    """Whether an empty dictionary is somewhere in it, which Parquet cannot hold."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value == {} or any(map(_hollow, inner))

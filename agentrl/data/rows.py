@@ -1,0 +1,212 @@
+"""One row of a file to one `Sample`.
+
+Plain rows hold their fields on top; verl's rows hold them below `extra_info` and `reward_model`.
+Both are read, also mixed, but no field may be given twice with different values.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import orjson
+
+from agentrl import registry
+from agentrl.data.files import Row, read_rows
+from agentrl.data.mistakes import Mistakes
+from agentrl.trajectory import Message, Role, Sample
+
+INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
+"""What `extra_info` holds besides bookkeeping."""
+MEDIA = ("images", "videos", "audios")
+COLUMNS = (
+    *("id", "prompt", "agent_name", "data_source", "ground_truth", "reward_model", "extra_info"),
+    *("tools", "tools_kwargs", "interaction", "interaction_kwargs", *MEDIA),
+)
+"""The columns that mean something; others are kept in `Sample.extra`."""
+DEFAULT_INTERACTION = "gsm8k"
+"""The interaction of verl's rows that name none."""
+
+
+def load_samples(path: str, default_agent_name: str = "single_turn") -> list[Sample]:
+    """Read a dataset's rows.
+
+    Args:
+        path: a .parquet or .jsonl file.
+        default_agent_name: the loop of rows without `agent_name`.
+
+    Raises:
+        DataError: the file cannot be read, or rows are malformed; all of them at once.
+    """
+    mistakes = Mistakes(path)
+    rows = read_rows(path)
+    samples = [
+        _Reader(row, number, mistakes).sample(default_agent_name) for number, row in enumerate(rows)
+    ]
+    first: dict[str, int] = {}
+    for sample in samples:
+        row = first.setdefault(sample.id, sample.row)
+        if row != sample.row:
+            mistakes.add(sample.row, "id", f"{sample.id!r} is row {row}'s id already")
+    mistakes.raise_any()
+    return samples
+
+
+class _Reader:
+    """Reads one row; what it cannot read goes to the mistakes."""
+
+    def __init__(self, row: Row, number: int, mistakes: Mistakes):
+        self.number = number
+        self.mistakes = mistakes
+        self.row = {name: value for name, value in row.items() if value is not None}
+        self.extra = self.mapping("extra_info", self.row.get("extra_info"))
+        self.refuse_near_misses("", self.row, COLUMNS)
+        self.refuse_near_misses("extra_info.", self.extra, INNER)
+
+    def wrong(self, field: str, what: str) -> None:
+        self.mistakes.add(self.number, field, what)
+
+    def sample(self, default_agent_name: str) -> Sample:
+        for name in MEDIA:
+            if self.row.get(name):
+                self.wrong(name, "agentrl trains on text only. Remove the column, or the row")
+        tools_kwargs = self.mapping("tools_kwargs", self.either("tools_kwargs", "tools_kwargs"))
+        for tool, kwargs in tools_kwargs.items():
+            self.check_tool_kwargs(tool, kwargs)
+        if self.extra.get("need_tools_kwargs") and not tools_kwargs:
+            self.wrong("extra_info.need_tools_kwargs", "is true, but there are no tools_kwargs")
+        interaction, interaction_kwargs = self.interaction()
+        truth = self.mapping("reward_model", self.row.get("reward_model")).get("ground_truth")
+        agent_name = self.text("agent_name", default_agent_name)
+        return Sample(
+            id=self.id(),
+            prompt=tuple(self.prompt()),
+            agent_name=registry.agent_loops.canonical(agent_name),
+            data_source=self.text("data_source", ""),
+            ground_truth=self.same("ground_truth", self.row.get("ground_truth"), truth),
+            tools=self.tools(tools_kwargs),
+            tools_kwargs=tools_kwargs,
+            interaction=interaction,
+            interaction_kwargs=interaction_kwargs,
+            extra={
+                **{k: v for k, v in self.row.items() if k not in COLUMNS},
+                **{k: v for k, v in self.extra.items() if k not in INNER},
+            },
+            row=self.number,
+        )
+
+    def id(self) -> str:
+        """The row's own, or its number: verl's `extra_info.index` need not be unique."""
+        own = self.row.get("id", self.number)
+        if not isinstance(own, str | int):
+            self.wrong("id", f"must be a text or a whole number, not {own!r}")
+        return str(own)
+
+    def prompt(self) -> Iterable[Message]:
+        prompt = self.row.get("prompt", "")
+        if isinstance(prompt, str):
+            yield Message("user", prompt)
+        elif isinstance(prompt, list):
+            for i, message in enumerate(prompt):
+                yield self.message(f"prompt[{i}]", message)
+        else:
+            self.wrong("prompt", f"must be a text or a list of messages, not {prompt!r:.60}")
+
+    def message(self, field: str, message: Any) -> Message:
+        if not isinstance(message, dict):
+            self.wrong(field, f'must be {{"role": ..., "content": ...}}, not {message!r:.60}')
+            return Message("user", "")
+        role: Any = message.get("role")
+        content = message.get("content")
+        if role not in get_args(Role):
+            self.wrong(field, f"role {role!r} must be one of {', '.join(get_args(Role))}")
+        if message.get("tool_calls"):
+            self.wrong(field, "write tool calls into the content, as the chat template shows them")
+        if isinstance(content, list) and all(isinstance(p, dict) for p in content):
+            if any(part.get("type") != "text" for part in content):
+                self.wrong(field, "agentrl trains on text only, but a part is not text")
+            content = "".join(str(part.get("text") or "") for part in content)
+        if not isinstance(content, str):
+            self.wrong(field, f"content must be a text, not {content!r:.60}")
+            content = ""
+        return Message(role, content)
+
+    def tools(self, tools_kwargs: Row) -> tuple[str, ...]:
+        names = self.either("tools", "tool_selection")
+        if names is None:
+            return tuple(tools_kwargs)
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            self.wrong("tools", f"must be a list of names, not {names!r:.60}")
+            return ()
+        if len(set(names)) < len(names):
+            self.wrong("tools", f"{names} holds a name twice")
+        for name in tools_kwargs:
+            if name not in names:
+                self.wrong("tools_kwargs", f"{name!r} is not among the row's tools {names}")
+        return tuple(names)
+
+    def check_tool_kwargs(self, tool: str, kwargs: Any) -> None:
+        inner = kwargs.get("create_kwargs", {}) if isinstance(kwargs, dict) else None
+        others = ("execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+        if not isinstance(inner, dict) or any(k not in ("create_kwargs", *others) for k in kwargs):
+            self.wrong(
+                "tools_kwargs",
+                f'{tool!r} must map to {{"create_kwargs": {{...}}}}, the arguments of its'
+                f" constructor, not {kwargs!r:.60}",
+            )
+        elif any(kwargs.get(k) for k in others):
+            self.wrong("tools_kwargs", f"{tool!r}: only create_kwargs are used. Remove the others")
+
+    def interaction(self) -> tuple[str, Row]:
+        own = self.mapping("interaction_kwargs", self.row.get("interaction_kwargs"))
+        verl = self.mapping("extra_info.interaction_kwargs", self.extra.get("interaction_kwargs"))
+        kwargs = dict(self.same("interaction_kwargs", own or None, verl or None) or {})
+        name = self.same("interaction", self.row.get("interaction"), kwargs.pop("name", None))
+        if name is None and kwargs:
+            if own:
+                self.wrong("interaction", "is missing, but there are interaction_kwargs")
+            name = DEFAULT_INTERACTION
+        if name is not None and not isinstance(name, str):
+            self.wrong("interaction", f"must be a name, not {name!r:.60}")
+        return str(name or ""), kwargs
+
+    # -- fields in general ------------------------------------------------------------------------
+
+    def text(self, field: str, default: str) -> str:
+        value = self.row.get(field, default)
+        if not isinstance(value, str):
+            self.wrong(field, f"must be a text, not {value!r:.60}")
+        return str(value)
+
+    def mapping(self, field: str, value: Any) -> Row:
+        """A mapping, also one that was written as JSON."""
+        if value is None:
+            return {}
+        if isinstance(value, str):
+            try:
+                value = orjson.loads(value)
+            except orjson.JSONDecodeError as e:
+                self.wrong(field, f"is neither a mapping nor JSON ({e.msg}): {value!r:.60}")
+                return {}
+        if not isinstance(value, dict):
+            self.wrong(field, f"must be a mapping, not {value!r:.60}")
+            return {}
+        return value
+
+    def either(self, plain: str, verl: str) -> Any:
+        """A field on top of the row or, by verl's name, below `extra_info`."""
+        return self.same(plain, self.row.get(plain), self.extra.get(verl))
+
+    def same(self, field: str, plain: Any, verl: Any) -> Any:
+        """Whichever is given."""
+        if plain is not None and verl is not None and plain != verl:
+            self.wrong(field, f"is given twice: {plain!r:.60} and, verl's way, {verl!r:.60}")
+        return verl if plain is None else plain
+
+    def refuse_near_misses(self, prefix: str, given: Row, known: Iterable[str]) -> None:
+        """A misspelt column must not pass for a column of the user's own."""
+        for name in given:
+            if name not in known:
+                for meant in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+                    self.wrong(f"{prefix}{name}", f"did you mean {meant!r}? Rename the column")

@@ -1,0 +1,1 @@
+"""Who samples tokens: `base` the contract, `local` transformers here, `scripted` for tests."""

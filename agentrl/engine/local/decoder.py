@@ -1,0 +1,232 @@
+"""A transformers model that decodes rows of different lengths together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.local import attention
+from agentrl.engine.local.cache import RowCache
+from agentrl.engine.local.rows import Rows
+from agentrl.errors import EngineError, UserError
+
+PREFILL_TOKENS = 2048
+"""A prefill pass takes at most so many tokens, padding included (one row's chunk at least)."""
+PREFILL_CHUNK = 512
+"""A long prompt is fed in pieces of this length, which bounds the attention mask."""
+
+
+class Decoder:
+    """The model, its rows and their keys and values; used by one thread at a time.
+
+    Legend: N rows at the front that decode, M rows that are prefilled, T tokens, L positions seen,
+    V vocabulary.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        """Take a model over; it is put in eval mode and must have no other user.
+
+        Raises:
+            UserError: the model cannot be decoded this way.
+        """
+        config = model.config.get_text_config(decoder=True)
+        self.model = model.eval()
+        self.device = model.device
+        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self.max_length: int = config.max_position_embeddings
+        self.rows = Rows()
+        self._cache = RowCache()
+        if model.config._attn_implementation == "sdpa" and self.device.type == "cpu":
+            model.set_attn_implementation(attention.NAME)
+        self._refuse_windows()
+        self._prove()
+
+    def grow(self, rows: int, capacity: int) -> None:
+        """Make room for at least so many rows and tokens a row."""
+        have = self.rows.shape
+        if rows > have[0] or capacity > have[1]:
+            self.rows.grow(rows, capacity)
+            self._cache.grow(*self.rows.shape)
+
+    def swap(self, a: list[int], b: list[int]) -> None:
+        """Exchange rows `a` with rows `b`."""
+        cached = self.rows.cached
+        moves = [(s, t) for s, t in zip(a + b, b + a, strict=True) if cached[s]]
+        self._cache.copy(moves, int(cached[a + b].max(initial=0)))
+        self.rows.swap(a, b)
+
+    def wipe(self, row: int) -> None:
+        """Forget a row whose numbers are broken."""
+        self.rows.cached[row] = 0
+        self._cache.wipe(row)
+
+    def prefill(self, n: int) -> None:
+        """Bring the first n rows' caches up to all tokens but the last.
+
+        Rows that are empty and have the same prompt are computed once.
+        """
+        rows = self.rows
+        missing = np.flatnonzero(rows.cached[:n] < rows.length[:n] - 1)
+        leaders: dict[bytes, int] = {}
+        twins: list[tuple[int, int]] = []
+        todo: list[int] = []
+        for row in missing.tolist():
+            if rows.cached[row] == 0:
+                leader = leaders.setdefault(rows.ids[row, : rows.length[row] - 1].tobytes(), row)
+                if leader != row:
+                    twins.append((leader, row))
+                    continue
+            todo.append(row)
+        # Empty rows first, and by length: little padding, and attention over the new tokens only.
+        todo.sort(key=lambda r: (rows.cached[r] > 0, rows.length[r] - rows.cached[r], r))
+        while todo:
+            width = 0
+            m = 0
+            for row in todo:
+                width = max(width, min(PREFILL_CHUNK, int(rows.length[row] - 1 - rows.cached[row])))
+                if m and (m + 1) * width > PREFILL_TOKENS:
+                    break
+                m += 1
+            fed, todo = todo[:m], todo[m:]
+            while fed:
+                self._feed(np.array(fed))
+                fed = [r for r in fed if rows.cached[r] < rows.length[r] - 1]
+        if twins:
+            self._cache.copy(twins, int(rows.length[:n].max()))
+            for leader, row in twins:
+                rows.cached[row] = rows.cached[leader]
+
+    def _feed(self, at: np.ndarray) -> None:
+        """One prefill pass over rows `at`: a chunk of each row's missing tokens."""
+        rows = self.rows
+        begin = rows.cached[at]
+        count = np.minimum(rows.length[at] - 1 - begin, PREFILL_CHUNK)
+        offsets = np.arange(count.max())
+        real = offsets < count[:, None]  # (M, T)
+        positions = np.where(real, begin[:, None] + offsets, begin[:, None])
+        fresh = not begin.any()
+        length = 0 if fresh else int((begin + count).max())
+        where = self._tensor(positions)
+        self._cache.feed_rows(self._tensor(at), where, self._tensor(real), length)
+        # Right-padded rows that hold nothing need the causal mask alone, which the model makes.
+        mask = None if fresh else self._mask(where, length)
+        self.model(
+            input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
+            attention_mask=mask,
+            position_ids=where,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows.cached[at] += count
+        rows.fed[at] += count
+
+    def decode(self, n: int) -> torch.Tensor:
+        """Feed the last token of each of the first n rows; returns the logits (N, V) after it."""
+        rows = self.rows
+        last = rows.length[:n] - 1
+        length = int(last.max()) + 1
+        where = self._tensor(last)
+        self._cache.feed_front(where, length)
+        ids = rows.ids[np.arange(n), last].astype(np.int64)
+        return self.model(
+            input_ids=self._tensor(ids)[:, None],
+            attention_mask=self._mask(where[:, None], length),
+            position_ids=where[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> array[float]:
+        """Logprob of each token given those before it; the first one's is 0."""
+        ids = self._tensor(token_ids.astype(np.int64))[None]  # (1, T)
+        cache = DynamicCache(config=self.model.config)
+        scores = [torch.zeros(1)]
+        for begin in range(0, len(token_ids) - 1, PREFILL_CHUNK):
+            piece = ids[:, begin : begin + PREFILL_CHUNK]
+            logits = self.model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+            after = ids[0, begin + 1 : begin + 1 + piece.shape[1]]
+            logprobs = (logits[: len(after)].float() / temperature).log_softmax(-1)
+            scores.append(logprobs.gather(-1, after[:, None])[:, 0].cpu())
+        return array("f", torch.cat(scores).numpy())
+
+    def load(self, update: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy named tensors into the model in place and forget all keys and values.
+
+        Raises:
+            EngineError: a name the model does not have, or another shape.
+        """
+        held = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in update:
+                if name not in held:
+                    raise EngineError(
+                        f"published weights: {name!r} is no tensor of {type(self.model).__name__}"
+                    )
+                if held[name].shape != tensor.shape:
+                    raise EngineError(
+                        f"published weights: {name!r} has shape {tuple(tensor.shape)}, the engine's"
+                        f" has {tuple(held[name].shape)}"
+                    )
+                held[name].copy_(tensor)
+        self.rows.cached[:] = 0
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """What each token may see: (N, 1, T, L), 0 or -inf, from its position (N, T)."""
+        hidden = torch.arange(length, device=self.device) > positions[:, None, :, None]
+        return torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
+            hidden, -torch.inf
+        )
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _refuse_windows(self) -> None:
+        """Raise for layers that do not see the whole row: a short proof would not notice."""
+        config = self.model.config.get_text_config(decoder=True).to_dict()
+        kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+        if not config.get("layer_types") and config.get("sliding_window"):
+            kinds = {"sliding_attention"}
+        if self.model.config.is_encoder_decoder:
+            kinds = {"an encoder"}
+        if kinds:
+            raise self._refusal(f"it has {', '.join(sorted(kinds))}")
+
+    def _prove(self) -> None:
+        """Decode two rows of different lengths from the cache and compare with plain passes.
+
+        Raises:
+            UserError: they differ, or the model does not take such a cache.
+        """
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.3
+        prompts = [np.arange(1, 1 + t, dtype=np.int32) % self.vocabulary for t in (6, 10)]
+        self.grow(2, 16)
+        with torch.inference_mode():
+            try:
+                for known in (4, None):  # the second time from a cache
+                    for row, prompt in enumerate(prompts):
+                        self.rows.begin_turn(row, prompt[:known], Sampling(), 0, self.max_length)
+                    self.prefill(2)
+                ours = self.decode(2)
+                plain = [
+                    self.model(input_ids=self._tensor(p)[None], use_cache=False).logits[0, -1]
+                    for p in prompts
+                ]
+            except (TypeError, ValueError, AttributeError, RuntimeError) as e:
+                raise self._refusal(f"{type(e).__name__}: {e}") from e
+            off = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
+        if not off.abs().max() < tolerance:
+            raise self._refusal(f"its logprobs from a cache are off by {off.abs().max():.3g}")
+        self.rows.cached[:] = 0
+        self.rows.alive[:] = False
+
+    def _refusal(self, why: str) -> UserError:
+        return UserError(
+            f"the local engine cannot run {type(self.model).__name__}: {why}. It runs decoders whose"
+            " layers all see the whole row (Qwen2, Qwen3, Llama, ...)."
+        )

@@ -1,0 +1,360 @@
+"""The engine's thread and its doors to the other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.local.decoder import Decoder
+from agentrl.engine.local.sampling import sample, uniforms
+from agentrl.engine.local.schedule import Caller, Entry, Schedule, Turn
+from agentrl.engine.local.stops import StopTexts
+from agentrl.errors import EngineError, UserError
+from agentrl.trajectory import Generation
+
+PACK_BELOW = 0.75
+"""Rows that have finished decode along, idly, until fewer than this share of them is alive."""
+
+
+class LocalEngine:
+    """Samples from a transformers causal LM in this process: a `Sampler` and an `EngineControl`.
+
+    Forward passes run in one worker thread; `generate` and `score` may be called from any asyncio
+    loop. Turns join and leave between decode steps, and an episode's keys and values are kept from
+    its first turn to its end.
+
+    With `deterministic=True` two runs with the same weights, episodes and seeds give the same bits,
+    however fast tools answer, provided that a wave's episodes are all announced before any of them
+    asks, and that none waits for another. The price: the engine stands still where an episode is due
+    that has neither asked nor ended (see `schedule`); so bound the number of episodes by `slots`, not
+    by a semaphore outside. With `False` turns join as they come, and logprobs differ by
+    floating-point noise from run to run.
+    """
+
+    max_length: int
+    """The longest row, in tokens: prompt, response and observations."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        deterministic: bool,
+        slots: int = 256,
+        version: int = 0,
+    ):
+        """Start the worker.
+
+        Args:
+            model: a decoder with full attention in all layers. It becomes the engine's own: it is
+                put in eval mode, and `publish` writes into it.
+            tokenizer: the model's; reads what was sampled where a request has stop strings.
+            deterministic: whether the schedule follows episodes and turns alone.
+            slots: episodes that hold a row at once; others wait until one ends.
+            version: of the model's present weights.
+
+        Raises:
+            UserError: the model cannot be decoded by this engine.
+        """
+        self._decoder = Decoder(model)
+        self.max_length = self._decoder.max_length
+        self._stop_texts = StopTexts(tokenizer)
+        self._version = version
+        # The lock guards what follows; the decoder is the worker's, or a publisher's while it stands.
+        self._changed = threading.Condition()
+        self._schedule = Schedule(slots, deterministic)
+        self._scores: list[Callable[[], None]] = []
+        self._callers: list[Caller] = []
+        self._soonest = math.inf
+        self._stepping = self._paused = self._closing = False
+        self._failure = ""
+        self._worker = threading.Thread(target=self._work, name="local-engine", daemon=True)
+        self._worker.start()
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: str = "auto",
+        deterministic: bool | None = None,
+        slots: int = 256,
+    ) -> Self:
+        """An engine with a model from a folder: float32 on a CPU, else the checkpoint's type.
+
+        Args:
+            path: a folder or name that transformers can load.
+            tokenizer: the model's.
+            device: "auto", "cpu" or "cuda".
+            deterministic: by default on a CPU.
+            slots: see the constructor.
+
+        Raises:
+            UserError: there is no such model, or it cannot be decoded by this engine.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        on_cpu = device == "cpu"
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32 if on_cpu else "auto"
+            )
+        except (OSError, ValueError) as e:
+            raise UserError(f"cannot load a model from {path!r}: {e}") from e
+        return cls(
+            model.to(device),
+            tokenizer,
+            deterministic=on_cpu if deterministic is None else deterministic,
+            slots=slots,
+        )
+
+    # -- Sampler -----------------------------------------------------------------------------------
+
+    def begin(self, episode_id: str) -> None:
+        """See `Sampler`."""
+        with self._changed:
+            self._check_running()
+            self._schedule.begin(episode_id)
+
+    async def generate(
+        self,
+        prompt_ids: array[int],
+        sampling: Sampling,
+        *,
+        episode_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Generation:
+        """See `Sampler`. A turn is cut at `max_length` as well as at `max_tokens`.
+
+        Raises:
+            EngineError: the prompt leaves no room or is no row of this model's tokens; the episode
+                is unknown or has a turn in flight; the deadline passed; the logits were NaN; the
+                engine was closed.
+        """
+        prompt = self._row_of(prompt_ids, f"episode {episode_id!r}", self.max_length - 1)
+        if sampling.max_tokens < 1:
+            raise EngineError(f"episode {episode_id!r}: max_tokens={sampling.max_tokens}, not >= 1")
+        turn = Turn(episode_id, prompt, sampling, seed, deadline, Caller.here())
+        with self._changed:
+            self._check_running()
+            self._schedule.ask(turn)
+            self._soonest = min(self._soonest, deadline)
+            self._changed.notify_all()
+        try:
+            return await turn.caller.future
+        except asyncio.CancelledError:
+            with self._changed:
+                self._soonest = -math.inf
+                self._changed.notify_all()
+            raise
+
+    def end(self, episode_id: str) -> None:
+        """See `Sampler`."""
+        with self._changed:
+            self._schedule.end(episode_id)
+            self._changed.notify_all()
+
+    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
+        """See `Sampler`; a pass of its own between decode steps.
+
+        Raises:
+            EngineError: not a row of this model's tokens, or the engine was closed.
+        """
+        row = self._row_of(token_ids, "score", self.max_length)
+        caller = Caller.here()
+        with self._changed:
+            self._check_running()
+            self._callers.append(caller)
+            self._scores.append(lambda: caller.answer(self._decoder.score(row, temperature)))
+            self._changed.notify_all()
+        return await caller.future
+
+    # -- EngineControl -----------------------------------------------------------------------------
+
+    def publish(self, update: Iterable[tuple[str, Any]], version: int) -> None:
+        """Copy named tensors into the model, between two steps.
+
+        Tensors that are not named keep their values. All keys and values are dropped; turns in
+        flight go on with the new weights, and each token carries the version that sampled it.
+
+        Raises:
+            EngineError: a name the model does not have, or another shape.
+        """
+        with self._standing_still():
+            self._check_running()
+            self._decoder.load(update)
+            self._version = version
+
+    def pause(self) -> None:
+        """Stop stepping until `resume`; returns when the worker stands. Deadlines go on."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._stepping)
+
+    def resume(self) -> None:
+        """See `EngineControl`."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """See `EngineControl`; returns when the worker has ended."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._worker.join()
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        was_paused = self._paused
+        self.pause()
+        try:
+            yield
+        finally:
+            if not was_paused:
+                self.resume()
+
+    def _check_running(self) -> None:
+        if self._closing or self._failure:
+            raise EngineError(self._failure or "the engine is closed")
+
+    def _row_of(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
+        row = np.array(token_ids, dtype=np.int32)
+        if not 0 < len(row) <= limit:
+            raise EngineError(
+                f"{what}: {len(row)} tokens, but must be 1 to {limit}"
+                f" (the model's longest row is {self.max_length})"
+            )
+        if row.min() < 0 or row.max() >= self._decoder.vocabulary:
+            raise EngineError(
+                f"{what}: token ids from {row.min()} to {row.max()}, but the model's vocabulary has"
+                f" {self._decoder.vocabulary}"
+            )
+        return row
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        failure = "the engine is closed"
+        try:
+            with torch.inference_mode():
+                while work := self._next_work():
+                    for do in work:
+                        do()
+        except Exception as e:
+            failure = f"the engine failed: {type(e).__name__}: {e}"
+            raise  # shown by threading.excepthook
+        finally:
+            with self._changed:
+                self._failure = failure
+                self._stepping = False
+                self._changed.notify_all()
+                turns = [turn.caller for _, turn in self._schedule.in_flight]
+            for caller in (*turns, *self._scorers):
+                caller.answer(EngineError(failure))
+
+    def _next_work(self) -> list[Callable[[], None]]:
+        """Sleep until there is something to do; nothing when the engine closes."""
+        with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
+            while not self._closing:
+                if time.monotonic() >= self._soonest:
+                    self._give_up_late_turns()
+                if not self._paused:
+                    work, self._scores = self._scores, []
+                    joined = self._schedule.admit()
+                    if self._schedule.decoding and not self._schedule.waiting_for:
+                        work.append(partial(self._step, joined))
+                    if work:
+                        self._stepping = True
+                        return work
+                patience = self._soonest - time.monotonic()
+                self._changed.wait(None if math.isinf(patience) else max(0.0, patience))
+            return []
+
+    def _give_up_late_turns(self) -> None:
+        """Drop the turns whose caller has gone or whose deadline has passed."""
+        now = time.monotonic()
+        for entry, turn in self._schedule.in_flight:
+            if turn.deadline <= now:
+                waiting_for = self._schedule.waiting_for
+                turn.caller.answer(
+                    EngineError(
+                        f"episode {entry.id!r}: the deadline passed"
+                        + (f" while the engine waited for {waiting_for!r}" if waiting_for else "")
+                    )
+                )
+            if turn.deadline <= now or turn.caller.gone:
+                self._drop(entry)
+        self._soonest = min((turn.deadline for _, turn in self._schedule.in_flight), default=math.inf)
+
+    def _drop(self, entry: Entry) -> None:
+        if entry.decoding:
+            self._decoder.rows.alive[entry.row] = False
+        self._schedule.drop(entry)
+
+    def _step(self, joined: list[tuple[Entry, Turn]]) -> None:
+        """Let turns join, then sample one token for each row that decodes."""
+        decoder, schedule = self._decoder, self._schedule
+        if joined or len(schedule.decoding) < PACK_BELOW * schedule.width:
+            self._rearrange(joined)
+        rows, n = decoder.rows, schedule.width
+        decoder.grow(n, int(rows.length[:n].max()) + 1)
+        decoder.prefill(n)
+        tokens, logprobs = sample(
+            decoder.decode(n),
+            rows.temperature[:n],
+            rows.top_k[:n],
+            rows.top_p[:n],
+            uniforms(rows.seed[:n], rows.length[:n]),
+        )
+        live = np.flatnonzero(rows.alive[:n])
+        rows.append(live, tokens[live], logprobs[live], self._version)
+        broken = np.isnan(logprobs[live])
+        stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
+        for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped):
+            _, turn = schedule.decoding_in(live[i])
+            stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
+        full = rows.length[live] >= rows.limit[live]
+        with self._changed:
+            schedule.step += 1
+            for i in np.flatnonzero(broken | stopped | full):
+                entry, turn = schedule.decoding_in(live[i])
+                if broken[i]:
+                    self._decoder.wipe(entry.row)
+                    self._drop(entry)
+                    turn.caller.answer(EngineError(f"episode {entry.id!r}: the model's logits are NaN"))
+                else:
+                    rows.alive[entry.row] = False
+                    schedule.finish(entry)
+                    turn.caller.answer(rows.generation(entry.row, "stop" if stopped[i] else "length"))
+
+    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> None:
+        """Bring the decoding rows to the front and put the joining turns into theirs."""
+        decoder, schedule = self._decoder, self._schedule
+        rows_needed = max(e.row for e in schedule.decoding) + 1
+        decoder.grow(rows_needed, max((len(t.prompt) + 1 for _, t in joined), default=0))
+        for row, entry in enumerate(schedule.rows[:rows_needed]):
+            if entry is None or entry.fresh:
+                decoder.rows.cached[row] = 0
+        decoder.swap(*schedule.pack())
+        for entry, turn in joined:
+            entry.fresh = False
+            decoder.rows.begin_turn(
+                entry.row, turn.prompt, turn.sampling, turn.seed, self.max_length
+            )

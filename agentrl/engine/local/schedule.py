@@ -1,0 +1,251 @@
+"""Who decodes when: a function of episodes and turns, never of wall clock.
+
+Logical time is a count of decode steps. An episode that was announced, or whose turn has just ended,
+is *owed*: it will ask for another turn or end. It is due at a step that follows from the step its
+last turn ended; there the schedule waits until it has asked or ended, however long its tools take.
+So which rows decode together at which step depends on what episodes say alone, and so does every bit
+that is computed. Where nothing decodes, time jumps to the next due step; where no episode is left,
+it begins again at 0.
+
+Turns join at multiples of `TICK` only, several at once: one prefill pass and one packing of the rows
+serve them all, and tools run while the others decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agentrl.engine.base import Sampling
+from agentrl.errors import EngineError
+
+TICK = 8
+"""Decode steps between two admissions."""
+LAG = 4
+"""Decode steps that an episode has at least, to run its tools before anybody waits for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Caller:
+    """Who awaits an answer on some asyncio loop."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+    @classmethod
+    def here(cls) -> Caller:
+        """A caller on the running loop."""
+        loop = asyncio.get_running_loop()
+        return cls(loop, loop.create_future())
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was cancelled."""
+        return self.future.cancelled()
+
+    def answer(self, outcome: Any) -> None:
+        """Hand over a result, or an exception to raise; from any thread."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._settle, outcome)
+
+    def _settle(self, outcome: Any) -> None:
+        if self.future.done():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A request in flight."""
+
+    episode_id: str
+    prompt: np.ndarray
+    """int32: the whole row."""
+    sampling: Sampling
+    seed: int
+    deadline: float
+    caller: Caller
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An episode as the schedule knows it."""
+
+    id: str
+    order: int
+    due: int
+    row: int = -1
+    """Its row of the cache from its first turn to its end; -1 before."""
+    fresh: bool = True
+    """Nothing of it lies in its row yet."""
+    turn: Turn | None = None
+    decoding: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Single-threaded; the engine guards it with its lock."""
+
+    slots: int
+    deterministic: bool
+    step: int = 0
+    waiting_for: str = ""
+    """The episode that must ask or end before the next step; "" if none."""
+    rows: list[Entry | None] = field(default_factory=list)
+    """Who holds each row."""
+    decoding: list[Entry] = field(default_factory=list)
+    """Whose turns are being sampled."""
+    width: int = 0
+    """The rows that decode lie among the first `width`."""
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _begun: int = 0
+
+    def __post_init__(self):
+        self.rows = [None] * self.slots
+
+    # -- what episodes do --------------------------------------------------------------------------
+
+    def begin(self, episode_id: str) -> None:
+        """Announce an episode: due now if all others are over, else at a coming tick."""
+        if episode_id in self._entries:
+            raise EngineError(f"episode {episode_id!r} has begun already; an id is used once")
+        self._start_over()
+        started = any(e.row >= 0 for e in self._entries.values())
+        due = self._next_tick() if started else self.step
+        self._entries[episode_id] = Entry(episode_id, self._begun, due)
+        self._begun += 1
+
+    def ask(self, turn: Turn) -> None:
+        """An episode asks for a turn."""
+        entry = self._entries.get(turn.episode_id)
+        if entry is None or entry.ended:
+            raise EngineError(
+                f"episode {turn.episode_id!r} is unknown: announce it by begin() before generate(),"
+                " and do not generate after end()"
+            )
+        if entry.turn is not None:
+            raise EngineError(f"episode {turn.episode_id!r} has a turn in flight already")
+        entry.turn = turn
+
+    def end(self, episode_id: str) -> None:
+        """An episode is over. It keeps its row until it is due, for time must not leak in here."""
+        entry = self._entries.get(episode_id)
+        if entry is not None:
+            entry.ended = True
+
+    # -- what the engine does ----------------------------------------------------------------------
+
+    def admit(self) -> list[tuple[Entry, Turn]]:
+        """Let in who is due; where nothing decodes, go on to the next due step.
+
+        Returns:
+            Who joins the decoding rows. Empty, with `waiting_for` set, while a due episode has
+            neither asked nor ended.
+        """
+        self.waiting_for = ""
+        while True:
+            joined = self._admit_due()
+            if joined or self.waiting_for or self.decoding:
+                return joined
+            room = None in self.rows
+            coming = [e.due for e in self._entries.values() if e.row >= 0 or room]
+            if not self.deterministic or not coming or min(coming) <= self.step:
+                return []
+            self.step = min(coming)
+
+    def _admit_due(self) -> list[tuple[Entry, Turn]]:
+        # Those that hold a row first: who ends among them makes room.
+        due = [e for e in self._entries.values() if not e.decoding and e.due <= self.step]
+        due.sort(key=lambda e: (e.row < 0, e.due, e.order))
+        joined = []
+        for entry in due:
+            if entry.row < 0 and None not in self.rows:
+                break
+            if entry.ended:
+                self._remove(entry)
+            elif entry.turn is not None:
+                if entry.row < 0:
+                    entry.row = self.rows.index(None)
+                    self.rows[entry.row] = entry
+                joined.append((entry, entry.turn))
+            elif self.deterministic:
+                self.waiting_for = entry.id
+                return []
+        for entry, _ in joined:
+            entry.decoding = True
+            self.decoding.append(entry)
+        return joined
+
+    def pack(self) -> tuple[list[int], list[int]]:
+        """Bring the decoding rows to the front.
+
+        Returns:
+            Rows to exchange, pairwise.
+        """
+        rows = [e.row for e in self.decoding]
+        self.width = len(rows)
+        inside = set(rows)
+        holes = [r for r in range(self.width) if r not in inside]
+        outside = sorted(r for r in rows if r >= self.width)
+        for a, b in zip(outside, holes, strict=True):
+            self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+            for r in (a, b):
+                entry = self.rows[r]
+                if entry is not None:
+                    entry.row = r
+        return outside, holes
+
+    def finish(self, entry: Entry) -> None:
+        """The entry's turn has ended: it is owed."""
+        if entry.decoding:
+            self.decoding.remove(entry)
+        entry.turn = None
+        entry.decoding = False
+        entry.due = self._next_tick()
+
+    def drop(self, entry: Entry) -> None:
+        """The entry's turn has failed or was given up: its row is free at once."""
+        if entry.row >= 0:
+            self.rows[entry.row] = None
+            entry.row = -1
+            entry.fresh = True
+        self.finish(entry)
+
+    @property
+    def in_flight(self) -> list[tuple[Entry, Turn]]:
+        """Who has asked and not been answered."""
+        return [(e, e.turn) for e in self._entries.values() if e.turn is not None]
+
+    def decoding_in(self, row: int) -> tuple[Entry, Turn]:
+        """Whose turn is being sampled in a row."""
+        entry = self.rows[row]
+        assert entry is not None and entry.turn is not None
+        return entry, entry.turn
+
+    def _next_tick(self) -> int:
+        if not self.deterministic:
+            return 0
+        return -(-(self.step + LAG) // TICK) * TICK
+
+    def _remove(self, entry: Entry) -> None:
+        if entry.row >= 0:
+            self.rows[entry.row] = None
+        del self._entries[entry.id]
+
+    def _start_over(self) -> None:
+        """Forget a wave of episodes that is over, and begin logical time again.
+
+        Whether the engine's thread has come to that already must not matter for the next wave.
+        """
+        if all(e.ended and not e.decoding for e in self._entries.values()):
+            self._entries.clear()
+            self.rows = [None] * self.slots
+            self.step = 0

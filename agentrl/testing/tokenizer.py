@@ -1,0 +1,90 @@
+"""A tokenizer for tests: one token a byte, Qwen's structure, nothing to download.
+
+The ids of a text are its bytes, so that exact token streams can be written down by hand:
+`list(b"12") + [258]` is `12<|im_end|>`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added tokens that are not special: they belong to the text of a turn."""
+
+# ChatML with the Hermes way of tools, as Qwen2.5 writes it; no system message where none is needed.
+CHAT_TEMPLATE = """\
+{%- set asked = messages[0].role == 'system' %}
+{%- if asked or tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if asked %}
+        {{- messages[0].content }}
+    {%- endif %}
+    {%- if tools %}
+        {{- '\\n\\n' if asked }}
+        {{- '# Tools\\n\\nYou may call functions. Their signatures:\\n<tools>' }}
+        {%- for tool in tools %}
+            {{- '\\n' + tool | tojson }}
+        {%- endfor %}
+        {{- '\\n</tools>\\n\\nTo call one, answer with a JSON object within these tags:\\n' }}
+        {{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n' }}
+        {{- '</tool_call>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif not (loop.first and asked) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer: 256 bytes, then `SPECIAL` (256-258), then `TAGS` (259-262).
+
+    `<|im_end|>` is its EOS, `<|endoftext|>` its padding. It is made once a process and shared:
+    change a copy, not this one.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(_letters())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _letters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE (GPT-2's table).
+
+    Printable bytes stand for themselves, the others for characters from 256 on, in order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(b if b in printable else 256 + others.index(b)) for b in range(256)]

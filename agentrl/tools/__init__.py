@@ -1,0 +1,8 @@
+"""Tools: `@tool` makes them, a toolbox calls them, in this process or over HTTP."""
+
+from __future__ import annotations
+
+from agentrl.tools.decorator import Tool, ToolFunction, tool
+from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox
+
+__all__ = ["HttpToolbox", "LocalToolbox", "Tool", "ToolFunction", "Toolbox", "tool"]

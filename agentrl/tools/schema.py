@@ -1,0 +1,247 @@
+"""From a Python signature to what the model is shown, and what its arguments are checked against.
+
+One pydantic model per function, made once. Its JSON schema, cleaned for chat templates that print
+it raw, is shown to the model and compiled into a jsonschema validator; once arguments are valid,
+the pydantic model turns them into the annotated types (an Enum arrives as an Enum).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import docstring_parser
+import orjson
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, ValidationError
+from pydantic import BaseModel, Field, create_model
+from pydantic import ValidationError as CoercionError
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+
+from agentrl.errors import UserError
+
+
+class BadArguments(Exception):
+    """Arguments that break the schema; the text tells the model where and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameters:
+    """What a function takes: a schema to show and a check to run."""
+
+    schema: dict[str, Any]
+    """JSON schema of the arguments object: closed, without `title` and `$ref`."""
+    usage: str
+    """One line, for error messages: `search(query: string, k: integer = 3)`."""
+    validator: Draft202012Validator
+    model: type[BaseModel] | None
+    """Makes the annotated types of valid arguments; None where the schema is the user's own."""
+
+    def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments to call the function with.
+
+        Only what was given is passed on: the function's own defaults hold.
+
+        Raises:
+            BadArguments: they break the schema.
+        """
+        if not self.validator.is_valid(arguments):
+            faults = sorted(map(_fault, self.validator.iter_errors(arguments)))
+            raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
+        if self.model is None:
+            return arguments
+        try:
+            checked = self.model.model_validate(arguments)
+        except CoercionError as e:
+            faults = [f"{_where(f['loc'])}{f['msg']}" for f in e.errors(include_url=False)]
+            raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}") from None
+        fields = self.model.model_fields
+        return {str(fields[f].alias): getattr(checked, f) for f in checked.model_fields_set}
+
+
+def describe(function: types.FunctionType, name: str, *, bound: bool) -> tuple[str, Parameters]:
+    """The description and parameters of a function, read from its docstring and signature.
+
+    Google, NumPy and ReST docstrings are understood; what is not described has no description.
+    `*args` and `**kwargs` are left out.
+
+    Args:
+        function: a plain function, or one as it stands in a class.
+        name: what the model calls it.
+        bound: leave out the first parameter (`self`).
+
+    Raises:
+        UserError: a parameter that no JSON schema describes.
+    """
+    where = f"the tool function {name!r} ({location(function)})"
+    docs = docstring_parser.parse(inspect.getdoc(function) or "")
+    about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
+    taken = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
+    hints = _hints(function, where)
+    fields: dict[str, Any] = {}
+    for parameter in taken:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(
+                f"{where}: {parameter.name!r} is positional-only, and a model names what it passes."
+                " Remove the '/'."
+            )
+        if isinstance(parameter.default, FieldInfo):
+            raise UserError(
+                f"{where}: `{parameter.name} = Field(...)` would be the value of an argument left"
+                f" out. Write `{parameter.name}: Annotated[TYPE, Field(...)] = VALUE`."
+            )
+        annotation = hints.get(parameter.name, Any)
+        # Fields are numbered and the names are aliases: any parameter name will do, `schema` too.
+        field = Field(_default(parameter), alias=parameter.name)
+        if about.get(parameter.name) and not _described(annotation):
+            field = Field(
+                _default(parameter), alias=parameter.name, description=about[parameter.name]
+            )
+        fields[f"p{len(fields)}"] = (annotation, field)
+    try:
+        model = create_model("Arguments", **fields)
+        raw = model.model_json_schema(schema_generator=_SchemaGenerator)
+    except PydanticUserError as e:
+        problem = str(e).splitlines()[0]
+        raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
+    schema = _clean(raw, raw.get("$defs", {}), (), where)
+    # A function without parameters: templates and validators still want the key.
+    schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
+    return (docs.description or "").strip(), _parameters(name, schema, model)
+
+
+def adopt(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
+    """Parameters from a JSON schema written by hand; arguments reach the function as they come.
+
+    Raises:
+        UserError: it is no JSON schema of an object.
+    """
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as e:
+        raise UserError(f"{where}: its schema is no JSON schema: {e.message}") from e
+    if schema.get("type") != "object":
+        raise UserError(f'{where}: the "parameters" of its schema must have "type": "object"')
+    return _parameters(name, dict(schema), None)
+
+
+def location(function: types.FunctionType) -> str:
+    """`FILE:LINE` where a function is defined."""
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _parameters(name: str, schema: dict[str, Any], model: type[BaseModel] | None) -> Parameters:
+    return Parameters(schema, _usage(name, schema), Draft202012Validator(schema), model)
+
+
+class _SchemaGenerator(GenerateJsonSchema):
+    """A default that JSON cannot hold is left out of the schema, in silence."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+
+def _hints(function: types.FunctionType, where: str) -> dict[str, Any]:
+    """The parameters' annotations, evaluated. The return annotation may name what is not there."""
+    function = inspect.unwrap(function)
+    holder = types.SimpleNamespace(
+        __annotations__={k: v for k, v in function.__annotations__.items() if k != "return"}
+    )
+    try:
+        return typing.get_type_hints(holder, function.__globals__, include_extras=True)
+    except (NameError, TypeError, SyntaxError) as e:
+        raise UserError(
+            f"{where}: an annotation cannot be evaluated ({e}). Import or define what it names at"
+            " the top of the file."
+        ) from e
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    """Its default as pydantic wants it: `...` where there is none."""
+    return ... if parameter.default is parameter.empty else parameter.default
+
+
+def _described(annotation: Any) -> bool:
+    """Whether an `Annotated[..., Field(description=...)]` already says what it is."""
+    if typing.get_origin(annotation) is not Annotated:
+        return False
+    return any(isinstance(m, FieldInfo) and m.description for m in annotation.__metadata__)
+
+
+_DATA = {"default", "enum", "const", "examples"}
+"""Keywords whose values are data, not schemas."""
+_NAMED = {"properties", "patternProperties"}
+"""Keywords whose values are schemas by name."""
+
+
+def _clean(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where: str) -> Any:
+    """The schema with `$defs` inlined, `title` and `discriminator` dropped, and objects closed."""
+    if isinstance(schema, list):
+        return [_clean(s, defs, within, where) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        ref = schema["$ref"].removeprefix("#/$defs/")
+        if ref in within:
+            raise UserError(
+                f"{where}: the type {ref!r} contains itself, and chat templates print schemas"
+                " without references. Take text, or a fixed depth."
+            )
+        beside = {k: v for k, v in schema.items() if k != "$ref"}
+        return _clean({**defs[ref], **beside}, defs, (*within, ref), where)
+    clean: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _DATA:
+            clean[key] = value
+        elif key in _NAMED:
+            clean[key] = {n: _clean(s, defs, within, where) for n, s in value.items()}
+        elif key not in ("title", "$defs", "discriminator"):
+            clean[key] = _clean(value, defs, within, where)
+    if "properties" in clean:
+        clean.setdefault("additionalProperties", False)
+    return clean
+
+
+def _usage(name: str, schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", ())
+    parts = []
+    for parameter, described in schema.get("properties", {}).items():
+        default = ""
+        if parameter not in required:
+            default = f" = {orjson.dumps(described.get('default')).decode()}"
+        parts.append(f"{parameter}: {_type(described)}{default}")
+    return shorten(f"{name}({', '.join(parts)})", 160)
+
+
+def _type(schema: Any) -> str:
+    if "enum" in schema:
+        return "|".join(orjson.dumps(v).decode() for v in schema["enum"])
+    if "anyOf" in schema:
+        return "|".join(_type(s) for s in schema["anyOf"])
+    return str(schema.get("type", "any"))
+
+
+def _fault(error: ValidationError) -> str:
+    return f"{_where(error.absolute_path)}{shorten(error.message, 100)}"
+
+
+def _where(path: Iterable[str | int]) -> str:
+    """`a.b[0]: `, or nothing for the arguments as a whole."""
+    text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    return f"{shorten(text, 60)}: " if text else ""
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters: the middle gives way, as both ends tell more."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,317 @@
+"""The tool server: the same `ToolHost` as in process, behind HTTP.
+
+    POST   /sessions                  {episode_id, sample, create_kwargs}       open an episode
+    POST   /sessions/{episode}/calls  {turn, call_index, name, arguments}       run one call
+    DELETE /sessions/{episode}        close it -> {"reward": sum of its class tools' rewards}
+    GET    /tools                     what is offered
+    GET    /health                    alive, and how many sessions are open
+
+Anything may be sent twice: (episode, turn, call_index) is what makes a call the same call. A call's
+answer is a `ToolResult` with status 200, also where it tells the model of a mistake. Other statuses
+carry `{"error": class, "message": text}`: 4xx the request's fault, 503 the server's.
+
+Tools run code, so nobody else may reach them: see `Guard`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentrl.errors import AgentRLError, UserCodeError, UserError
+from agentrl.registry import tools
+from agentrl.tools.session import IDLE_SECONDS, CallConflict, ToolHost, UnknownEpisode
+from agentrl.trajectory import Sample
+
+MAX_BODY = 2**20
+MAX_SESSION_BODY = 2**24
+"""Rows may hold whole documents."""
+BODY_SECONDS = 15.0
+CALLS = "/sessions/{episode_id}/calls"
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class OpenBody(BaseModel):
+    """POST /sessions."""
+
+    model_config = ConfigDict(extra="forbid")
+    episode_id: str = Field(min_length=1, max_length=256)
+    sample: dict[str, Any]
+    """A dataset row's fields, see `agentrl.Sample`; at least `tools`."""
+    create_kwargs: dict[str, dict[str, Any]] = {}
+
+
+class CallBody(BaseModel):
+    """POST /sessions/{episode_id}/calls."""
+
+    model_config = ConfigDict(extra="forbid")
+    turn: int = Field(ge=0)
+    call_index: int = Field(ge=0)
+    name: str
+    arguments: dict[str, Any]
+
+
+_SAMPLE = TypeAdapter(Sample)
+
+
+def create_app(
+    *, token: str = "", hosts: frozenset[str] = LOOPBACK, idle_seconds: float = IDLE_SECONDS
+) -> FastAPI:
+    """The application, offering what is registered in this process.
+
+    Args:
+        token: the bearer token to ask for; none if empty.
+        hosts: names under which the server may be addressed; empty allows all.
+        idle_seconds: sessions nobody used for so long are closed.
+    """
+    tool_host = ToolHost(idle_seconds)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(tool_host.reap())
+        yield
+        reaper.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await tool_host.aclose()
+
+    app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, token=token, hosts=hosts)
+
+    @app.post(CALLS, openapi_extra=_takes(CallBody))
+    async def call(request: Request) -> Response:
+        body = CallBody.model_validate(await _json(request))
+        result = await tool_host.call(
+            request.path_params["episode_id"],
+            body.turn,
+            body.call_index,
+            body.name,
+            body.arguments,
+        )
+        return _answer(result)
+
+    # The hot path: the same function as a plain route, without FastAPI's dependencies, found first.
+    app.router.routes.insert(0, Route(CALLS, call, methods=["POST"]))
+
+    @app.post("/sessions", openapi_extra=_takes(OpenBody))
+    async def open_session(request: Request) -> Response:
+        body = OpenBody.model_validate(await _json(request))
+        sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
+        await tool_host.open(body.episode_id, sample, body.create_kwargs)
+        return _answer({})
+
+    @app.delete("/sessions/{episode_id}")
+    async def close_session(episode_id: str) -> Response:
+        return _answer({"reward": await tool_host.close(episode_id)})
+
+    @app.get("/tools")
+    async def offered() -> Response:
+        return _answer({"tools": [tools.get(n).offer for n in tools.names()]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _answer({"status": "ok", "sessions": len(tool_host)})
+
+    @app.exception_handler(AgentRLError)
+    async def failed(_: Request, e: AgentRLError) -> Response:
+        return _refusal(_status(e), type(e).__name__, str(e))
+
+    @app.exception_handler(ValidationError)
+    async def misshapen(_: Request, e: ValidationError) -> Response:
+        first = e.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return _refusal(422, "BadRequest", f"{where}: {first['msg']}")
+
+    @app.exception_handler(orjson.JSONDecodeError)
+    async def not_json(_: Request, e: orjson.JSONDecodeError) -> Response:
+        return _refusal(400, "BadRequest", f"the body is not JSON: {e}")
+
+    return app
+
+
+class Guard:
+    """What every request passes before anything of ours looks at it.
+
+    Host names we go by (a web page that resolves to this machine has another), no `Origin` (no page
+    at all), the bearer token, JSON by its content type (a form cannot say that), and a bounded body
+    that arrives in bounded time.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str]):
+        self._app = app
+        self._authorization = f"Bearer {token}".encode() if token else b""
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is None and scope["method"] == "POST":
+            if headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
+                refusal = _refusal(415, "BadRequest", "content-type must be application/json")
+            else:
+                limit = MAX_SESSION_BODY if scope["path"] == "/sessions" else MAX_BODY
+                body = await _body(receive, headers, limit)
+                if isinstance(body, Response):
+                    refusal = body
+                else:
+                    receive = _replay(body)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
+        host = _name(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts and host not in self._hosts:
+            return _refusal(403, "Forbidden", f"this server is not called {host!r}")
+        if b"origin" in headers:
+            return _refusal(403, "Forbidden", "not for web pages")
+        given = headers.get(b"authorization", b"")
+        wanted = self._authorization
+        if wanted and path != "/health" and not hmac.compare_digest(given, wanted):
+            refusal = _refusal(401, "Unauthorized", "a bearer token is needed, and the right one")
+            refusal.headers["www-authenticate"] = "Bearer"
+            return refusal
+        return None
+
+
+async def _body(receive: Receive, headers: dict[bytes, bytes], limit: int) -> bytes | Response:
+    """The whole body, or why not. A body without a length is counted as it comes."""
+    announced = headers.get(b"content-length", b"0")
+    if len(announced) > 9 or int(announced) > limit:
+        return _too_long(limit)
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return _refusal(400, "BadRequest", "the body ended early")
+                body = body + message.get("body", b"") if body else message.get("body", b"")
+                if len(body) > limit:
+                    return _too_long(limit)
+                if not message.get("more_body", False):
+                    return body
+    except TimeoutError:
+        return _refusal(408, "BadRequest", f"the body took longer than {BODY_SECONDS:g} s")
+
+
+def _too_long(limit: int) -> Response:
+    return _refusal(413, "BadRequest", f"the body is longer than {limit} bytes")
+
+
+def _replay(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def _json(request: Request) -> Any:
+    return orjson.loads(await request.body())
+
+
+def _answer(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _refusal(status: int, error: str, message: str) -> Response:
+    content = orjson.dumps({"error": error, "message": message})
+    return Response(content, status, media_type="application/json")
+
+
+def _status(error: AgentRLError) -> int:
+    if isinstance(error, UserError):
+        return 422
+    if isinstance(error, UserCodeError):
+        return 500
+    return {UnknownEpisode: 404, CallConflict: 409}.get(type(error), 503)
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of an endpoint that reads its request itself."""
+    schema = {"schema": body.model_json_schema()}
+    described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
+    if body is CallBody:
+        episode = {"name": "episode_id", "in": "path", "required": True}
+        described["parameters"] = [{**episode, "schema": {"type": "string"}}]
+    return described
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    host = host.lower()
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+class ToolServer(uvicorn.Server):
+    """The application on a socket of its own, bound from the start: `url` is final.
+
+    Args:
+        host: address to bind.
+        port: 0 lets the system choose.
+        token: bearer token; an address that others can reach needs one.
+        ready: called once requests are answered.
+
+    Raises:
+        UserError: no token where one is needed, or an address that cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, token: str, ready: Callable[[], None]):
+        try:
+            address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        except ValueError:
+            raise UserError(f"--host {host}: an IP address is needed, such as 127.0.0.1") from None
+        if not address.is_loopback and not token:
+            raise UserError(
+                f"--host {host} lets other machines run your tools: that needs a token. Put one in"
+                " the environment variable that --token-env names."
+            )
+        name = f"[{address}]" if address.version == 6 else str(address)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        try:
+            self._socket = socket.create_server((str(address), port), family=family, backlog=2048)
+        except OSError as e:
+            raise UserError(
+                f"cannot serve on {name}:{port}: {e.strerror or e}. Choose another --port"
+                " (0 takes a free one)."
+            ) from None
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+        self._ready = ready
+        # Any name may lead to an address like 0.0.0.0; there the token alone decides.
+        hosts = frozenset() if address.is_unspecified else LOOPBACK | {name}
+        super().__init__(
+            uvicorn.Config(
+                create_app(token=token, hosts=hosts),
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=120,  # longer than clients keep connections, so they hang up
+                timeout_graceful_shutdown=5,
+            )
+        )
+
+    def serve_forever(self) -> None:
+        """Serve until a signal, or `should_exit`."""
+        self.run(sockets=[self._socket])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()

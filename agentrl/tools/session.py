@@ -1,0 +1,259 @@
+"""The tools of an episode, while it lasts: the one core behind the local toolbox and the server.
+
+    ToolHost       all open episodes of a process
+      ToolSession  one episode: the functions its row may call, an object per class tool, the
+                   answers given so far
+      Runner       runs one call: waits its turn, holds the deadline, makes a result of whatever
+                   happens
+
+A call is known by (episode, turn, index): asked for twice, it runs once, and both get its answer.
+The calls of one object run one after another; an object is made, asked for its reward and closed
+exactly once, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import ToolServerError, UserCodeError
+from agentrl.registry import did_you_mean, tools
+from agentrl.tools.catalogue import lanes_of, schemas_of
+from agentrl.tools.decorator import Tool
+from agentrl.tools.results import failure, is_finite
+from agentrl.tools.runner import QUEUE_SECONDS, Instance, Runner
+from agentrl.tools.schema import BadArguments
+from agentrl.trajectory import Sample, ToolResult
+
+log = logging.getLogger("agentrl.tools")
+
+IDLE_SECONDS = 1800.0
+"""A session nobody used for so long belongs to a driver that was killed."""
+GRACE_SECONDS = 5.0
+"""How long closing an object waits for a call that is still running."""
+REMEMBERED = 10_000
+"""Closed episodes whose reward can be asked for again."""
+
+
+class UnknownEpisode(ToolServerError):
+    """No such session: it was never opened, is closed already, or its server was started anew."""
+
+
+class CallConflict(ToolServerError):
+    """The turn and index of this call were used for another one."""
+
+
+class ToolSession:
+    """One episode's tools."""
+
+    def __init__(self, runner: Runner, episode_id: str, sample: Sample, chosen: Sequence[Tool]):
+        self.episode_id = episode_id
+        self.sample = sample
+        self.last_used = time.monotonic()
+        self.calls_running = 0
+        self._runner = runner
+        offers = [t.offer for t in chosen]
+        schemas_of(offers)  # refuses functions of the same name
+        self.lanes = lanes_of(offers)
+        self._functions = {f.name: (t, f) for t in chosen for f in t.functions}
+        self._classes = [t for t in chosen if t.stateful]
+        self._instances: dict[str, Instance] = {}
+        self._answers: dict[tuple[int, int], tuple[str, Any, asyncio.Future[ToolResult]]] = {}
+        self._opening: asyncio.Task[None] | None = None
+
+    async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the objects. Asked again, it waits for those it is making.
+
+        Raises:
+            DataError: `create_kwargs` are not what a constructor takes.
+            UserCodeError: a constructor raised or took too long.
+        """
+        if not self._classes:
+            return
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._make(create_kwargs))
+        await asyncio.shield(self._opening)
+
+    async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        arguments = {
+            t: t.arguments(create_kwargs.get(t.name, {}), self.sample) for t in self._classes
+        }
+        for tool, given in arguments.items():
+            made = await self._runner.hook(tool, tool.target, given, "constructor")
+            self._instances[tool.name] = Instance(made)
+
+    async def call(self, turn: int, index: int, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """The answer to a call, from running it or from having run it."""
+        known = self._answers.get((turn, index))
+        if known is not None:
+            if known[:2] != (name, arguments):
+                raise CallConflict(
+                    f"episode {self.episode_id}: call {index} of turn {turn} was {known[0]!r}"
+                    f" with other arguments, and now is {name!r}"
+                )
+            return await asyncio.shield(known[2])
+        answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
+        self._answers[turn, index] = (name, arguments, answer)
+        self.calls_running += 1
+        try:
+            answer.set_result(await self._run(name, arguments))
+        except BaseException as e:
+            # Nothing was answered, so asking again may run it.
+            del self._answers[turn, index]
+            answer.set_exception(e)
+            answer.exception()  # seen: without a second caller nobody else will look
+            raise
+        finally:
+            self.calls_running -= 1
+            self.last_used = time.monotonic()
+        return answer.result()
+
+    async def _run(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        found = self._functions.get(name)
+        if found is None:
+            offered = ", ".join(self._functions) or "none"
+            suggestion = did_you_mean(name, self._functions)
+            return failure("unknown_tool", f"no tool {name!r}.{suggestion} Tools: {offered}")
+        tool, function = found
+        try:
+            given = function.parameters.check(arguments)
+        except BadArguments as e:
+            return failure("schema", str(e))
+        return await self._runner.call(tool, function, given, self._instances.get(tool.name))
+
+    async def close(self) -> float:
+        """Ask every object for its reward, then close it; the sum of the rewards."""
+        scored = True
+        if self._opening is not None:
+            await asyncio.wait((self._opening,))
+            scored = self._opening.exception() is None
+        ends = [self._end(tool, scored) for tool in self._classes if tool.name in self._instances]
+        rewards = await asyncio.gather(*ends, return_exceptions=True)
+        for reward in rewards:
+            if isinstance(reward, BaseException):
+                raise reward
+        return float(sum(r for r in rewards if not isinstance(r, BaseException)))
+
+    async def _end(self, tool: Tool, scored: bool) -> float:
+        instance = self._instances[tool.name]
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await instance.turn.acquire()
+        except TimeoutError:
+            log.warning("tool %r is closed while a call is still running", tool.name)
+        try:
+            if not scored or "reward" not in tool.hooks:
+                return 0.0
+            reward = await self._runner.hook(tool, instance.value.reward, {}, "reward()")
+            if not is_finite(reward):
+                raise UserCodeError(
+                    f"tool {tool.name!r}: reward() returned {reward!r}, expected a finite number"
+                )
+            return float(reward)
+        finally:
+            if "close" in tool.hooks:
+                try:
+                    await self._runner.hook(tool, instance.value.close, {}, "close()")
+                except Exception as e:
+                    # The episode is over and its reward stands: nobody could do better with it.
+                    log.error("%s", e, exc_info=e.__cause__)
+
+
+class ToolHost:
+    """Every open session of a process. Belongs to one event loop."""
+
+    def __init__(self, idle_seconds: float = IDLE_SECONDS):
+        self._idle_seconds = idle_seconds
+        self._runner = Runner()
+        self._sessions: dict[str, ToolSession] = {}
+        self._closings: dict[str, asyncio.Task[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def open(
+        self, episode_id: str, sample: Sample, create_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Open an episode with the tools its row names; opened twice, it is the same session.
+
+        Raises:
+            UserError: an unknown tool, or `create_kwargs` its constructor does not take.
+            UserCodeError: a constructor raised or took too long.
+        """
+        session = self._sessions.get(episode_id)
+        if session is None:
+            if episode_id in self._closings:
+                raise UnknownEpisode(f"episode {episode_id} is closed already")
+            chosen = [tools.get(name) for name in dict.fromkeys(sample.tools)]
+            session = ToolSession(self._runner, episode_id, sample, chosen)
+            self._sessions[episode_id] = session
+        await session.open(create_kwargs)
+
+    def lanes(self, episode_id: str) -> dict[str, str]:
+        """Of an open episode, the functions whose calls run one after another, see `lanes_of`."""
+        return self._session(episode_id).lanes
+
+    async def call(
+        self, episode_id: str, turn: int, index: int, name: str, arguments: dict[str, Any]
+    ) -> ToolResult:
+        """Run a call, or repeat its answer.
+
+        Raises:
+            ToolServerError: no such episode, no room, or a tool's own infrastructure is down.
+        """
+        return await self._session(episode_id).call(turn, index, name, arguments)
+
+    def _session(self, episode_id: str) -> ToolSession:
+        try:
+            return self._sessions[episode_id]
+        except KeyError:
+            raise UnknownEpisode(f"episode {episode_id} is not open") from None
+
+    async def close(self, episode_id: str) -> float:
+        """Close an episode, also where the caller gives up waiting; its class tools' reward.
+
+        Asked again, it gives the same answer.
+
+        Raises:
+            UnknownEpisode: never opened, or closed long ago.
+            UserCodeError: a `reward()` raised; everything is closed all the same.
+        """
+        closing = self._closings.get(episode_id)
+        if closing is None:
+            session = self._session(episode_id)
+            del self._sessions[episode_id]
+            closing = asyncio.create_task(session.close())
+            self._closings[episode_id] = closing
+            if len(self._closings) > REMEMBERED:
+                del self._closings[next(iter(self._closings))]
+        return await asyncio.shield(closing)
+
+    async def reap(self) -> None:
+        """Forever: close the sessions that nobody uses any more."""
+        while True:
+            await asyncio.sleep(min(self._idle_seconds / 4, 60.0))
+            oldest = time.monotonic() - self._idle_seconds
+            idle = [
+                s.episode_id
+                for s in self._sessions.values()
+                if s.last_used < oldest and not s.calls_running
+            ]
+            if idle:
+                log.warning("closing %d sessions that were left open", len(idle))
+                await asyncio.gather(*map(self.close, idle), return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Close every session and let the threads go."""
+        open_now = list(self._sessions)
+        await asyncio.gather(*map(self.close, open_now), return_exceptions=True)
+        running = [c for c in self._closings.values() if not c.done()]
+        await asyncio.gather(*running, return_exceptions=True)
+        self._runner.close()
+
+
+def patience(timeout: float) -> float:
+    """The longest that a call to a tool with this timeout can take to be answered, in seconds."""
+    return 2 * QUEUE_SECONDS + timeout

@@ -1,0 +1,298 @@
+"""What an episode sees of tools: schemas to show, calls to run.
+
+In this process or over HTTP, with the same answers: behind both stands the same `ToolHost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import orjson
+
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    DataError,
+    RegistryError,
+    ToolServerError,
+    UserCodeError,
+    UserError,
+)
+from agentrl.http import HttpClient, fetch_json
+from agentrl.registry import Registry, tools
+from agentrl.tools.catalogue import Offer, lanes_of, schemas_of
+from agentrl.tools.results import encode_arguments
+from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience
+from agentrl.trajectory import Sample, ToolCall, ToolResult
+
+
+ASK_SECONDS = 15.0
+"""How long the server may take for what involves no tool's code."""
+
+
+class Toolbox(Protocol):
+    """The tools of all episodes. Belongs to one event loop."""
+
+    def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """OpenAI function schemas of the tools a row names, in that order.
+
+        Raises:
+            RegistryError: no tool of that name.
+            UserError: two of the tools offer a function of the same name.
+        """
+        ...
+
+    async def open(self, episode_id: str, sample: Sample) -> None:
+        """Begin an episode: make its class tools; only `sample.tools` may be called in it.
+
+        Raises:
+            UserError: a tool that is not there, or `create_kwargs` that its constructor refuses.
+            UserCodeError: a constructor raised.
+            ToolServerError: tools are out of reach; the episode may be played again.
+        """
+        ...
+
+    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+        """Run the calls of one turn side by side; results in the order of the calls.
+
+        The calls of one class tool's object run one after another, in order. A model's mistake is a
+        result, never an exception.
+
+        Args:
+            calls: as parsed; those with an `error` are answered without being run.
+            episode_id: of an open episode.
+            turn: not used before in this episode: (turn, position) is what makes a call the same
+                call when it is sent again.
+
+        Raises:
+            ToolServerError: tools are out of reach; the episode may be played again.
+        """
+        ...
+
+    async def close(self, episode_id: str) -> float:
+        """End an episode: the sum of its class tools' `reward()`; they are closed in any case.
+
+        Closing again gives the same answer; an episode that was never opened, 0.
+
+        Raises:
+            UserCodeError: a `reward()` raised.
+            ToolServerError: tools are out of reach, and with them the reward.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End whatever is still open."""
+        ...
+
+
+class LocalToolbox:
+    """Tools in this process, from the registry."""
+
+    def __init__(self) -> None:
+        self._host = ToolHost()
+
+    def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """See `Toolbox.schemas`."""
+        return schemas_of([tools.get(n).offer for n in dict.fromkeys(names)])
+
+    async def open(self, episode_id: str, sample: Sample) -> None:
+        """See `Toolbox.open`."""
+        await self._host.open(episode_id, sample, create_kwargs_of(sample))
+
+    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+        """See `Toolbox.run`."""
+
+        async def call(index: int) -> ToolResult:
+            encoded = encode_arguments(calls[index])
+            if isinstance(encoded, ToolResult):
+                return encoded
+            arguments = orjson.loads(encoded)
+            return await self._host.call(episode_id, turn, index, calls[index].name, arguments)
+
+        return await side_by_side(calls, call, self._host.lanes(episode_id))
+
+    async def close(self, episode_id: str) -> float:
+        """See `Toolbox.close`."""
+        try:
+            return await self._host.close(episode_id)
+        except UnknownEpisode:
+            return 0.0
+
+    async def aclose(self) -> None:
+        """See `Toolbox.aclose`."""
+        await self._host.aclose()
+
+
+class HttpToolbox:
+    """Tools of a server: `agentrl tools serve`, or the one a training run starts.
+
+    Args:
+        url: the server, e.g. `http://127.0.0.1:8900`.
+        token: its bearer token, if it has one.
+    """
+
+    def __init__(self, url: str, token: str = ""):
+        self._url, self._token = url, token
+        self._client = HttpClient(url, token=token, error=ToolServerError)
+        self._offers: Registry[Offer] | None = None
+        self._episodes: dict[str, tuple[dict[str, str], float]] = {}
+        """Of each open episode, the lanes of its calls and how long to wait for one."""
+
+    def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """See `Toolbox.schemas`. The first time, the server is asked, and the caller blocked.
+
+        Raises:
+            ConfigError: no tool server answers at the URL.
+        """
+        if self._offers is None:
+            try:
+                status, answer = fetch_json(
+                    self._url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
+                )
+                self._offers = _offers(_accepted(status, answer))
+            except ToolServerError as e:
+                raise ConfigError(
+                    f"no tool server at {self._url} ({e}). Start one with `agentrl tools serve"
+                    " FILE...`, or leave tools.url empty: the run starts its own."
+                ) from None
+        return schemas_of([self._offers.get(n) for n in dict.fromkeys(names)])
+
+    async def open(self, episode_id: str, sample: Sample) -> None:
+        """See `Toolbox.open`."""
+        if self._offers is None:
+            self._offers = _offers(await self._ask("GET", "/tools", None, ASK_SECONDS))
+        offers = [self._offers.get(n) for n in dict.fromkeys(sample.tools)]
+        body = {
+            "episode_id": episode_id,
+            # Only constructors look at the row.
+            "sample": sample if any(o.stateful for o in offers) else {"tools": sample.tools},
+            "create_kwargs": create_kwargs_of(sample),
+        }
+        seconds = ASK_SECONDS + sum(patience(o.timeout) for o in offers if o.stateful)
+        try:
+            await self._ask("POST", "/sessions", body, seconds)
+        except TypeError as e:
+            raise DataError(
+                f"row {sample.row} (id {sample.id!r}) holds what JSON cannot, so it cannot be sent"
+                f" to its tools: {e}"
+            ) from e
+        longest = max((patience(o.timeout) for o in offers), default=0.0)
+        self._episodes[episode_id] = lanes_of(offers), ASK_SECONDS + longest
+
+    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+        """See `Toolbox.run`."""
+        if episode_id not in self._episodes:
+            raise UnknownEpisode(f"episode {episode_id} is not open")
+        lanes, seconds = self._episodes[episode_id]
+        path = f"/sessions/{quote(episode_id, safe='')}/calls"
+
+        async def call(index: int) -> ToolResult:
+            encoded = encode_arguments(calls[index])
+            if isinstance(encoded, ToolResult):
+                return encoded
+            body = {
+                "turn": turn,
+                "call_index": index,
+                "name": calls[index].name,
+                "arguments": orjson.Fragment(encoded),
+            }
+            answer = await self._ask("POST", path, body, seconds)
+            try:
+                return ToolResult(**answer)
+            except TypeError:
+                raise ToolServerError(f"{self._url}: not a tool's result: {answer!r}") from None
+
+        return await side_by_side(calls, call, lanes)
+
+    async def close(self, episode_id: str) -> float:
+        """See `Toolbox.close`."""
+        path = f"/sessions/{quote(episode_id, safe='')}"
+        _, seconds = self._episodes.get(episode_id, ({}, ASK_SECONDS))
+        try:
+            answer = await self._ask("DELETE", path, None, GRACE_SECONDS + 2 * seconds)
+        except ToolServerError:
+            # What was not opened may still be half open over there, and needs no answer.
+            if episode_id in self._episodes:
+                raise
+            return 0.0
+        finally:
+            self._episodes.pop(episode_id, None)
+        return float(answer["reward"])
+
+    async def aclose(self) -> None:
+        """See `Toolbox.aclose`."""
+        await asyncio.gather(*map(self.close, list(self._episodes)), return_exceptions=True)
+        await self._client.aclose()
+
+    async def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        # Every request carries its key (episode, turn, index), so sending it again does no harm.
+        deadline = time.monotonic() + seconds
+        return _accepted(
+            *await self._client.request_json(method, path, body, deadline=deadline, retries=1)
+        )
+
+
+async def side_by_side(
+    calls: Sequence[ToolCall],
+    call: Callable[[int], Awaitable[ToolResult]],
+    lanes: Mapping[str, str],
+) -> list[ToolResult]:
+    """Run calls at once, those of one lane one after another; the results in order.
+
+    The first exception ends them all.
+    """
+    if len(calls) == 1:
+        return [await call(0)]
+    by_lane: dict[str | int, list[int]] = {}
+    for i, c in enumerate(calls):
+        by_lane.setdefault(lanes.get(c.name, i), []).append(i)
+    results: dict[int, ToolResult] = {}
+
+    async def follow(indices: list[int]) -> None:
+        for i in indices:
+            results[i] = await call(i)
+
+    tasks = [asyncio.create_task(follow(indices)) for indices in by_lane.values()]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return [results[i] for i in range(len(calls))]
+
+
+def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:
+    """By tool, what the row gives its constructor."""
+    kwargs = {n: sample.tools_kwargs[n] for n in sample.tools if n in sample.tools_kwargs}
+    return {n: k.get("create_kwargs") or {} for n, k in kwargs.items()}
+
+
+_ERRORS: dict[str, type[AgentRLError]] = {
+    e.__name__: e for e in (UserError, DataError, RegistryError, UserCodeError)
+}
+
+
+def _accepted(status: int, answer: Any) -> Any:
+    """The answer of a request that went well; the server's errors are raised as they were there."""
+    if status == 200:
+        return answer
+    if not isinstance(answer, dict):
+        raise ToolServerError(f"the tool server answered status {status}: {answer!r}")
+    raise _ERRORS.get(answer.get("error", ""), ToolServerError)(answer.get("message", status))
+
+
+def _offers(answer: Any) -> Registry[Offer]:
+    """The server's tools by name."""
+    offers: Registry[Offer] = Registry("tool")
+    try:
+        for fields in answer["tools"]:
+            offers.add(fields["name"], Offer(**fields))
+    except (TypeError, KeyError):
+        raise ToolServerError(f"not a list of tools: {answer!r}") from None
+    return offers

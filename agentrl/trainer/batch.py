@@ -1,0 +1,224 @@
+"""From trajectories to tensors, and from a step's batch to its mini-batches and micro-batches.
+
+Shapes, here and in all of `agentrl.trainer`:
+
+    B  segments (token rows); a rollout whose history was edited has several
+    T  response tokens, sampled and observed, padded on the right
+    P  prompt tokens, padded on the left
+    R  rollouts
+    G  groups: the rollouts of one sample
+    V  vocabulary
+    N  chosen tokens of some rows, flat: what the policy sampled and the loss looks at
+
+Baselines, rewards and metrics count rollouts; only here they become segments, and each sampled
+token stands in exactly one row. A step's mini-batches (one optimizer step each) are fixed first, by
+rollouts; only then are they cut into micro-batches by a budget of tokens, which changes nothing but
+memory: the loss is a sum whose weights already hold the mini-batch's denominator.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from agentrl.errors import RunStopped
+from agentrl.trajectory import Group, Scored, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All rollouts of a step. Rows of one rollout are neighbours, rollouts of one group as well."""
+
+    prompt_ids: Tensor
+    """(B, P) int64, padded on the left."""
+    prompt_lengths: Tensor
+    """(B,) int64."""
+    response_ids: Tensor
+    """(B, T) int64, padded on the right."""
+    response_lengths: Tensor
+    """(B,) int64."""
+    response_mask: Tensor
+    """(B, T) bool: True exactly where the policy sampled the token."""
+    rollout_logprobs: Tensor
+    """(B, T) float32: the engine's, of the sampled tokens; 0 elsewhere."""
+    versions: Tensor
+    """(B, T) int64: the policy version that sampled each token; -1 elsewhere."""
+    token_rewards: Tensor
+    """(B, T) float32: turn rewards on each turn's last sampled token, the rest of the rollout's
+    reward on its last one. Their sum over a rollout is its entry in `rewards`."""
+    rewards: Tensor
+    """(R,) float32: the weighted total of each rollout, budget policy included."""
+    rollout: Tensor
+    """(B,) int64: which rollout a row belongs to, ascending."""
+    group: Tensor
+    """(R,) int64: which group a rollout belongs to, ascending."""
+    train: Tensor
+    """(R,) bool: False for a rollout that a budget policy masks: out of loss and baseline."""
+
+    @property
+    def action_mask(self) -> Tensor:
+        """(B, T) bool: the sampled tokens of rollouts that train."""
+        return self.response_mask & self.train[self.rollout][:, None]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: prompt and response tokens of each row."""
+        return self.prompt_lengths + self.response_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What an algorithm makes of a batch: all that the loss needs.
+
+    The loss of a mini-batch is the sum over its tokens of `weights` times the token's loss. What
+    stands outside the batch's `action_mask` is never read.
+    """
+
+    advantages: Tensor
+    """(B, T) float32."""
+    weights: Tensor
+    """(B, T) float32: aggregation, masks and the whole mini-batch's denominator; 0 off the mask."""
+    old_logprobs: Tensor | None
+    """(B, T) float32: the trainer's at the start of the step. None where one mini-batch is all of
+    the batch: its first pass finds the same numbers on its way."""
+    reference_logprobs: Tensor | None
+    """(B, T) float32 of the reference policy, or None where no KL loss is wanted."""
+    returns: Tensor | None
+    """(B, T) float32 the critic learns, or None without one."""
+    values: Tensor | None
+    """(B, T) float32: the critic's at the start of the step, or None without one."""
+
+
+def collate(
+    groups: Sequence[Group], pad_id: int, *, turn_weight: float = 0.0, tool_weight: float = 0.0
+) -> Batch:
+    """Flatten groups of scored trajectories into one batch.
+
+    Args:
+        groups: the step's groups, in the order of their rows.
+        pad_id: fills what is no token.
+        turn_weight: what a turn's own reward counts in `Scored.reward`: that share is paid where
+            the turn ends, all else where the rollout ends.
+        tool_weight: the same for rewards of tools.
+
+    Raises:
+        RunStopped: no rollout at all; or a reward or a logprob that is not finite, which would
+            silently spoil the weights.
+    """
+    scored = [s for group in groups for s in group.scored]
+    if not scored:
+        raise RunStopped("no rollout survived this step: there is nothing to learn from")
+    weights = {"turn": turn_weight, "tool": tool_weight}
+    segments = [segment for s in scored for segment in s.trajectory.segments]
+    paid = [row for s in scored for row in _token_rewards(s, weights)]
+    prompts = [_tensor(s.prompt_ids) for s in segments]
+    responses = [_tensor(s.response_ids) for s in segments]
+    batch = Batch(
+        prompt_ids=_pad(prompts, pad_id, side="left").long(),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        response_ids=_pad(responses, pad_id).long(),
+        response_lengths=torch.tensor([len(r) for r in responses]),
+        response_mask=_pad([_tensor(s.response_mask) for s in segments], 0).bool(),
+        rollout_logprobs=_pad([_tensor(s.logprobs) for s in segments], 0.0),
+        versions=_pad([_tensor(s.versions) for s in segments], -1).long(),
+        token_rewards=_pad([torch.tensor(row) for row in paid], 0.0),
+        rewards=torch.tensor([s.reward for s in scored]),
+        rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
+        train=torch.tensor([not s.masked for s in scored]),
+    )
+    _check(batch, [s.trajectory.episode_id for s in scored])
+    return batch
+
+
+def _tensor(stream: array[int] | array[float]) -> Tensor:
+    """A token stream without a copy, and without a Python number per token."""
+    dtype = torch.float32 if stream.typecode == "f" else torch.int32
+    return torch.frombuffer(stream, dtype=dtype) if stream else torch.empty(0, dtype=dtype)
+
+
+def _pad(rows: list[Tensor], fill: float, side: str = "right") -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def _check(batch: Batch, episodes: Sequence[str]) -> None:
+    for r in (~batch.rewards.isfinite()).nonzero().flatten().tolist():
+        raise RunStopped(f"the reward of episode {episodes[r]} is {batch.rewards[r].item()}")
+    for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
+        raise RunStopped(f"episode {episodes[int(batch.rollout[b])]} has an empty prompt")
+    spoilt = batch.response_mask & ~batch.rollout_logprobs.isfinite()
+    for b, t in spoilt.nonzero().tolist():
+        raise RunStopped(
+            f"the engine's logprob of response token {t} of episode"
+            f" {episodes[int(batch.rollout[b])]} is {batch.rollout_logprobs[b, t].item()}"
+        )
+
+
+def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
+    """Where a rollout's reward is paid: one list of floats per segment.
+
+    What no sampled token can carry (a turn without any) goes to the end with the rest; a rollout
+    without sampled tokens carries nothing.
+    """
+    segments = scored.trajectory.segments
+    paid = [[0.0] * len(segment.response_ids) for segment in segments]
+    ends = [_last_sampled(segment, 0, len(segment.response_ids)) for segment in segments]
+    last = max((k for k, end in enumerate(ends) if end >= 0), default=-1)
+    if last < 0:
+        return paid
+    placed = 0.0
+    for turn in scored.trajectory.turns:
+        earned = sum(weights.get(source, 0.0) * r for source, r in turn.rewards.items())
+        at = _last_sampled(segments[turn.segment], turn.start, turn.end)
+        if earned and at >= 0:
+            paid[turn.segment][at] += earned
+            placed += earned
+    paid[last][ends[last]] += scored.reward - placed
+    return paid
+
+
+def _last_sampled(segment: Segment, start: int, end: int) -> int:
+    """The last index in [start, end) that the policy sampled, or -1."""
+    return next((i for i in range(end - 1, start - 1, -1) if segment.response_mask[i]), -1)
+
+
+def mini_batch_count(rollouts: int, size: int) -> int:
+    """How many optimizer steps one epoch over `rollouts` takes; size 0 means all in one."""
+    return max(1, math.ceil(rollouts / size)) if size else 1
+
+
+def mini_batch_of(rollouts: int, size: int) -> Tensor:
+    """(R,) int64: which mini-batch each rollout is in.
+
+    Neighbours stay together, in shares as equal as can be: where dropped rollouts leave 65 for
+    mini-batches of 64, a step on one lone rollout would count as much as one on all the others. The
+    rows of a step come shuffled already, so no random number is needed.
+    """
+    return torch.arange(rollouts) * mini_batch_count(rollouts, size) // max(1, rollouts)
+
+
+def micro_batches(rows: Tensor, lengths: Tensor, budget: int) -> list[Tensor]:
+    """Cut `rows` (indices into the batch) into pieces of at most `budget` padded tokens.
+
+    Longest first, so that neighbours are of a length and out-of-memory comes at once or never. A
+    row longer than the budget goes alone.
+
+    Args:
+        rows: (b,) int64.
+        lengths: (B,) int64, of all rows of the batch.
+        budget: tokens, padding included.
+    """
+    order = rows[lengths[rows].argsort(descending=True, stable=True)]
+    pieces = []
+    start = 0
+    while start < len(order):
+        fits = max(1, budget // max(1, int(lengths[order[start]])))
+        pieces.append(order[start : start + fits])
+        start += fits
+    return pieces

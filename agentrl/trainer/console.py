@@ -1,0 +1,228 @@
+"""What a run shows while it trains: a live table in a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from agentrl.config import Config
+from agentrl.trainer.curve import TRAINING, validation_series
+from agentrl.trainer.tracking import METRICS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+Metrics = Mapping[str, float]
+
+COLUMNS = (
+    ("reward", TRAINING, "{:.3f}"),
+    ("calls", "tool_call_counts/mean", "{:.2f}"),
+    ("turns", "num_turns/mean", "{:.1f}"),
+    ("length", "response_length/mean", "{:.0f}"),
+    ("kl", "actor/ppo_kl", "{:.4f}"),
+    ("grad", "actor/grad_norm", "{:.2f}"),
+    ("tokens/s", "perf/throughput", "{:,.0f}"),
+    ("s", "timing_s/step", "{:.1f}"),
+)
+"""Header, metric and format; a metric that a run does not have gets no column."""
+
+PLACES = (
+    ("learning curve", "curve.svg"),
+    ("metrics", METRICS),
+    ("trajectories", "trajectories"),
+    ("model", "model"),
+)
+"""What a run's folder holds for its user."""
+
+
+class Console:
+    """Prints a run's progress to one stream. Close it, or use it in a `with`."""
+
+    def __init__(self, out: TextIO | None = None, live: bool | None = None):
+        """Choose the manner.
+
+        Args:
+            out: where to, standard output by default.
+            live: a table that redraws itself; by default where `out` is a terminal that can.
+        """
+        self._out = out or sys.stdout
+        can = self._out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._wants_live = can if live is None else live
+        self._live: Live | None = None
+        self._steps: list[tuple[int, Metrics]] = []
+        self._validations: list[tuple[int, Metrics]] = []
+        self._first = self._last = self._total = 0
+        self._began = 0.0
+
+    def step(self, step: int, total: int, metrics: Metrics) -> None:
+        """Show a finished step, of `total`."""
+        if not self._steps:
+            self._first = step - 1
+            self._began = time.monotonic() - metrics.get("timing_s/step", 0.0)
+        self._steps.append((step, metrics))
+        self._last, self._total = step, total
+        if self._wants_live:
+            self._redraw()
+        else:
+            cells = [f"{name} {text}" for name, text in _cells(metrics).items()]
+            self._print("  ".join([f"step {step:>{len(str(total))}}/{total}", *cells]))
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Show the validation after a step (0: before training)."""
+        self._validations.append((step, metrics))
+        if self._wants_live:
+            self._redraw()
+        else:
+            cells = [f"{name} {text}" for name, text in _scores(metrics).items()]
+            self._print("  ".join([f"validation at step {step}:", *cells]))
+
+    def note(self, text: str) -> None:
+        """Say something that stays."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            self._print(text)
+
+    def finish(self, folder: Path, history: Sequence[tuple[int, Metrics]], config: Config) -> None:
+        """Say what came out, where everything lies, and what to type next.
+
+        Args:
+            folder: the run's.
+            history: all steps with their metrics.
+            config: the run's.
+        """
+        self.close()
+        validated = [(step, _scores(metrics)) for step, metrics in history]
+        validated = [(step, scores) for step, scores in validated if scores]
+        lines = [f"\ndone: {history[-1][0]} steps"]
+        if validated:
+            (before, first), (after, last) = validated[0], validated[-1]
+            lines.append(f"validation, step {before} -> {after}:")
+            width = max(map(len, last))
+            lines += [f"  {name:{width}}  {first.get(name, '-')} -> {last[name]}" for name in last]
+        checkpoints = sorted(f.name for f in folder.glob("global_step_*"))
+        places = [*PLACES, *(("checkpoint", name) for name in checkpoints[-1:])]
+        lines.append("")
+        lines += [
+            f"{what:14}  {folder / name}" for what, name in places if (folder / name).exists()
+        ]
+        rows = config.data.val or config.data.train
+        run = ["--dataset", rows, "--model", str(folder / "model")]
+        run += [word for file in config.files for word in ("-f", file)]
+        lines.append("\nnext:")
+        lines += [
+            "  " + shlex.join(command)
+            for command in (
+                ["agentrl", "play", *run, "-n", "3"],
+                ["agentrl", "eval", *run, "val.n=4"],
+                ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],
+            )
+        ]
+        self._print("\n".join(lines))
+
+    def close(self) -> None:
+        """Leave the last picture standing. Closing twice does nothing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    # -- the live table ---------------------------------------------------------------------------
+
+    def _redraw(self) -> None:
+        """Start the table with the first thing to show."""
+        if self._live is None:
+            import rich.console
+            from rich.live import Live
+
+            self._live = Live(
+                get_renderable=self._picture,
+                console=rich.console.Console(file=self._out),
+                refresh_per_second=2,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+        self._live.refresh()
+
+    def _picture(self) -> RenderableType:
+        """Drawn by a thread of its own, twice a second: it reads, and never waits."""
+        from rich.console import Group
+
+        parts: list[Any] = []
+        room = self._live.console.size.height if self._live else 24
+        # The first validation stays in view: what the run began with.
+        validations = self._validations[:1] + self._validations[1:][-max(1, min(7, room // 4)) :]
+        steps = self._steps[-max(3, min(16, room - len(validations) - 12)) :]
+        if steps:
+            parts.append(_table("step", [(step, _cells(metrics)) for step, metrics in steps]))
+        if validations:
+            rows = [(step, _scores(metrics)) for step, metrics in validations]
+            parts.append(_table("validation", rows))
+        if self._total:
+            parts.append(self._progress())
+        return Group(*parts)
+
+    def _progress(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        done, gone = self._last - self._first, time.monotonic() - self._began
+        left = gone / done * (self._total - self._last)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            ProgressBar(total=self._total, completed=self._last, width=32),
+            f"{self._last}/{self._total}  {_clock(gone)} gone, about {_clock(left)} to go",
+        )
+        return line
+
+
+def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]]) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column(first, justify="right", style="cyan", no_wrap=True)
+    for name in names:
+        strong = name in ("reward", "all")
+        table.add_column(name, justify="right", style="bold green" if strong else "", no_wrap=True)
+    for step, cells in rows:
+        table.add_row(str(step), *(cells.get(name, "-") for name in names))
+    return table
+
+
+def _cells(metrics: Metrics) -> dict[str, str]:
+    return {name: form.format(metrics[key]) for name, key, form in COLUMNS if key in metrics}
+
+
+def _scores(metrics: Metrics) -> dict[str, str]:
+    """Validation rewards; for a loop that calls tools, with the share of rollouts that did."""
+    scores = {}
+    for label, key in validation_series(metrics).items():
+        score = f"{metrics[key]:.3f}"
+        rate = metrics.get(key.rpartition("/reward/")[0] + "/tool_call_rate", 0.0)
+        loop = label not in ("validation", "greedy")
+        scores["all" if label == "validation" else label] = (
+            f"{score} ({rate:.0%} call)" if loop and rate > 0 else score
+        )
+    return scores
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

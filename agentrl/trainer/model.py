@@ -1,0 +1,273 @@
+"""The policy and the critic: causal language models asked about chosen tokens only.
+
+Both run rows of prompt and response padded on the right: with causal attention no real token sees
+padding, so neither a mask nor other position ids are needed, and a row's numbers do not depend on
+its neighbours. The head, by far the widest layer, is applied where a token was chosen and nowhere
+else.
+
+Models stay in evaluation mode, also while they learn: dropout would make the probability ratio at
+the first update differ from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentrl.errors import ConfigError
+from agentrl.trainer.batch import Batch
+
+LOGITS_AT_ONCE = 2**26
+"""Logits held at a time; more tokens than that are scored in chunks, recomputed in backward."""
+ACTOR, CRITIC = "default", "critic"
+"""Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a model is run on: some rows of a batch, and which of their tokens are asked about."""
+
+    input_ids: Tensor
+    """(b, L) prompt and response, padded on the right."""
+    state: Tensor
+    """(N,) where in the b * L positions each chosen token is predicted: one before its own."""
+    tokens: Tensor
+    """(N,) the chosen tokens, row by row."""
+
+
+def pack(batch: Batch, rows: Tensor, mask: Tensor, device: torch.device) -> Rows:
+    """Join prompts and responses.
+
+    Args:
+        batch: the batch.
+        rows: (b,) which of its rows.
+        mask: (b, T) bool, the tokens asked about, of these rows.
+        device: where the result goes.
+    """
+    prompt, response = batch.prompt_lengths[rows, None], batch.response_lengths[rows, None]
+    depth, width = batch.prompt_ids.shape[1], batch.response_ids.shape[1]
+    length = int((prompt + response).max())
+    at = torch.arange(length)[None]
+    from_prompt = batch.prompt_ids[rows].gather(1, (at + depth - prompt).clamp(max=depth - 1))
+    from_response = batch.response_ids[rows].gather(1, (at - prompt).clamp(0, width - 1))
+    input_ids = torch.where(at < prompt, from_prompt, from_response)
+    row, t = mask.nonzero(as_tuple=True)
+    return Rows(
+        input_ids=torch.where(at < prompt + response, input_ids, 0).to(device),
+        state=(row * length + prompt[row, 0] + t - 1).to(device),
+        tokens=batch.response_ids[rows][mask].to(device),
+    )
+
+
+def load_causal_lm(path: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """A model from a folder in transformers' format, or by its name on the hub.
+
+    Weights are read from safetensors only: a pickle could run code.
+
+    Raises:
+        ConfigError: no such model, or no causal language model.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).eval()
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"model.path={path} cannot be loaded as a causal language model: {e}. Give a folder in"
+            " transformers' format with safetensors weights, or a name on the hub."
+        ) from e
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature) at the chosen tokens, and the entropy; in float32 or wider.
+
+    Args:
+        logits: (N, V).
+        tokens: (N,).
+        temperature: the logits are divided by it, as in the engine; never the logprobs.
+
+    Returns:
+        logprobs and entropies, (N,) each.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = (wide / temperature).log_softmax(-1)
+    return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+class Policy:
+    """A causal language model that scores its own tokens; with LoRA, over a frozen base."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float):
+        """Use `model` as it is; `add_adapter` makes it a frozen base.
+
+        Raises:
+            ConfigError: its logits are more than its head's output, which is all that is run here.
+        """
+        self.model = model
+        self.temperature = temperature
+        self.peft: PeftModel | None = None
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        self._head = head
+        self._check_head()
+
+    def logprobs(self, rows: Rows, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprob of each chosen token, and the entropy where it was chosen, (N,) each.
+
+        The entropy carries a gradient only where asked for.
+        """
+        hidden = hidden_states(self.model, rows)
+        size = max(1, LOGITS_AT_ONCE // self._head.out_features)
+        if len(hidden) <= size:
+            return self._score(hidden, rows.tokens, entropy_gradient)
+        parts = [
+            checkpoint(self._score, h, t, entropy_gradient, use_reentrant=False)
+            for h, t in zip(hidden.split(size), rows.tokens.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(self, hidden: Tensor, tokens: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = chosen_logprobs(self._head(hidden), tokens, self.temperature)
+        return logprobs, entropy if gradient else entropy.detach()
+
+    def add_adapter(
+        self, name: str, rank: int, alpha: int, target_modules: str | list[str], seed: int
+    ) -> dict[str, nn.Parameter]:
+        """Put a LoRA adapter beside the weights, which are frozen from then on.
+
+        No dropout: see the module. The adapter starts as zero: the policy is its base.
+
+        Returns:
+            The adapter's parameters by name.
+
+        Raises:
+            ConfigError: no such modules to adapt.
+        """
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=target_modules,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            try:
+                if self.peft is None:
+                    self.peft = get_peft_model(self.model, config, adapter_name=name)  # type: ignore
+                else:
+                    self.peft.add_adapter(name, config)
+            except ValueError as e:
+                raise ConfigError(f"model.lora_target_modules={target_modules!r}: {e}") from e
+        self.model.eval()
+        self._all_learn()
+        return {n: p for n, p in self.model.named_parameters() if f".{name}." in n}
+
+    @contextmanager
+    def adapter(self, name: str) -> Iterator[None]:
+        """Run with another adapter than the policy's."""
+        assert self.peft is not None
+        self.peft.set_adapter(name)
+        try:
+            yield
+        finally:
+            self.peft.set_adapter(ACTOR)
+            self._all_learn()
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """Run with every adapter off: the policy as it was before it learned anything."""
+        assert self.peft is not None
+        try:
+            with self.peft.disable_adapter():
+                yield
+        finally:
+            self._all_learn()
+
+    def _all_learn(self) -> None:
+        """Undo that PEFT freezes the adapters which are not in use."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine must hold to sample from this policy: tensors of the plain model by name.
+
+        With LoRA only the adapted weights, each merged anew from the untouched base: adding to and
+        subtracting from the base in place would wear it off. Otherwise all of them. They are not
+        copies: use them before the next update.
+        """
+        if self.peft is None:
+            yield from ((n, p.detach()) for n, p in self.model.named_parameters())
+            return
+        for name, module in self.model.named_modules():
+            if isinstance(module, LoraLayer):
+                with torch.no_grad():
+                    weight = module.get_base_layer().weight
+                    merged = weight + module.get_delta_weight(ACTOR)  # type: ignore[operator]
+                yield f"{name}.weight", merged.to(weight.dtype)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """A folder that transformers loads; with LoRA, one that PEFT loads."""
+        if self.peft is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(4, device=self.model.device)[None]
+        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        full = self.model(input_ids=ids, use_cache=False).logits
+        if not torch.equal(self._head(hidden).float(), full.float()):
+            raise ConfigError(
+                f"{type(self.model).__name__} does more to its logits than its output layer"
+                " (scaling or capping them), which the trainer does not follow: choose a model that"
+                " does not, such as Qwen or Llama"
+            )
+
+
+class Critic:
+    """A transformer with a scalar head: the reward still to come, seen from before a token.
+
+    The head starts at zero, so the first values are 0 whatever the model says.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """Build the head.
+
+        Args:
+            model: the transformer; its own copy, or one shared with the policy.
+            adapter: entered while it runs, where it is shared.
+        """
+        self.model = model
+        self._adapter = adapter
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        wide = torch.promote_types(model.dtype, torch.float32)
+        self.head = nn.Linear(head.in_features, 1, device=model.device, dtype=wide)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def values(self, rows: Rows) -> Tensor:
+        """The value of the state before each chosen token, (N,)."""
+        with self._adapter():
+            hidden = hidden_states(self.model, rows)
+        return self.head(hidden.to(self.head.weight.dtype))[:, 0]
+
+
+def hidden_states(model: PreTrainedModel, rows: Rows) -> Tensor:
+    """(N, H): what the head reads where each chosen token is predicted."""
+    output = model.get_decoder()(input_ids=rows.input_ids, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1).index_select(0, rows.state)

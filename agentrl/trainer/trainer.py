@@ -1,0 +1,275 @@
+"""The run: `Trainer.step` is the algorithm, `Trainer.run` is everything around it.
+
+A step is synchronous and has no way back:
+
+    rows ─► groups of scored trajectories ─► Batch ─► Targets ─► learner.update ─► publish ─► next
+
+What a run is at any moment is its global step, the learner's state and the config; the sampler's
+position, the seeds and the policy version follow from the step. So a checkpoint is small, and a
+killed run goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from agentrl.chat import ChatTemplate, load_tokenizer
+from agentrl.config import Config
+from agentrl.data import RowOrder
+from agentrl.engine.base import Sampling
+from agentrl.engine.local import LocalEngine
+from agentrl.errors import ConfigError, RunStopped
+from agentrl.evaluate import evaluate
+from agentrl.metrics import rollout_metrics
+from agentrl.plan import Plan, check_lengths, make_plan
+from agentrl.rollout import open_rollouts
+from agentrl.store import TrajectoryStore
+from agentrl.trainer.algorithms import ALGORITHMS
+from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.checkpoint import drop_after, find_checkpoint, recover, save_checkpoint
+from agentrl.trainer.console import Console
+from agentrl.trainer.curve import write_curve
+from agentrl.trainer.interrupt import Interrupt
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.resume import RunLock, check_same_run
+from agentrl.trainer.tracking import METRICS, Tracker, read_metrics
+from agentrl.trainer.weights import publish
+from agentrl.trajectory import Group, Sample
+
+TRAJECTORIES = "trajectories"
+CURVE = "curve.svg"
+FINAL = "model"
+"""What a run leaves in its folder, beside `metrics.jsonl`, `config.yaml` and the checkpoints."""
+
+
+class Trainer:
+    """A training run.
+
+        Trainer(config).run()
+
+    Started by a launcher of many processes (torchrun, `accelerate launch`) it refuses: a run is one
+    controller.
+    """
+
+    def __init__(self, config: Config, plan: Plan | None = None):
+        """Check everything that can be checked without a model.
+
+        Args:
+            config: the run's.
+            plan: the run's, where its rows were loaded already.
+
+        Raises:
+            UserError: all that is wrong with config, files and rows.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "agentrl runs as one process: start it with plain `agentrl train`, not under"
+                " torchrun or `accelerate launch`"
+            )
+        self.config = config
+        self.plan = plan or make_plan(config)
+        if not config.trainer.val_only and len(self.plan.train) == 0:
+            raise ConfigError("no training rows: give --dataset FILE (data.train)")
+        self.folder = Path(config.trainer.output)
+        self.sampling = Sampling(temperature=config.rollout.temperature)
+        self.sampling.check_trainable()
+        self.algorithm = ALGORITHMS[config.algorithm.name]
+        self.order = RowOrder(
+            max(1, len(self.plan.train)), config.trainer.seed, config.data.shuffle
+        )
+        self.total_steps = self.plan.total_steps
+        self.global_step = 0
+        self._seconds: dict[str, float] = {}
+
+    # -- the algorithm ----------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """One step: play, judge, learn, publish.
+
+        Returns:
+            The step's metrics.
+        """
+        with self._timed("gen"), self.interrupt.abandonable():
+            groups = self.rollouts.collect(
+                self._next_samples(),
+                n=self.config.rollout.n,
+                sampling=self.sampling,
+                step=self.global_step,
+            )
+        batch = self._collate(groups)  # (B, T)
+        with self._timed("ref"):
+            reference = self.learner.reference_logprobs(batch)  # (B, T) or None
+        with self._timed("values"):
+            values = self.learner.values(batch)  # (B, T) or None
+        with self._timed("old_log_prob"):
+            old = self.learner.old_logprobs(batch)  # (B, T) or None
+        targets = self.algorithm.targets(batch, self.config.algorithm, old, values, reference)
+        with self._timed("update_actor"):
+            metrics = self.learner.update(batch, targets, self.global_step + 1)
+        metrics |= publish(self.learner, self.engine, self.global_step + 1)
+        self.store.write(self.global_step + 1, groups)
+        return metrics | rollout_metrics(groups)
+
+    def _collate(self, groups: list[Group]) -> Batch:
+        reward, pad_id = self.config.reward, self.tokenizer.pad_token_id
+        return collate(
+            groups,
+            self.tokenizer.eos_token_id if pad_id is None else pad_id,
+            turn_weight=reward.turn_weight,
+            tool_weight=reward.tool_weight,
+        )
+
+    def _next_samples(self) -> list[Sample]:
+        size = self.config.data.batch_size
+        rows = self.order.take(self.global_step * size, size)
+        return [self.plan.train[row] for row in rows]
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> Mapping[str, float]:
+        """Train to the end, resuming what was begun.
+
+        Returns:
+            The last step's metrics, its validation included.
+
+        Raises:
+            AgentRLError: the run could not begin or go on; what was saved is named.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(RunLock(self.folder))
+            self._open(stack)
+            if self.config.trainer.val_only:
+                return self._validate()
+            self._begin(stack)
+            try:
+                self._train()
+            except KeyboardInterrupt:
+                if self.global_step > 0:
+                    self._save()
+                self.console.note(
+                    f"stopped after step {self.global_step}; the same command goes on from there"
+                )
+                raise
+            return self._finish()
+
+    def _train(self) -> None:
+        trainer = self.config.trainer
+        if self.global_step == 0 and trainer.val_before_train and self.plan.val:
+            metrics = self._validate()
+            self.tracker.log(0, metrics)
+        while self.global_step < self.total_steps:
+            self.interrupt.check()
+            start = time.perf_counter()
+            self._seconds = {}
+            metrics = self.step()
+            # From here the state is that of the next step: an interruption waits until it is told.
+            self.global_step += 1
+            metrics["training/global_step"] = self.global_step
+            metrics["training/epoch"] = self._epoch()
+            self._seconds["step"] = time.perf_counter() - start
+            last = self.global_step == self.total_steps
+            if self.plan.val and _due(self.global_step, trainer.test_freq, last):
+                metrics |= self._validate()
+            metrics |= {f"timing_s/{name}": s for name, s in self._seconds.items()}
+            metrics["perf/throughput"] = (
+                metrics.get("rollout/sampled_tokens", 0.0) / self._seconds["step"]
+            )
+            self.tracker.log(self.global_step, metrics)
+            self.console.step(self.global_step, self.total_steps, metrics)
+            if _due(self.global_step, trainer.save_freq, last):
+                self._save()
+
+    def _validate(self) -> dict[str, float]:
+        with self._timed("testing"), self.interrupt.abandonable():
+            result = evaluate(self.rollouts, self.plan.val, self.config.val)
+        self.store.write(self.global_step, result.groups, split="val")
+        self.console.validation(self.global_step, result.metrics)
+        return dict(result.metrics)
+
+    def _epoch(self) -> float:
+        return self.global_step * self.config.data.batch_size / len(self.plan.train)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = (
+                self._seconds.get(name, 0.0) + time.perf_counter() - start
+            )
+
+    # -- beginning and end ------------------------------------------------------------------------
+
+    def _open(self, stack: ExitStack) -> None:
+        """Load the model, find where to go on, start the engine and the tools."""
+        config = self.config
+        recover(self.folder)
+        checkpoint = find_checkpoint(self.folder, config.trainer.resume)
+        if checkpoint is not None:
+            check_same_run(checkpoint.meta["config"], config.model_dump())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(config.resolved_yaml())
+        self.console = stack.enter_context(Console())
+        self.tokenizer = load_tokenizer(config.model.path)
+        template = ChatTemplate(self.tokenizer)
+        self.learner = Learner(config.model.path, config, total_steps=self.total_steps)
+        if checkpoint is not None:
+            self.learner.load(checkpoint.folder)
+            self.global_step = checkpoint.step
+            for line in checkpoint.skipped:
+                self.console.note(f"skipped: {line}")
+            self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
+        self.engine = LocalEngine.load(
+            config.model.path, self.tokenizer, device=config.trainer.device
+        )
+        stack.callback(self.engine.close)
+        check_lengths(self.plan, template, self.engine.max_length)
+        publish(self.learner, self.engine, self.global_step)
+        self.rollouts = stack.enter_context(
+            open_rollouts(config, self.engine, template, self.plan.scorer)
+        )
+        self.store = TrajectoryStore(self.folder / TRAJECTORIES)
+        self.interrupt = stack.enter_context(Interrupt())
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Cut the record where the run goes on: what lies after is an abandoned future."""
+        kept = self.global_step if self.global_step > 0 else -1
+        drop_after(self.folder, self.global_step)
+        self.store.truncate_after(kept)
+        self.tracker = Tracker(
+            self.folder,
+            self.config.trainer.logger,
+            config=self.config.model_dump(),
+            resumed_step=kept,
+            warn=self.console.note,
+        )
+        stack.callback(self.tracker.close)
+
+    def _save(self) -> None:
+        with self._timed("save_checkpoint"):
+            save_checkpoint(
+                self.folder,
+                self.global_step,
+                self.learner.save,
+                {"config": self.config.model_dump(mode="json")},
+            )
+
+    def _finish(self) -> Mapping[str, float]:
+        """Leave the model and the curve, and say where everything lies."""
+        history = read_metrics(self.folder / METRICS)
+        if not history:
+            raise RunStopped(f"{self.folder} holds a finished run, but no {METRICS}")
+        self.learner.save_pretrained(self.folder / FINAL)
+        self.tokenizer.save_pretrained(self.folder / FINAL)
+        write_curve(self.folder / METRICS, self.folder / CURVE)
+        self.console.finish(self.folder, history, self.config)
+        return history[-1][1]
+
+
+def _due(step: int, freq: int, last: bool) -> bool:
+    return last or (freq > 0 and step % freq == 0)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import tensor
+
+from agentrl.trainer.advantages import gae, grpo, whiten
+
+NAN = float("nan")
+
+
+def by_definition(rewards, values, gamma, lam, last=0.0):
+    """A_t = sum_k (gamma lam)^k delta_{t+k}, written out."""
+    after = [*values[1:], last]
+    delta = [r + gamma * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
+    n = len(delta)
+    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+
+
+# --- grpo ---------------------------------------------------------------------------------------
+
+
+def test_grpo_subtracts_the_mean_of_the_group():
+    rewards = tensor([1.0, 0.0, 1.0, 0.0, 3.0, 5.0])
+    group = tensor([0, 0, 0, 0, 1, 1])
+    assert grpo(rewards, group, False).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
+    std = (4 * 0.25 / 3) ** 0.5
+    expected = [0.5 / std, -0.5 / std, 0.5 / std, -0.5 / std, -(0.5**0.5), 0.5**0.5]
+    torch.testing.assert_close(grpo(rewards, group, True), tensor(expected), atol=1e-5, rtol=0.0)
+
+
+def test_grpo_of_one_survivor_is_zero_and_groups_may_be_empty():
+    assert grpo(tensor([7.0, 1.0, 3.0]), tensor([0, 2, 2]), True)[0] == 0
+    assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64), True).shape == (0,)
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_dead_group_is_exactly_zero(reward, n, by_std):
+    """Seven times 0.1 has a mean that is not 0.1: equality decides, not the difference."""
+    rewards = torch.cat([torch.full((n,), reward), tensor([0.0, 1.0])])
+    group = tensor([0] * n + [1, 1])
+    advantages = grpo(rewards, group, by_std)
+    assert advantages[:n].tolist() == [0.0] * n
+    assert advantages[n:].abs().min() > 0
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_grpo_sums_to_zero_in_every_group(pairs):
+    rewards, group = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
+    advantages = grpo(rewards, group, False)
+    for g in range(4):
+        assert abs(advantages[group == g].sum().item()) < 1e-4
+
+
+# --- gae ----------------------------------------------------------------------------------------
+
+
+def test_gae_equals_its_definition_with_observations_in_between():
+    mask = tensor([[True, False, False, True, True, False]])
+    rewards = tensor([[0.5, NAN, NAN, -1.0, 2.0, NAN]])
+    values = tensor([[0.1, NAN, NAN, 0.2, 0.3, NAN]])
+    advantages, returns = gae(
+        rewards, values, mask, tensor([0]), gamma=0.9, lam=0.8, bootstrap=torch.zeros(1)
+    )
+    expected = by_definition([0.5, -1.0, 2.0], [0.1, 0.2, 0.3], 0.9, 0.8)
+    torch.testing.assert_close(advantages[mask], tensor(expected))
+    torch.testing.assert_close(returns[mask], tensor(expected) + values[mask])
+    assert advantages[~mask].tolist() == [0.0] * 3
+
+
+def test_gae_runs_through_all_segments_of_a_rollout():
+    """The outcome is paid in the last row; with lambda 1 the first row's tokens hear of it."""
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    rewards = tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])
+    values = torch.zeros(3, 2)
+    rollout = tensor([0, 0, 1])
+    _, returns = gae(rewards, values, mask, rollout, 1.0, 1.0, bootstrap=torch.zeros(2))
+    assert returns.tolist() == [[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]]
+
+
+def test_a_terminal_rollout_is_not_bootstrapped_and_a_cut_one_is():
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    _, returns = gae(
+        torch.zeros(2, 1), torch.zeros(2, 1), mask, tensor([0, 1]), 0.5, 1.0, tensor([0.0, 4.0])
+    )
+    assert returns.tolist() == [[0.0], [2.0]]
+
+
+def test_gamma_zero_sees_only_the_tokens_own_reward():
+    mask = tensor([[True, False, True]])
+    advantages, _ = gae(
+        tensor([[1.0, 9.0, 3.0]]),
+        tensor([[0.5, 9.0, 0.25]]),
+        mask,
+        tensor([0]),
+        0.0,
+        0.9,
+        torch.zeros(1),
+    )
+    assert advantages.tolist() == [[0.5, 0.0, 2.75]]
+
+
+def test_gae_without_any_chosen_token_is_zero():
+    empty = torch.zeros(2, 3)
+    advantages, returns = gae(
+        empty, empty, empty.bool(), tensor([0, 1]), 1.0, 1.0, bootstrap=torch.zeros(2)
+    )
+    assert not advantages.any() and not returns.any()
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 3),  # observations before the token
+            st.floats(-2, 2, width=32),
+            st.floats(-2, 2, width=32),
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    trailing=st.integers(0, 3),
+    filler=st.sampled_from([NAN, float("inf"), 1e30]),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_observations_change_no_bit(steps, trailing, filler, gamma, lam):
+    rewards, values, mask = [], [], []
+    for gap, reward, value in steps:
+        rewards += [filler] * gap + [reward]
+        values += [filler] * gap + [value]
+        mask += [False] * gap + [True]
+    rewards += [filler] * trailing
+    values += [filler] * trailing
+    mask += [False] * trailing
+    m = tensor([mask])
+    args = (tensor([0]), gamma, lam, torch.zeros(1))
+    with_gaps = gae(tensor([rewards]), tensor([values]), m, *args)
+    bare = torch.ones(1, len(steps), dtype=torch.bool)
+    without = gae(
+        tensor([[r for _, r, _ in steps]]), tensor([[v for _, _, v in steps]]), bare, *args
+    )
+    for a, b in zip(with_gaps, without, strict=True):
+        assert torch.equal(a[m], b[0])
+        assert not a[~m].any()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_a_rollouts_neighbours_do_not_matter(seed, rollouts, width):
+    g = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, rollouts, width, generator=g)
+    mask = torch.rand(rollouts, width, generator=g) < 0.6
+    together = gae(rewards, values, mask, torch.arange(rollouts), 0.9, 0.8, torch.zeros(rollouts))
+    for r in range(rollouts):
+        one = slice(r, r + 1)
+        alone = gae(rewards[one], values[one], mask[one], tensor([0]), 0.9, 0.8, torch.zeros(1))
+        assert torch.equal(together[0][one], alone[0])
+        assert torch.equal(together[1][one], alone[1])
+
+
+# --- whiten -------------------------------------------------------------------------------------
+
+
+def test_whiten_of_nothing_one_and_two():
+    x = tensor([[3.0, NAN, 5.0]])
+    for mask, expected in (
+        ([[False, False, False]], [[0.0, 0.0, 0.0]]),
+        ([[True, False, False]], [[0.0, 0.0, 0.0]]),
+        ([[True, False, True]], [[-(0.5**0.5), 0.0, 0.5**0.5]]),
+    ):
+        torch.testing.assert_close(whiten(x, tensor(mask)), tensor(expected))
+
+
+def test_whiten_of_equal_entries_is_zero():
+    assert whiten(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)).tolist() == [0.0] * 4
+
+
+def test_whiten_reads_the_masked_entries_only():
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    mask = x > -0.5
+    white = whiten(torch.where(mask, x, NAN), mask)
+    assert abs(white[mask].mean().item()) < 1e-6
+    assert abs(white[mask].var().item() - 1) < 1e-4
+    assert not white[~mask].any()

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_world import group, random_groups, scored, segment, turn
+from torch import tensor
+
+from agentrl.config import AlgorithmConfig
+from agentrl.errors import RunStopped
+from agentrl.trainer.algorithms import ALGORITHMS, token_mean
+from agentrl.trainer.batch import collate, micro_batches, mini_batch_count, mini_batch_of
+
+PAD = 31
+
+
+def test_collate_pads_prompts_left_and_responses_right():
+    a = scored([segment([1, 2, 3], ("A", [4, 5]), ("E", [6]), ("A", [7]))], 1.0)
+    b = scored([segment([8], ("A", [9]))], 0.0)
+    batch = collate([group(a), group(b)], PAD)
+    assert batch.prompt_ids.tolist() == [[1, 2, 3], [PAD, PAD, 8]]
+    assert batch.prompt_lengths.tolist() == [3, 1]
+    assert batch.response_ids.tolist() == [[4, 5, 6, 7], [9, PAD, PAD, PAD]]
+    assert batch.response_lengths.tolist() == [4, 1]
+    assert batch.response_mask.int().tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-0.5, -0.625, 0, -0.875], [-1.125, 0, 0, 0]]
+    assert batch.versions.tolist() == [[0, 0, -1, 0], [0, -1, -1, -1]]
+    assert batch.token_rewards.tolist() == [[0, 0, 0, 1.0], [0, 0, 0, 0]]
+    assert batch.rewards.tolist() == [1.0, 0.0]
+    assert batch.rollout.tolist() == [0, 1]
+    assert batch.group.tolist() == [0, 1]
+    assert batch.train.tolist() == [True, True]
+    assert batch.lengths.tolist() == [7, 2]
+
+
+def test_segments_become_rows_and_rollouts_stay_rollouts():
+    two = scored([segment([1], ("A", [2])), segment([3], ("A", [4]))], 1.0)
+    one = scored([segment([5], ("A", [6]))], 0.0)
+    batch = collate([group(two, one)], PAD)
+    assert batch.rollout.tolist() == [0, 0, 1]
+    assert batch.group.tolist() == [0, 0]
+    assert batch.rewards.tolist() == [1.0, 0.0]
+    assert batch.token_rewards.tolist() == [[0.0], [1.0], [0.0]]
+    # The baseline is 1/2, not 2/3: a rollout of two segments is one rollout.
+    targets = ALGORITHMS["grpo"].targets(
+        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
+    )
+    assert targets.advantages.tolist() == [[0.5], [0.5], [-0.5]]
+
+
+def test_turn_rewards_are_paid_where_the_turn_ends():
+    row = segment([1], ("A", [2, 3]), ("E", [4, 5]), ("A", [6, 7]))
+    turns = [turn(0, 0, 2, turn=2.0, tool=1.0), turn(0, 4, 6, turn=4.0)]
+    total = 1.0 + 0.5 * 6.0 + 0.25 * 1.0
+    batch = collate([group(scored([row], total, turns))], PAD, turn_weight=0.5, tool_weight=0.25)
+    assert batch.token_rewards.tolist() == [[0.0, 1.25, 0.0, 0.0, 0.0, 3.0]]
+    unweighted = collate([group(scored([row], 1.0, turns))], PAD)
+    assert unweighted.token_rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_zeroed_rollout_takes_back_what_its_turns_earned():
+    row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]), ("E", [5]))
+    zeroed = scored([row], 0.0, [turn(0, 0, 1, turn=2.0)])
+    batch = collate([group(zeroed)], PAD, turn_weight=1.0)
+    assert batch.token_rewards.tolist() == [[2.0, 0.0, -2.0, 0.0]]
+
+
+SIXTYFOURTHS = st.integers(-640, 640).map(lambda k: k / 64)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(0, 2), SIXTYFOURTHS), min_size=1, max_size=4
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    SIXTYFOURTHS,
+    st.sampled_from([0.0, 0.5, 2.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_token_rewards_sum_to_the_rollouts_reward(rows, reward, weight):
+    """Any turns in any segments; the parts are exact in binary, so the sum must be."""
+    segments, turns = [], []
+    for s, row in enumerate(rows):
+        pieces, at = [], 0
+        for sampled, observed, earned in row:
+            turns.append(turn(s, at, at + sampled, turn=earned))
+            pieces += [("A", [1] * sampled), ("E", [2] * observed)]
+            at += sampled + observed
+        segments.append(segment([3], *pieces))
+    one = scored(segments, reward, turns)
+    batch = collate([group(one, one)], PAD, turn_weight=weight)
+    paid = torch.zeros(2).index_add(0, batch.rollout, batch.token_rewards.sum(1))
+    carried = reward if one.trajectory.sampled_tokens else 0.0
+    assert paid.tolist() == [carried, carried]
+    assert not batch.token_rewards[~batch.response_mask].any()
+    # Each sampled token stands in one row, once.
+    assert batch.response_mask.sum() == 2 * one.trajectory.sampled_tokens
+
+
+def test_a_rollout_without_sampled_tokens_counts_in_the_baseline_and_trains_nothing():
+    silent = scored([segment([1], ("E", [2, 3]))], 1.0)
+    empty = scored([segment([1])], 1.0)
+    spoke = scored([segment([1], ("A", [4]))], 0.0)
+    batch = collate([group(silent, empty, spoke)], PAD)
+    targets = ALGORITHMS["grpo"].targets(
+        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
+    )
+    assert batch.action_mask.tolist() == [[False, False], [False, False], [True, False]]
+    assert targets.weights.tolist() == [[0, 0], [0, 0], [1, 0]]
+    assert targets.advantages[2, 0].item() == pytest.approx(-2 / 3)
+    alone = collate([group(empty)], PAD)
+    assert not token_mean(alone, 0).any()
+
+
+def test_a_masked_rollout_is_out_of_loss_and_baseline():
+    rows = [scored([segment([1], ("A", [2]))], r) for r in (1.0, 0.0)]
+    cut = scored([segment([1], ("A", [2, 3]))], 9.0, masked=True)
+    batch = collate([group(*rows, cut)], PAD)
+    targets = ALGORITHMS["grpo"].targets(
+        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
+    )
+    assert targets.advantages.tolist() == [[0.5, 0.0], [-0.5, 0.0], [0.0, 0.0]]
+    assert targets.weights.tolist() == [[0.5, 0.0], [0.5, 0.0], [0.0, 0.0]]
+
+
+def test_what_is_not_finite_stops_the_run_and_is_named():
+    with pytest.raises(RunStopped, match="reward of episode e is nan"):
+        collate([group(scored([segment([1], ("A", [2]))], float("nan")))], PAD)
+    bad = segment([1], ("A", [2]), ("E", [3]))
+    bad.logprobs[1] = float("nan")  # not sampled: nobody reads it
+    collate([group(scored([bad], 0.0))], PAD)
+    bad.logprobs[0] = float("-inf")
+    with pytest.raises(RunStopped, match="logprob of response token 0 of episode e is -inf"):
+        collate([group(scored([bad], 0.0))], PAD)
+    with pytest.raises(RunStopped, match="empty prompt"):
+        collate([group(scored([segment([], ("A", [2]))], 0.0))], PAD)
+    with pytest.raises(RunStopped, match="no rollout survived"):
+        collate([group()], PAD)
+
+
+# --- mini-batches and micro-batches -------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 100))
+def test_mini_batches_are_neighbours_of_nearly_equal_size(rollouts, size):
+    which = mini_batch_of(rollouts, size)
+    assert (which.diff() >= 0).all() and which[0] == 0
+    sizes = which.bincount()
+    assert len(sizes) == mini_batch_count(rollouts, size)
+    assert sizes.max() - sizes.min() <= 1
+    assert not size or sizes.max() <= size
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(0, 99)
+)
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget, seed):
+    length = tensor(lengths)
+    rows = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))[
+        : max(1, len(lengths) // 2)
+    ]
+    pieces = micro_batches(rows, length, budget)
+    assert sorted(torch.cat(pieces).tolist()) == sorted(rows.tolist())
+    for piece in pieces:
+        assert len(piece) == 1 or len(piece) * int(length[piece].max()) <= budget
+
+
+def test_weights_hold_the_denominator_of_the_whole_mini_batch():
+    batch = collate(random_groups(0, groups=4, n=4), PAD)
+    weights = token_mean(batch, mini_batch_size=8)
+    first = batch.rollout < 8
+    for rows in (first, ~first):
+        tokens = batch.action_mask[rows].sum()
+        assert weights[rows].sum().item() == pytest.approx(1.0)
+        assert set(weights[rows].unique().tolist()) == {0.0, (1 / tokens).item()}
+
+
+# --- algorithms ---------------------------------------------------------------------------------
+
+
+def test_ppo_pays_the_kl_at_the_token_and_grpo_at_the_rollout():
+    rows = [scored([segment([1], ("A", [2, 3]), ("E", [4]))], r) for r in (1.0, 0.0)]
+    batch = collate([group(*rows)], PAD)
+    old = tensor([[-1.0, -2.0, float("nan")]] * 2)
+    reference = tensor([[-1.5, -2.0, float("nan")], [-1.0, -3.0, float("nan")]])
+    keys = {"kl_reward_coef": 0.1, "kl_type": "k1", "norm_adv_by_std": False}
+    grpo = ALGORITHMS["grpo"].targets(batch, AlgorithmConfig(**keys), old, None, reference)
+    # rewards 1 - 0.1 * 0.5 and 0 - 0.1 * 1
+    assert grpo.advantages[:, 0].tolist() == pytest.approx([0.525, -0.525])
+    ppo = ALGORITHMS["ppo"].targets(
+        batch, AlgorithmConfig(name="ppo", **keys), old, torch.zeros(2, 3), reference
+    )
+    assert ppo.returns is not None
+    torch.testing.assert_close(ppo.returns, tensor([[0.95, 1.0, 0.0], [-0.1, -0.1, 0.0]]))
+
+
+def test_ppo_returns_reach_back_over_observations():
+    row = segment([1], ("A", [2, 3]), ("E", [4, 5]), ("A", [6]), ("E", [7]))
+    batch = collate([group(scored([row], 1.0), scored([row], 0.0))], PAD)
+    values = torch.where(batch.action_mask, 0.5, float("nan"))
+    config = AlgorithmConfig(name="ppo", gamma=0.5)
+    targets = ALGORITHMS["ppo"].targets(batch, config, None, values, None)
+    assert targets.returns is not None
+    assert targets.returns[0].tolist() == [0.25, 0.5, 0.0, 0.0, 1.0, 0.0]
+    advantages = targets.advantages[batch.action_mask]
+    assert abs(advantages.mean().item()) < 1e-6
+    assert not targets.advantages[~batch.action_mask].any()

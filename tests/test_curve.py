@@ -1,0 +1,137 @@
+"""The learning curve is a small, valid picture of the numbers in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.trainer.curve import _smoothed, _thinned, _ticks, validation_series, write_curve
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw(folder: Path, steps: list[tuple[int, dict]], **kwargs) -> tuple[str, list[str]]:
+    """The picture's text and the texts within it."""
+    metrics, picture = folder / "metrics.jsonl", folder / "curve.svg"
+    metrics.write_text("".join(json.dumps({"step": s, "data": d}) + "\n" for s, d in steps))
+    write_curve(metrics, picture, **kwargs)
+    svg = picture.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(svg)
+    assert "nan" not in svg and "inf" not in svg
+    return svg, [e.text or "" for e in root.iter(f"{SVG}text")]
+
+
+def test_validation_series_by_label():
+    keys = [
+        "val/tool_agent/reward/mean@4",
+        "val/reward/mean@4",
+        "val/react/reward/mean@4",
+        "val/react/acc/mean@4",
+        "val/react/acc/pass@4",
+        "val_greedy/reward/mean@1",
+        "val_greedy/react/reward/mean@1",
+        "val-core/gsm8k/reward/mean@4",
+        "critic/score/mean",
+    ]
+    assert list(validation_series(keys).items()) == [
+        ("validation", "val/reward/mean@4"),
+        ("react", "val/react/reward/mean@4"),
+        ("tool_agent", "val/tool_agent/reward/mean@4"),
+        ("greedy", "val_greedy/reward/mean@1"),
+    ]
+    only = ["val/reward/mean@1", "val/react/reward/mean@1"]
+    assert list(validation_series(only)) == ["validation"]
+
+
+def run(steps: int, every: int, agents: list[str]) -> list[tuple[int, dict]]:
+    rng = random.Random(0)
+    rows: list[tuple[int, dict]] = []
+    for step in range(steps + 1):
+        data = {} if step == 0 else {"critic/score/mean": rng.random()}
+        if step % every == 0:
+            data |= {f"val/{a}/reward/mean@1": rng.random() for a in agents}
+            data |= {"val/reward/mean@1": 0.5, "val_greedy/reward/mean@1": 0.75}
+        rows.append((step, data))
+    return rows
+
+
+def test_lines_legend_and_ticks(tmp_path):
+    svg, texts = draw(tmp_path, run(140, 20, ["react", "tool_agent"]))
+    labels = [re.sub(r" [\d.]+$", "", t) for t in texts[-5:]]
+    assert labels == ["training", "validation", "react", "tool_agent", "greedy"]
+    assert "greedy 0.75" in texts
+    assert {"0", "0.2", "1", "20", "140", "step", "reward"} <= set(texts)
+    assert "<script" not in svg and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_long_run_stays_small(tmp_path):
+    agents = [f"an_agent_with_a_long_name_{i}" for i in range(30)]
+    svg, texts = draw(tmp_path, run(20_000, 10, agents))
+    assert len(svg) < 40_000
+    assert {"0", "5,000", "20,000"} <= set(texts)
+
+
+@pytest.mark.parametrize("steps", [[], [(0, {})], [(3, {"critic/score/mean": None})]])
+def test_no_numbers_yet(tmp_path, steps):
+    assert "no steps yet" in draw(tmp_path, steps)[1]
+    write_curve(tmp_path / "missing.jsonl", tmp_path / "curve.svg")
+
+
+def test_one_step(tmp_path):
+    assert "training 0.50" in draw(tmp_path, [(1, {"critic/score/mean": 0.5})])[1]
+
+
+def test_rewards_beyond_zero_and_one(tmp_path):
+    _, texts = draw(tmp_path, [(1, {"critic/score/mean": -3}), (2, {"critic/score/mean": 12})])
+    assert {"0", "10", "-5"} <= set(texts)
+
+
+def test_hostile_names_are_text(tmp_path):
+    name = '<script>alert("x")</script>&\x00\ud800\u202e'
+    svg, texts = draw(tmp_path, [(1, {"k": 1.0})], series={name: "k", "b": "absent", "</svg>": "k"})
+    assert "<script" not in svg and "\x00" not in svg
+    assert any(t.startswith('<script>alert("x")') for t in texts)
+
+
+def test_own_series(tmp_path):
+    _, texts = draw(tmp_path, [(1, {"actor/ppo_kl": 0.25})], series={"kl": "actor/ppo_kl"})
+    assert texts[-1] == "kl 0.25"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.floats(allow_nan=True, allow_infinity=True)),
+        max_size=30,
+        unique_by=lambda p: p[0],
+    )
+)
+def test_any_numbers_make_a_valid_picture(tmp_path_factory, points):
+    folder = tmp_path_factory.mktemp("curve")
+    draw(folder, [(s, {"critic/score/mean": v, "val/reward/mean@1": v}) for s, v in sorted(points)])
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10))
+def test_ticks_span_the_range_with_round_steps(low, width, most):
+    ticks = _ticks(low, low + width, most)
+    assert 2 <= len(ticks) <= most + 3
+    gap = ticks[1] - ticks[0]
+    assert ticks[0] <= low + gap * 1e-6 and ticks[-1] >= low + width - gap * 1e-6
+    digit = gap / 10 ** math.floor(math.log10(gap) + 1e-9)
+    assert min(abs(digit - m) for m in (1, 2, 5, 10)) < 0.01
+
+
+def test_smoothing_and_thinning_keep_ends_and_level():
+    flat = [(float(i), 0.5) for i in range(1000)]
+    assert [y for _, y in _smoothed(flat)] == pytest.approx([0.5] * 1000)
+    ramp = [(float(i), float(i)) for i in range(1000)]
+    thin = _thinned(ramp)
+    assert len(thin) == 200 and thin[0] == ramp[0] and thin[-1] == ramp[-1]
+    assert thin == sorted(thin)

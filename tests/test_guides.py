@@ -1,0 +1,85 @@
+"""The pages on interactions, rewards and verl are true of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agentrl import registry
+from agentrl.config import FIELDS, load_config
+from agentrl.config.verl_names import VERL_NAMES
+from agentrl.rewards import GRADERS
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("interactions", "rewards", "verl", "index")
+
+
+def text(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_run(page, monkeypatch):
+    for kind in (registry.interactions, registry.rewards):
+        monkeypatch.setattr(kind, "_things", dict(kind._things))
+    space = {"__name__": f"docs_{page}"}
+    for block in blocks(page, "python"):
+        exec(compile(block, f"docs/{page}.md", "exec"), space)
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+def test_yaml_snippets_load(tmp_path):
+    for i, block in enumerate(blocks("rewards", "yaml")):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(block)
+        load_config(str(file))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_config_keys_exist(page):
+    """Keys in backticks with a section of ours; verl's own stand in the first column of a table."""
+    sections = {path.split(".")[0] for path in FIELDS if "." in path}
+    for line in text(page).splitlines():
+        said = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
+        for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", said):
+            if path.split(".")[0] in sections and not path.endswith((".md", ".py")):
+                assert path in FIELDS, f"{page}.md: no key {path}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text(page)):
+        assert target.startswith("https://") or (DOCS / target).exists(), f"{page}.md: {target}"
+
+
+def test_every_page_is_in_the_index():
+    linked = set(re.findall(r"\((\w+)\.md\)", text("index")))
+    assert linked == {p.stem for p in DOCS.glob("*.md")} - {"index"}
+
+
+def test_the_table_of_graders_is_complete():
+    rows = [line for line in text("rewards").splitlines() if line.startswith("| `openai/gsm8k`")]
+    (row,) = rows
+    assert set(re.findall(r"`([^`]+)`", row.split("|")[1])) == set(GRADERS)
+    assert set(re.findall(r"`([^`]+)`", row.split("|")[2])) == set(GRADERS.values())
+
+
+def test_verls_keys_are_those_that_a_run_refuses_by_name():
+    table = text("verl").split("## Config keys")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 30
+    for verls, ours in rows:
+        words = " ".join(VERL_NAMES[key] for key in re.findall(r"`([^`]+)`", verls))
+        if ours.strip().startswith("none"):
+            assert "Not " in words, verls
+            continue
+        first = re.search(r"`([^`=]+)", ours)
+        assert first and first.group(1) in words, f"{verls} -> {ours}"

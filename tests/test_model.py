@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from learner_world import (
+    VOCABULARY,
+    group,
+    plain_logprobs,
+    random_groups,
+    scored,
+    segment,
+    tiny_folder,
+    tiny_model,
+)
+from torch import arange, tensor
+from transformers import GraniteConfig, GraniteForCausalLM
+
+from agentrl.errors import ConfigError
+from agentrl.trainer import model as model_module
+from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states, load_causal_lm, pack
+
+CPU = torch.device("cpu")
+
+
+def rows_of(batch: Batch, *which: int):
+    rows = tensor(which) if which else arange(len(batch.rollout))
+    return pack(batch, rows, batch.response_mask[rows], CPU)
+
+
+def chosen(batch: Batch, full: torch.Tensor) -> torch.Tensor:
+    return full[batch.response_mask]
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(
+        b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+def test_pack_joins_prompt_and_response_and_points_one_before_each_token():
+    a = scored([segment([1, 2, 3], ("A", [4, 5]), ("E", [6]), ("A", [7]))], 1.0)
+    b = scored([segment([8], ("A", [9]), ("E", [10]))], 0.0)
+    rows = rows_of(collate([group(a, b)], 31))
+    assert rows.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 0, 0, 0]]
+    assert rows.state.tolist() == [2, 3, 5, 7]
+    assert rows.tokens.tolist() == [4, 5, 7, 9]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_models_own_forward_in_any_company(temperature):
+    model = tiny_model()
+    policy = Policy(model, temperature)
+    batch = collate(random_groups(0, groups=3, n=4), 31)
+    expected = chosen(batch, plain_logprobs(model, batch, temperature))
+    with torch.no_grad():
+        together = policy.logprobs(rows_of(batch))[0]
+        alone = torch.cat([policy.logprobs(rows_of(batch, b))[0] for b in range(12)])
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rows_logprobs_do_not_depend_on_its_neighbours_tokens():
+    policy = Policy(tiny_model(), 1.0)
+    steady = scored([segment([1, 2], ("A", [3, 4, 5]))], 0.0)
+    found = []
+    for other in ([6, 7, 8], [9, 10, 11]):
+        batch = collate([group(scored([segment(other, ("A", other))], 0.0), steady)], 31)
+        with torch.no_grad():
+            found.append(policy.logprobs(rows_of(batch))[0][3:])
+    assert torch.equal(*found)
+
+
+def test_gradients_enter_only_one_before_each_sampled_token():
+    """One off in either direction, and tool tokens would train or sampled ones would not."""
+    policy = Policy(tiny_model(layers=1), 1.0)
+    batch = collate(
+        [
+            group(
+                scored([segment([1, 2, 3], ("A", [4]), ("E", [5, 6]), ("A", [7, 8]))], 1.0),
+                scored([segment([9], ("E", [1]), ("A", [2]), ("E", [3]))], 1.0),
+            )
+        ],
+        31,
+    )
+    seen = []
+
+    def keep(module, args, output):
+        output.last_hidden_state.retain_grad()
+        seen.append(output.last_hidden_state)
+
+    hook = policy.model.get_decoder().register_forward_hook(keep)
+    policy.logprobs(rows_of(batch))[0].sum().backward()
+    hook.remove()
+    assert seen[0].grad is not None
+    touched = (seen[0].grad != 0).any(-1)
+    # Row 0: P P P A E E A A, row 1: P E A E.
+    assert touched.int().tolist() == [[0, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+
+
+def test_scoring_in_chunks_changes_neither_numbers_nor_gradients(monkeypatch):
+    batch = collate(random_groups(1, groups=2, n=4), 31)
+    found = []
+    for limit in (2**26, 5 * VOCABULARY, 1):
+        monkeypatch.setattr(model_module, "LOGITS_AT_ONCE", limit)
+        model = tiny_model()
+        logprobs, entropy = Policy(model, 1.0).logprobs(rows_of(batch), entropy_gradient=True)
+        (logprobs.sum() + entropy.square().sum()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore
+        found.append((logprobs.detach(), entropy.detach(), gradient))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, atol=1e-4, rtol=1e-4)
+
+
+def test_entropy_has_a_gradient_only_where_asked_for():
+    policy = Policy(tiny_model(), 1.0)
+    rows = rows_of(collate(random_groups(0, 1, 2), 31))
+    assert not policy.logprobs(rows)[1].requires_grad
+    assert policy.logprobs(rows, entropy_gradient=True)[1].requires_grad
+
+
+# --- LoRA ---------------------------------------------------------------------------------------
+
+
+def with_adapter(rank: int = 4, targets: str | list[str] = "all-linear", seed: int = 0):
+    policy = Policy(tiny_model(), 1.0)
+    learns = policy.add_adapter(ACTOR, rank, 8, targets, seed)
+    return policy, learns
+
+
+def shake(parameters) -> None:
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in parameters.values():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+
+
+def test_a_fresh_adapter_is_the_base_and_off_it_stays_the_base():
+    plain = Policy(tiny_model(), 1.0)
+    policy, learns = with_adapter()
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        before = plain.logprobs(rows)[0]
+        assert torch.equal(policy.logprobs(rows)[0], before)
+        shake(learns)
+        assert not torch.equal(policy.logprobs(rows)[0], before)
+        with policy.base():
+            assert torch.equal(policy.logprobs(rows)[0], before)
+        assert not torch.equal(policy.logprobs(rows)[0], before)
+    assert all(p.requires_grad for p in learns.values())
+    trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == set(learns)
+
+
+def test_an_adapter_is_drawn_from_its_seed_and_disturbs_no_other():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = digest(with_adapter(seed=1)[1].values())
+    torch.manual_seed(3)
+    tiny_model()  # draws from the global stream, as with_adapter did
+    after = torch.get_rng_state()
+    assert not torch.equal(state, after)
+    assert digest(with_adapter(seed=1)[1].values()) == first
+    assert torch.equal(torch.get_rng_state(), after)
+    assert digest(with_adapter(seed=2)[1].values()) != first
+
+
+def test_only_the_named_modules_get_an_adapter():
+    _, learns = with_adapter(targets=["q_proj"])
+    assert {n.split(".lora_")[0].rsplit(".", 1)[1] for n in learns} == {"q_proj"}
+    with pytest.raises(ConfigError, match="lora_target_modules=\\['q_porj'\\]"):
+        with_adapter(targets=["q_porj"])
+
+
+def test_the_exported_merge_scores_as_the_adapter_does_and_leaves_the_base_alone():
+    policy, learns = with_adapter()
+    base = [p for n, p in policy.model.named_parameters() if "lora_" not in n]
+    untouched = digest(base)
+    shake(learns)
+    exported = dict(policy.export())
+    plain = tiny_model()
+    names = set(dict(plain.named_parameters()))
+    assert set(exported) <= names and len(exported) == 14  # seven projections in two layers
+    plain.load_state_dict(exported, strict=False)
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            Policy(plain, 1.0).logprobs(rows)[0], policy.logprobs(rows)[0], atol=1e-5, rtol=1e-5
+        )
+    assert digest(base) == untouched
+
+
+def test_the_export_of_a_whole_model_is_all_of_it():
+    model = tiny_model()
+    exported = dict(Policy(model, 1.0).export())
+    assert set(exported) == {n for n, _ in model.named_parameters()}
+    assert not any(t.requires_grad for t in exported.values())
+
+
+# --- critic -------------------------------------------------------------------------------------
+
+
+def test_a_critic_starts_at_zero_and_reads_the_state_before_the_token():
+    critic = Critic(tiny_model())
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    assert not critic.values(rows).any()
+    torch.nn.init.ones_(critic.head.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            critic.values(rows), hidden_states(critic.model, rows).sum(-1), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_policy_and_critic_share_a_base_and_nothing_else():
+    policy, learns = with_adapter()
+    critic_learns = policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
+    critic = Critic(policy.model, lambda: policy.adapter(CRITIC))
+    torch.nn.init.ones_(critic.head.weight)
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+
+    policy.logprobs(rows)[0].sum().backward()
+    assert all(p.grad is None for p in critic_learns.values())
+    assert any(p.grad.any() for p in learns.values())  # type: ignore[union-attr]
+    policy.model.zero_grad(set_to_none=True)
+    critic.values(rows).sum().backward()
+    assert all(p.grad is None for p in learns.values())
+    assert any(p.grad.any() for p in critic_learns.values())  # type: ignore[union-attr]
+
+    with torch.no_grad():
+        before = policy.logprobs(rows)[0]
+        shake(critic_learns)
+        assert torch.equal(policy.logprobs(rows)[0], before)
+        values = critic.values(rows)
+        shake(learns)
+        assert torch.equal(critic.values(rows), values)
+    assert all(p.requires_grad for p in (learns | critic_learns).values())
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused():
+    scaled = GraniteConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logits_scaling=2.0,
+    )
+    with pytest.raises(ConfigError, match="GraniteForCausalLM does more to its logits"):
+        Policy(GraniteForCausalLM(scaled).eval(), 1.0)
+
+
+def test_only_safetensors_are_read(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    assert load_causal_lm(folder, torch.float32).dtype == torch.float32
+    torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="safetensors"):
+        load_causal_lm(folder, torch.float32)
+    with pytest.raises(ConfigError, match="nowhere cannot be loaded"):
+        load_causal_lm(tmp_path / "nowhere", torch.float32)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import agentrl
+
+HEAVY = "('torch', 'transformers', 'fastapi', 'ray', 'pydantic', 'pyarrow')"
+
+
+def test_all_is_what_is_visible_sorted():
+    assert sorted(agentrl.__all__) == agentrl.__all__
+    assert [name for name in dir(agentrl) if not name.startswith("_")] == agentrl.__all__
+    assert sorted(name for names in agentrl._HOMES.values() for name in names) == agentrl.__all__
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(agentrl.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {f.module: tuple(a.name for a in f.names) for f in block.body}
+    assert seen == {f"agentrl.{home}": names for home, names in agentrl._HOMES.items()}
+
+
+@pytest.mark.parametrize("name", agentrl.__all__)
+def test_every_name_is_there_and_documented(name):
+    thing = getattr(agentrl, name)
+    assert thing.__name__ == name
+    assert thing.__doc__
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="no attribute 'tol'"):
+        agentrl.tol  # noqa: B018
+    with pytest.raises(ImportError):
+        from agentrl import tol  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import agentrl",
+        "import sys; sys.argv = ['agentrl', '--help']; from agentrl.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code",
+    ],
+    ids=["import", "help"],
+)
+def test_a_light_start(script):
+    script = f"import sys\n{script}\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert min(seconds) < 0.3

@@ -1,0 +1,260 @@
+import io
+import logging
+import time
+
+import pytest
+
+from agentrl import registry
+from agentrl.agent_loops import agent_loop
+from agentrl.agent_loops.episode import World
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
+from agentrl.engine.scripted import Scripted
+from agentrl.errors import EngineError, RunStopped, UserCodeError
+from agentrl.evaluate import evaluate, pass_at_k
+from agentrl.interactions import Interaction, Reply, interaction
+from agentrl.metrics import rollout_metrics
+from agentrl.rewards import make_scorer
+from agentrl.rollout import Rollouts
+from agentrl.testing import byte_tokenizer, call
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Message, Sample
+from agentrl.watchdog import Watchdog
+
+registry.load_file("shelf:calculator")
+TOKENIZER = byte_tokenizer()
+SAMPLING = Sampling()
+
+
+class Failing(Scripted):
+    """A scripted engine whose first `failures` requests of chosen episodes fail."""
+
+    def __init__(self, answers, failures=0, only=lambda episode_id: True):
+        super().__init__(answers, TOKENIZER)
+        self.left, self.only, self.begun, self.ended = failures, only, [], []
+
+    def begin(self, episode_id):
+        self.begun.append(episode_id)
+        super().begin(episode_id)
+
+    def end(self, episode_id):
+        self.ended.append(episode_id)
+        super().end(episode_id)
+
+    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+        if self.left and self.only(episode_id):
+            self.left -= 1
+            raise EngineError("engine http://127.0.0.1:1 is down")
+        return await super().generate(
+            prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+        )
+
+
+def rows(n, loop="tool_agent", **fields):
+    return [
+        Sample(
+            f"r{i}",
+            (Message("user", f"How much is 3*4+{i}?"),),
+            agent_name=loop,
+            data_source="openai/gsm8k",
+            ground_truth=str(12 + i),
+            tools=("calculator",) if loop != "single_turn" else (),
+            row=i,
+            **fields,
+        )
+        for i in range(n)
+    ]
+
+
+@pytest.fixture
+def rollouts():
+    opened = []
+
+    def make(engine, **sections):
+        config = Config.model_validate(sections)
+        world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
+        opened.append(Rollouts(world, make_scorer(config.reward), seed=0))
+        return opened[-1]
+
+    yield make
+    for r in opened:
+        r.close()
+
+
+def test_groups_come_in_order_with_n_rollouts_each(rollouts):
+    engine = Failing([call("calculator", expression="3*4"), "#### 12"])
+    groups = rollouts(engine).collect(rows(3), n=4, sampling=SAMPLING, step=7)
+    assert [g.sample.id for g in groups] == ["r0", "r1", "r2"]
+    assert [[s.reward for s in g.scored] for g in groups] == [[1.0] * 4, [0.0] * 4, [0.0] * 4]
+    assert [s.trajectory.rollout for s in groups[0].scored] == [0, 1, 2, 3]
+    ids = {s.trajectory.episode_id for g in groups for s in g.scored}
+    assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_all_episodes_are_announced_before_any_asks(rollouts):
+    engine = Failing(["x"])
+    order = []
+    engine.begin = lambda e: order.append("begin")
+    generate = engine.generate
+
+    async def noted(*args, **kwargs):
+        order.append("ask")
+        return await generate(*args, **kwargs)
+
+    engine.generate = noted
+    rollouts(engine).collect(rows(4, "single_turn"), n=2, sampling=SAMPLING, step=0)
+    assert order == ["begin"] * 8 + ["ask"] * 8
+
+
+def test_a_failed_episode_is_played_again_under_another_id(rollouts):
+    engine = Failing(["#### 12"], failures=2, only=lambda e: "-0-0-" in e)
+    groups = rollouts(engine).collect(rows(1, "single_turn"), n=3, sampling=SAMPLING, step=0)
+    [group] = groups
+    assert group.dropped == 0 and [s.reward for s in group.scored] == [1.0] * 3
+    assert group.scored[0].trajectory.episode_id.endswith("+2")
+    assert len(set(engine.begun)) == 5 and sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_what_a_machine_failed_is_dropped_never_rewarded_with_0(rollouts):
+    engine = Failing(["#### 12"], failures=3, only=lambda e: e.startswith("train-0-0-0-"))
+    groups = rollouts(engine).collect(rows(3, "single_turn"), n=8, sampling=SAMPLING, step=0)
+    assert groups[0].dropped == 1 and len(groups[0].scored) == 7
+    assert all(s.reward == 1.0 for s in groups[0].scored)
+    metrics = rollout_metrics(groups)
+    assert metrics["rollout/dropped"] == 1.0
+    assert metrics["critic/score/mean"] == pytest.approx(7 / 23)
+
+
+def test_a_group_that_lost_too_many_is_left_out(rollouts):
+    engine = Failing(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-"))
+    groups = rollouts(engine).collect(rows(16, "single_turn"), n=8, sampling=SAMPLING, step=0)
+    assert [g.sample.id for g in groups] == ["r0", *(f"r{i}" for i in range(2, 16))]
+
+
+def test_a_dead_engine_stops_the_run_with_the_cause(rollouts):
+    engine = Failing(["#### 12"], failures=10**9)
+    with pytest.raises(RunStopped, match="8 of 8 rollouts were dropped[^$]*is down"):
+        rollouts(engine).collect(rows(2, "single_turn"), n=4, sampling=SAMPLING, step=0)
+
+
+def test_a_raising_loop_is_shown_once_and_stops_the_run(rollouts, caplog):
+    @agent_loop("buggy")
+    async def buggy(ep):
+        await ep.generate()
+        raise KeyError("oops")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(RunStopped, match="agent loop 'buggy'"):
+        rollouts(Failing(["a"])).collect(rows(2, "buggy"), n=2, sampling=SAMPLING, step=0)
+    shown = [r.getMessage() for r in caplog.records]
+    assert len(shown) == 1 and "row r0" in shown[0] and "test_rollout.py" in shown[0]
+
+
+def test_a_raising_reward_stops_the_run(rollouts, tmp_path):
+    (tmp_path / "bad.py").write_text("def compute_score(data_source, solution_str, ground_truth,"
+                                     " extra_info=None):\n    return 1 / 0\n")  # fmt: skip
+    r = rollouts(Failing(["a"]), reward={"function": f"{tmp_path}/bad.py:compute_score"})
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
+
+
+def test_interactions_are_closed_however_the_episode_ends(rollouts):
+    closed = []
+
+    @interaction("closing")
+    class Closing(Interaction):
+        async def respond(self, messages):
+            raise ValueError("broken") if len(closed) else None
+            return Reply("")
+
+        async def close(self):
+            closed.append(1)
+
+    samples = [s for s in rows(1)]
+    samples = [Sample(**{**_fields(s), "interaction": "closing"}) for s in samples]
+    r = rollouts(Failing(["a"]))
+    r.collect(samples, n=1, sampling=SAMPLING, step=0)
+    with pytest.raises(RunStopped):
+        r.collect(samples, n=1, sampling=SAMPLING, step=1)
+    assert len(closed) == 2
+
+
+def _fields(s):
+    return {name: getattr(s, name) for name in Sample.__slots__}
+
+
+def test_seeds_depend_on_run_step_row_rollout_and_turn(rollouts):
+    seen = {}
+
+    class Seeing(Failing):
+        async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+            seen.setdefault(episode_id, []).append(seed)
+            return await super().generate(
+                prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+            )
+
+    answers = [call("calculator", expression="1+1"), "x"]
+    r = rollouts(Seeing(answers))
+    for step in (0, 1):
+        r.collect(rows(2), n=2, sampling=SAMPLING, step=step)
+    seeds = [s for turns in seen.values() for s in turns]
+    assert len(seeds) == 16 == len(set(seeds))
+    first, seen_before = dict(seen), sorted(seeds)
+    seen.clear()
+    r = rollouts(Seeing(answers))
+    for step in (0, 1):
+        r.collect(rows(2), n=2, sampling=SAMPLING, step=step)
+    assert sorted(s for turns in seen.values() for s in turns) == seen_before
+    assert not first.keys() & seen.keys(), "ids are new in every run, seeds are not"
+
+
+def test_evaluation_is_the_same_twice_and_splits_by_loop(rollouts):
+    config = Config.model_validate({"val": {"n": 4}})
+    samples = rows(2) + rows(1, "single_turn")
+    r = rollouts(Failing(["#### 12"]))
+    first = evaluate(r, samples, config.val)
+    assert first.metrics == evaluate(r, samples, config.val).metrics
+    assert first.metrics["val/reward/mean@4"] == pytest.approx(2 / 3)
+    assert first.metrics["val/tool_agent/acc/pass@4"] == 0.5
+    assert first.metrics["val/single_turn/acc/mean@4"] == 1.0
+    assert first.metrics["val-core/openai/gsm8k/acc/mean@4"] == pytest.approx(2 / 3)
+    assert first.metrics["val_greedy/reward/mean@1"] == pytest.approx(2 / 3)
+
+
+def test_pass_at_k_is_the_unbiased_estimate(rollouts):
+    answers = iter(["#### 12", "no", "no", "#### 12"])
+    engine = Scripted(lambda prompt, turn: next(answers), TOKENIZER)
+    [group] = rollouts(engine).collect(rows(1, "single_turn"), n=4, sampling=SAMPLING, step=0)
+    assert [pass_at_k(group, k) for k in (1, 2, 4)] == [0.5, pytest.approx(5 / 6), 1.0]
+
+
+def test_the_watchdog_names_who_waits_for_what():
+    class Stuck:
+        episode_id, state, turns = "train-3-1", "tools http://127.0.0.1:9", [1, 2]
+        since = time.monotonic()
+
+    out = io.StringIO()
+    dog = Watchdog(0.2, out)
+    dog.watch(Stuck())
+    with dog.armed():
+        time.sleep(0.6)
+    dog.close()
+    assert "nothing moved" in out.getvalue()
+    assert "train-3-1  turn 2  tools http://127.0.0.1:9" in out.getvalue()
+
+
+def test_the_watchdog_keeps_quiet_while_things_move():
+    class Moving:
+        episode_id, state, turns = "a", "generate", []
+
+        @property
+        def since(self):
+            return time.monotonic()
+
+    out = io.StringIO()
+    dog = Watchdog(0.1, out)
+    dog.watch(Moving())
+    with dog.armed():
+        time.sleep(0.4)
+    dog.close()
+    assert out.getvalue() == ""

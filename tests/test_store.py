@@ -1,0 +1,311 @@
+"""What is read back equals what was written, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from array import array
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import DataError, RunStopped
+from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
+from agentrl.trajectory import (
+    Group,
+    Message,
+    Sample,
+    Scored,
+    Segment,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    float_array,
+    token_array,
+)
+
+PROMPT = (Message("user", "What is 3*4?"),)
+
+
+def scored(rollout: int = 0, **kwargs) -> Scored:
+    call = ToolCall("calculator", {"expression": "3*4"}, id="c1")
+    answer = '<tool_call>{"name": "calculator"}</tool_call>'
+    trajectory = Trajectory(
+        sample=Sample("row-1", PROMPT, "tool_agent", "gsm8k", "12", tools=("calculator",), row=1),
+        episode_id=f"e{rollout}",
+        rollout=rollout,
+        segments=(
+            Segment(
+                token_array([1, 2, 3]),
+                token_array([4, 5, 6, 7]),
+                token_array([1, 1, 0, 1]),
+                float_array([-0.1, -2.5, 0, -1e-9]),
+                token_array([0, 0, -1, 1]),
+            ),
+        ),
+        turns=(
+            Turn(0, 0, 2, "stop", (call,), (ToolResult("12", reward=0.5, seconds=0.1),)),
+            Turn(0, 3, 4, "length", rewards={"turn": 1.0}, generate_seconds=0.25),
+        ),
+        messages=(
+            *PROMPT,
+            Message("assistant", answer, (call,)),
+            Message("tool", "12", tool_call_id="c1"),
+            Message("assistant", "#### 12"),
+        ),
+        sampling={"temperature": 1.0, "stop": ("Observation:",), "stop_ids": ()},
+        stop_reason="done",
+        seconds=1.5,
+    )
+    made = Scored(trajectory, {"outcome": 1.0, "tool": 0.5}, 1.0, {"acc": 1.0})
+    return dataclasses.replace(made, **kwargs)
+
+
+def group(*rollouts: Scored, dropped: int = 0) -> Group:
+    return Group(rollouts[0].trajectory.sample, rollouts, dropped)
+
+
+def test_a_step_comes_back_as_it_was(tmp_path):
+    store = TrajectoryStore(tmp_path / "trajectories")
+    groups = [group(scored(0), scored(1), dropped=2), group(scored(2))]
+    path = store.write(7, groups)
+    assert path.name == "train-00000007.parquet"
+    stored = list(store.read())
+    assert [s.scored for s in stored] == [scored(0), scored(1), scored(2)]
+    assert [(s.step, s.split, s.dropped) for s in stored] == [
+        (7, "train", 2),
+        (7, "train", 2),
+        (7, "train", 0),
+    ]
+    segment = stored[0].scored.trajectory.segments[0]
+    assert (segment.logprobs.typecode, segment.response_ids.typecode) == ("f", "i")
+
+
+def test_any_reader_of_parquet_can_work_with_it(tmp_path):
+    path = TrajectoryStore(tmp_path).write(1, [group(scored())])
+    table = pq.read_table(path)
+    assert table.schema.equals(SCHEMA)
+    row = table.to_pylist()[0]
+    assert row["response_ids"] == [[4, 5, 6, 7]]
+    assert row["response_mask"] == [[1, 1, 0, 1]]
+    assert row["logprobs"][0] == pytest.approx([-0.1, -2.5, 0, -1e-9])
+    assert json.loads(row["messages"])[1]["tool_calls"][0]["arguments"] == {"expression": "3*4"}
+    assert json.loads(row["ground_truth"]) == "12"
+    assert (row["agent_name"], row["reward"], row["stop_reason"]) == ("tool_agent", 1.0, "done")
+
+
+def test_reading_by_step_and_split(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    for step in (1, 2, 10):
+        store.write(step, [group(scored(step))])
+    store.write(2, [group(scored(20))], split="val")
+    store.write(2, [group(scored(21))], split="greedy")
+
+    def rollouts(**kwargs) -> list[int]:
+        return [s.trajectory.rollout for s in load_trajectories(tmp_path, **kwargs)]
+
+    assert rollouts() == [1, 21, 2, 20, 10]
+    assert rollouts(step=2) == [21, 2, 20]
+    assert rollouts(split="train") == [1, 2, 10]
+    assert rollouts(step=2, split="val") == [20]
+    assert rollouts(step=3) == []
+
+
+def test_a_step_written_again_replaces_the_first(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    store.write(1, [group(scored(0), scored(1))])
+    store.write(1, [group(scored(2))])
+    assert [s.trajectory.rollout for s in load_trajectories(tmp_path)] == [2]
+    assert [f.name for f in tmp_path.iterdir()] == ["train-00000001.parquet"]
+
+
+def test_resuming_cuts_what_lies_after(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    store.truncate_after(-1)
+    store.write(0, [group(scored())], split="val")
+    for step in (1, 2, 3):
+        store.write(step, [group(scored())])
+    (tmp_path / ".train-00000004.parquet-99").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("the user's")
+    store.truncate_after(1)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "notes.txt",
+        "train-00000001.parquet",
+        "val-00000000.parquet",
+    ]
+    store.truncate_after(-1)
+    assert [f.name for f in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("groups", [[], [Group(Sample("x", PROMPT), (), 8)]])
+def test_a_step_that_lost_everything(tmp_path, groups):
+    TrajectoryStore(tmp_path).write(1, groups)
+    assert list(load_trajectories(tmp_path)) == []
+
+
+def test_more_rows_than_one_batch_and_several_segments(tmp_path):
+    base = scored()
+    segment = base.trajectory.segments[0]
+    empty = Segment(token_array([1]), token_array(), token_array(), float_array(), token_array())
+    many = [
+        dataclasses.replace(
+            base,
+            trajectory=dataclasses.replace(
+                base.trajectory, rollout=i, segments=(segment,) * (i % 3) + (empty,) * (i % 2)
+            ),
+        )
+        for i in range(200)
+    ]
+    TrajectoryStore(tmp_path).write(1, [group(*many)])
+    assert list(load_trajectories(tmp_path)) == many
+
+
+def test_a_lone_surrogate_does_not_stop_a_run(tmp_path):
+    trajectory = dataclasses.replace(
+        scored().trajectory,
+        messages=(Message("user", "a\ud800b\x00ü😀"),),
+        episode_id="e\udfff",
+    )
+    TrajectoryStore(tmp_path).write(1, [group(scored(trajectory=trajectory))])
+    (back,) = load_trajectories(tmp_path)
+    assert back.trajectory.messages[0].content == "a?b\x00ü😀"
+    assert back.trajectory.episode_id == "e?"
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path):
+    made = scored(metrics={"perplexity": float("inf")})
+    TrajectoryStore(tmp_path).write(1, [group(made)])
+    assert list(load_trajectories(tmp_path)) == [made]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(RunStopped, match=r"folder/train-00000001\.parquet"):
+        TrajectoryStore(tmp_path / "folder").write(1, [group(scored())])
+
+
+def test_damage_is_named(tmp_path):
+    with pytest.raises(DataError, match="not a folder"):
+        list(load_trajectories(tmp_path / "missing"))
+    path = TrajectoryStore(tmp_path).write(1, [group(scored())])
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-20], whole[: len(whole) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="train-00000001"):
+            list(load_trajectories(tmp_path))
+    pq.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(DataError, match="train-00000001"):
+        list(load_trajectories(tmp_path))
+
+
+def test_no_field_is_forgotten():
+    """A new field of a stored type must be written and read: then name it here."""
+    known = {
+        Trajectory: 10,
+        Scored: 5,
+        Sample: 11,
+        Segment: 5,
+        Group: 3,
+    }
+    assert {kind: len(dataclasses.fields(kind)) for kind in known} == known
+
+
+# -- any trajectory at all ------------------------------------------------------------------------
+
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+number = st.floats(allow_nan=False, width=64)
+numbers = st.dictionaries(text, number, max_size=3)
+json_value = st.recursive(
+    st.none() | st.booleans() | st.integers() | number | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+json_object = st.dictionaries(text, json_value, max_size=3)
+calls = st.lists(
+    st.builds(ToolCall, text, json_object | text, error=text, id=text), max_size=2
+).map(tuple)
+results = st.lists(
+    st.builds(ToolResult, text, st.booleans(), st.none() | number, text, number), max_size=2
+).map(tuple)
+messages = st.lists(
+    st.builds(Message, st.sampled_from(["system", "user", "assistant", "tool"]), text, calls, text),
+    max_size=3,
+).map(tuple)
+ids = st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def segments(draw) -> Segment:
+    n = draw(st.integers(0, 5))
+
+    def of(items, code: str) -> array:
+        return array(code, draw(st.lists(items, min_size=n, max_size=n)))
+
+    prompt = array("i", draw(st.lists(ids, max_size=5)))
+    logprobs = of(st.floats(allow_nan=False, width=32), "f")
+    return Segment(prompt, of(ids, "i"), of(st.integers(0, 1), "i"), logprobs, of(ids, "i"))
+
+
+turns = st.builds(
+    Turn,
+    st.integers(0, 3),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    text,
+    calls,
+    results,
+    numbers,
+    number,
+    number,
+)
+samples = st.builds(
+    Sample,
+    text,
+    messages,
+    text,
+    text,
+    json_value,
+    st.lists(text, max_size=2).map(tuple),
+    st.dictionaries(text, json_object, max_size=2),
+    text,
+    json_object,
+    json_object,
+    st.integers(0, 10**9),
+)
+trajectories = st.builds(
+    Trajectory,
+    samples,
+    text,
+    st.integers(0, 100),
+    st.lists(segments(), max_size=3).map(tuple),
+    st.lists(turns, max_size=3).map(tuple),
+    messages,
+    st.dictionaries(text, number | text | st.lists(text | ids).map(tuple), max_size=3),
+    text,
+    number,
+    number,
+)
+groups = st.builds(
+    Group,
+    samples,
+    st.lists(
+        st.builds(Scored, trajectories, numbers, number, numbers, st.booleans()), max_size=3
+    ).map(tuple),
+    st.integers(0, 8),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups, max_size=2))
+def test_any_trajectory_survives_the_way_to_the_disk_and_back(written):
+    with tempfile.TemporaryDirectory() as folder:
+        TrajectoryStore(Path(folder)).write(3, written, split="val")
+        stored = list(TrajectoryStore(Path(folder)).read())
+    assert [s.scored for s in stored] == [s for g in written for s in g.scored]
+    assert [s.dropped for s in stored] == [g.dropped for g in written for _ in g.scored]

@@ -1,0 +1,235 @@
+"""The record of a run: each step once, whatever happened between two starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+
+import numpy as np
+import pytest
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError, RunStopped
+from agentrl.trainer.console import Console
+from agentrl.trainer.tracking import METRICS, SINKS, Tracker, check_loggers, read_metrics
+
+
+def steps(folder) -> list[int]:
+    return [step for step, _ in read_metrics(folder / METRICS)]
+
+
+def log(folder, first: int, last: int, resumed_step: int = -1) -> None:
+    tracker = Tracker(folder, resumed_step=resumed_step)
+    for step in range(first, last + 1):
+        tracker.log(step, {"critic/score/mean": step / 10})
+    tracker.close()
+
+
+def test_one_line_a_step_as_verl_writes_them(tmp_path):
+    tracker = Tracker(tmp_path / "run")
+    tracker.log(0, {"val/reward/mean@1": 0.25})
+    tracker.log(1, {"critic/score/mean": 0.5, "n": 3, "bad": float("nan")})
+    lines = (tmp_path / "run" / METRICS).read_text().splitlines()
+    assert lines == [
+        '{"step":0,"data":{"val/reward/mean@1":0.25}}',
+        '{"step":1,"data":{"critic/score/mean":0.5,"n":3,"bad":null}}',
+    ]
+    tracker.close()
+    tracker.close()
+
+
+def test_array_scalars_are_numbers(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.log(1, {"a": np.float32(0.5), "b": np.int64(2), "c": np.array(1.5)})
+    tracker.close()
+    assert read_metrics(tmp_path / METRICS) == [(1, {"a": 0.5, "b": 2, "c": 1.5})]
+
+
+@pytest.mark.parametrize("resumed", [-1, 0, 3, 5])
+def test_a_resumed_run_has_each_step_once(tmp_path, resumed):
+    log(tmp_path, 0, 5)
+    log(tmp_path, resumed + 1, 8, resumed_step=resumed)
+    assert steps(tmp_path) == list(range(9))
+    log(tmp_path / "unbroken", 0, 8)
+    assert (tmp_path / METRICS).read_bytes() == (tmp_path / "unbroken" / METRICS).read_bytes()
+
+
+@pytest.mark.parametrize("torn", [b'{"step":6,"da', b'{"step":6,"data":{}}', b"\xff\n", b"[]\n"])
+def test_a_torn_line_is_dropped(tmp_path, torn):
+    log(tmp_path, 0, 5)
+    with open(tmp_path / METRICS, "ab") as f:
+        f.write(torn)
+    assert steps(tmp_path) == list(range(6))
+    log(tmp_path, 6, 7, resumed_step=5)
+    assert steps(tmp_path) == list(range(8))
+    assert torn not in (tmp_path / METRICS).read_bytes().splitlines(keepends=True)
+
+
+def test_a_step_is_never_logged_twice(tmp_path):
+    tracker = Tracker(tmp_path, resumed_step=3)
+    tracker.log(4, {})
+    with pytest.raises(ValueError, match="step 4 was logged after step 4"):
+        tracker.log(4, {})
+    tracker.close()
+
+
+def test_a_disk_that_refuses_names_the_file_and_leaves_whole_lines(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.log(0, {"x": 1.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        with pytest.raises(RunStopped, match=rf"{METRICS}: File too large"):
+            tracker.log(1, {"x": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.close()
+    assert (tmp_path / METRICS).stat().st_size == 40  # half of a second line
+    log(tmp_path, 1, 2, resumed_step=0)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunStopped, match="file/run"):
+        Tracker(tmp_path / "file" / "run")
+
+
+class Failing:
+    def __init__(self, *_):
+        self.calls = 0
+
+    def log(self, step, data):
+        self.calls += 1
+        raise ConnectionError("no server")
+
+    def close(self):
+        raise AssertionError("a tracker that failed is not asked again")
+
+
+class Stillborn:
+    def __init__(self, *_):
+        raise PermissionError("no key")
+
+
+@pytest.mark.parametrize(("sink", "said"), [(Failing, "no server"), (Stillborn, "no key")])
+def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path, monkeypatch, sink, said):
+    monkeypatch.setitem(SINKS, "tensorboard", sink)
+    warnings: list[str] = []
+    tracker = Tracker(tmp_path, ["tensorboard"], warn=warnings.append)
+    for step in range(3):
+        tracker.log(step, {"x": 1.0})
+    tracker.close()
+    assert steps(tmp_path) == [0, 1, 2]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("tensorboard failed") and said in warnings[0]
+
+
+def test_wrong_trackers_are_refused_with_the_fix(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*Did you mean 'tensorboard'.*wandb"):
+        check_loggers(["tensorbord"])
+    # A folder called wandb, as wandb leaves behind, is no installed package.
+    (tmp_path / "absent_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("absent_tracker", "absent_tracker_2"):
+        monkeypatch.setitem(SINKS, name, Failing)
+        with pytest.raises(ConfigError, match=rf"pip install 'agentrl\[{name}\]'"):
+            Tracker(tmp_path, [name])
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = Tracker(tmp_path, ["tensorboard"])
+    for step in range(4):
+        tracker.log(step, {"critic/score/mean": step / 4})
+    tracker.close()
+    tracker = Tracker(tmp_path, ["tensorboard"], resumed_step=2)
+    tracker.log(3, {"critic/score/mean": 1.0})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(e.step, e.value) for e in events.Scalars("critic/score/mean")]
+    assert scalars == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 1.0)]
+
+
+# -- the console ----------------------------------------------------------------------------------
+
+STEP = {
+    "critic/score/mean": 0.53125,
+    "tool_call_counts/mean": 1.2,
+    "actor/grad_norm": 0.7,
+    "perf/throughput": 5123.4,
+    "timing_s/step": 0.61,
+    "other": 1.0,
+}
+VALIDATION = {
+    "val/reward/mean@2": 0.5,
+    "val/tool_call_rate": 0.4,
+    "val/react/reward/mean@2": 0.4,
+    "val/react/tool_call_rate": 0.98,
+    "val/single_turn/reward/mean@2": 0.6,
+    "val/single_turn/tool_call_rate": 0.0,
+    "val/react/acc/mean@2": 0.1,
+    "val_greedy/reward/mean@1": 0.7,
+    "val_greedy/react/reward/mean@1": 0.7,
+    "val-core/gsm8k/reward/mean@2": 0.5,
+}
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    with Console(out) as console:
+        console.validation(0, VALIDATION)
+        console.step(7, 120, STEP)
+        console.note("a [bold]note[/bold]")
+    assert out.getvalue().splitlines() == [
+        "validation at step 0:  all 0.500  react 0.400 (98% call)  single_turn 0.600  greedy 0.700",
+        "step   7/120  reward 0.531  calls 1.20  grad 0.70  tokens/s 5,123  s 0.6",
+        "a [bold]note[/bold]",
+    ]
+
+
+def test_a_live_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = io.StringIO()
+    with Console(out, live=True) as console:
+        console.note("before")
+        console.validation(0, VALIDATION)
+        for step in range(1, 31):
+            console.step(step, 120, STEP)
+        console.note("a [bold]note[/bold]")
+    console.close()
+    shown = out.getvalue()
+    assert shown.startswith("before\n")
+    assert "a [bold]note[/bold]" in shown
+    last = shown.splitlines()
+    assert any("reward" in line and "tokens/s" in line for line in last)
+    assert any("0.400 (98% call)" in line for line in last)
+    assert "30/120" in last[-1] and "to go" in last[-1]
+
+
+def test_the_end_says_what_came_out_and_what_to_type(tmp_path):
+    folder = tmp_path / "runs" / "my demo"
+    folder.mkdir(parents=True)
+    (folder / METRICS).write_text("")
+    (folder / "global_step_00000010").mkdir()
+    config = Config.model_validate({"files": ["tools.py"], "data": {"val": "val.parquet"}})
+    history = [(0, VALIDATION), (1, STEP), (2, STEP | VALIDATION | {"val/reward/mean@2": 0.9})]
+    out = io.StringIO()
+    Console(out).finish(folder, history, config)
+    text = out.getvalue()
+    assert "all          0.500 -> 0.900" in text
+    assert f"{folder / 'global_step_00000010'}" in text
+    assert "trajectories" not in text  # not there, not named
+    assert (
+        f"agentrl play --dataset val.parquet --model '{folder / 'model'}' -f tools.py -n 3" in text
+    )
+
+
+def test_lines_are_json(tmp_path):
+    log(tmp_path, 0, 2)
+    for line in (tmp_path / METRICS).read_text().splitlines():
+        assert set(json.loads(line)) == {"step", "data"}
