@@ -6,15 +6,15 @@
     │   ├── DataError            a dataset file or row
     │   ├── TemplateError        a chat template agentrl cannot train on
     │   └── RegistryError        an unknown or doubly registered name
-    ├── ToolError                a tool refuses its input: the model reads the text and may try again
-    ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is played
-    │   │                        again, then dropped; never a reward of 0
+    ├── ToolError                a tool refuses its input: the model reads the text, may try again
+    ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is
+    │   │                        played again, then dropped; never a reward of 0
     │   ├── EngineError
     │   └── ToolServerError
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
     └── RunStopped               the run cannot go on (too many dropped episodes, a dead engine)
 
-    EpisodeOver                  not an error: a budget is spent, the episode ends here with its reason
+    EpisodeOver                  not an error: a budget is spent, the episode ends with its reason
 
 A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions at all: they
 become a `ToolResult(ok=False)` that the model reads.
@@ -80,7 +80,7 @@ class RunStopped(AgentRLError, RuntimeError):
     """The run cannot go on; the message says why and what was saved."""
 
 
-class EpisodeOver(Exception):  # noqa: N818  (not an error)
+class EpisodeOver(Exception):
     """A budget of the episode is spent. Raised by the episode's verbs, caught by the rollout."""
 
     def __init__(self, reason: str):

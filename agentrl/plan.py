@@ -1,7 +1,7 @@
 """What a run is made of, checked before a model is loaded.
 
-`agentrl check`, `train`, `eval`, `generate` and `play` all begin here, so that a typo in the last row
-of the validation set costs seconds, not a GPU's bring-up.
+`agentrl check`, `train`, `eval`, `generate` and `play` all begin here, so that a typo in the last
+row of the validation set costs seconds, not a GPU's bring-up.
 """
 
 from __future__ import annotations
@@ -48,19 +48,15 @@ def make_plan(config: Config) -> Plan:
         raise ConfigError("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
     rows: list[Sequence[Sample]] = []
     problems: list[str] = []
+    scorer = make_scorer(config.reward, config.rollout.budget_policy)
     for path in (config.data.train, config.data.val):
         try:
             samples = load_samples(path, config.data.agent_name) if path else []
             check_samples(samples, path)
+            check_graders(samples, scorer, path)
             rows.append(samples)
         except UserError as e:
             problems.append(str(e))
-    try:
-        scorer = make_scorer(config.reward, config.rollout.budget_policy)
-        for samples in rows:
-            check_graders(samples, scorer)
-    except UserError as e:
-        problems.append(str(e))
     if problems:
         raise DataError("\n".join(problems))
     return Plan(config, rows[0], rows[1], scorer)

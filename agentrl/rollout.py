@@ -1,17 +1,19 @@
 """Plays episodes: one asyncio loop in one thread, on which every client lives.
 
 `Rollouts.collect` is the synchronous door: samples in, groups of scored trajectories out. It owns
-the failure policy: what the model does wrong is data; what a machine does wrong is played again and
-then dropped, never rewarded with 0; what user code does wrong is shown, and stops the run when it is
-more than a stray case.
+the failure policy: what the model does wrong is data; what a machine does wrong is played again
+and then dropped, never rewarded with 0; what user code does wrong is shown, and stops the run when
+it is more than a stray case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
+import re
 import threading
 import uuid
 from collections import Counter
@@ -73,12 +75,13 @@ async def play_episode(
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     interaction = None
-    stop_reason = "done"
-    tool_reward = 0.0
+    opened = False
+    stop_reason, tool_reward = "done", 0.0
     try:
         interaction = build_interaction(sample)
         opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
         if sample.tools:
+            opened = True
             await world.toolbox.open(episode_id, sample)
         episode = Episode(
             world,
@@ -103,7 +106,8 @@ async def play_episode(
                 f"episode {episode_id} stood still in {episode.state!r} until"
                 f" {GRACE_S:.0f} s after rollout.timeout_s={world.config.rollout.timeout_s}"
             ) from None
-        if sample.tools:
+        if opened:
+            opened = False
             tool_reward = await world.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
@@ -111,7 +115,7 @@ async def play_episode(
         if watchdog:
             watchdog.forget(episode_id)
         # Nothing that fails while cleaning up may hide why the episode ended.
-        if sample.tools:
+        if opened:
             with contextlib.suppress(Infrastructure, UserCodeError):
                 await world.toolbox.close(episode_id)
         if interaction is not None:
@@ -150,6 +154,7 @@ class Rollouts:
         self._scorer = scorer
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
+        self._attempts = itertools.count()
         self._shown_bug = False
         self._watchdog = Watchdog(world.config.trainer.watchdog_s)
         self._loop = _new_loop()
@@ -157,7 +162,13 @@ class Rollouts:
         self._thread.start()
 
     def collect(
-        self, samples: Sequence[Sample], *, n: int, sampling: Sampling, step: int, tag: str = "train"
+        self,
+        samples: Sequence[Sample],
+        *,
+        n: int,
+        sampling: Sampling,
+        step: int,
+        tag: str = "train",
     ) -> list[Group]:
         """Play each sample n times.
 
@@ -207,19 +218,16 @@ class Rollouts:
         self, samples: Sequence[Sample], n: int, sampling: Sampling, step: int, tag: str
     ) -> list[Group]:
         plays = [
-            (s, k, f"{tag}-{step}-{s.row}-{k}-{self._run_id}-{i}")
-            for i, s in enumerate(samples)
+            (s, k, f"{tag}-{step}-{s.row}-{k}-{self._run_id}-{next(self._attempts)}")
+            for s in samples
             for k in range(n)
         ]
         for _, _, episode_id in plays:
             self.world.sampler.begin(episode_id)
         with self._watchdog.armed():
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._play_and_score(s, k, eid, sampling, step, tag))
-                    for s, k, eid in plays
-                ]
-        results = [t.result() for t in tasks]
+            results = await _all(
+                [self._play_and_score(s, k, eid, sampling, step, tag) for s, k, eid in plays]
+            )
         _stop_if_too_many_dropped(results)
         groups = []
         for i, sample in enumerate(samples):
@@ -236,7 +244,7 @@ class Rollouts:
         cause = ""
         for attempt in range(ATTEMPTS):
             if attempt:
-                episode_id = f"{episode_id.rsplit('+', 1)[0]}+{attempt}"
+                episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
                 self.world.sampler.begin(episode_id)
             try:
                 trajectory = await play_episode(
@@ -249,26 +257,48 @@ class Rollouts:
                     watchdog=self._watchdog,
                 )
             except Infrastructure as e:
-                cause = f"{type(e).__name__}: {e}"
-                log.warning("row %s: %s (attempt %d of %d)", sample.id, e, attempt + 1, ATTEMPTS)
+                cause = _told(e, sample, attempt)
                 continue
             except UserCodeError as e:
                 if not self._shown_bug:
                     self._shown_bug = True
                     log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
                 return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
-            return await self._scorer.score(trajectory)
+            try:
+                return await self._scorer.score(trajectory)
+            except Infrastructure as e:
+                cause = _told(e, sample, attempt)
         return _Dropped(cause)
+
+
+def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:
+    log.warning("row %s: %s (attempt %d of %d)", sample.id, error, attempt + 1, ATTEMPTS)
+    return f"{type(error).__name__}: {error}"
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; the first exception cancels the rest, waits for them and is raised."""
+    tasks = [asyncio.create_task(w) for w in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
     dropped = [r.cause for r in results if isinstance(r, _Dropped)]
     if len(dropped) <= MAX_DROPPED * len(results):
         return
-    causes = Counter(dropped).most_common(3)
+    # One cause each, whatever ids and addresses its texts hold.
+    kinds = Counter(re.sub(r"\S*\d\S*", "#", cause) for cause in dropped)
+    first = {re.sub(r"\S*\d\S*", "#", cause): cause for cause in reversed(dropped)}
     raise RunStopped(
         f"{len(dropped)} of {len(results)} rollouts were dropped, more than"
-        f" {MAX_DROPPED:.0%}. Causes:\n" + "\n".join(f"  {n} x {cause}" for cause, n in causes)
+        f" {MAX_DROPPED:.0%}. Causes:\n"
+        + "\n".join(f"  {n} x {first[kind]}" for kind, n in kinds.most_common(3))
     )
 
 

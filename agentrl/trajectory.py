@@ -17,7 +17,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 def token_array(values: Sequence[int] = ()) -> array[int]:
-    """Token ids, masks and versions as a compact array (comparing 16 k ids: list 152 us, this 5)."""
+    """Token ids, masks and versions as a compact array (16 k ids compare in 5 us; a list, 152)."""
     return array("i", values)
 
 
@@ -67,7 +67,7 @@ class Message:
     tool_call_id: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """The message as chat templates and datasets hold it; an assistant's calls stay in its text."""
+        """The message as chat templates hold it; an assistant's calls stay in its text."""
         return {"role": self.role, "content": self.content}
 
 
@@ -163,7 +163,7 @@ class Trajectory:
     messages: tuple[Message, ...]
     sampling: Mapping[str, Any]
     stop_reason: str
-    """done, or the budget that was spent: turn_tokens, trajectory_tokens, turns, tool_calls, time."""
+    """done, or the spent budget: turn_tokens, trajectory_tokens, turns, tool_calls, time."""
     tool_reward: float = 0.0
     """What class tools' `reward()` returned at the end, summed."""
     seconds: float = 0.0

@@ -2,9 +2,9 @@
 
 One JSON object a line: name, value, unit, context. `python benchmarks/local_engine.py`.
 
-The model is tiny (Qwen2 shape, 2 layers, hidden 128, MLP 384, heads 4/2, vocabulary 576, float32), so
-these figures are about what the engine adds to the model. Each is the best of its repetitions, which
-alternate between the contestants.
+The model is tiny (Qwen2 shape, 2 layers, hidden 128, MLP 384, heads 4/2, vocabulary 576, float32),
+so these figures are about what the engine adds to the model. Each is the best of its repetitions,
+which alternate between the contestants.
 """
 
 from __future__ import annotations

@@ -103,7 +103,14 @@ def test_a_turn_stopped_by_a_text_is_closed_by_the_template(template):
 @given(
     st.lists(
         st.sampled_from(
-            ["<|im_end|>", "<|im_start|>system\n", "<tool_call>", "</tool_response>", "<|im", "_end|>"]
+            [
+                "<|im_end|>",
+                "<|im_start|>system\n",
+                "<tool_call>",
+                "</tool_response>",
+                "<|im",
+                "_end|>",
+            ]
         )
         | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
         max_size=8,
@@ -131,7 +138,7 @@ def test_delta_costs_the_new_text_only(template):
         # Earlier turns change when more is said, as thinking models' do.
         (lambda t: t.replace("message.content + '<|im", "(message.content if loop.last or "
                              "message.role != 'assistant' else '') + '<|im"), "append-only|times"),
-        # A default system message that only appears without tools is fine; trimmed contents are not.
+        # Contents are trimmed.
         (lambda t: t.replace("message.role + '\\\\n' + message.content", "message.role + '\\\\n' + "
                              "message.content | trim"), "content of"),
         # Nothing closes a turn.
@@ -173,7 +180,7 @@ def test_calls_are_read_in_order():
         ("<tool_call>3</tool_call>", ["not one JSON object"]),
         ('<tool_call>{"name": "c", "arguments": {"x": 1}', ["no closing </tool_call>"]),
         ('<tool_call>{"name": 3}</tool_call>', ['"name" must be a string']),
-        ('<tool_call>{"name": "c", "arguments": "x"}</tool_call>', ['"arguments" must be a JSON object']),
+        ('<tool_call>{"name": "c", "arguments": "x"}</tool_call>', ['"arguments" must be']),
         ('<tool_call>{"name": "c", "arguments": {"x": NaN}}</tool_call>', ["not one JSON object"]),
         ('<tool_call>{"name": "c", "arguments": {"x": "\\ud800"}}</tool_call>', ["not JSON"]),
         ('<tool_call>{"name": "c", "parameters": {}}</tool_call>', ["unknown keys"]),

@@ -249,6 +249,7 @@ def test_contradictions(overrides, said):
         ("optim: 1\n---\nval: 2", "run.yaml:2: YAML syntax"),
         ("a: &x [*x]", "run.yaml: not a YAML file"),
         ("a\x00", "run.yaml: YAML syntax"),
+        (f"a: {'9' * 5000}", "run.yaml: not a YAML file"),
         ("? [a]\n: 1", "run.yaml"),
         (
             "data:\n  train: 1\n  trian: x",

@@ -134,7 +134,7 @@ def test_a_group_that_lost_too_many_is_left_out(rollouts):
 
 def test_a_dead_engine_stops_the_run_with_the_cause(rollouts):
     engine = Failing(["#### 12"], failures=10**9)
-    with pytest.raises(RunStopped, match="8 of 8 rollouts were dropped[^$]*is down"):
+    with pytest.raises(RunStopped, match=r"8 of 8 rollouts were dropped[^$]*is down"):
         rollouts(engine).collect(rows(2, "single_turn"), n=4, sampling=SAMPLING, step=0)
 
 
@@ -164,14 +164,14 @@ def test_interactions_are_closed_however_the_episode_ends(rollouts):
     @interaction("closing")
     class Closing(Interaction):
         async def respond(self, messages):
-            raise ValueError("broken") if len(closed) else None
-            return Reply("")
+            if closed:
+                raise ValueError("broken")
+            return Reply("", done=True)
 
         async def close(self):
             closed.append(1)
 
-    samples = [s for s in rows(1)]
-    samples = [Sample(**{**_fields(s), "interaction": "closing"}) for s in samples]
+    samples = [Sample(**{**_fields(s), "interaction": "closing"}) for s in rows(1)]
     r = rollouts(Failing(["a"]))
     r.collect(samples, n=1, sampling=SAMPLING, step=0)
     with pytest.raises(RunStopped):

@@ -290,12 +290,12 @@ class Episode:
             self._versions.extend(sampled.versions)
 
     def _check(self, generation: Generation, max_tokens: int) -> None:
-        """Oracle A, always on, at the cost of the new tokens only: the engine continued this row."""
+        """Always on, at the cost of the new tokens only: the engine continued this row."""
         n = len(generation.token_ids)
         if generation.prompt_tokens != len(self._row):
             raise EngineError(
-                f"episode {self.episode_id}: the engine continued {generation.prompt_tokens} tokens,"
-                f" but the row has {len(self._row)}"
+                f"episode {self.episode_id}: the engine continued {generation.prompt_tokens}"
+                f" tokens, but the row has {len(self._row)}"
             )
         if not (n == len(generation.logprobs) == len(generation.versions) and 0 < n <= max_tokens):
             raise EngineError(

@@ -39,7 +39,7 @@ def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], 
 
 
 def _signature(schema: Mapping[str, Any]) -> str:
-    """`calculator(expression: string): Evaluate an arithmetic expression.`"""
+    """A tool on one line: `calculator(expression: string): Evaluate an expression.`."""
     function = schema["function"]
     arguments = ", ".join(
         f"{name}: {spec.get('type', 'any')}"

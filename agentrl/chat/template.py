@@ -1,15 +1,15 @@
-"""What a chat template puts around messages, as token ids, turn by turn.
+r"""What a chat template puts around messages, as token ids, turn by turn.
 
 Training needs the tokens that the engine sampled, not tokens that look like them. So an episode's
 row only ever grows: the prompt, then what was sampled, then the *delta* of new messages, and so on.
 A sampled token is never decoded and encoded again.
 
 The template is a Jinja program over whole conversations; the delta is found by rendering it with a
-sentinel in place of every content and cutting at the sentinels. What is left are the template's own
-*literals* (`<|im_end|>\\n<|im_start|>user\\n` ...), which are cached by the roles they stand between;
-the contents are encoded apart from them, by a copy of the tokenizer that owns no added tokens. A
-tool's text can therefore not become a control token, and the cost of a turn is that of its new text,
-however long the history.
+sentinel in place of every content and cutting at the sentinels. What is left are the template's
+own *literals* (`<|im_end|>\n<|im_start|>user\n` ...), which are cached by the roles they stand
+between; the contents are encoded apart from them, by a copy of the tokenizer that owns no added
+tokens. A tool's text can therefore not become a control token, and the cost of a turn is that of
+its new text, however long the history.
 
 All of that holds only for templates that render what was said the same way when more is said. The
 constructor proves it on probe conversations, or refuses the template and shows where it breaks.

@@ -25,7 +25,6 @@ def eval_(
     Twice with the same seed gives the same episodes. Sampling is that of the `val` keys.
 
     Examples:
-
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
 
         agentrl eval --dataset rows.jsonl --model runs/a/final -f my_tools.py --output evals/a
@@ -66,7 +65,6 @@ def generate(
     Responses are sampled as the `val` keys say; each is what the assistant wrote over all turns.
 
     Examples:
-
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
     """
     from agentrl.cli.session import open_session

@@ -17,7 +17,6 @@ def init(
     """Write a commented starter project: an environment, rows, a run and its tests.
 
     Examples:
-
         agentrl init my_env && cd my_env && agentrl train -c run.yaml
     """
     from itertools import islice
@@ -41,12 +40,15 @@ def init(
                     "prompt": [m.as_dict() for m in sample.prompt],
                     "agent_name": sample.agent_name,
                     "tools": [TOOL],
-                    "interaction": "coach" if i % 4 == 3 else "",
-                    "interaction_kwargs": {"ground_truth": sample.ground_truth} if i % 4 == 3 else {},
                     "ground_truth": sample.ground_truth,
+                    **(_coached(sample.ground_truth) if i % 4 == 3 else {}),
                 }
                 for i, sample in enumerate(islice(asked, count))
             ],
         )
     typer.echo(f"{folder} is ready. Next:\n  cd {folder}\n  agentrl check -c run.yaml")
     typer.echo("  agentrl train -c run.yaml")
+
+
+def _coached(ground_truth: str) -> dict[str, object]:
+    return {"interaction": "coach", "interaction_kwargs": {"ground_truth": ground_truth}}

@@ -23,7 +23,9 @@ Dataset = Annotated[
 ValDataset = Annotated[str | None, typer.Option(help="Rows to validate on (data.val).")]
 Model = Annotated[
     str | None,
-    typer.Option(help="A model folder or hub name, or `tiny`: made here on first use (model.path)."),
+    typer.Option(
+        help="A model folder or hub name, or `tiny`: made here on first use (model.path)."
+    ),
 ]
 Output = Annotated[str | None, typer.Option(help="The run's folder (trainer.output).")]
 Files = Annotated[

@@ -25,7 +25,6 @@ def play(
     """Play rows and print them as transcripts, with the sampled tokens marked.
 
     Examples:
-
         agentrl play --dataset datasets/arithmetic_val.parquet --model tiny -n 3 --agent react
     """
     from agentrl.cli.session import open_session
@@ -35,11 +34,9 @@ def play(
 
     settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
     with open_session(settings) as (plan, rollouts):
-        rows = [
-            s
-            for s in plan.train
-            if not agent or s.agent_name == agent_loops.canonical(agent)
-        ][:n]
+        rows = [s for s in plan.train if not agent or s.agent_name == agent_loops.canonical(agent)][
+            :n
+        ]
         if not rows:
             raise DataError(f"no row of {settings.data.train} has the agent loop {agent!r}")
         sampling = Sampling(temperature=settings.rollout.temperature)
@@ -64,7 +61,9 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
     for i, turn in enumerate(t.turns):
         for call, result in zip(turn.tool_calls, turn.tool_results, strict=False):
             state = "ok" if result.ok else result.error
-            lines.append(f"  turn {i}: {call.name or '?'} -> {state}, {result.seconds * 1e3:.1f} ms")
+            lines.append(
+                f"  turn {i}: {call.name or '?'} -> {state}, {result.seconds * 1e3:.1f} ms"
+            )
     rewards = ", ".join(f"{k} {v:g}" for k, v in scored.rewards.items())
     lines.append(
         f"── {t.stop_reason} · {len(t.turns)} turns · {t.sampled_tokens} sampled tokens ·"

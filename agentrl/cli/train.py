@@ -37,7 +37,6 @@ def train(
     done.
 
     Examples:
-
         agentrl train --dataset datasets/arithmetic_train.parquet --model tiny
 
         agentrl train -c run.yaml rollout.n=16 algorithm.name=ppo
@@ -80,7 +79,6 @@ def check(
     Loads no weights and trains nothing (the same as `train --dry-run`).
 
     Examples:
-
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
     """
     _check(
@@ -100,7 +98,9 @@ def _check(settings) -> None:
     template = ChatTemplate(load_tokenizer(settings.model.path))
     from transformers import AutoConfig
 
-    check_lengths(plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings)
+    check_lengths(
+        plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings
+    )
     with open_toolbox(settings.tools, settings.files) as toolbox:
         typer.echo(wiring_report(plan, template))
         typer.echo(f"tools: {toolbox.where}")

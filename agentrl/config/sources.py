@@ -135,7 +135,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
         return list(_walk(loader, root, "", file, fields))
     except OSError as e:
         mistakes.append(f"{file}: cannot be read ({e.strerror})")
-    except (UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         mistakes.append(f"{file}: not a YAML file ({e})")
     except yaml.MarkedYAMLError as e:
         line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""

@@ -1,8 +1,8 @@
 """Who samples tokens: the two faces of an engine.
 
 An episode sees a `Sampler`, the trainer an `EngineControl`. Token ids go in; ids, logprobs and
-policy versions come out. Logprobs are log_softmax(logits / temperature) over the full vocabulary, of
-the sampled token, because the trainer's are too.
+policy versions come out. Logprobs are log_softmax(logits / temperature) over the full vocabulary,
+of the sampled token, because the trainer's are too.
 """
 
 from __future__ import annotations
@@ -60,9 +60,15 @@ class Sampling:
 class Sampler(Protocol):
     """All that an episode and a rollout see of an engine."""
 
+    max_length: int
+    """The longest row, in tokens: prompt, sampled and observed together."""
+
     def begin(self, episode_id: str) -> None:
-        """An episode will ask for tokens. Rollouts announce a step's episodes before any runs, so
-        that an engine may batch by episodes and turns instead of by wall clock."""
+        """Announce an episode that will ask for tokens.
+
+        Rollouts announce a step's episodes before any runs, so that an engine may batch by episodes
+        and turns instead of by wall clock.
+        """
         ...
 
     async def generate(
@@ -80,7 +86,7 @@ class Sampler(Protocol):
             prompt_ids: the whole row, prompt and response so far.
             sampling: how to sample.
             episode_id: of an episode announced by `begin`.
-            seed: with the token's index, the only source of randomness.
+            seed: with the token's index in the row, the only source of randomness.
             deadline: `time.monotonic()` seconds after which to give up.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentrl.tools.decorator import Tool, ToolFunction, tool
+from agentrl.tools.open import open_toolbox
 from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox
 
-__all__ = ["HttpToolbox", "LocalToolbox", "Tool", "ToolFunction", "Toolbox", "tool"]
+__all__ = ["HttpToolbox", "LocalToolbox", "Tool", "ToolFunction", "Toolbox", "open_toolbox", "tool"]

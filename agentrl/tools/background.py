@@ -1,8 +1,8 @@
 """A tool server in a process of its own, for as long as a training run lives.
 
 The two processes talk over the child's standard streams: the parent writes one line of JSON (files
-and token: never in argv or the environment, where others look), the child answers one line (its URL,
-or why there is none). Then the parent keeps the pipe open: its end, by whatever death, is the
+and token: never in argv or the environment, where others look), the child answers one line (its
+URL, or why there is none). Then the parent keeps the pipe open: its end, by whatever death, is the
 child's signal to stop. What tools print, and what goes wrong in them, reaches the parent's log.
 """
 
@@ -63,9 +63,11 @@ class ServerProcess:
     """The parent's end of a running server."""
 
     def __init__(self, files: Sequence[str], token: str):
-        # A session of its own: Ctrl-C is for the run, which still needs its tools to finish a step.
+        # It finds modules where this process does. A session of its own: Ctrl-C is for the run,
+        # which still needs its tools to finish a step.
+        start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "agentrl.tools.background"],
+            [sys.executable, "-u", "-P", "-c", start],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -76,10 +78,11 @@ class ServerProcess:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._said: queue.Queue[dict[str, str]] = queue.Queue()
         self._stopping = False
-        self._reader = threading.Thread(target=self._read, name="tool-server-log", daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._read, name="tool-server-log", daemon=True).start()
+        assert self._process.stdin is not None
         try:
-            self._send(json.dumps({"files": list(files), "token": token}))
+            print(json.dumps({"files": list(files), "token": token}), file=self._process.stdin)
+            self._process.stdin.flush()
             said = self._said.get(timeout=START_SECONDS)
         except (queue.Empty, OSError):
             said = {}
@@ -87,7 +90,7 @@ class ServerProcess:
             self.stop()
             if "user_error" in said:
                 raise UserError(said["user_error"])
-            raise ToolServerError(f"the tool server did not start.{self._last_lines()}")
+            raise ToolServerError(f"the tool server did not start{self._last_lines()}")
         self.url = said["url"]
 
     @property
@@ -96,6 +99,73 @@ class ServerProcess:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End the server: its sessions are closed; killed if that takes too long. Idempotent."""
+        """End the server and its sessions; killed where that takes too long. Idempotent."""
         self._stopping = True
-        ...
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _read(self) -> None:
+        """Pass on what the server says, until it ends."""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.startswith(_MARK):
+                    self._said.put(json.loads(line.removeprefix(_MARK)))
+                else:
+                    self._tail.append(line.rstrip())
+                    log.warning("%s", line.rstrip())
+        code = self._process.wait()
+        if not self._stopping:
+            log.error("the tool server ended by itself, code %s%s", code, self._last_lines())
+        self._said.put({})
+
+    def _last_lines(self) -> str:
+        lines = "\n  ".join(self._tail)
+        return f"; its last lines:\n  {lines}" if lines else ", and said nothing"
+
+
+def main() -> None:
+    """The child: serve until the parent is gone."""
+    from agentrl.tools.server import ToolServer
+
+    parent = os.getppid()
+    order = json.loads(sys.stdin.readline())
+    # Tools that start programs shall not hand them the lifeline.
+    lifeline = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    try:
+        for name in order["files"]:
+            load_file(name)
+        server = ToolServer("127.0.0.1", 0, order["token"], lambda: _say(url=server.url))
+    except UserError as e:
+        _say(user_error=str(e))
+        sys.exit(2)
+
+    def watch() -> None:
+        # The pipe ends with the parent, unless a fork of the parent holds it too.
+        while not select.select([lifeline], [], [], 1.0)[0] and os.getppid() == parent:
+            pass
+        server.should_exit = True
+        time.sleep(0.75 * STOP_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    server.serve_forever()
+
+
+def _say(**said: str) -> None:
+    print(_MARK + json.dumps(said), flush=True)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from agentrl.errors import DataError, UserError
-from agentrl.registry import did_you_mean, tools
+from agentrl.registry import tools
+from agentrl.signatures import argument_problems
 from agentrl.tools.catalogue import Offer
 from agentrl.tools.schema import Parameters, adopt, describe, location
 from agentrl.trajectory import Sample
@@ -79,19 +80,14 @@ class Tool:
         Raises:
             DataError: the constructor does not take them.
         """
-        taken = inspect.signature(self.target).parameters
-        given = {**create_kwargs, **({"sample": sample} if "sample" in taken else {})}
-        try:
-            inspect.signature(self.target).bind(**given)
-        except TypeError as e:
-            names = [n for n in taken if n != "sample"]
-            wrong = next((k for k in create_kwargs if k not in taken), "")
+        problems = argument_problems(self.target, create_kwargs, given=("sample",))
+        if problems:
             raise DataError(
-                f"row {sample.row} (id {sample.id!r}): tool {self.name!r}: create_kwargs"
-                f" {dict(create_kwargs)}: {e}.{did_you_mean(wrong, names)}"
-                f" It takes: {', '.join(names) or 'nothing'}"
-            ) from None
-        return given
+                f"row {sample.row} (id {sample.id!r}): create_kwargs of the tool {self.name!r}:"
+                f" {'; '.join(problems)}"
+            )
+        wants_row = "sample" in inspect.signature(self.target).parameters
+        return {**create_kwargs, "sample": sample} if wants_row else dict(create_kwargs)
 
 
 @overload

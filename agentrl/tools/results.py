@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import orjson
 from pydantic import BaseModel
 
+from agentrl.registry import did_you_mean
 from agentrl.tools.schema import shorten
 from agentrl.trajectory import ToolCall, ToolResult
 
@@ -55,6 +56,14 @@ def failure(error: str, message: str) -> ToolResult:
     """
     return ToolResult(
         shorten(clean(f"Error ({error}): {message}"), MAX_MESSAGE), False, None, error
+    )
+
+
+def unknown_tool(name: str, offered: Collection[str]) -> ToolResult:
+    """The result of a call to what is not offered."""
+    listed = ", ".join(offered) or "none"
+    return failure(
+        "unknown_tool", f"no tool {name!r}.{did_you_mean(name, offered)} Tools: {listed}"
     )
 
 

@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
@@ -58,8 +58,21 @@ class Runner:
         Raises:
             ToolServerError: the call found no room to run, or the tool raised `Infrastructure`.
         """
+        began = time.monotonic()
         if instance is None:
-            return await self._answer(tool, tool.target, arguments, None)
+            result = await self._answer(tool, tool.target, arguments, None)
+        else:
+            result = await self._in_turn(tool, function, arguments, instance)
+        return replace(result, seconds=time.monotonic() - began)
+
+    async def _in_turn(
+        self,
+        tool: Tool,
+        function: ToolFunction,
+        arguments: Mapping[str, Any],
+        instance: Instance,
+    ) -> ToolResult:
+        """Call a method, once the object's earlier calls are done."""
         try:
             async with asyncio.timeout(QUEUE_SECONDS):
                 await instance.turn.acquire()

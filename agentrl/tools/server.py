@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -28,19 +27,16 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
+from agentrl.tools.guard import LOOPBACK, Guard, refusal
 from agentrl.tools.session import IDLE_SECONDS, CallConflict, ToolHost, UnknownEpisode
 from agentrl.trajectory import Sample
 
-MAX_BODY = 2**20
 MAX_SESSION_BODY = 2**24
 """Rows may hold whole documents."""
-BODY_SECONDS = 15.0
 CALLS = "/sessions/{episode_id}/calls"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class OpenBody(BaseModel):
@@ -88,7 +84,7 @@ def create_app(
                 await tool_host.aclose()
 
     app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, token=token, hosts=hosts)
+    app.add_middleware(Guard, token=token, hosts=hosts, limits={"/sessions": MAX_SESSION_BODY})
 
     @app.post(CALLS, openapi_extra=_takes(CallBody))
     async def call(request: Request) -> Response:
@@ -126,97 +122,19 @@ def create_app(
 
     @app.exception_handler(AgentRLError)
     async def failed(_: Request, e: AgentRLError) -> Response:
-        return _refusal(_status(e), type(e).__name__, str(e))
+        return refusal(_status(e), type(e).__name__, str(e))
 
     @app.exception_handler(ValidationError)
     async def misshapen(_: Request, e: ValidationError) -> Response:
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        return _refusal(422, "BadRequest", f"{where}: {first['msg']}")
+        return refusal(422, "BadRequest", f"{where}: {first['msg']}")
 
     @app.exception_handler(orjson.JSONDecodeError)
     async def not_json(_: Request, e: orjson.JSONDecodeError) -> Response:
-        return _refusal(400, "BadRequest", f"the body is not JSON: {e}")
+        return refusal(400, "BadRequest", f"the body is not JSON: {e}")
 
     return app
-
-
-class Guard:
-    """What every request passes before anything of ours looks at it.
-
-    Host names we go by (a web page that resolves to this machine has another), no `Origin` (no page
-    at all), the bearer token, JSON by its content type (a form cannot say that), and a bounded body
-    that arrives in bounded time.
-    """
-
-    def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str]):
-        self._app = app
-        self._authorization = f"Bearer {token}".encode() if token else b""
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is None and scope["method"] == "POST":
-            if headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
-                refusal = _refusal(415, "BadRequest", "content-type must be application/json")
-            else:
-                limit = MAX_SESSION_BODY if scope["path"] == "/sessions" else MAX_BODY
-                body = await _body(receive, headers, limit)
-                if isinstance(body, Response):
-                    refusal = body
-                else:
-                    receive = _replay(body)
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        host = _name(headers.get(b"host", b"").decode("latin-1"))
-        if self._hosts and host not in self._hosts:
-            return _refusal(403, "Forbidden", f"this server is not called {host!r}")
-        if b"origin" in headers:
-            return _refusal(403, "Forbidden", "not for web pages")
-        given = headers.get(b"authorization", b"")
-        wanted = self._authorization
-        if wanted and path != "/health" and not hmac.compare_digest(given, wanted):
-            refusal = _refusal(401, "Unauthorized", "a bearer token is needed, and the right one")
-            refusal.headers["www-authenticate"] = "Bearer"
-            return refusal
-        return None
-
-
-async def _body(receive: Receive, headers: dict[bytes, bytes], limit: int) -> bytes | Response:
-    """The whole body, or why not. A body without a length is counted as it comes."""
-    announced = headers.get(b"content-length", b"0")
-    if len(announced) > 9 or int(announced) > limit:
-        return _too_long(limit)
-    body = b""
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] != "http.request":
-                    return _refusal(400, "BadRequest", "the body ended early")
-                body = body + message.get("body", b"") if body else message.get("body", b"")
-                if len(body) > limit:
-                    return _too_long(limit)
-                if not message.get("more_body", False):
-                    return body
-    except TimeoutError:
-        return _refusal(408, "BadRequest", f"the body took longer than {BODY_SECONDS:g} s")
-
-
-def _too_long(limit: int) -> Response:
-    return _refusal(413, "BadRequest", f"the body is longer than {limit} bytes")
-
-
-def _replay(body: bytes) -> Receive:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive
 
 
 async def _json(request: Request) -> Any:
@@ -225,11 +143,6 @@ async def _json(request: Request) -> Any:
 
 def _answer(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _refusal(status: int, error: str, message: str) -> Response:
-    content = orjson.dumps({"error": error, "message": message})
-    return Response(content, status, media_type="application/json")
 
 
 def _status(error: AgentRLError) -> int:
@@ -243,17 +156,13 @@ def _status(error: AgentRLError) -> int:
 def _takes(body: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI description of an endpoint that reads its request itself."""
     schema = {"schema": body.model_json_schema()}
-    described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
+    described: dict[str, Any] = {
+        "requestBody": {"required": True, "content": {"application/json": schema}}
+    }
     if body is CallBody:
         episode = {"name": "episode_id", "in": "path", "required": True}
         described["parameters"] = [{**episode, "schema": {"type": "string"}}]
     return described
-
-
-def _name(host: str) -> str:
-    """A Host header without its port."""
-    host = host.lower()
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 class ToolServer(uvicorn.Server):

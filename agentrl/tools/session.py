@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import ToolServerError, UserCodeError
-from agentrl.registry import did_you_mean, tools
+from agentrl.registry import tools
 from agentrl.tools.catalogue import lanes_of, schemas_of
 from agentrl.tools.decorator import Tool
-from agentrl.tools.results import failure, is_finite
+from agentrl.tools.results import failure, is_finite, unknown_tool
 from agentrl.tools.runner import QUEUE_SECONDS, Instance, Runner
 from agentrl.tools.schema import BadArguments
 from agentrl.trajectory import Sample, ToolResult
@@ -114,9 +114,7 @@ class ToolSession:
     async def _run(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         found = self._functions.get(name)
         if found is None:
-            offered = ", ".join(self._functions) or "none"
-            suggestion = did_you_mean(name, self._functions)
-            return failure("unknown_tool", f"no tool {name!r}.{suggestion} Tools: {offered}")
+            return unknown_tool(name, self._functions)
         tool, function = found
         try:
             given = function.parameters.check(arguments)
@@ -192,9 +190,10 @@ class ToolHost:
             self._sessions[episode_id] = session
         await session.open(create_kwargs)
 
-    def lanes(self, episode_id: str) -> dict[str, str]:
-        """Of an open episode, the functions whose calls run one after another, see `lanes_of`."""
-        return self._session(episode_id).lanes
+    def lanes(self, episode_id: str) -> dict[str, str] | None:
+        """The functions whose calls run one after another, see `lanes_of`; None if not open."""
+        session = self._sessions.get(episode_id)
+        return None if session is None else session.lanes
 
     async def call(
         self, episode_id: str, turn: int, index: int, name: str, arguments: dict[str, Any]

@@ -25,10 +25,9 @@ from agentrl.errors import (
 from agentrl.http import HttpClient, fetch_json
 from agentrl.registry import Registry, tools
 from agentrl.tools.catalogue import Offer, lanes_of, schemas_of
-from agentrl.tools.results import encode_arguments
+from agentrl.tools.results import encode_arguments, unknown_tool
 from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience
 from agentrl.trajectory import Sample, ToolCall, ToolResult
-
 
 ASK_SECONDS = 15.0
 """How long the server may take for what involves no tool's code."""
@@ -36,6 +35,11 @@ ASK_SECONDS = 15.0
 
 class Toolbox(Protocol):
     """The tools of all episodes. Belongs to one event loop."""
+
+    @property
+    def where(self) -> str:
+        """Where the tools run, for people."""
+        ...
 
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """OpenAI function schemas of the tools a row names, in that order.
@@ -60,11 +64,11 @@ class Toolbox(Protocol):
         """Run the calls of one turn side by side; results in the order of the calls.
 
         The calls of one class tool's object run one after another, in order. A model's mistake is a
-        result, never an exception.
+        result, never an exception; in an episode that is not open, any call is one.
 
         Args:
             calls: as parsed; those with an `error` are answered without being run.
-            episode_id: of an open episode.
+            episode_id: of an open episode, or of one whose row has no tools.
             turn: not used before in this episode: (turn, position) is what makes a call the same
                 call when it is sent again.
 
@@ -92,6 +96,8 @@ class Toolbox(Protocol):
 class LocalToolbox:
     """Tools in this process, from the registry."""
 
+    where = "in this process"
+
     def __init__(self) -> None:
         self._host = ToolHost()
 
@@ -106,12 +112,9 @@ class LocalToolbox:
     async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
         """See `Toolbox.run`."""
 
-        async def call(index: int) -> ToolResult:
-            encoded = encode_arguments(calls[index])
-            if isinstance(encoded, ToolResult):
-                return encoded
-            arguments = orjson.loads(encoded)
-            return await self._host.call(episode_id, turn, index, calls[index].name, arguments)
+        async def call(index: int, arguments: bytes) -> ToolResult:
+            name, given = calls[index].name, orjson.loads(arguments)
+            return await self._host.call(episode_id, turn, index, name, given)
 
         return await side_by_side(calls, call, self._host.lanes(episode_id))
 
@@ -136,6 +139,7 @@ class HttpToolbox:
     """
 
     def __init__(self, url: str, token: str = ""):
+        self.where = f"at {url}"
         self._url, self._token = url, token
         self._client = HttpClient(url, token=token, error=ToolServerError)
         self._offers: Registry[Offer] | None = None
@@ -185,20 +189,15 @@ class HttpToolbox:
 
     async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
         """See `Toolbox.run`."""
-        if episode_id not in self._episodes:
-            raise UnknownEpisode(f"episode {episode_id} is not open")
-        lanes, seconds = self._episodes[episode_id]
+        lanes, seconds = self._episodes.get(episode_id, (None, 0.0))
         path = f"/sessions/{quote(episode_id, safe='')}/calls"
 
-        async def call(index: int) -> ToolResult:
-            encoded = encode_arguments(calls[index])
-            if isinstance(encoded, ToolResult):
-                return encoded
+        async def call(index: int, arguments: bytes) -> ToolResult:
             body = {
                 "turn": turn,
                 "call_index": index,
                 "name": calls[index].name,
-                "arguments": orjson.Fragment(encoded),
+                "arguments": orjson.Fragment(arguments),
             }
             answer = await self._ask("POST", path, body, seconds)
             try:
@@ -238,23 +237,37 @@ class HttpToolbox:
 
 async def side_by_side(
     calls: Sequence[ToolCall],
-    call: Callable[[int], Awaitable[ToolResult]],
-    lanes: Mapping[str, str],
+    call: Callable[[int, bytes], Awaitable[ToolResult]],
+    lanes: Mapping[str, str] | None,
 ) -> list[ToolResult]:
     """Run calls at once, those of one lane one after another; the results in order.
 
     The first exception ends them all.
+
+    Args:
+        calls: malformed ones are answered here.
+        call: runs the call at an index with its encoded arguments.
+        lanes: see `lanes_of`; None where there are no tools to call.
     """
+
+    async def answer(index: int) -> ToolResult:
+        arguments = encode_arguments(calls[index])
+        if isinstance(arguments, ToolResult):
+            return arguments
+        if lanes is None:
+            return unknown_tool(calls[index].name, ())
+        return await call(index, arguments)
+
     if len(calls) == 1:
-        return [await call(0)]
+        return [await answer(0)]
     by_lane: dict[str | int, list[int]] = {}
     for i, c in enumerate(calls):
-        by_lane.setdefault(lanes.get(c.name, i), []).append(i)
+        by_lane.setdefault((lanes or {}).get(c.name, i), []).append(i)
     results: dict[int, ToolResult] = {}
 
     async def follow(indices: list[int]) -> None:
         for i in indices:
-            results[i] = await call(i)
+            results[i] = await answer(i)
 
     tasks = [asyncio.create_task(follow(indices)) for indices in by_lane.values()]
     try:
@@ -282,9 +295,9 @@ def _accepted(status: int, answer: Any) -> Any:
     """The answer of a request that went well; the server's errors are raised as they were there."""
     if status == 200:
         return answer
-    if not isinstance(answer, dict):
-        raise ToolServerError(f"the tool server answered status {status}: {answer!r}")
-    raise _ERRORS.get(answer.get("error", ""), ToolServerError)(answer.get("message", status))
+    if not isinstance(answer, dict) or "error" not in answer:
+        raise ToolServerError(f"the tool server answered with status {status}: {answer!r}")
+    raise _ERRORS.get(answer["error"], ToolServerError)(answer["message"])
 
 
 def _offers(answer: Any) -> Registry[Offer]:

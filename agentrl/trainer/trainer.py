@@ -199,9 +199,7 @@ class Trainer:
         try:
             yield
         finally:
-            self._seconds[name] = (
-                self._seconds.get(name, 0.0) + time.perf_counter() - start
-            )
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     # -- beginning and end ------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ pytest_plugins = ["agentrl.testing.fixtures"]
 
 def test_a_right_episode_earns_1(play_scripted):
     sample = load_samples("train.jsonl")[0]
-    episode = play_scripted(sample, call("calculator", expression="3*4"), f"#### {sample.ground_truth}")
+    answers = call("calculator", expression="3*4"), f"#### {sample.ground_truth}"
+    episode = play_scripted(sample, *answers)
     assert [m.content for m in episode.messages if m.role == "tool"] == ["12"]
     assert env.exact(episode) == 1.0
 

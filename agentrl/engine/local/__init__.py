@@ -1,7 +1,8 @@
 """A transformers model in this process that batches whatever episodes are in flight.
 
-`engine` holds the thread and the doors, `schedule` who decodes when, `decoder` the model, `rows` and
-`cache` what it remembers, `sampling` the draw.
+`engine` holds the thread and its doors, `schedule` who decodes when, `stepper` one step of it,
+`decoder` the model, `rows` and `cache` what it remembers, `attention`, `sampling` and `stops` the
+hot paths.
 """
 
 from agentrl.engine.local.engine import LocalEngine

@@ -11,9 +11,9 @@ from transformers import Cache
 class RowCache(Cache):
     """A transformers cache whose rows have lengths of their own.
 
-    Each layer has two tensors (R, kv_heads, C, head_dim), made when the layer first writes. Before a
-    forward pass, `feed_front` or `feed_rows` says which rows and positions its tokens are; the
-    attention mask, always given explicitly, hides what lies past a row's end.
+    Each layer has two tensors (R, kv_heads, C, head_dim), made when the layer first writes. Before
+    a forward pass, `feed_front` or `feed_rows` says which rows and positions its tokens are. The
+    attention mask hides what lies past a row's end.
     """
 
     def __init__(self):

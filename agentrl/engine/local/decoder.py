@@ -37,7 +37,7 @@ class Decoder:
         config = model.config.get_text_config(decoder=True)
         self.model = model.eval()
         self.device = model.device
-        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.rows = Rows()
         self._cache = RowCache()
@@ -61,8 +61,10 @@ class Decoder:
         self.rows.swap(a, b)
 
     def wipe(self, row: int) -> None:
-        """Forget a row whose numbers are broken."""
+        """Forget a row whose numbers are broken, and let it idle on a token that is not."""
         self.rows.cached[row] = 0
+        self.rows.ids[row, 0] = 0
+        self.rows.length[row] = 1
         self._cache.wipe(row)
 
     def prefill(self, n: int) -> None:
@@ -71,7 +73,7 @@ class Decoder:
         Rows that are empty and have the same prompt are computed once.
         """
         rows = self.rows
-        missing = np.flatnonzero(rows.cached[:n] < rows.length[:n] - 1)
+        missing = np.flatnonzero(rows.alive[:n] & (rows.cached[:n] < rows.length[:n] - 1))
         leaders: dict[bytes, int] = {}
         twins: list[tuple[int, int]] = []
         todo: list[int] = []
@@ -227,6 +229,6 @@ class Decoder:
 
     def _refusal(self, why: str) -> UserError:
         return UserError(
-            f"the local engine cannot run {type(self.model).__name__}: {why}. It runs decoders whose"
-            " layers all see the whole row (Qwen2, Qwen3, Llama, ...)."
+            f"the local engine cannot run {type(self.model).__name__}: {why}. It runs decoders of"
+            " which every layer sees the whole row (Qwen2, Qwen3, Llama, ...)."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -18,14 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.decoder import Decoder
-from agentrl.engine.local.sampling import sample, uniforms
-from agentrl.engine.local.schedule import Caller, Entry, Schedule, Turn
+from agentrl.engine.local.schedule import Entry, Schedule
+from agentrl.engine.local.stepper import Stepper
 from agentrl.engine.local.stops import StopTexts
+from agentrl.engine.local.turn import Caller, Turn
 from agentrl.errors import EngineError, UserError
 from agentrl.trajectory import Generation
 
-PACK_BELOW = 0.75
-"""Rows that have finished decode along, idly, until fewer than this share of them is alive."""
+log = logging.getLogger("agentrl")
 
 
 class LocalEngine:
@@ -37,10 +38,10 @@ class LocalEngine:
 
     With `deterministic=True` two runs with the same weights, episodes and seeds give the same bits,
     however fast tools answer, provided that a wave's episodes are all announced before any of them
-    asks, and that none waits for another. The price: the engine stands still where an episode is due
-    that has neither asked nor ended (see `schedule`); so bound the number of episodes by `slots`, not
-    by a semaphore outside. With `False` turns join as they come, and logprobs differ by
-    floating-point noise from run to run.
+    asks, and that none waits for another. The price: the engine stands still where an episode is
+    due that has neither asked nor ended (see `schedule`); so bound the number of episodes by
+    `slots`, not by a semaphore outside. With `False` turns join as they come, and logprobs differ
+    by floating-point noise from run to run.
     """
 
     max_length: int
@@ -70,13 +71,12 @@ class LocalEngine:
         """
         self._decoder = Decoder(model)
         self.max_length = self._decoder.max_length
-        self._stop_texts = StopTexts(tokenizer)
         self._version = version
-        # The lock guards what follows; the decoder is the worker's, or a publisher's while it stands.
+        # The lock guards what follows; the decoder is the worker's, a publisher's while it stands.
         self._changed = threading.Condition()
         self._schedule = Schedule(slots, deterministic)
-        self._scores: list[Callable[[], None]] = []
-        self._callers: list[Caller] = []
+        self._stepper = Stepper(self._decoder, self._schedule, StopTexts(tokenizer))
+        self._scores: list[tuple[Caller, np.ndarray, float]] = []
         self._soonest = math.inf
         self._stepping = self._paused = self._closing = False
         self._failure = ""
@@ -110,12 +110,12 @@ class LocalEngine:
         on_cpu = device == "cpu"
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32 if on_cpu else "auto"
+                path, dtype=torch.float32 if on_cpu else "auto", device_map=device
             )
         except (OSError, ValueError) as e:
             raise UserError(f"cannot load a model from {path!r}: {e}") from e
         return cls(
-            model.to(device),
+            model,
             tokenizer,
             deterministic=on_cpu if deterministic is None else deterministic,
             slots=slots,
@@ -178,8 +178,7 @@ class LocalEngine:
         caller = Caller.here()
         with self._changed:
             self._check_running()
-            self._callers.append(caller)
-            self._scores.append(lambda: caller.answer(self._decoder.score(row, temperature)))
+            self._scores.append((caller, row, temperature))
             self._changed.notify_all()
         return await caller.future
 
@@ -257,15 +256,15 @@ class LocalEngine:
                         do()
         except Exception as e:
             failure = f"the engine failed: {type(e).__name__}: {e}"
-            raise  # shown by threading.excepthook
-        finally:
-            with self._changed:
-                self._failure = failure
-                self._stepping = False
-                self._changed.notify_all()
-                turns = [turn.caller for _, turn in self._schedule.in_flight]
-            for caller in (*turns, *self._scorers):
-                caller.answer(EngineError(failure))
+            log.exception("the local engine failed")
+        with self._changed:
+            self._failure = failure
+            self._stepping = False
+            self._changed.notify_all()
+            callers = [turn.caller for _, turn in self._schedule.in_flight]
+            callers += [caller for caller, _, _ in self._scores]
+        for caller in callers:
+            caller.answer(EngineError(failure))
 
     def _next_work(self) -> list[Callable[[], None]]:
         """Sleep until there is something to do; nothing when the engine closes."""
@@ -274,9 +273,9 @@ class LocalEngine:
             self._changed.notify_all()
             while not self._closing:
                 if time.monotonic() >= self._soonest:
-                    self._give_up_late_turns()
+                    self._give_up_turns()
                 if not self._paused:
-                    work, self._scores = self._scores, []
+                    work: list[Callable[[], None]] = [self._answer_scores] if self._scores else []
                     joined = self._schedule.admit()
                     if self._schedule.decoding and not self._schedule.waiting_for:
                         work.append(partial(self._step, joined))
@@ -287,7 +286,13 @@ class LocalEngine:
                 self._changed.wait(None if math.isinf(patience) else max(0.0, patience))
             return []
 
-    def _give_up_late_turns(self) -> None:
+    def _answer_scores(self) -> None:
+        while self._scores:
+            caller, row, temperature = self._scores[0]
+            caller.answer(self._decoder.score(row, temperature))
+            del self._scores[0]
+
+    def _give_up_turns(self) -> None:
         """Drop the turns whose caller has gone or whose deadline has passed."""
         now = time.monotonic()
         for entry, turn in self._schedule.in_flight:
@@ -301,60 +306,21 @@ class LocalEngine:
                 )
             if turn.deadline <= now or turn.caller.gone:
                 self._drop(entry)
-        self._soonest = min((turn.deadline for _, turn in self._schedule.in_flight), default=math.inf)
+        self._soonest = min(
+            (turn.deadline for _, turn in self._schedule.in_flight), default=math.inf
+        )
 
     def _drop(self, entry: Entry) -> None:
-        if entry.decoding:
-            self._decoder.rows.alive[entry.row] = False
+        self._stepper.forget(entry)
         self._schedule.drop(entry)
 
     def _step(self, joined: list[tuple[Entry, Turn]]) -> None:
-        """Let turns join, then sample one token for each row that decodes."""
-        decoder, schedule = self._decoder, self._schedule
-        if joined or len(schedule.decoding) < PACK_BELOW * schedule.width:
-            self._rearrange(joined)
-        rows, n = decoder.rows, schedule.width
-        decoder.grow(n, int(rows.length[:n].max()) + 1)
-        decoder.prefill(n)
-        tokens, logprobs = sample(
-            decoder.decode(n),
-            rows.temperature[:n],
-            rows.top_k[:n],
-            rows.top_p[:n],
-            uniforms(rows.seed[:n], rows.length[:n]),
-        )
-        live = np.flatnonzero(rows.alive[:n])
-        rows.append(live, tokens[live], logprobs[live], self._version)
-        broken = np.isnan(logprobs[live])
-        stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
-        for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped):
-            _, turn = schedule.decoding_in(live[i])
-            stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
-        full = rows.length[live] >= rows.limit[live]
+        outcomes = self._stepper.step(joined, self._version)
         with self._changed:
-            schedule.step += 1
-            for i in np.flatnonzero(broken | stopped | full):
-                entry, turn = schedule.decoding_in(live[i])
-                if broken[i]:
-                    self._decoder.wipe(entry.row)
+            self._schedule.step += 1
+            for entry, turn, outcome in outcomes:
+                if isinstance(outcome, EngineError):
                     self._drop(entry)
-                    turn.caller.answer(EngineError(f"episode {entry.id!r}: the model's logits are NaN"))
                 else:
-                    rows.alive[entry.row] = False
-                    schedule.finish(entry)
-                    turn.caller.answer(rows.generation(entry.row, "stop" if stopped[i] else "length"))
-
-    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> None:
-        """Bring the decoding rows to the front and put the joining turns into theirs."""
-        decoder, schedule = self._decoder, self._schedule
-        rows_needed = max(e.row for e in schedule.decoding) + 1
-        decoder.grow(rows_needed, max((len(t.prompt) + 1 for _, t in joined), default=0))
-        for row, entry in enumerate(schedule.rows[:rows_needed]):
-            if entry is None or entry.fresh:
-                decoder.rows.cached[row] = 0
-        decoder.swap(*schedule.pack())
-        for entry, turn in joined:
-            entry.fresh = False
-            decoder.rows.begin_turn(
-                entry.row, turn.prompt, turn.sampling, turn.seed, self.max_length
-            )
+                    self._schedule.finish(entry)
+                turn.caller.answer(outcome)

@@ -59,16 +59,16 @@ class Rows:
         if capacity > old_capacity:
             capacity = -(-max(capacity, old_capacity * 3 // 2) // CHUNK) * CHUNK
         rows, capacity = max(rows, old_rows), max(capacity, old_capacity)
-        for name, array in vars(self).items():
-            width = (capacity,) if name in ("ids", "logprobs", "versions") else array.shape[1:]
-            grown = np.zeros((rows, *width), array.dtype)
-            grown[tuple(slice(n) for n in array.shape)] = array
+        for name, held in vars(self).items():
+            width = (capacity,) if name in ("ids", "logprobs", "versions") else held.shape[1:]
+            grown = np.zeros((rows, *width), held.dtype)
+            grown[tuple(slice(n) for n in held.shape)] = held
             setattr(self, name, grown)
 
     def swap(self, a: list[int], b: list[int]) -> None:
         """Exchange rows `a` with rows `b`."""
-        for array in vars(self).values():
-            array[a], array[b] = array[b], array[a]
+        for held in vars(self).values():
+            held[a], held[b] = held[b], held[a]
 
     def begin_turn(
         self, row: int, prompt: np.ndarray, sampling: Sampling, seed: int, max_length: int

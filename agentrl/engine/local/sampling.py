@@ -90,7 +90,7 @@ def _narrowed(
     logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
     """As `_invert`, among the tokens that top_k and top_p keep: a prefix in order of likelihood."""
-    ordered, order = logprobs.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(logprobs, stable=True, dim=-1, descending=True)
     mass = ordered.exp().double()
     cumulative = mass.cumsum(-1)
     size = cumulative.shape[-1]

@@ -1,77 +1,27 @@
 """Who decodes when: a function of episodes and turns, never of wall clock.
 
-Logical time is a count of decode steps. An episode that was announced, or whose turn has just ended,
-is *owed*: it will ask for another turn or end. It is due at a step that follows from the step its
-last turn ended; there the schedule waits until it has asked or ended, however long its tools take.
-So which rows decode together at which step depends on what episodes say alone, and so does every bit
-that is computed. Where nothing decodes, time jumps to the next due step; where no episode is left,
-it begins again at 0.
+Logical time is a count of decode steps. An episode that was announced, or whose turn has just
+ended, is owed: it will ask for another turn or end. It is due at a step that follows from the step
+its last turn ended at; there the schedule waits until it has asked or ended, however long its tools
+take. So which rows decode together at which step depends on what episodes say alone, and so does
+every bit that is computed. Where nothing decodes, time jumps to the next due step; where no episode
+is left, it begins again at 0.
 
-Turns join at multiples of `TICK` only, several at once: one prefill pass and one packing of the rows
-serve them all, and tools run while the others decode.
+Turns join at multiples of `TICK` only, several at once: one prefill pass and one packing of the
+rows serve them all, and tools run while the others decode.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from agentrl.engine.base import Sampling
+from agentrl.engine.local.turn import Turn
 from agentrl.errors import EngineError
 
 TICK = 8
 """Decode steps between two admissions."""
 LAG = 4
 """Decode steps that an episode has at least, to run its tools before anybody waits for it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Caller:
-    """Who awaits an answer on some asyncio loop."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-    @classmethod
-    def here(cls) -> Caller:
-        """A caller on the running loop."""
-        loop = asyncio.get_running_loop()
-        return cls(loop, loop.create_future())
-
-    @property
-    def gone(self) -> bool:
-        """Whether it was cancelled."""
-        return self.future.cancelled()
-
-    def answer(self, outcome: Any) -> None:
-        """Hand over a result, or an exception to raise; from any thread."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._settle, outcome)
-
-    def _settle(self, outcome: Any) -> None:
-        if self.future.done():
-            return
-        if isinstance(outcome, Exception):
-            self.future.set_exception(outcome)
-        else:
-            self.future.set_result(outcome)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A request in flight."""
-
-    episode_id: str
-    prompt: np.ndarray
-    """int32: the whole row."""
-    sampling: Sampling
-    seed: int
-    deadline: float
-    caller: Caller
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,92 @@
+"""One decode step: turns join, every row gets a token, some turns are over."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentrl.engine.local.decoder import Decoder
+from agentrl.engine.local.sampling import sample, uniforms
+from agentrl.engine.local.schedule import Entry, Schedule
+from agentrl.engine.local.stops import StopTexts
+from agentrl.engine.local.turn import Turn
+from agentrl.errors import EngineError
+from agentrl.trajectory import Generation
+
+PACK_BELOW = 0.75
+"""Rows that have finished decode along, idly, until fewer than this share of them is alive."""
+
+Outcome = tuple[Entry, Turn, Generation | EngineError]
+
+
+class Stepper:
+    """Moves the decoder as the schedule says."""
+
+    def __init__(self, decoder: Decoder, schedule: Schedule, stop_texts: StopTexts):
+        """Share the engine's parts."""
+        self._decoder = decoder
+        self._schedule = schedule
+        self._stop_texts = stop_texts
+
+    def step(self, joined: list[tuple[Entry, Turn]], version: int) -> list[Outcome]:
+        """Let turns join, then sample one token for each turn that is decoding.
+
+        Args:
+            joined: whom the schedule has just admitted.
+            version: of the weights.
+
+        Returns:
+            The turns that are over, in order of rows. The schedule does not know yet.
+        """
+        decoder, schedule = self._decoder, self._schedule
+        if joined or len(schedule.decoding) < PACK_BELOW * schedule.width:
+            self._rearrange(joined)
+        rows, n = decoder.rows, schedule.width
+        decoder.grow(n, int(rows.length[:n].max()) + 1)
+        decoder.prefill(n)
+        tokens, logprobs = sample(
+            decoder.decode(n),
+            rows.temperature[:n],
+            rows.top_k[:n],
+            rows.top_p[:n],
+            uniforms(rows.seed[:n], rows.length[:n]),
+        )
+        live = np.flatnonzero(rows.alive[:n])
+        rows.append(live, tokens[live], logprobs[live], version)
+        stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
+        for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
+            _, turn = schedule.decoding_in(int(live[i]))
+            stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
+        over = stopped | (rows.length[live] >= rows.limit[live])
+        broken = np.isnan(logprobs[live])
+        outcomes: list[Outcome] = []
+        for i in np.flatnonzero(over | broken).tolist():
+            entry, turn = schedule.decoding_in(int(live[i]))
+            rows.alive[entry.row] = False
+            if broken[i]:
+                decoder.wipe(entry.row)
+                error = EngineError(f"episode {entry.id!r}: the model's logits are NaN")
+                outcomes.append((entry, turn, error))
+            else:
+                reason = "stop" if stopped[i] else "length"
+                outcomes.append((entry, turn, rows.generation(entry.row, reason)))
+        return outcomes
+
+    def forget(self, entry: Entry) -> None:
+        """Sample no more for an entry whose turn was given up."""
+        if entry.decoding:
+            self._decoder.rows.alive[entry.row] = False
+
+    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> None:
+        """Bring the decoding rows to the front and put the joining turns into theirs."""
+        decoder, schedule = self._decoder, self._schedule
+        reach = max(e.row for e in schedule.decoding) + 1
+        decoder.grow(reach, max((len(t.prompt) + 1 for _, t in joined), default=0))
+        for row, entry in enumerate(schedule.rows[:reach]):
+            if entry is None or entry.fresh:  # what an episode before left there
+                decoder.rows.cached[row] = 0
+        decoder.swap(*schedule.pack())
+        for entry, turn in joined:
+            entry.fresh = False
+            decoder.rows.begin_turn(
+                entry.row, turn.prompt, turn.sampling, turn.seed, decoder.max_length
+            )

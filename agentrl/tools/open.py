@@ -1,0 +1,35 @@
+"""The run's toolbox, as `tools.transport` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from agentrl.config import ToolsConfig
+from agentrl.tools.background import serve_in_background
+from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox
+
+TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
+
+
+@contextmanager
+def open_toolbox(config: ToolsConfig, files: Sequence[str]) -> Iterator[Toolbox]:
+    """Tools in process, on a server that is started here and stopped at the end, or on a given one.
+
+    Args:
+        config: the section `tools`.
+        files: what a server started here loads.
+
+    Raises:
+        UserError: a file does not load.
+        ToolServerError: the server did not start; with the last lines it said.
+    """
+    if config.transport == "in_process":
+        yield LocalToolbox()
+    elif config.url:
+        yield HttpToolbox(config.url, os.environ.get(TOKEN_VARIABLE, ""))
+    else:
+        url, token, server = serve_in_background(files)
+        with server:
+            yield HttpToolbox(url, token)
