@@ -20,6 +20,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ SHAPES = {  # hidden, MLP, layers, heads, KV heads, vocabulary
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
 }
 SAMPLED, OBSERVED = 20, 20
+Update = Callable[[], object]
 
 
 def qwen(shape: str) -> Qwen2Config:
@@ -92,7 +94,7 @@ def rollouts(rows: int, n: int, prompt: int, mean: float, vocabulary: int, live:
     return collate(groups, 0)
 
 
-def agentrl_update(folder: Path, batch: Batch, args: argparse.Namespace) -> Callable[[], object]:
+def agentrl_update(folder: Path, batch: Batch, args: argparse.Namespace) -> Update:
     config = Config.model_validate(
         {
             "algorithm": {"ppo_epochs": args.epochs, "tis_cap": 0.0},
@@ -128,15 +130,13 @@ class Block(nn.Module):
         split = [self.heads * self.d, self.kv * self.d, self.kv * self.d]
         q, k, v = self.qkv(self.n1(x)).split(split, -1)
         q, k, v = (t.unflatten(-1, (-1, self.d)) for t in (q, k, v))
-        q, k = (
-            t * cos + torch.cat([-t[..., self.d // 2 :], t[..., : self.d // 2]], -1) * sin
-            for t in (q, k)
-        )
+        half = self.d // 2
+        q, k = (t * cos + torch.cat([-t[..., half:], t[..., :half]], -1) * sin for t in (q, k))
         if x.is_cuda:
             from torch.nn.attention.varlen import varlen_attn
 
             k, v = (t.repeat_interleave(self.heads // self.kv, 1) for t in (k, v))
-            longest = max(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+            longest = max(b - a for a, b in pairwise(cuts))
             y = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0)).flatten(1)
         else:
             pieces = [
@@ -145,7 +145,7 @@ class Block(nn.Module):
                     is_causal=True,
                     enable_gqa=True,
                 )[0].transpose(0, 1)
-                for a, b in zip(cuts, cuts[1:], strict=False)
+                for a, b in pairwise(cuts)
             ]
             y = torch.cat(pieces).flatten(1)
         x = x + self.o(y)
@@ -153,9 +153,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-def hand_update(
-    batch: Batch, config: Qwen2Config, args: argparse.Namespace
-) -> Callable[[], object]:
+def hand_update(batch: Batch, config: Qwen2Config, args: argparse.Namespace) -> Update:
     """Pack rows that have signal, longest first, under the budget of tokens."""
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
@@ -224,7 +222,7 @@ def hand_update(
     return update
 
 
-def measure(update: Callable[[], object], repetitions: int) -> dict[str, float]:
+def measure(update: Update, repetitions: int) -> dict[str, float]:
     update()
     wall, cpu = [], []
     for _ in range(repetitions):
@@ -258,7 +256,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(folder)
-        arms: dict[str, Callable[[], Callable[[], object]]] = {
+        arms: dict[str, Callable[[], Update]] = {
             "agentrl": lambda: agentrl_update(Path(folder), batch, args),
             "hand": lambda: hand_update(batch, config, args),
         }

@@ -6,11 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from agentrl.config import Config
 from agentrl.trainer.batch import Batch
@@ -91,6 +94,19 @@ def tiny_model(seed: int = 0, layers: int = 2) -> PreTrainedModel:
         initializer_range=0.3,
     )
     return Qwen2ForCausalLM(config).eval()
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """All of it: transformers' RMS norms go through float32 whatever they are given."""
+    for module in model.double().modules():
+        if isinstance(module, Qwen2RMSNorm):
+            module.forward = partial(
+                rms_norm,
+                normalized_shape=module.weight.shape,
+                weight=module.weight,
+                eps=module.variance_epsilon,
+            )
+    return model
 
 
 def tiny_folder(folder: Path, seed: int = 0) -> Path:

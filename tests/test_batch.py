@@ -10,7 +10,7 @@ from torch import tensor
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import RunStopped
 from agentrl.trainer.algorithms import ALGORITHMS, token_mean
-from agentrl.trainer.batch import collate, micro_batches, mini_batch_count, mini_batch_of
+from agentrl.trainer.batch import collate, mini_batch_count, mini_batch_of
 
 PAD = 31
 
@@ -31,7 +31,6 @@ def test_collate_pads_prompts_left_and_responses_right():
     assert batch.rollout.tolist() == [0, 1]
     assert batch.group.tolist() == [0, 1]
     assert batch.train.tolist() == [True, True]
-    assert batch.lengths.tolist() == [7, 2]
 
 
 def test_segments_become_rows_and_rollouts_stay_rollouts():
@@ -142,7 +141,7 @@ def test_what_is_not_finite_stops_the_run_and_is_named():
         collate([group()], PAD)
 
 
-# --- mini-batches and micro-batches -------------------------------------------------------------
+# --- mini-batches -------------------------------------------------------------
 
 
 @given(st.integers(1, 300), st.integers(0, 100))
@@ -153,20 +152,6 @@ def test_mini_batches_are_neighbours_of_nearly_equal_size(rollouts, size):
     assert len(sizes) == mini_batch_count(rollouts, size)
     assert sizes.max() - sizes.min() <= 1
     assert not size or sizes.max() <= size
-
-
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(0, 99)
-)
-def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget, seed):
-    length = tensor(lengths)
-    rows = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))[
-        : max(1, len(lengths) // 2)
-    ]
-    pieces = micro_batches(rows, length, budget)
-    assert sorted(torch.cat(pieces).tolist()) == sorted(rows.tolist())
-    for piece in pieces:
-        assert len(piece) == 1 or len(piece) * int(length[piece].max()) <= budget
 
 
 def test_weights_hold_the_denominator_of_the_whole_mini_batch():

@@ -178,7 +178,7 @@ BUDGETS = [
     ({"max_tool_calls": 1}, "tool_calls", 2),
     ({"max_tool_calls": 0}, "tool_calls", 1),
     ({"max_trajectory_tokens": 30}, "trajectory_tokens", 1),
-    ({"max_trajectory_tokens": 140}, "trajectory_tokens", 1),
+    ({"max_trajectory_tokens": 75}, "trajectory_tokens", 1),
     ({"timeout_s": 1e-9}, "time", 0),
 ]  # fmt: skip
 

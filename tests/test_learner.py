@@ -11,6 +11,7 @@ from learner_world import (
     as_sampled_by,
     config,
     group,
+    in_float64,
     plain_logprobs,
     random_groups,
     scored,
@@ -21,7 +22,7 @@ from learner_world import (
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.trainer.algorithms import ALGORITHMS
@@ -130,7 +131,7 @@ def test_found_old_logprobs_train_as_given_ones(folder, batch):
 
 def plain_update(batch: Batch, targets: Targets, reference: torch.Tensor, epochs: int, **w: float):
     """The same update written without batching, skipping or packing: row by row, token by token."""
-    model = tiny_model().double()
+    model = in_float64(tiny_model())
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     old: dict[tuple[int, int], torch.Tensor] = {}
     tokens = int(batch.response_mask.sum())
@@ -167,7 +168,7 @@ def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy):
     batch = replace(batch, rollout_logprobs=batch.rollout_logprobs * 1.2)
     keys = {"algorithm__kl_loss_coef": kl, "algorithm__entropy_coef": entropy}
     learner = Learner(folder, config(**FULL, **keys, algorithm__ppo_epochs=3), total_steps=1)
-    learner.policy.model.double()
+    in_float64(learner.policy.model)
     reference = plain_logprobs(tiny_model(1), batch)
     targets = replace(targets_of(learner, batch), reference_logprobs=reference)
     learner.update(batch, targets, 1)
@@ -185,7 +186,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(folder, batch, tmp_path,
         targets = targets_of(learner, batch)
         if found:
             targets = found[0][2]
-        learner.policy.model.double()
+        in_float64(learner.policy.model)
         metrics = learner.update(batch, targets, 1)
         out = tmp_path / str(tokens)
         out.mkdir()
@@ -423,13 +424,15 @@ def test_an_engine_with_the_published_weights_samples_from_the_policy(folder, ba
 # --- it learns ----------------------------------------------------------------------------------
 
 
-def play(learner: Learner, g: torch.Generator) -> Batch:
+def play(learner: Learner, engine: PreTrainedModel, g: torch.Generator) -> Batch:
     """Sixteen rows of a sampled, an observed (5 or 8) and a sampled token, which ought to be odd
     where the observed one is."""
 
+    engine.load_state_dict(dict(learner.export()), strict=False)
+
     def draw(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            logits = learner.policy.model(input_ids=ids).logits[:, -1]
+            logits = engine(input_ids=ids).logits[:, -1]
         return torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=g)], 1)
 
     observed = tensor([5] * 8 + [8] * 8)
@@ -438,7 +441,7 @@ def play(learner: Learner, g: torch.Generator) -> Batch:
     rows = [segment([1], ("A", [a]), ("E", [e]), ("A", [b])) for _, a, e, b in ids.tolist()]
     members = [scored([row], float(r)) for row, r in zip(rows, rewards, strict=True)]
     batch = collate([group(*members[:8]), group(*members[8:])], 31)
-    return replace(batch, rollout_logprobs=learner.logprobs(batch))
+    return as_sampled_by(engine, batch)
 
 
 @pytest.mark.parametrize(
@@ -451,10 +454,10 @@ def play(learner: Learner, g: torch.Generator) -> Batch:
 )
 def test_it_learns_to_follow_what_it_observed(folder, keys):
     learner = Learner(folder, config(**keys, algorithm__ppo_epochs=2), total_steps=60)
-    g = torch.Generator().manual_seed(0)
+    engine, g = tiny_model(), torch.Generator().manual_seed(0)
     rewards = []
     for s in range(1, 61):
-        batch = play(learner, g)
+        batch = play(learner, engine, g)
         step(learner, batch, s)
         rewards.append(batch.rewards.mean().item())
     assert sum(rewards[:4]) / 4 < 0.7

@@ -15,12 +15,20 @@ from learner_world import (
     tiny_model,
 )
 from torch import arange, tensor
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from agentrl.errors import ConfigError
 from agentrl.trainer import model as model_module
 from agentrl.trainer.batch import Batch, collate
-from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states, load_causal_lm, pack
+from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states, load_causal_lm
+from agentrl.trainer.packing import pack
 
 CPU = torch.device("cpu")
 
@@ -40,21 +48,11 @@ def digest(tensors) -> str:
     ).hexdigest()
 
 
-def test_pack_joins_prompt_and_response_and_points_one_before_each_token():
-    a = scored([segment([1, 2, 3], ("A", [4, 5]), ("E", [6]), ("A", [7]))], 1.0)
-    b = scored([segment([8], ("A", [9]), ("E", [10]))], 0.0)
-    rows = rows_of(collate([group(a, b)], 31))
-    assert rows.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 0, 0, 0]]
-    assert rows.state.tolist() == [2, 3, 5, 7]
-    assert rows.tokens.tolist() == [4, 5, 7, 9]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_models_own_forward_in_any_company(temperature):
-    model = tiny_model()
-    policy = Policy(model, temperature)
+    policy = Policy(tiny_model(), temperature)
     batch = collate(random_groups(0, groups=3, n=4), 31)
-    expected = chosen(batch, plain_logprobs(model, batch, temperature))
+    expected = chosen(batch, plain_logprobs(tiny_model(), batch, temperature))
     with torch.no_grad():
         together = policy.logprobs(rows_of(batch))[0]
         alone = torch.cat([policy.logprobs(rows_of(batch, b))[0] for b in range(12)])
@@ -96,8 +94,9 @@ def test_gradients_enter_only_one_before_each_sampled_token():
     hook.remove()
     assert seen[0].grad is not None
     touched = (seen[0].grad != 0).any(-1)
-    # Row 0: P P P A E E A A, row 1: P E A E.
-    assert touched.int().tolist() == [[0, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    #            P  P  P  A  E  E  A  A    P  E  A  E
+    expected = [0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0]
+    assert touched.int().tolist() == [expected]
 
 
 def test_scoring_in_chunks_changes_neither_numbers_nor_gradients(monkeypatch):
@@ -203,7 +202,7 @@ def test_the_export_of_a_whole_model_is_all_of_it():
 
 
 def test_a_critic_starts_at_zero_and_reads_the_state_before_the_token():
-    critic = Critic(tiny_model())
+    critic = Critic(Policy(tiny_model(), 1.0).model)
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     assert not critic.values(rows).any()
     torch.nn.init.ones_(critic.head.weight)
@@ -251,8 +250,29 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
         num_key_value_heads=2,
         logits_scaling=2.0,
     )
-    with pytest.raises(ConfigError, match="GraniteForCausalLM does more to its logits"):
+    with pytest.raises(ConfigError, match=r"GraniteForCausalLM .* its logits differ"):
         Policy(GraniteForCausalLM(scaled).eval(), 1.0)
+
+
+def test_a_model_that_caps_its_attention_is_refused():
+    capped = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=None,
+    )
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM cannot be trained here: .* soft cap"):
+        Policy(Gemma2ForCausalLM(capped).eval(), 1.0)
+
+
+def test_a_model_that_mixes_tokens_without_attention_is_refused():
+    mamba = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="MambaForCausalLM cannot be trained here"):
+        Policy(MambaForCausalLM(mamba).eval(), 1.0)
 
 
 def test_only_safetensors_are_read(tmp_path):

@@ -26,11 +26,14 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
 
     plan = make_plan(config)
     plan = replace(plan, config=resolve(config))
+    from transformers.utils import logging
+
     from agentrl.chat import ChatTemplate, load_tokenizer
     from agentrl.engine.local import LocalEngine
     from agentrl.plan import check_lengths
     from agentrl.rollout import open_rollouts
 
+    logging.disable_progress_bar()
     path = plan.config.model.path
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(tokenizer)

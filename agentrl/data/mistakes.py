@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentrl.errors import DataError
 
 SHOWN = 20
@@ -20,11 +18,6 @@ class Mistakes:
     def add(self, row: int, field: str, what: str) -> None:
         """Note that `field` of row `row` (from 0) is wrong, and how to mend it."""
         self._rows.setdefault((field, what), []).append(row)
-
-    def extend(self, row: int, field: str, what: Iterable[str]) -> None:
-        """Note several."""
-        for text in what:
-            self.add(row, field, text)
 
     def raise_any(self) -> None:
         """Raise what was noted, if anything.

@@ -57,12 +57,12 @@ STORIES = (
     Story(
         "{name} has {a} bags of {b} {items} and finds {c} more.",
         ("*", "+"),
-        ("How many bags?", "How many in a bag?", "How many found?"),
+        ("How many bags?", "How many {items} in a bag?", "How many more?"),
     ),
     Story(
-        "{name} has {a} boxes of {b} {items} and loses {c}.",
+        "{name} has {a} boxes of {b} {items} and {c} break.",
         ("*", "-"),
-        ("How many boxes?", "How many in a box?", "How many lost?"),
+        ("How many boxes?", "How many {items} in a box?", "How many break?"),
     ),
     Story(
         "{name} buys {a} red and {b} green {items} on each of {c} days.",
@@ -70,9 +70,9 @@ STORIES = (
         ("How many red a day?", "How many green a day?", "How many days?"),
     ),
     Story(
-        "{name} has {a} {items}, sells {b} and then makes {c} more.",
+        "{name} has {a} {items}, {b} get lost and {c} more turn up.",
         ("-", "+"),
-        ("How many at first?", "How many sold?", "How many made?"),
+        ("How many {items} at first?", "How many get lost?", "How many more turn up?"),
     ),
 )
 
@@ -110,9 +110,10 @@ def look_up(rng: random.Random) -> Problem:
     story = rng.choice(STORIES)
     numbers = tuple(rng.sample(range(1, 10), 3))
     a, b, c = numbers
-    asked = rng.randrange(3)
-    text = story.text.format(name=rng.choice(NAMES), items=rng.choice(ITEMS), a=a, b=b, c=c)
-    return Problem(f"{text} {story.parts[asked]}", (), numbers, numbers[asked])
+    items, asked = rng.choice(ITEMS), rng.randrange(3)
+    text = story.text.format(name=rng.choice(NAMES), items=items, a=a, b=b, c=c)
+    question = f"{text} {story.parts[asked].format(items=items)}"
+    return Problem(question, (), numbers, numbers[asked])
 
 
 def sample(problem: Problem, loop: str, row: int, talk: bool = False) -> Sample:
@@ -157,12 +158,12 @@ def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -
 def _attempt(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
     if rng.random() < GOLD_SHARE:
         return gold(problem, loop)
-    guess = str(rng.randint(1, max(9, 2 * problem.answer)))
     if not problem.operators:
-        return _solve(problem, loop, (), guess)
+        guess = rng.choice((rng.choice(problem.operands), rng.randint(1, 9)))
+        return _solve(problem, loop, (), str(guess))
     habit = rng.randrange(3)
     if habit == 0:
-        return _solve(problem, loop, (), guess)
+        return _solve(problem, loop, (), str(rng.randint(1, 2 * problem.answer)))
     if habit == 1:
         return _solve(problem, loop, problem.operators[:1], "")
     wrong = list(problem.operators)

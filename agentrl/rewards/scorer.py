@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from agentrl.config import RewardConfig
 from agentrl.errors import DataError, UserCodeError
@@ -16,7 +16,7 @@ from agentrl.trajectory import Sample, Scored, Trajectory
 
 logger = logging.getLogger(__name__)
 
-BudgetPolicy = Mapping[str, Literal["keep", "zero", "mask"] | float]
+BudgetPolicy = Mapping[str, str | float]
 """stop_reason -> what becomes of the reward (a number is subtracted); others keep theirs."""
 
 

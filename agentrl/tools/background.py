@@ -77,7 +77,7 @@ class ServerProcess:
         )
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._said: queue.Queue[dict[str, str]] = queue.Queue()
-        self._stopping = False
+        self._serving = False
         threading.Thread(target=self._read, name="tool-server-log", daemon=True).start()
         assert self._process.stdin is not None
         try:
@@ -91,6 +91,7 @@ class ServerProcess:
             if "user_error" in said:
                 raise UserError(said["user_error"])
             raise ToolServerError(f"the tool server did not start{self._last_lines()}")
+        self._serving = True
         self.url = said["url"]
 
     @property
@@ -100,7 +101,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and its sessions; killed where that takes too long. Idempotent."""
-        self._stopping = True
+        self._serving = False
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -128,7 +129,7 @@ class ServerProcess:
                     self._tail.append(line.rstrip())
                     log.warning("%s", line.rstrip())
         code = self._process.wait()
-        if not self._stopping:
+        if self._serving:
             log.error("the tool server ended by itself, code %s%s", code, self._last_lines())
         self._said.put({})
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +37,7 @@ from agentrl.trajectory import Sample
 
 MAX_SESSION_BODY = 2**24
 """Rows may hold whole documents."""
-CALLS = "/sessions/{episode_id}/calls"
+CALLS = "/sessions/{episode_id:path}/calls"
 
 
 class OpenBody(BaseModel):
@@ -108,7 +109,7 @@ def create_app(
         await tool_host.open(body.episode_id, sample, body.create_kwargs)
         return _answer({})
 
-    @app.delete("/sessions/{episode_id}")
+    @app.delete("/sessions/{episode_id:path}")
     async def close_session(episode_id: str) -> Response:
         return _answer({"reward": await tool_host.close(episode_id)})
 
@@ -222,5 +223,9 @@ class ToolServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so."""
         await super().startup(sockets)
+        # What is loaded by now stays, so the collector need not go through it with every batch of
+        # calls (a fifth of a call's time at 512 in flight).
+        gc.collect()
+        gc.freeze()
         if self.started:
             self._ready()

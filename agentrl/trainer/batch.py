@@ -1,4 +1,4 @@
-"""From trajectories to tensors, and from a step's batch to its mini-batches and micro-batches.
+"""From trajectories to tensors, and which of them an optimizer step is made of.
 
 Shapes, here and in all of `agentrl.trainer`:
 
@@ -12,8 +12,8 @@ Shapes, here and in all of `agentrl.trainer`:
 
 Baselines, rewards and metrics count rollouts; only here they become segments, and each sampled
 token stands in exactly one row. A step's mini-batches (one optimizer step each) are fixed first, by
-rollouts; only then are they cut into micro-batches by a budget of tokens, which changes nothing but
-memory: the loss is a sum whose weights already hold the mini-batch's denominator.
+rollouts; only then are they cut into micro-batches by a budget of tokens (`packing.py`), which
+changes nothing but memory: the loss is a sum whose weights hold the mini-batch's denominator.
 """
 
 from __future__ import annotations
@@ -65,11 +65,6 @@ class Batch:
     def action_mask(self) -> Tensor:
         """(B, T) bool: the sampled tokens of rollouts that train."""
         return self.response_mask & self.train[self.rollout][:, None]
-
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) int64: prompt and response tokens of each row."""
-        return self.prompt_lengths + self.response_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,24 +196,3 @@ def mini_batch_of(rollouts: int, size: int) -> Tensor:
     rows of a step come shuffled already, so no random number is needed.
     """
     return torch.arange(rollouts) * mini_batch_count(rollouts, size) // max(1, rollouts)
-
-
-def micro_batches(rows: Tensor, lengths: Tensor, budget: int) -> list[Tensor]:
-    """Cut `rows` (indices into the batch) into pieces of at most `budget` padded tokens.
-
-    Longest first, so that neighbours are of a length and out-of-memory comes at once or never. A
-    row longer than the budget goes alone.
-
-    Args:
-        rows: (b,) int64.
-        lengths: (B,) int64, of all rows of the batch.
-        budget: tokens, padding included.
-    """
-    order = rows[lengths[rows].argsort(descending=True, stable=True)]
-    pieces = []
-    start = 0
-    while start < len(order):
-        fits = max(1, budget // max(1, int(lengths[order[start]])))
-        pieces.append(order[start : start + fits])
-        start += fits
-    return pieces

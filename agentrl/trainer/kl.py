@@ -34,7 +34,7 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """ref/pi - 1 - log(ref/pi). Value: unbiased, >= 0. As a loss: the gradient of KL(ref || pi)."""
     log_ratio = (reference_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.exp() - 1 - log_ratio
+    return log_ratio.expm1() - log_ratio
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

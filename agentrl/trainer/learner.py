@@ -23,20 +23,13 @@ from torch import Tensor
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.trainer.algorithms import ALGORITHMS
-from agentrl.trainer.batch import Batch, Targets, micro_batches, mini_batch_count, mini_batch_of
+from agentrl.trainer.batch import Batch, Targets, mini_batch_count, mini_batch_of
 from agentrl.trainer.diagnostics import mismatch, target_metrics
 from agentrl.trainer.kl import ESTIMATORS
 from agentrl.trainer.losses import importance_weights, policy_loss, value_loss
-from agentrl.trainer.model import (
-    ACTOR,
-    CRITIC,
-    Critic,
-    Policy,
-    Rows,
-    load_causal_lm,
-    pack,
-)
+from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, load_causal_lm
 from agentrl.trainer.optimizer import Optimizer
+from agentrl.trainer.packing import Packed, micro_batches, pack
 
 
 class Learner:
@@ -99,7 +92,7 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(B, T) float32: the policy's, of every sampled token; 0 elsewhere."""
-        return self._score(batch, lambda rows: self.policy.logprobs(rows)[0])
+        return self._score(batch, lambda packed: self.policy.logprobs(packed)[0])
 
     def old_logprobs(self, batch: Batch) -> Tensor | None:
         """(B, T) `logprobs` for `Targets`, or None where the update finds them on its way.
@@ -126,14 +119,14 @@ class Learner:
             self._frozen = self._load_policy()
             self._frozen.model.requires_grad_(False)
         frozen = self._frozen
-        return self._score(batch, lambda rows: frozen.logprobs(rows)[0])
+        return self._score(batch, lambda packed: frozen.logprobs(packed)[0])
 
     def values(self, batch: Batch) -> Tensor | None:
         """(B, T) float32: the critic's, of the state before a sampled token; None without one."""
         return self._score(batch, self.critic.values) if self.critic else None
 
     @torch.no_grad()
-    def _score(self, batch: Batch, model: Callable[[Rows], Tensor]) -> Tensor:
+    def _score(self, batch: Batch, model: Callable[[Packed], Tensor]) -> Tensor:
         scores = torch.zeros_like(batch.rollout_logprobs)
         for rows in self._micro_batches(batch, batch.response_mask.any(1)):
             mask = batch.response_mask[rows]
@@ -145,7 +138,7 @@ class Learner:
     def _micro_batches(self, batch: Batch, rows: Tensor) -> list[Tensor]:
         """The rows where `rows` (B,) is True, by the budget of tokens."""
         budget = self.config.optim.micro_batch_tokens
-        return micro_batches(rows.nonzero()[:, 0], batch.lengths, budget)
+        return micro_batches(batch, rows.nonzero()[:, 0], budget)
 
     # --- the update ----------------------------------------------------------------------------
 

@@ -1,9 +1,7 @@
 """The policy and the critic: causal language models asked about chosen tokens only.
 
-Both run rows of prompt and response padded on the right: with causal attention no real token sees
-padding, so neither a mask nor other position ids are needed, and a row's numbers do not depend on
-its neighbours. The head, by far the widest layer, is applied where a token was chosen and nowhere
-else.
+Both run many rows packed into one (`packing.py`), and a row's numbers do not depend on its company.
+The head, by far the widest layer, is applied where a token was chosen and nowhere else.
 
 Models stay in evaluation mode, also while they learn: dropout would make the probability ratio at
 the first update differ from 1.
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,48 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.trainer.batch import Batch
+from agentrl.trainer.packing import PACKED, Layout, Packed
 
 LOGITS_AT_ONCE = 2**26
 """Logits held at a time; more tokens than that are scored in chunks, recomputed in backward."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What a model is run on: some rows of a batch, and which of their tokens are asked about."""
-
-    input_ids: Tensor
-    """(b, L) prompt and response, padded on the right."""
-    state: Tensor
-    """(N,) where in the b * L positions each chosen token is predicted: one before its own."""
-    tokens: Tensor
-    """(N,) the chosen tokens, row by row."""
-
-
-def pack(batch: Batch, rows: Tensor, mask: Tensor, device: torch.device) -> Rows:
-    """Join prompts and responses.
-
-    Args:
-        batch: the batch.
-        rows: (b,) which of its rows.
-        mask: (b, T) bool, the tokens asked about, of these rows.
-        device: where the result goes.
-    """
-    prompt, response = batch.prompt_lengths[rows, None], batch.response_lengths[rows, None]
-    depth, width = batch.prompt_ids.shape[1], batch.response_ids.shape[1]
-    length = int((prompt + response).max())
-    at = torch.arange(length)[None]
-    from_prompt = batch.prompt_ids[rows].gather(1, (at + depth - prompt).clamp(max=depth - 1))
-    from_response = batch.response_ids[rows].gather(1, (at - prompt).clamp(0, width - 1))
-    input_ids = torch.where(at < prompt, from_prompt, from_response)
-    row, t = mask.nonzero(as_tuple=True)
-    return Rows(
-        input_ids=torch.where(at < prompt + response, input_ids, 0).to(device),
-        state=(row * length + prompt[row, 0] + t - 1).to(device),
-        tokens=batch.response_ids[rows][mask].to(device),
-    )
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -105,10 +66,10 @@ class Policy:
     """A causal language model that scores its own tokens; with LoRA, over a frozen base."""
 
     def __init__(self, model: PreTrainedModel, temperature: float):
-        """Use `model` as it is; `add_adapter` makes it a frozen base.
+        """Use `model`, packed from now on; `add_adapter` makes it a frozen base.
 
         Raises:
-            ConfigError: its logits are more than its head's output, which is all that is run here.
+            ConfigError: packed, it would be another model.
         """
         self.model = model
         self.temperature = temperature
@@ -116,20 +77,20 @@ class Policy:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         self._head = head
-        self._check_head()
+        self._adopt()
 
-    def logprobs(self, rows: Rows, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(self, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Logprob of each chosen token, and the entropy where it was chosen, (N,) each.
 
         The entropy carries a gradient only where asked for.
         """
-        hidden = hidden_states(self.model, rows)
+        hidden = hidden_states(self.model, packed)
         size = max(1, LOGITS_AT_ONCE // self._head.out_features)
         if len(hidden) <= size:
-            return self._score(hidden, rows.tokens, entropy_gradient)
+            return self._score(hidden, packed.tokens, entropy_gradient)
         parts = [
             checkpoint(self._score, h, t, entropy_gradient, use_reentrant=False)
-            for h, t in zip(hidden.split(size), rows.tokens.split(size), strict=True)
+            for h, t in zip(hidden.split(size), packed.tokens.split(size), strict=True)
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -222,15 +183,37 @@ class Policy:
             self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
 
     @torch.no_grad()
-    def _check_head(self) -> None:
-        ids = torch.arange(4, device=self.model.device)[None]
-        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        full = self.model(input_ids=ids, use_cache=False).logits
-        if not torch.equal(self._head(hidden).float(), full.float()):
+    def _adopt(self) -> None:
+        """Switch the model to packed attention, and prove that it says the same as by itself.
+
+        Two rows of one prompt, packed, against one row after the other through the model's own
+        forward. That fails for layers that mix tokens by other means than attention, and for logits
+        that are more than the head's output.
+        """
+        device = self.model.device
+        ids = torch.arange(8, device=device)
+        rows = ids, torch.cat([ids[:4], ids[4:].flip(0)])
+        plain = [self.model(input_ids=r[None], use_cache=False).logits[0, 3:] for r in rows]
+        expected = torch.cat(plain).float()
+        pair = Packed(
+            input_ids=torch.cat([rows[0], rows[1][4:]])[None],
+            position_ids=torch.cat([ids, ids[4:]])[None],
+            layout=Layout(pieces=[4, 4, 4], responses=[2]),
+            states=torch.tensor([3, 4, 5, 6, 7, 3, 8, 9, 10, 11], device=device),
+            tokens=ids,
+        )
+        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
+        try:
+            self.model.set_attn_implementation(PACKED)
+            found = self._head(hidden_states(self.model, pair)).float()
+            why = "its logits differ from its own when rows are packed"
+            same = (found - expected).abs().max() <= tolerance * expected.abs().max()
+        except (TypeError, ValueError, NotImplementedError) as e:
+            same, why = False, str(e)
+        if not same:
             raise ConfigError(
-                f"{type(self.model).__name__} does more to its logits than its output layer"
-                " (scaling or capping them), which the trainer does not follow: choose a model that"
-                " does not, such as Qwen or Llama"
+                f"{type(self.model).__name__} cannot be trained here: {why}. Choose a model of"
+                " causal attention whose logits are its output layer's, such as Qwen or Llama."
             )
 
 
@@ -260,14 +243,19 @@ class Critic:
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, packed: Packed) -> Tensor:
         """The value of the state before each chosen token, (N,)."""
         with self._adapter():
-            hidden = hidden_states(self.model, rows)
+            hidden = hidden_states(self.model, packed)
         return self.head(hidden.to(self.head.weight.dtype))[:, 0]
 
 
-def hidden_states(model: PreTrainedModel, rows: Rows) -> Tensor:
+def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
     """(N, H): what the head reads where each chosen token is predicted."""
-    output = model.get_decoder()(input_ids=rows.input_ids, use_cache=False)
-    return output.last_hidden_state.flatten(0, 1).index_select(0, rows.state)
+    output = model.get_decoder()(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        layout=packed.layout,
+    )
+    return output.last_hidden_state[0].index_select(0, packed.states)

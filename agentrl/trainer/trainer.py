@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from transformers.utils import logging
+
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.config import Config
 from agentrl.data import RowOrder
@@ -210,6 +212,7 @@ class Trainer:
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
         if checkpoint is not None:
             check_same_run(checkpoint.meta["config"], config.model_dump())
+        logging.disable_progress_bar()  # a bar per model folder says nothing here
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())

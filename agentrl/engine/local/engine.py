@@ -165,7 +165,10 @@ class LocalEngine:
     def end(self, episode_id: str) -> None:
         """See `Sampler`."""
         with self._changed:
-            self._schedule.end(episode_id)
+            turn = self._schedule.end(episode_id)
+            if turn is not None:
+                turn.caller.answer(EngineError(f"episode {episode_id!r} ended during its turn"))
+                self._soonest = -math.inf
             self._changed.notify_all()
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:

@@ -24,7 +24,7 @@ def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     Returns:
         float64 (N), multiples of 2^-40: so that `u * total < total` also after rounding.
     """
-    stream = _mix(seeds.astype(np.uint64)) + GOLDEN * indices.astype(np.uint64)
+    stream = _mix(seeds.astype(np.uint64)) + GOLDEN * (indices.astype(np.uint64) + np.uint64(1))
     return (_mix(stream) >> np.uint64(24)) * 2.0**-40
 
 

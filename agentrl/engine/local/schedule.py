@@ -65,9 +65,9 @@ class Schedule:
 
     def begin(self, episode_id: str) -> None:
         """Announce an episode: due now if all others are over, else at a coming tick."""
+        self._start_over()
         if episode_id in self._entries:
             raise EngineError(f"episode {episode_id!r} has begun already; an id is used once")
-        self._start_over()
         started = any(e.row >= 0 for e in self._entries.values())
         due = self._next_tick() if started else self.step
         self._entries[episode_id] = Entry(episode_id, self._begun, due)
@@ -85,11 +85,17 @@ class Schedule:
             raise EngineError(f"episode {turn.episode_id!r} has a turn in flight already")
         entry.turn = turn
 
-    def end(self, episode_id: str) -> None:
-        """An episode is over. It keeps its row until it is due, for time must not leak in here."""
+    def end(self, episode_id: str) -> Turn | None:
+        """An episode is over. It keeps its row until it is due, for time must not leak in here.
+
+        Returns:
+            The turn it had in flight, which nobody should await any more.
+        """
         entry = self._entries.get(episode_id)
-        if entry is not None:
-            entry.ended = True
+        if entry is None:
+            return None
+        entry.ended = True
+        return entry.turn
 
     # -- what the engine does ----------------------------------------------------------------------
 

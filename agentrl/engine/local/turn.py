@@ -27,8 +27,8 @@ class Caller:
 
     @property
     def gone(self) -> bool:
-        """Whether it was cancelled."""
-        return self.future.cancelled()
+        """Whether it was cancelled or answered."""
+        return self.future.done()
 
     def answer(self, outcome: Any) -> None:
         """Hand over a result, or an exception to raise; from any thread."""

@@ -1,0 +1,193 @@
+"""`agentrl tools`: serve tools, and look at them and call them as a model would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from agentrl.tools.decorator import Tool
+
+app = typer.Typer(
+    help="Serve tools to training runs, and look at them and call them as a model would.",
+    no_args_is_help=True,
+)
+
+FilesArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE...", help="Python files with @tool, or shelf:NAME."),
+]
+FilesOption = Annotated[
+    list[str] | None,
+    typer.Option("--file", "-f", help="Python files with @tool, or shelf:NAME."),
+]
+Name = Annotated[str, typer.Argument(help="A tool, or one of the functions it offers.")]
+
+
+@app.command()
+def serve(
+    files: FilesArgument,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8900,
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the bearer token.")
+    ] = "AGENTRL_TOOLS_TOKEN",
+) -> None:
+    """Serve tools over HTTP until Ctrl-C.
+
+    Without a token only this machine can be served; other addresses need one.
+
+    Examples:
+
+        agentrl tools serve shelf:calculator my_tools.py
+
+        AGENTRL_TOOLS_TOKEN=$(openssl rand -hex 16) agentrl tools serve my_tools.py --host 0.0.0.0
+    """
+    import os
+
+    from agentrl.registry import tools
+    from agentrl.tools.server import ToolServer
+
+    _load(files)
+
+    def ready() -> None:
+        typer.echo(f"{len(tools.names())} tools at {server.url}: {', '.join(tools.names())}")
+        typer.echo(f"use them with: agentrl train ... tools.transport={server.url}")
+
+    server = ToolServer(host, port, os.environ.get(token_env, ""), ready)
+    server.serve_forever()
+
+
+@app.command("list")
+def list_(files: FilesArgument) -> None:
+    """List the tools of some files, and the functions they offer a model.
+
+    Examples:
+
+        agentrl tools list shelf:calculator my_tools.py
+    """
+    from agentrl.registry import tools
+
+    _load(files)
+    for name in tools.names():
+        tool: Tool = tools.get(name)
+        kind = "one object per episode" if tool.stateful else "function"
+        limit = f", at most {tool.max_concurrency} at once" if tool.max_concurrency else ""
+        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit})")
+        for function in tool.functions:
+            about = function.schema["function"].get("description", "").partition("\n")[0]
+            typer.echo(f"  {function.parameters.usage}  {about}")
+
+
+@app.command()
+def show(name: Name, file: FilesOption = None) -> None:
+    """Print the JSON schema that a model is shown.
+
+    Examples:
+
+        agentrl tools show calculator --file shelf:calculator
+    """
+    import json
+
+    _load(file or [])
+    tool = _offering(name)
+    chosen = [f.schema for f in tool.functions if name in (tool.name, f.name)]
+    typer.echo(json.dumps(chosen[0] if len(chosen) == 1 else chosen, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def call(
+    name: Name,
+    arguments: Annotated[str, typer.Argument(help="A JSON object.")] = "{}",
+    file: FilesOption = None,
+    create_kwargs: Annotated[
+        str, typer.Option(help="A JSON object: what a class tool is made with.")
+    ] = "{}",
+) -> None:
+    """Call a tool as a model would, and print what it would read; exit code 1 if it failed.
+
+    Examples:
+
+        agentrl tools call calculator '{"expression": "3*4"}' --file shelf:calculator
+
+        agentrl tools call write '{"line": "x"}' -f notes.py --create-kwargs '{"capacity": 3}'
+    """
+    import asyncio
+    import sys
+
+    from agentrl.errors import UserError
+    from agentrl.tools import LocalToolbox
+    from agentrl.trajectory import Sample, ToolCall, ToolResult
+
+    _load(file or [])
+    tool = _offering(name)
+    names = [f.name for f in tool.functions]
+    if name not in names and len(names) > 1:
+        raise UserError(f"the tool {name!r} offers several functions: call {' or '.join(names)}")
+    function = name if name in names else names[0]
+    sample = Sample(
+        "cli",
+        (),
+        tools=(tool.name,),
+        tools_kwargs={tool.name: {"create_kwargs": _object("--create-kwargs", create_kwargs)}},
+    )
+    one = ToolCall(function, _object("ARGUMENTS", arguments))
+
+    async def run() -> ToolResult:
+        toolbox = LocalToolbox()
+        try:
+            await toolbox.open("cli", sample)
+            [result] = await toolbox.run([one], "cli", 0)
+            return result
+        finally:
+            await toolbox.aclose()
+
+    result = asyncio.run(run())
+    typer.echo(result.content)
+    if not result.ok:
+        sys.exit(1)
+
+
+def _load(files: list[str]) -> None:
+    from agentrl.errors import UserError
+    from agentrl.registry import load_file, tools
+
+    for file in files:
+        load_file(file)
+    if not tools.names():
+        listed = ", ".join(files) or "no files"
+        raise UserError(
+            f"no @tool in {listed}. Give files with tools: --file my_tools.py or shelf:calculator"
+        )
+
+
+def _offering(name: str) -> Tool:
+    """The tool of that name, or the one that offers a function of that name."""
+    from agentrl.errors import RegistryError
+    from agentrl.registry import did_you_mean, tools
+
+    if name in tools:
+        return tools.get(name)
+    offered = {f.name: tools.get(t) for t in tools.names() for f in tools.get(t).functions}
+    if name not in offered:
+        known = sorted({*offered, *tools.names()})
+        raise RegistryError(
+            f"no tool {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+        )
+    return offered[name]
+
+
+def _object(what: str, text: str) -> dict:
+    """A JSON object from the command line."""
+    import json
+
+    from agentrl.errors import UserError
+
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise UserError(f"{what}: not JSON: {text} ({e})") from None
+    if not isinstance(value, dict):
+        raise UserError(f'{what}: not a JSON object, e.g. {{"expression": "3*4"}}: {text}')
+    return value

@@ -1,0 +1,149 @@
+"""A run that is killed goes on as if nothing had happened: the real command, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl.store import load_trajectories
+
+ROOT = Path(__file__).parent.parent
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def command(tiny_model, tmp_path_factory):
+    """The command of a short run, less its output folder."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, count in (("train", 64), ("val", 24)):
+        table = pq.read_table(ROOT / "datasets" / f"arithmetic_{name}.parquet").slice(0, count)
+        pq.write_table(table, folder / f"{name}.parquet")
+    return [
+        sys.executable, "-m", "agentrl.cli", "train",
+        "--dataset", str(folder / "train.parquet"),
+        "--val-dataset", str(folder / "val.parquet"),
+        "--model", "tiny",
+        f"trainer.total_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=2",
+        "data.batch_size=6", "rollout.n=4", "algorithm.ppo_epochs=2",
+    ]  # fmt: skip
+
+
+def run(command, output, **kwargs):
+    done = subprocess.run(
+        [*command, "--output", str(output)], capture_output=True, text=True, timeout=240, **kwargs
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(output):
+    """Steps and all numbers that do not tell the time."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (
+            line["step"],
+            {k: v for k, v in line["data"].items() if not k.startswith(("timing_s/", "perf/"))},
+        )
+        for line in lines
+    ]
+
+
+def played(output):
+    """Every trajectory on disk, less what names the attempt and the time it took."""
+    return [
+        (s.trajectory.sample.id, s.trajectory.rollout, s.reward, s.trajectory.segments)
+        for s in load_trajectories(output / "trajectories")
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(command, tmp_path_factory):
+    output = tmp_path_factory.mktemp("straight") / "run"
+    run(command, output)
+    return output
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after):
+    output = tmp_path / "run"
+    process = subprocess.Popen([*command, "--output", str(output)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len(metrics(output)) <= killed_after:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    said = run(command, output)
+    assert ("going on from step 2" in said) == (killed_after == 3)
+    assert metrics(output) == metrics(straight)
+    assert [step for step, _ in metrics(output)] == list(range(STEPS + 1))
+    weights = "model/model.safetensors"
+    assert (output / weights).read_bytes() == (straight / weights).read_bytes()
+    assert played(output) == played(straight)
+
+
+def test_a_finished_run_prints_its_result_again(command, straight):
+    before = (straight / "metrics.jsonl").read_bytes()
+    said = run(command, straight)
+    assert f"done: {STEPS} steps" in said and "next:" in said
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_config_in_the_same_folder_is_refused(command, straight):
+    done = subprocess.run(
+        [*command, "--output", str(straight), "optim.lr=0.5"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "optim.lr" in done.stderr and "trainer.resume=never" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        [*command, "--output", str(output), "trainer.total_steps=1000", "trainer.save_freq=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len(metrics(output)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "the same command goes on from there" in out
+    [checkpoint] = output.glob("global_step_*")
+    assert int(checkpoint.name.split("_")[-1]) == metrics(output)[-1][0]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_two_runs_on_one_folder(command, tmp_path):
+    output = tmp_path / "run"
+    first = subprocess.Popen(
+        [*command, "--output", str(output), "trainer.total_steps=1000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (output / ".lock").exists() or not (output / ".lock").read_text():
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = subprocess.run(
+            [*command, "--output", str(output)], capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 1
+        assert f"process {first.pid}" in second.stderr
+    finally:
+        first.kill()
+        first.wait()

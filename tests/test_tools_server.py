@@ -1,0 +1,399 @@
+"""The tool server's doors: who gets in, with what; and a server process that nobody outlives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl import registry
+from agentrl.errors import ToolServerError, UserError
+from agentrl.http import HttpClient, fetch_json
+from agentrl.tools import HttpToolbox
+from agentrl.tools import guard as guard_module
+from agentrl.tools.background import serve_in_background
+from agentrl.tools.server import ToolServer
+from agentrl.trajectory import Sample, ToolCall
+
+TOKEN = "open-sesame"
+ZOO = str(Path(__file__).with_name("tool_zoo.py"))
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A server in this process that offers `double` and the class tool `tally`."""
+    from agentrl.tools import tool
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry.tools, "_things", {})
+
+        @tool
+        def double(n: int) -> int:
+            """Double a number."""
+            return 2 * n
+
+        @tool
+        class Tally:
+            """Counts."""
+
+            def __init__(self):
+                self.n = 0
+
+            def count(self) -> int:
+                """Count."""
+                self.n += 1
+                return self.n
+
+            def reward(self) -> int:
+                return self.n
+
+        ready = threading.Event()
+        server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert ready.wait(20)
+        yield server.url
+        server.should_exit = True
+        thread.join(20)
+
+
+def send(url: str, text: bytes) -> tuple[int, dict[str, str], bytes]:
+    """A request written by hand: status, headers and body of the answer."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), 10) as s:
+        s.sendall(text)
+        data = b""
+        while b"\r\n\r\n" not in data:
+            more = s.recv(65536)
+            assert more, f"hung up after {data!r}"
+            data += more
+        head, _, body = data.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
+        while len(body) < int(headers["content-length"]):
+            body += s.recv(65536)
+    return int(status.split()[1]), headers, body
+
+
+def request(method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
+    """A good request, changed by `headers`; one given as "" is left out."""
+    fields = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}"}
+    if body is not None:
+        fields |= {"content-type": "application/json", "content-length": str(len(body))}
+    fields |= {k.replace("_", "-"): v for k, v in headers.items()}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items() if v)]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + (body or b"")
+
+
+OPEN = b'{"episode_id": "e", "sample": {"tools": ["double"]}}'
+
+REFUSED = [
+    (request("GET", "/tools", authorization=""), 401),
+    (request("GET", "/tools", authorization="Bearer nope"), 401),
+    (request("GET", "/tools", authorization=f"Basic {TOKEN}"), 401),
+    (request("GET", "/tools", authorization=f"Bearer {TOKEN}x"), 401),
+    (request("GET", "/openapi.json", authorization=""), 401),
+    (request("DELETE", "/sessions/e", authorization=""), 401),
+    (request("POST", "/sessions", OPEN, authorization=""), 401),
+    (request("GET", "/tools", host="evil.test"), 403),
+    (request("GET", "/tools", host="127.0.0.1.evil.test"), 403),
+    (request("GET", "/tools", host="evil.test:80"), 403),
+    (request("GET", "/health", host="evil.test"), 403),
+    (request("GET", "/tools", origin="http://evil.test"), 403),
+    (request("POST", "/sessions", OPEN, content_type="text/plain"), 415),
+    (request("POST", "/sessions", OPEN, content_type=""), 415),
+    (request("POST", "/sessions", OPEN, content_type="application/x-www-form-urlencoded"), 415),
+    (request("POST", "/sessions/e/calls", b"{}" * 2**20), 413),
+    (request("POST", "/sessions", b"{}", content_length=str(2**30)), 413),
+    (request("POST", "/sessions", b"{"), 400),
+    (request("POST", "/sessions", b""), 400),
+    (request("POST", "/sessions", b'{"episode_id": NaN}'), 400),
+    (request("POST", "/sessions", b"[" * 50_000), 400),
+    (request("POST", "/sessions", b'"\\ud800"'), 400),
+    (request("POST", "/sessions", b"3"), 422),
+    (request("POST", "/sessions", b"{}"), 422),
+    (request("POST", "/sessions", b'{"episode_id": "", "sample": {}}'), 422),
+    (request("POST", "/sessions", b'{"episode_id": "e", "sample": {"tools": 3}}'), 422),
+    (request("POST", "/sessions", b'{"episode_id": "e", "sample": {}, "code": "x"}'), 422),
+    (request("POST", "/sessions", b'{"episode_id": "e", "sample": {"tools": ["os"]}}'), 422),
+    (request("POST", "/sessions/e/calls", b'{"turn": 0, "call_index": 0}'), 422),
+    (
+        request(
+            "POST",
+            "/sessions/none/calls",
+            b'{"turn": 0, "call_index": 0, "name": "double", "arguments": {"n": 1}}',
+        ),
+        404,
+    ),
+    (request("DELETE", "/sessions/none"), 404),
+    (request("DELETE", "/sessions/%2e%2e"), 404),
+    (request("GET", "/../tools"), 404),
+    (request("PUT", "/sessions/e"), 405),
+]
+
+
+@pytest.mark.parametrize(("text", "status"), REFUSED, ids=range(len(REFUSED)))
+def test_requests_that_are_refused(url, text, status):
+    found, headers, body = send(url, text)
+    assert (found, headers["content-type"]) == (status, "application/json")
+    assert "Traceback" not in body.decode()
+    json.loads(body)
+
+
+def test_a_body_without_a_length_is_counted(url):
+    """An endless one is cut off, and the connection with it."""
+    text = request("POST", "/sessions/e/calls", None, transfer_encoding="chunked")
+    head = text[:-2] + b"content-type: application/json\r\n\r\n"
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    status, headers, _ = send(url, head + chunk * 17)
+    assert (status, headers["connection"]) == (413, "close")
+    status, _, _ = send(url, head + b"3\r\n{} \r\n0\r\n\r\n")
+    assert status == 422
+
+
+def test_a_body_that_does_not_come(url, monkeypatch):
+    monkeypatch.setattr(guard_module, "BODY_SECONDS", 0.2)
+    status, headers, _ = send(url, request("POST", "/sessions", b"", content_length="10"))
+    assert (status, headers["connection"]) == (408, "close")
+
+
+def test_what_is_let_in(url):
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8900", "[::1]:80"):
+        assert send(url, request("GET", "/tools", host=host))[0] == 200
+    status, _, body = send(url, request("GET", "/health", authorization=""))
+    assert (status, json.loads(body)) == (200, {"status": "ok", "sessions": 0})
+    utf8 = request("POST", "/sessions", OPEN, content_type="application/json; charset=utf-8")
+    assert send(url, utf8)[0] == 200
+    assert send(url, request("DELETE", "/sessions/e"))[::2] == (200, b'{"reward":0.0}')
+
+
+async def test_the_protocol_by_hand(url):
+    """As a driver in another language would speak it."""
+    async with HttpClient(url, token=TOKEN) as client:
+
+        async def ask(method, path, body=None):
+            return await client.request_json(method, path, body, deadline=time.monotonic() + 10)
+
+        status, answer = await ask("GET", "/tools")
+        assert status == 200
+        assert [(t["name"], t["timeout"], t["stateful"]) for t in answer["tools"]] == [
+            ("double", 30.0, False),
+            ("tally", 30.0, True),
+        ]
+        body = {"episode_id": "a b/ü", "sample": {"tools": ["double", "tally"]}}
+        assert await ask("POST", "/sessions", body) == (200, {})
+        session = "/sessions/a%20b%2F%C3%BC"
+        call = {"turn": 0, "call_index": 0, "name": "double", "arguments": {"n": 4}}
+        status, answer = await ask("POST", f"{session}/calls", call)
+        assert status == 200
+        assert answer.pop("seconds") >= 0
+        assert answer == {"content": "8", "ok": True, "reward": None, "error": ""}
+        # The calls of a turn may be posted one by one, at once.
+        posts = [
+            ask(
+                "POST",
+                f"{session}/calls",
+                {"turn": 1, "call_index": i, "name": "count", "arguments": {}},
+            )
+            for i in (0, 1, 2, 1, 0)
+        ]
+        contents = [answer["content"] for _, answer in await asyncio.gather(*posts)]
+        assert sorted(contents[:3]) == ["1", "2", "3"]
+        assert contents[3:] == [contents[1], contents[0]]
+        other = {**call, "arguments": {"n": 5}}
+        status, answer = await ask("POST", f"{session}/calls", other)
+        assert (status, answer["error"]) == (409, "CallConflict")
+        for _ in range(2):
+            assert await ask("DELETE", session) == (200, {"reward": 3.0})
+        status, answer = await ask("POST", f"{session}/calls", call)
+        assert (status, answer["error"]) == (404, "UnknownEpisode")
+
+
+async def test_openapi_describes_the_protocol(url):
+    async with HttpClient(url, token=TOKEN) as client:
+        deadline = time.monotonic() + 10
+        status, api = await client.request_json("GET", "/openapi.json", deadline=deadline)
+    assert status == 200
+    assert {(path, *methods) for path, methods in api["paths"].items()} == {
+        ("/sessions", "post"),
+        ("/sessions/{episode_id}/calls", "post"),
+        ("/sessions/{episode_id}", "delete"),
+        ("/tools", "get"),
+        ("/health", "get"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "token", "said"),
+    [
+        ("0.0.0.0", 0, "", "--host 0.0.0.0 lets other machines run your tools"),
+        ("::", 0, "", "needs a token"),
+        ("example.test", 0, "x", "an IP address is needed"),
+        ("192.0.2.1", 0, "x", "cannot serve on 192.0.2.1:0"),
+    ],
+)
+def test_servers_that_do_not_start(host, port, token, said):
+    with pytest.raises(UserError, match=said):
+        ToolServer(host, port, token, lambda: None)
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot serve on 127.0.0.1:{port}.*another --port"):
+            ToolServer("127.0.0.1", port, "", lambda: None)
+
+
+# A process of its own.
+
+
+async def test_a_server_in_the_background():
+    url, token, server = serve_in_background([ZOO, "shelf:calculator"])
+    with server:
+        assert server.running
+        assert fetch_json(url, "/tools", timeout=5)[0] == 401
+        command = Path(f"/proc/{server._process.pid}/cmdline").read_text()
+        environment = Path(f"/proc/{server._process.pid}/environ").read_text()
+        assert token not in command + environment
+        box = HttpToolbox(url, token)
+        sample = Sample("row", (), tools=("calculator", "notebook"))
+        await box.open("e", sample)
+        calls = [ToolCall("calculator", {"expression": "3*4"}), ToolCall("write", {"line": "x"})]
+        assert [r.content for r in await box.run(calls, "e", 0)] == ["12", "x"]
+        assert await box.close("e") == 1.0
+        await box.aclose()
+    assert not server.running
+    server.stop()
+
+
+def test_what_a_served_tool_says_is_heard(tmp_path, caplog):
+    file = tmp_path / "talker.py"
+    file.write_text("print('loading')\nfrom agentrl import tool\n")
+    with serve_in_background([str(file)]).handle:
+        assert "loading" in caplog.text
+
+
+def test_files_that_do_not_load(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("from agentrl import tool\n\n@tool\ndef f(x: Nope): ...\n")
+    with pytest.raises(UserError, match="Nope"):
+        serve_in_background([str(file)])
+    with pytest.raises(UserError, match="no tool file 'shelf:calculater' on the shelf. Did you"):
+        serve_in_background(["shelf:calculater"])
+
+
+def test_a_server_that_dies(tmp_path, caplog):
+    file = tmp_path / "dies.py"
+    file.write_text("import os\nprint('last words')\nos._exit(3)\n")
+    with pytest.raises(ToolServerError, match="did not start; its last lines:\n  last words"):
+        serve_in_background([str(file)])
+    assert "ended by itself" not in caplog.text
+    url, _, server = serve_in_background(["shelf:calculator"])
+    os.kill(server._process.pid, signal.SIGKILL)
+    for _ in range(100):
+        if "ended by itself" in caplog.text:
+            break
+        time.sleep(0.05)
+    assert "the tool server ended by itself, code -9" in caplog.text
+    assert not server.running
+    with pytest.raises(ToolServerError):
+        fetch_json(url, "/health", error=ToolServerError, timeout=5)
+    server.stop()
+
+
+def gone(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time; a zombie is gone."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_server_does_not_outlive_its_parent(fork):
+    """Also where a fork of the killed parent still holds the pipe."""
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, time\n"
+            "from agentrl.tools.background import serve_in_background\n"
+            "served = serve_in_background(['shelf:calculator'])\n"
+            f"fork = os.fork() if {fork} else -1\n"
+            "print(served.handle._process.pid, fork, flush=True) if fork else None\n"
+            "time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child, fork_pid = map(int, parent.stdout.readline().split())
+    try:
+        assert not gone(child, 0.2)
+        parent.kill()
+        parent.wait()
+        assert gone(child, 5)
+    finally:
+        if fork:
+            os.kill(fork_pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_a_hung_tool_does_not_delay_the_exit():
+    code = f"""
+import asyncio
+from agentrl.registry import load_file
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Sample, ToolCall
+load_file({ZOO!r})
+async def main():
+    box = LocalToolbox()
+    await box.open("e", Sample("s", (), tools=("hang",)))
+    results = await box.run([ToolCall("hang", {{}})] * 8, "e", 0)
+    assert {{r.error for r in results}} == {{"timeout"}}
+    await box.aclose()
+    print("done", flush=True)
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "done\n"
+    began = time.monotonic()
+    assert process.wait(20) == 0
+    assert time.monotonic() - began < 2.0  # the tools hang for 30 s
+    process.stdout.close()
+
+
+async def test_a_server_with_hung_tools_stops():
+    url, token, server = serve_in_background([ZOO])
+    box = HttpToolbox(url, token)
+    await box.open("e", Sample("s", (), tools=("hang",)))
+    results = await box.run([ToolCall("hang", {})] * 8, "e", 0)
+    assert {r.error for r in results} == {"timeout"}
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(ToolServerError):
+        await box.run([ToolCall("hang", {})], "e", 1)
+    await box.aclose()
+
+
+def test_importing_tools_is_light():
+    code = "import sys; from agentrl import tool; from agentrl.tools import HttpToolbox; tool\n"
+    code += "print(sorted({'fastapi', 'torch', 'starlette', 'ray', 'transformers'} & {*sys.modules}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
