@@ -83,6 +83,8 @@ class _Answer:
 
     def on_message_begin(self) -> None:
         self.keep_alive = False
+        if self.complete.done():
+            raise _Nonsense("more than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()

@@ -4,10 +4,11 @@
     python benchmarks/learner.py --shape small --rows 16 --prompt 100 --mean 400
     python benchmarks/learner.py --shape 0.5b --rows 64 --prompt 400 --mean 1500   # a GPU
 
-Half of the response tokens are tool results. The hand-packed loop writes the transformer out, packs
-rows without padding and takes logits at chosen tokens only; it is a bound for what a general learner
-may reach, not a learner. Times are the fastest of some repetitions, CPU seconds beside them: on a
-busy machine compare those.
+Half of the response tokens are tool results, and all groups have signal unless `--live` says less.
+The hand-packed loop writes the transformer out, packs rows without padding and takes logits at
+chosen tokens only; it is a bound for what a general learner may reach, not a learner. (It runs a
+shared prompt once per row, the learner once per group.) Times are the fastest of some repetitions,
+with CPU seconds beside them: on a busy machine compare those.
 """
 
 from __future__ import annotations
@@ -159,11 +160,12 @@ def hand_update(batch: Batch, config: Qwen2Config, args: argparse.Namespace) -> 
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     targets = ALGORITHMS["grpo"].targets(batch, Config().algorithm, None, None, None)
     live = (targets.advantages != 0).any(1)
-    order = [r for r in batch.lengths.argsort(descending=True).tolist() if live[r]]
+    lengths = batch.prompt_lengths + batch.response_lengths
+    order = [r for r in lengths.argsort(descending=True).tolist() if live[r]]
     bins: list[list[int]] = []
     for r in order:
         for b in bins:
-            if sum(int(batch.lengths[i]) for i in [*b, r]) <= args.tokens:
+            if sum(int(lengths[i]) for i in [*b, r]) <= args.tokens:
                 b.append(r)
                 break
         else:
@@ -252,7 +254,7 @@ def main() -> None:
 
     config = qwen(args.shape)
     batch = rollouts(args.rows, args.n, args.prompt, args.mean, config.vocab_size, args.live)
-    tokens = int(batch.lengths.sum()) * args.epochs
+    tokens = int((batch.prompt_lengths + batch.response_lengths).sum()) * args.epochs
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(folder)

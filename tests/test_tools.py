@@ -88,7 +88,11 @@ GOOD = [
     ("add", {"a": 1, "b": 40}, "41"),
     ("add", {"a": 1.0}, "3"),
     ("async_add", {"a": 1}, "3"),
-    ("paint", {"color": "blue", "points": [{"x": 1}, {"x": 2, "y": 3}]}, "BLUE ['Point', 'Point'] 6"),
+    (
+        "paint",
+        {"color": "blue", "points": [{"x": 1}, {"x": 2, "y": 3}]},
+        "BLUE Point Point 6",
+    ),
     ("give", {"what": "text"}, "plain"),
     ("give", {"what": "none"}, ""),
     ("give", {"what": "bool"}, "true"),
@@ -181,7 +185,13 @@ async def test_malformed_and_unknown_calls(toolbox):
         ToolCall("add", {"a": 1}),
     ]
     results = await toolbox.run(calls, sample.id, 0)
-    assert [r.error for r in results] == ["bad_call", "bad_call", "unknown_tool", "unknown_tool", ""]
+    assert [r.error for r in results] == [
+        "bad_call",
+        "bad_call",
+        "unknown_tool",
+        "unknown_tool",
+        "",
+    ]
     assert results[0].content.startswith("Error (bad_call): not JSON: line 1 column 9")
     assert "as one JSON object" in results[0].content
     assert len(results[0].content) <= 300
@@ -222,7 +232,7 @@ async def test_schemas(toolbox):
     }
     assert [f["function"]["name"] for f in (write, truth)] == ["write", "truth"]
     assert toolbox.schemas([]) == []
-    with pytest.raises(RegistryError, match="no tool named 'ad'. Did you mean 'add'"):
+    with pytest.raises(RegistryError, match=r"no tool named 'ad'\. Did you mean 'add'"):
         toolbox.schemas(["ad"])
 
 
@@ -231,7 +241,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "color", "points", "what"]), JSON, max_size=3)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["a", "b", "color", "points", "what"]), JSON, max_size=3
+)
 CALLS = st.builds(
     ToolCall,
     st.sampled_from(["add", "async_add", "paint", "give", "wrapped", "handmade", "nope"]),
@@ -298,7 +310,10 @@ async def test_each_episode_has_its_own_objects(toolbox, zoo):
 async def test_the_row_arrives_as_it_is(toolbox, zoo):
     sample = Sample(
         "the-row",
-        (Message("system", "s"), Message("assistant", "a", (ToolCall("f", {"x": 1}, id="c1"),), "")),
+        (
+            Message("system", "s"),
+            Message("assistant", "a", (ToolCall("f", {"x": 1}, id="c1"),), ""),
+        ),
         agent_name="react",
         data_source="d",
         ground_truth={"answer": [1, 2.5, None]},
@@ -530,7 +545,7 @@ async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
     await box.open(sample.id, sample)
     [result] = await box.run([ToolCall("hang", {})], sample.id, 0)
     assert result.error == "timeout"
-    with pytest.raises(ToolServerError, match="tool 'add': a call waited 0.2 s and found no room"):
+    with pytest.raises(ToolServerError, match=r"'add': a call waited 0\.2 s and found no room"):
         await box.run([ToolCall("add", {"a": 1})], sample.id, 1)
     zoo.RELEASE.set()
     await asyncio.sleep(0.05)
@@ -582,10 +597,10 @@ def test_two_tools_with_a_function_of_the_same_name(zoo):
 
 async def test_a_server_that_is_not_there():
     box = HttpToolbox("http://127.0.0.1:1")
-    with pytest.raises(ToolServerError, match="GET http://127.0.0.1:1/tools: "):
+    with pytest.raises(ToolServerError, match=r"GET http://127\.0\.0\.1:1/tools: "):
         await box.open("e", row("add"))
     assert await box.close("e") == 0.0
-    with pytest.raises(ConfigError, match="no tool server at http://127.0.0.1:1 .*agentrl tools"):
+    with pytest.raises(ConfigError, match=r"no tool server at http://127\.0\.0\.1:1 .*serve"):
         box.schemas(["add"])
     with pytest.raises(ConfigError, match="not a server's URL: 'localhost:8900'"):
         HttpToolbox("localhost:8900")

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from agentrl import registry
+from agentrl.config import ToolsConfig
 from agentrl.errors import ToolServerError, UserError
 from agentrl.http import HttpClient, fetch_json
-from agentrl.tools import HttpToolbox
+from agentrl.tools import HttpToolbox, open_toolbox
 from agentrl.tools import guard as guard_module
 from agentrl.tools.background import serve_in_background
 from agentrl.tools.server import ToolServer
@@ -261,8 +262,8 @@ async def test_a_server_in_the_background():
     with server:
         assert server.running
         assert fetch_json(url, "/tools", timeout=5)[0] == 401
-        command = Path(f"/proc/{server._process.pid}/cmdline").read_text()
-        environment = Path(f"/proc/{server._process.pid}/environ").read_text()
+        command = Path(f"/proc/{server.pid}/cmdline").read_text()
+        environment = Path(f"/proc/{server.pid}/environ").read_text()
         assert token not in command + environment
         box = HttpToolbox(url, token)
         sample = Sample("row", (), tools=("calculator", "notebook"))
@@ -287,7 +288,7 @@ def test_files_that_do_not_load(tmp_path):
     file.write_text("from agentrl import tool\n\n@tool\ndef f(x: Nope): ...\n")
     with pytest.raises(UserError, match="Nope"):
         serve_in_background([str(file)])
-    with pytest.raises(UserError, match="no tool file 'shelf:calculater' on the shelf. Did you"):
+    with pytest.raises(UserError, match=r"no tool file 'shelf:calculater' on the shelf\. Did"):
         serve_in_background(["shelf:calculater"])
 
 
@@ -298,7 +299,7 @@ def test_a_server_that_dies(tmp_path, caplog):
         serve_in_background([str(file)])
     assert "ended by itself" not in caplog.text
     url, _, server = serve_in_background(["shelf:calculator"])
-    os.kill(server._process.pid, signal.SIGKILL)
+    os.kill(server.pid, signal.SIGKILL)
     for _ in range(100):
         if "ended by itself" in caplog.text:
             break
@@ -334,7 +335,7 @@ def test_a_server_does_not_outlive_its_parent(fork):
             "from agentrl.tools.background import serve_in_background\n"
             "served = serve_in_background(['shelf:calculator'])\n"
             f"fork = os.fork() if {fork} else -1\n"
-            "print(served.handle._process.pid, fork, flush=True) if fork else None\n"
+            "print(served.handle.pid, fork, flush=True) if fork else None\n"
             "time.sleep(60)",
         ],
         stdout=subprocess.PIPE,
@@ -393,7 +394,26 @@ async def test_a_server_with_hung_tools_stops():
 
 
 def test_importing_tools_is_light():
-    code = "import sys; from agentrl import tool; from agentrl.tools import HttpToolbox; tool\n"
-    code += "print(sorted({'fastapi', 'torch', 'starlette', 'ray', 'transformers'} & {*sys.modules}))"
+    code = (
+        "import sys; from agentrl.tools import HttpToolbox, open_toolbox, tool\n"
+        "print({'fastapi', 'torch', 'starlette', 'ray', 'transformers'} & {*sys.modules})"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    assert found.stdout == "set()\n"
+
+
+async def test_the_toolbox_that_the_config_asks_for(monkeypatch):
+    with open_toolbox(ToolsConfig(transport="in_process"), []) as box:
+        assert box.where == "in this process"
+    with open_toolbox(ToolsConfig(), ["shelf:calculator"]) as box:
+        assert box.where.startswith("at http://127.0.0.1:")
+        assert [s["function"]["name"] for s in box.schemas(["calculator"])] == ["calculator"]
+        await box.aclose()
+    url, token, server = serve_in_background(["shelf:calculator"])
+    with server:
+        monkeypatch.setenv("AGENTRL_TOOLS_TOKEN", token)
+        with open_toolbox(ToolsConfig(transport=url), []) as box:
+            await box.open("e", Sample("s", (), tools=("calculator",)))
+            [result] = await box.run([ToolCall("calculator", {"expression": "1+1"})], "e", 0)
+            assert result.content == "2"
+            await box.aclose()

@@ -51,7 +51,8 @@ async def async_add(a: int, b: int = 2) -> int:
 @tool
 def paint(color: Color, points: list[Point]) -> str:
     """Paint points."""
-    return f"{color.name} {[type(p).__name__ for p in points]} {sum(p.x + p.y for p in points)}"
+    types = " ".join(type(p).__name__ for p in points)
+    return f"{color.name} {types} {sum(p.x + p.y for p in points)}"
 
 
 RETURNS = {

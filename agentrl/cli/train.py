@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +18,9 @@ from agentrl.cli.options import (
     read_config,
     resolve,
 )
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
 
 
 def train(
@@ -58,11 +62,10 @@ def train(
     from agentrl.plan import make_plan
 
     plan = make_plan(settings)
-    from dataclasses import replace
-
     plan = replace(plan, config=resolve(settings))
     from agentrl.trainer import Trainer
 
+    _tell_without_effect(settings)
     Trainer(plan.config, plan=plan).run()
 
 
@@ -88,7 +91,14 @@ def check(
     )
 
 
-def _check(settings) -> None:
+def _tell_without_effect(settings: Config) -> None:
+    from agentrl.config import without_effect
+
+    for said in without_effect(settings):
+        typer.echo(f"note: {said}", err=True)
+
+
+def _check(settings: Config) -> None:
     from agentrl.chat import ChatTemplate, load_tokenizer
     from agentrl.plan import check_lengths, make_plan, wiring_report
     from agentrl.tools import open_toolbox
@@ -104,8 +114,8 @@ def _check(settings) -> None:
     with open_toolbox(settings.tools, settings.files) as toolbox:
         typer.echo(wiring_report(plan, template))
         typer.echo(f"tools: {toolbox.where}")
-    changed = settings.diff()
     typer.echo("config, where it differs from the defaults:")
-    for line in changed:
+    for line in settings.diff():
         typer.echo(f"  {line}")
+    _tell_without_effect(settings)
     typer.echo("all is wired.")

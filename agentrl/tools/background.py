@@ -95,6 +95,11 @@ class ServerProcess:
         self.url = said["url"]
 
     @property
+    def pid(self) -> int:
+        """Of the server's process."""
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the process is there."""
         return self._process.poll() is None

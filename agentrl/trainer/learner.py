@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError
@@ -81,7 +81,7 @@ class Learner:
         model = load_causal_lm(self._path, self._dtype).to(self.accelerator.device)  # type: ignore
         return Policy(model, self.config.rollout.temperature)
 
-    def _adapter(self, name: str):
+    def _adapter(self, name: str) -> dict[str, nn.Parameter]:
         m = self.config.model
         # Each adapter draws from a seed of its own: two that start alike would be no harm, but a
         # seed that depends on what was drawn before would be.

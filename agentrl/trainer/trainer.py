@@ -38,7 +38,7 @@ from agentrl.trainer.curve import write_curve
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.resume import RunLock, check_same_run
-from agentrl.trainer.tracking import METRICS, Tracker, read_metrics
+from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trainer.weights import publish
 from agentrl.trajectory import Group, Sample
 
@@ -72,6 +72,7 @@ class Trainer:
                 "agentrl runs as one process: start it with plain `agentrl train`, not under"
                 " torchrun or `accelerate launch`"
             )
+        check_loggers(config.trainer.logger)
         self.config = config
         self.plan = plan or make_plan(config)
         if not config.trainer.val_only and len(self.plan.train) == 0:
@@ -189,6 +190,8 @@ class Trainer:
         with self._timed("testing"), self.interrupt.abandonable():
             result = evaluate(self.rollouts, self.plan.val, self.config.val)
         self.store.write(self.global_step, result.groups, split="val")
+        if result.greedy_groups:
+            self.store.write(self.global_step, result.greedy_groups, split="greedy")
         self.console.validation(self.global_step, result.metrics)
         return dict(result.metrics)
 

@@ -7,8 +7,8 @@ take. So which rows decode together at which step depends on what episodes say a
 every bit that is computed. Where nothing decodes, time jumps to the next due step; where no episode
 is left, it begins again at 0.
 
-Turns join at multiples of `TICK` only, several at once: one prefill pass and one packing of the
-rows serve them all, and tools run while the others decode.
+Turns join decoding rows at multiples of `TICK` only, several at once: one prefill pass and one
+packing of the rows serve them all, and tools run while the others decode.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Schedule:
             neither asked nor ended.
         """
         self.waiting_for = ""
+        if self.decoding and self.step % TICK:
+            return []
         while True:
             joined = self._admit_due()
             if joined or self.waiting_for or self.decoding:
@@ -187,7 +189,7 @@ class Schedule:
         return entry, entry.turn
 
     def _next_tick(self) -> int:
-        if not self.deterministic:
+        if not self.deterministic:  # due at all times: who has asked joins at the next tick
             return 0
         return -(-(self.step + LAG) // TICK) * TICK
 

@@ -1,0 +1,169 @@
+"""Tool calls over HTTP, beside a bare FastAPI route asked by the same client in the same run.
+
+One JSON object a line: name, value, unit, context. `python benchmarks/tools_http.py`.
+
+The tool is the shelf's calculator: each call is checked against its schema, runs in a thread under
+a deadline, and is remembered by its key. The route reads the same body into a pydantic model and
+answers with constants. Both servers are processes of their own (httptools and uvloop), the client
+is this one. Figures are medians of rounds that alternate between the contestants; microseconds are
+CPU time a call, of the client and of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import uvloop
+
+from agentrl.http import HttpClient
+from agentrl.tools import HttpToolbox
+from agentrl.tools.background import serve_in_background
+from agentrl.trajectory import Sample, ToolCall
+
+ROUNDS = 7
+CALLS = 3000
+
+BARE = """
+import socket, uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+class Call(BaseModel):
+    turn: int
+    call_index: int
+    name: str
+    arguments: dict
+
+app = FastAPI()
+
+@app.post("/call")
+async def call(c: Call):
+    return {"content": "12", "ok": True, "reward": None, "error": "", "seconds": 0.0}
+
+bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
+print(bound.getsockname()[1], flush=True)
+config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False, ws="none")
+uvicorn.Server(config).run([bound])
+"""
+
+
+@dataclass
+class Round:
+    """What one contestant did in one round."""
+
+    rate: float
+    p99_ms: float
+    client_us: float
+    server_us: float
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(one: Callable[[int, int], Awaitable[None]], in_flight: int, pid: int) -> Round:
+    """`CALLS` calls, `in_flight` at a time: `one(worker, n)` makes the nth."""
+    numbers = iter(range(CALLS))
+    seconds: list[float] = []
+
+    async def work(worker: int) -> None:
+        for n in numbers:
+            began = time.perf_counter()
+            await one(worker, n)
+            seconds.append(time.perf_counter() - began)
+
+    used, served, began = resource.getrusage(resource.RUSAGE_SELF), cpu_seconds(pid), time.time()
+    await asyncio.gather(*(work(i) for i in range(in_flight)))
+    wall = time.time() - began
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    client = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return Round(
+        CALLS / wall,
+        1e3 * statistics.quantiles(seconds, n=100)[98],
+        1e6 * client / CALLS,
+        1e6 * (cpu_seconds(pid) - served) / CALLS,
+    )
+
+
+async def compare(in_flight: int, tools: tuple[str, str, int], bare: tuple[str, int]) -> None:
+    url, token, tools_pid = tools
+    bare_url, bare_pid = bare
+    rounds: dict[str, list[Round]] = {"toolbox": [], "bare_route": []}
+    body = {"turn": 0, "call_index": 0, "name": "calculator", "arguments": {"expression": "3*4"}}
+    call = ToolCall("calculator", {"expression": "3*4"})
+    sample = Sample("row", (), tools=("calculator",))
+    for number in range(ROUNDS + 1):
+        async with HttpClient(bare_url) as client:
+
+            async def ask(worker: int, n: int, client: HttpClient = client) -> None:
+                deadline = time.monotonic() + 60
+                status, answer = await client.request_json("POST", "/call", body, deadline=deadline)
+                assert (status, answer["content"]) == (200, "12")
+
+            plain = await measure(ask, in_flight, bare_pid)
+        box = HttpToolbox(url, token)
+        ids = [f"{in_flight}-{number}-{i}" for i in range(in_flight)]
+        await asyncio.gather(*(box.open(i, sample) for i in ids))
+
+        async def run(worker: int, n: int, box: HttpToolbox = box, ids: list[str] = ids) -> None:
+            [result] = await box.run([call], ids[worker], n)
+            assert result.content == "12"
+
+        ours = await measure(run, in_flight, tools_pid)
+        await box.aclose()
+        if number:  # the first round warms up
+            rounds["bare_route"].append(plain)
+            rounds["toolbox"].append(ours)
+    context = {
+        "in_flight": in_flight,
+        "calls": CALLS,
+        "rounds": ROUNDS,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
+    for name, held in rounds.items():
+        for field, unit in (
+            ("rate", "1/s"),
+            ("p99_ms", "ms"),
+            ("client_us", "us"),
+            ("server_us", "us"),
+        ):
+            value = statistics.median(getattr(r, field) for r in held)
+            say(f"tools_http/{name}/{field}", value, unit, context)
+    ratios = [t.rate / b.rate for t, b in zip(rounds["toolbox"], rounds["bare_route"], strict=True)]
+    say("tools_http/toolbox_of_bare_route", statistics.median(ratios), "ratio", context)
+
+
+def say(name: str, value: float, unit: str, context: dict[str, object]) -> None:
+    line = {"name": name, "value": round(value, 3), "unit": unit, "context": context}
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    bare = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert bare.stdout is not None
+        bare_url = f"http://127.0.0.1:{int(bare.stdout.readline())}"
+        url, token, server = serve_in_background(["shelf:calculator"])
+        with server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+            for in_flight in (64, 512):
+                loop.run(compare(in_flight, (url, token, server.pid), (bare_url, bare.pid)))
+    finally:
+        bare.terminate()
+        bare.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Every snippet of the README is run, as a reader would run it."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The reader's: my_env.py holds the extensions, rows.jsonl the row."""
+    extensions, rest = [], []
+    for block in blocks("python"):
+        decorated = re.search(r"^@(tool|interaction|reward|agent_loop)\b", block, re.MULTILINE)
+        (extensions if decorated else rest).append(block)
+    assert len(extensions) == 4 and len(rest) == 2
+    (tmp_path / "my_env.py").write_text("\n".join(extensions))
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    exec(compile("\n".join([*extensions, rest[0]]), "README.md", "exec"), namespace)
+    namespace["episode_test"] = rest[1]
+    return namespace
+
+
+def test_the_python_snippets(folder):
+    exec(compile(folder["episode_test"], "README.md", "exec"), folder)
+
+
+def test_the_commands(folder, tiny_model, monkeypatch, capsys):
+    from agentrl.cli import main
+
+    commands = [
+        line.split("#")[0].strip()
+        for block in blocks("bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("agentrl ")
+    ]
+    verbs = {shlex.split(c)[1] for c in commands}
+    assert {"train", "check", "play"} <= verbs
+    for command in commands:
+        words = shlex.split(command)
+        if "datasets/arithmetic_train.parquet" in words:
+            words = [str(ROOT / w) if w.startswith("datasets/") else w for w in words]
+            words.append("--dry-run")  # `make demo` runs it in full
+        elif words[1] == "train":
+            words += ["trainer.total_steps=1", "data.batch_size=1"]
+        monkeypatch.setattr(sys, "argv", words)
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code in (0, None), (command, capsys.readouterr().err)
+        assert capsys.readouterr().out
+
+
+def test_the_two_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE):
+        assert f"\n{target}:" in makefile
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        if not link.startswith("http"):
+            assert (ROOT / link).exists(), link
