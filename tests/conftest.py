@@ -24,3 +24,50 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"{file}:{line}: cannot run, and CI=true: {reason}"
     return report
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory):
+    """A model that knows nothing, in seconds."""
+    from itertools import islice
+
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from agentrl.demo.arithmetic import rows
+    from agentrl.demo.tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("random") / "model"
+    tokenizer = train_tokenizer(m.content for r in islice(rows(1), 50) for m in r.gold)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The folder of the tiny model, from the user's cache; made there in a minute on first use."""
+    from agentrl.demo import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model):
+    from agentrl.chat import load_tokenizer
+
+    return load_tokenizer(tiny_model)

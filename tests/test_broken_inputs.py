@@ -6,13 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
 import pytest
-
-from agentrl.demo.arithmetic import rows
-from agentrl.demo.tokenizer import train_tokenizer
 
 GOOD = {
     "prompt": [{"role": "user", "content": "How much is 3*4?"}],
@@ -21,33 +17,6 @@ GOOD = {
     "data_source": "openai/gsm8k",
     "ground_truth": "12",
 }
-
-
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory):
-    """A model that knows nothing, in seconds."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("random") / "model"
-    tokenizer = train_tokenizer(m.content for r in islice(rows(1), 50) for m in r.gold)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 class Case:

@@ -364,6 +364,12 @@ async def test_an_objects_calls_run_one_after_another(toolbox):
     calls.insert(2, ToolCall("nap", {"seconds": 0.2}))
     results = await toolbox.run(calls, sample.id, 0)
     assert [r.content for r in results] == ["0", "0 1", "slept 0.2", "0 1 2", "0 1 2 3"]
+    # A long call takes longer to arrive, and is first all the same.
+    sample = row("notebook")
+    await toolbox.open(sample.id, sample)
+    calls = [ToolCall("write", {"line": line}) for line in ("a" * 250_000, "b", "c")]
+    results = await toolbox.run(calls, sample.id, 0)
+    assert [len(r.content) for r in results] == [250_000, 250_002, 250_004]
 
 
 def stuck(at: str, *more: str) -> Sample:

@@ -39,10 +39,9 @@ def serve(
     Without a token only this machine can be served; other addresses need one.
 
     Examples:
-
         agentrl tools serve shelf:calculator my_tools.py
 
-        AGENTRL_TOOLS_TOKEN=$(openssl rand -hex 16) agentrl tools serve my_tools.py --host 0.0.0.0
+        AGENTRL_TOOLS_TOKEN=... agentrl tools serve my_tools.py --host 0.0.0.0
     """
     import os
 
@@ -64,7 +63,6 @@ def list_(files: FilesArgument) -> None:
     """List the tools of some files, and the functions they offer a model.
 
     Examples:
-
         agentrl tools list shelf:calculator my_tools.py
     """
     from agentrl.registry import tools
@@ -85,7 +83,6 @@ def show(name: Name, file: FilesOption = None) -> None:
     """Print the JSON schema that a model is shown.
 
     Examples:
-
         agentrl tools show calculator --file shelf:calculator
     """
     import json
@@ -108,7 +105,6 @@ def call(
     """Call a tool as a model would, and print what it would read; exit code 1 if it failed.
 
     Examples:
-
         agentrl tools call calculator '{"expression": "3*4"}' --file shelf:calculator
 
         agentrl tools call write '{"line": "x"}' -f notes.py --create-kwargs '{"capacity": 3}'

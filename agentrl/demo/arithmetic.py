@@ -2,11 +2,12 @@
 
 `tool_agent` and `react` rows ask for two operations, which the calculator does; `single_turn` rows
 ask to find one number in the text. Operands are 1 to 9, so that a model of half a million weights
-can learn them in a minute or two.
+learns them in a minute.
 
 Every row carries two conversations to imitate: `gold`, which is right, and `trace`, which has bad
-habits in four of five rows (it guesses at once, stops after one call, takes a wrong operator). A
-model that imitates `trace` answers some problems and not others: what reinforcement learning needs.
+habits in four of five rows: it guesses at once, stops after one call or takes a wrong operator. A
+model that imitates `trace` answers some problems and not others, which is what reinforcement
+learning needs.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import json
 import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import cycle, islice
 from typing import Any
 
 from agentrl.answers import gsm8k_answer
@@ -26,13 +27,12 @@ from agentrl.trajectory import Message, Sample
 DATA_SOURCE = "agentrl/arithmetic"
 LOOPS = ("single_turn", "tool_agent", "react")
 TOOL = "calculator"
-SPLITS = {"train": 3072, "val": 240}
-"""Rows of each file in datasets/. 140 steps of 16 prompts see no row twice."""
 GOLD_SHARE = 0.2
+"""Share of the `trace` conversations that are right on purpose."""
 TALK_SHARE = 0.25
-"""Share of the tool_agent rows that have an interaction."""
+"""Share of the tool_agent rows that have the gsm8k interaction."""
 MAX_ATTEMPTS = 3
-"""How many answers the gsm8k interaction hears."""
+"""How many answers that interaction hears."""
 
 SYSTEM = {
     "single_turn": "Find the number. Answer with ####.",
@@ -79,78 +79,78 @@ STORIES = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, the operations that answer it, and numbers that a careless reader would give.
+    """A question, its numbers, and the operators that lead from them to the answer.
 
-    Example: `Problem("Tom has 3 bags of 4 nuts and finds 5 more. How many nuts?", ("*", "+"),
-    (3, 4, 5), 17)`. A problem without operators asks for one number of its text.
+    Example: `Problem("Tom has 3 bags of 4 nuts and finds 5 more. How many nuts in all?", (3, 4, 5),
+    ("*", "+"), 17)`. Without operators the question asks for one of the numbers.
     """
 
     question: str
-    operators: tuple[str, ...]
     operands: tuple[int, ...]
+    operators: tuple[str, ...]
     answer: int
+
+    @property
+    def solution(self) -> str:
+        """The answer as GSM8K writes it: `3*4=<<3*4=12>>12`, one line a step, then `#### 17`."""
+        steps = _steps(self.operands, self.operators)
+        return "\n".join([*(f"{e}=<<{e}={v}>>{v}" for e, v in steps), f"#### {self.answer}"])
 
 
 def two_hops(rng: random.Random) -> Problem:
     """A problem of two operations whose results are positive."""
     story = rng.choice(STORIES)
-    first, second = (OPERATORS[o] for o in story.operators)
     while True:
-        a, b, c = (rng.randint(1, 9) for _ in range(3))
-        if first(a, b) > 0 and second(first(a, b), c) > 0:
+        a, b, c = operands = tuple(rng.randint(1, 9) for _ in range(3))
+        results = [value for _, value in _steps(operands, story.operators)]
+        if min(results) > 0:
             break
     items = rng.choice(ITEMS)
     text = story.text.format(name=rng.choice(NAMES), items=items, a=a, b=b, c=c)
-    answer = second(first(a, b), c)
-    return Problem(f"{text} How many {items} in all?", story.operators, (a, b, c), answer)
+    return Problem(f"{text} How many {items} in all?", operands, story.operators, results[-1])
 
 
 def look_up(rng: random.Random) -> Problem:
     """A problem whose answer stands in the text, beside two other numbers."""
     story = rng.choice(STORIES)
-    numbers = tuple(rng.sample(range(1, 10), 3))
-    a, b, c = numbers
+    a, b, c = operands = tuple(rng.sample(range(1, 10), 3))
     items, asked = rng.choice(ITEMS), rng.randrange(3)
     text = story.text.format(name=rng.choice(NAMES), items=items, a=a, b=b, c=c)
-    question = f"{text} {story.parts[asked].format(items=items)}"
-    return Problem(question, (), numbers, numbers[asked])
-
-
-def sample(problem: Problem, loop: str, row: int, talk: bool = False) -> Sample:
-    """The problem as a dataset row holds it; `talk` adds the gsm8k interaction."""
-    answer = str(problem.answer)
-    return Sample(
-        id=str(row),
-        prompt=(Message("system", SYSTEM[loop]), Message("user", problem.question)),
-        agent_name=loop,
-        data_source=DATA_SOURCE,
-        ground_truth=answer,
-        tools=(TOOL,) if problem.operators else (),
-        interaction="gsm8k" if talk else "",
-        interaction_kwargs={"ground_truth": answer} if talk else {},
-        row=row,
+    return Problem(
+        f"{text} {story.parts[asked].format(items=items)}", operands, (), operands[asked]
     )
 
 
-# -- what an assistant says ---------------------------------------------------------------------
+def _steps(operands: Sequence[int], operators: Sequence[str]) -> list[tuple[str, int]]:
+    """Expressions and their values, each going on from the value before."""
+    steps = []
+    value = operands[0]
+    for symbol, operand in zip(operators, operands[1:], strict=False):
+        expression = f"{value}{symbol}{operand}"
+        value = OPERATORS[symbol](value, operand)
+        steps.append((expression, value))
+    return steps
+
+
+# -- what an assistant says -----------------------------------------------------------------------
 
 
 def gold(problem: Problem, loop: str) -> list[Message]:
     """The right conversation after the prompt."""
-    return _solve(problem, loop, problem.operators, str(problem.answer))
+    return _solve(problem, loop, problem.operators, problem.answer)
 
 
 def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -> list[Message]:
     """A conversation after the prompt that is right in about one of five rows.
 
-    Where there is an interaction (`talk`), a wrong answer is told so, and tried again.
+    Where there is an interaction (`talk`), a wrong answer is called so, and tried again.
     """
     messages = _attempt(problem, loop, rng)
     for _ in range(MAX_ATTEMPTS - 1 if talk else 0):
-        said = gsm8k_answer(messages[-1].content)
-        if said == str(problem.answer):
+        answer = gsm8k_answer(messages[-1].content)
+        if answer == str(problem.answer):
             break
-        messages.append(Message("user", WRONG.format(answer=said)))
+        messages.append(Message("user", WRONG.format(answer=answer)))
         messages += _attempt(problem, loop, rng)
     return messages
 
@@ -160,27 +160,26 @@ def _attempt(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
         return gold(problem, loop)
     if not problem.operators:
         guess = rng.choice((rng.choice(problem.operands), rng.randint(1, 9)))
-        return _solve(problem, loop, (), str(guess))
-    habit = rng.randrange(3)
-    if habit == 0:
-        return _solve(problem, loop, (), str(rng.randint(1, 2 * problem.answer)))
-    if habit == 1:
-        return _solve(problem, loop, problem.operators[:1], "")
-    wrong = list(problem.operators)
-    hop = rng.randrange(2)
-    wrong[hop] = rng.choice([o for o in OPERATORS if o != wrong[hop]])
-    return _solve(problem, loop, tuple(wrong), "")
+        return _solve(problem, loop, (), guess)
+    match rng.randrange(3):
+        case 0:  # guess at once
+            return _solve(problem, loop, (), rng.randint(1, 2 * problem.answer))
+        case 1:  # stop after one call
+            return _solve(problem, loop, problem.operators[:1])
+        case _:  # a wrong operator
+            operators = list(problem.operators)
+            hop = rng.randrange(2)
+            operators[hop] = rng.choice([o for o in OPERATORS if o != operators[hop]])
+            return _solve(problem, loop, operators)
 
 
-def _solve(problem: Problem, loop: str, operators: tuple[str, ...], answer: str) -> list[Message]:
-    """Call the calculator once for each operator, then answer (by default the last result)."""
-    messages: list[Message] = []
-    value, *rest = problem.operands
-    for symbol, operand in zip(operators, rest, strict=False):
-        expression = f"{value}{symbol}{operand}"
-        value = OPERATORS[symbol](value, operand)
-        messages += _call(loop, expression, str(value))
-    final = f"#### {answer or value}"
+def _solve(
+    problem: Problem, loop: str, operators: Sequence[str], answer: int | None = None
+) -> list[Message]:
+    """Call the calculator once for each operator, then give `answer`, or the last result."""
+    steps = _steps(problem.operands, operators)
+    messages = [m for expression, value in steps for m in _call(loop, expression, str(value))]
+    final = f"#### {steps[-1][1] if answer is None else answer}"
     if loop == "react":
         final = f"Thought: I can answer.\nFinal Answer: {final}"
     return [*messages, Message("assistant", final)]
@@ -192,36 +191,87 @@ def _call(loop: str, expression: str, result: str) -> tuple[Message, Message]:
         said = f"Thought: I must compute.\nAction: {TOOL}\nAction Input: {arguments}\nObservation:"
         return Message("assistant", said), Message("user", f"Observation: {result}")
     call = f'{{"name": "{TOOL}", "arguments": {arguments}}}'
-    said = f"<tool_call>\n{call}\n</tool_call>"
-    return Message("assistant", said), Message("tool", result)
+    return Message("assistant", f"<tool_call>\n{call}\n</tool_call>"), Message("tool", result)
 
 
-# -- rows ---------------------------------------------------------------------------------------
+# -- rows -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample with its conversations to imitate, prompt included."""
+    """A problem as a dataset row, and what an assistant may say to it."""
 
     sample: Sample
     problem: Problem
     gold: tuple[Message, ...]
     trace: tuple[Message, ...]
 
+    def as_dict(self, split: str) -> dict[str, Any]:
+        """The row in verl's columns, which `agentrl.data` reads as `sample`."""
+        asked = self.sample
+        talk = {"name": asked.interaction, **asked.interaction_kwargs}
+        return {
+            "data_source": asked.data_source,
+            "prompt": [m.as_dict() for m in asked.prompt],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": asked.ground_truth},
+            "agent_name": asked.agent_name,
+            "extra_info": {
+                "index": asked.row,
+                "split": split,
+                "question": self.problem.question,
+                "answer": self.problem.solution,
+                "tool_selection": list(asked.tools) or None,
+                "interaction_kwargs": json.dumps(talk) if asked.interaction else None,
+            },
+            "gold": [m.as_dict() for m in self.gold],
+            "trace": [m.as_dict() for m in self.trace],
+        }
 
-def rows(seed: int, avoid: frozenset[str] = frozenset()) -> Iterator[Row]:
-    """Endless rows, the loops by turns, no question twice and none of `avoid`."""
+
+def rows(
+    seed: int, avoid: frozenset[str] = frozenset(), loops: Sequence[str] = LOOPS
+) -> Iterator[Row]:
+    """Endless rows, the loops by turns; no question comes twice, and none of `avoid` at all."""
     rng = random.Random(seed)
     seen = set(avoid)
     row = 0
+    turns = cycle(loops)
+    loop = next(turns)
     while True:
-        loop = LOOPS[row % len(LOOPS)]
         problem = look_up(rng) if loop == "single_turn" else two_hops(rng)
         if problem.question in seen:
             continue
         seen.add(problem.question)
         talk = loop == "tool_agent" and rng.random() < TALK_SHARE
-        asked = sample(problem, loop, row, talk)
-        right, habits = gold(problem, loop), trace(problem, loop, rng, talk)
-        yield Row(asked, problem, (*asked.prompt, *right), (*asked.prompt, *habits))
-        row += 1
+        answer = str(problem.answer)
+        sample = Sample(
+            id=str(row),
+            prompt=(Message("system", SYSTEM[loop]), Message("user", problem.question)),
+            agent_name=loop,
+            data_source=DATA_SOURCE,
+            ground_truth=answer,
+            tools=(TOOL,) if problem.operators else (),
+            interaction="gsm8k" if talk else "",
+            interaction_kwargs={"ground_truth": answer} if talk else {},
+            row=row,
+        )
+        said = gold(problem, loop), trace(problem, loop, rng, talk)
+        yield Row(sample, problem, tuple(said[0]), tuple(said[1]))
+        row, loop = row + 1, next(turns)
+
+
+SPLITS = {"val": (1, 240), "train": (2, 3072)}
+"""Split -> seed and number of rows."""
+
+
+def split_rows(split: str) -> list[Row]:
+    """The rows of a file in datasets/. No question of `val` is in `train`."""
+    seed, count = SPLITS[split]
+    avoid = frozenset() if split == "val" else questions(split_rows("val"))
+    return list(islice(rows(seed, avoid), count))
+
+
+def questions(of: Sequence[Row]) -> frozenset[str]:
+    """The questions of some rows."""
+    return frozenset(row.problem.question for row in of)

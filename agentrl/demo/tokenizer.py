@@ -23,7 +23,8 @@ PIECES = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# ChatML as Qwen2.5 writes it, but for a tool's schema cut down to its name and its arguments' types.
+# ChatML as Qwen2.5 writes it, but a tool's schema is cut down to its name and arguments, and the
+# instructions around it are left out.
 CHAT_TEMPLATE = """\
 {%- set asked = messages[0].role == 'system' %}
 {%- if asked or tools %}

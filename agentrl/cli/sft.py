@@ -1,0 +1,88 @@
+"""`agentrl sft`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import Files
+
+
+def sft(
+    dataset: Annotated[str, typer.Option(help="Rows with conversations, .parquet or .jsonl.")],
+    model: Annotated[
+        str, typer.Option(help="A model folder or hub name, or `tiny`: what training begins with.")
+    ],
+    output: Annotated[Path, typer.Option(help="The folder to make: a model's, or an adapter's.")],
+    column: Annotated[
+        str, typer.Option(help="The column of conversations: lists of role and content.")
+    ] = "messages",
+    file: Files = None,
+    lora_rank: Annotated[
+        int, typer.Option(help="Rank of a LoRA adapter; 0 trains all weights.", min=0)
+    ] = 0,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate; by default 1e-5, of an adapter 2e-4.", min=0),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; 0: once over the rows.", min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(help="Conversations a step.", min=1)] = 32,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="Most tokens of one forward pass.", min=1)
+    ] = 16384,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin with random weights of the model's shape."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the rows' order and of random weights.")] = 0,
+) -> None:
+    """Fine-tune a model on conversations: it learns what the assistant says in them.
+
+    A conversation that begins with an assistant message goes on from the row's prompt, as the
+    row's agent loop shows it; any other is taken whole. Tools that the row names are shown too.
+
+    Examples:
+        agentrl sft --dataset chats.jsonl --model models/base --output models/chat
+
+        agentrl sft --dataset rows.parquet --column gold -f my_tools.py --model models/base
+        --lora-rank 16 --output models/adapter
+    """
+    from agentrl.demo import resolve_model
+    from agentrl.errors import UserError
+    from agentrl.registry import load_file
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} is there already: name a new folder")
+    for name in file or []:
+        load_file(name)
+    path = resolve_model(model, say=typer.echo)
+
+    from transformers.utils import logging
+
+    from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.trainer.sft import Progress, batches, fit, load_examples, open_policy
+
+    logging.disable_progress_bar()
+    tokenizer = load_tokenizer(path)
+    examples = load_examples(dataset, column, ChatTemplate(tokenizer))
+    policy = open_policy(path, lora_rank=lora_rank, fresh=fresh, seed=seed)
+    steps = steps or -(-len(examples) // batch_size)
+    own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
+    typer.echo(
+        f"{len(examples)} conversations of {tokens:,} tokens, {own:,} of them the assistant's;"
+        f" {steps} steps of {batch_size}"
+    )
+    fit(
+        policy,
+        batches(examples, batch_size, seed),
+        steps=steps,
+        lr=lr or (2e-4 if lora_rank else 1e-5),
+        micro_batch_tokens=micro_batch_tokens,
+        report=Progress(steps, typer.echo),
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    policy.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    typer.echo(f"written to {output}")

@@ -1,0 +1,239 @@
+"""No key does nothing: each is changed, and the run's trace changes or the value is refused."""
+
+import contextlib
+import hashlib
+import io
+import json
+
+import pytest
+
+from agentrl.config import FIELDS, load_config
+from agentrl.errors import UserError
+from agentrl.store import load_trajectories
+from agentrl.trainer import Trainer
+
+ENV = '''
+import asyncio, os
+from agentrl import ToolCall, ToolResult, agent_loop, reward, tool
+
+@tool
+def where() -> ToolResult:
+    """Say which process this is, at length."""
+    here = "the same" if str(os.getpid()) == os.environ["EVERY_KEY_PID"] else "another"
+    return ToolResult(f"{here} process, and so on and so forth", reward=0.25)
+
+@agent_loop("every_key")
+async def every_key(ep):
+    for turn in range(3):
+        await ep.generate(stop=("a", "e", " "), parse=lambda text: [ToolCall("where", {})])
+        ep.reward(0.5)
+        await ep.call_tools()
+
+@agent_loop("slow_every_key")
+async def slow(ep):
+    await ep.generate()
+    await asyncio.sleep(0.6)
+
+@reward("spread_of_letters")
+def spread_of_letters(trajectory, scale=1.0) -> float:
+    return scale * len(set(trajectory.assistant_text)) / 10
+
+@reward("length_of_answer")
+def length_of_answer(trajectory) -> float:
+    return len(trajectory.final_text) / 10
+'''
+LATE = """
+from agentrl import reward
+
+@reward("late_every_key")
+def late(trajectory) -> float:
+    return 0.0
+"""
+
+PPO = ["algorithm.name=ppo"]
+LORA = ["model.lora_rank=2"]
+KL = ["algorithm.kl_loss_coef=0.5"]
+MANY = ["algorithm.ppo_epochs=3", "optim.lr=0.02"]
+# Key -> another value, and what it needs beside it to matter.
+CHANGES = {
+    "files": ("[{env}, {late}]", ["reward.function=late_every_key"]),
+    "data.train": ("{other_rows}", []),
+    "data.val": ("{other_rows}", []),
+    "data.batch_size": ("2", []),
+    "data.shuffle": ("false", []),
+    "data.agent_name": ("react", []),
+    "model.path": ("{other_model}", []),
+    "model.lora_rank": ("2", []),
+    "model.lora_alpha": ("64", LORA),
+    "model.lora_target_modules": ("q_proj", LORA),
+    "rollout.n": ("3", []),
+    "rollout.temperature": ("0.5", []),
+    "rollout.max_turn_tokens": ("3", []),
+    "rollout.max_trajectory_tokens": ("20", []),
+    "rollout.max_turns": ("1", []),
+    "rollout.max_tool_calls": ("1", []),
+    "rollout.timeout_s": ("1e-9", []),
+    "rollout.budget_policy": ("{{turn_tokens: 0.125}}", []),
+    "val.temperature": ("0.5", []),
+    "val.top_p": ("0.5", []),
+    "val.top_k": ("2", []),
+    "val.n": ("2", []),
+    "val.greedy": ("false", []),
+    "tools.transport": ("http", []),
+    "tools.max_result_tokens": ("2", []),
+    "reward.function": ("length_of_answer", []),
+    "reward.kwargs": ("{{scale: 3}}", []),
+    "reward.outcome_weight": ("2", []),
+    "reward.turn_weight": ("1", []),
+    "reward.tool_weight": ("1", []),
+    "algorithm.name": ("ppo", []),
+    "algorithm.gamma": ("0.5", PPO),
+    "algorithm.lam": ("0.5", PPO),
+    "algorithm.norm_adv_by_std": ("false", []),
+    "algorithm.kl_type": ("k1", KL),
+    "algorithm.kl_loss_coef": ("0.5", []),
+    "algorithm.kl_reward_coef": ("0.5", []),
+    "algorithm.entropy_coef": ("0.5", []),
+    "algorithm.clip_low": ("0.01", MANY),
+    "algorithm.clip_high": ("0.01", MANY),
+    "algorithm.tis_cap": ("0", []),
+    "algorithm.ppo_epochs": ("2", []),
+    "algorithm.mini_batch_size": ("2", []),
+    "optim.lr": ("0.02", []),
+    "optim.critic_lr": ("0.02", PPO),
+    "optim.lr_final": ("0.1", []),
+    "optim.max_grad_norm": ("0.001", []),
+    "optim.micro_batch_tokens": ("1", []),
+    "trainer.output": ("{folder}/elsewhere", []),
+    "trainer.total_steps": ("1", []),
+    "trainer.total_epochs": ("2", ["trainer.total_steps=0", "data.batch_size=6"]),
+    "trainer.test_freq": ("1", []),
+    "trainer.save_freq": ("1", []),
+    "trainer.val_before_train": ("false", []),
+    "trainer.val_only": ("true", []),
+    "trainer.resume": ("never", ["again"]),
+    "trainer.seed": ("1", []),
+    "trainer.device": ("cuda", []),
+    "trainer.logger": ("[tensorboard]", []),
+    "trainer.watchdog_s": ("0.1", ["data.agent_name=slow_every_key"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, random_model):
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("keys")
+    for name, text in (("env", ENV), ("late", LATE)):
+        (folder / f"{name}.py").write_text(text)
+    for name, first in (("rows", 0), ("other_rows", 50)):
+        rows = [
+            {"prompt": f"Say {first + i}.", "tools": ["where"], "ground_truth": "1"}
+            for i in range(6)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shutil.copytree(random_model, folder / "other_model")
+    weights = load_file(folder / "other_model/model.safetensors")
+    torch.manual_seed(7)
+    scrambled = {k: v + 0.05 * torch.randn_like(v) for k, v in weights.items()}
+    save_file(scrambled, folder / "other_model/model.safetensors", {"format": "pt"})
+    return {
+        "folder": folder,
+        "model": random_model,
+        "env": folder / "env.py",
+        "late": folder / "late.py",
+        "rows": folder / "rows.jsonl",
+        "other_rows": folder / "other_rows.jsonl",
+        "other_model": folder / "other_model",
+    }
+
+
+def trace(world, output, overrides, again=False):
+    """All that a run leaves and says, less the time; or the refusal."""
+    base = [
+        "tools.transport=in_process", "trainer.total_steps=2", "data.batch_size=3", "rollout.n=4",
+        "rollout.max_turn_tokens=12", "reward.function=spread_of_letters", "optim.lr=0.002",
+        "trainer.device=cpu",
+    ]  # fmt: skip
+    flags = {
+        "data.train": str(world["rows"]),
+        "data.val": str(world["rows"]),
+        "model.path": str(world["model"]),
+        "trainer.output": str(output),
+        "files": [str(world["env"])],
+        "data.agent_name": "every_key",
+    }
+    given = {o.partition("=")[0] for o in overrides}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            flags = {k: v for k, v in flags.items() if k not in given}
+            config = load_config(None, [*base, *overrides], flags)
+            for _ in range(1 + again):
+                Trainer(config).run()
+    except UserError as e:
+        return {"refused": str(e)}
+    found = {}
+    metrics = output / "metrics.jsonl"
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        record = json.loads(line)
+        found[f"metrics {record['step']}"] = {
+            k: v for k, v in record["data"].items() if not k.startswith(("timing_s/", "perf/"))
+        }
+    if output.exists():
+        found["files"] = sorted(
+            f.name for f in output.rglob("*") if f.is_file() and "tfevents" not in f.name
+        ) + sorted(f.name for f in output.iterdir())
+        found["texts"] = [
+            [m.content for m in s.trajectory.messages]
+            for s in load_trajectories(output / "trajectories")
+        ]
+        found["weights"] = [
+            hashlib.sha256(f.read_bytes()).hexdigest()
+            for f in sorted(output.rglob("*.safetensors"))
+        ]
+    found["watchdog"] = "watchdog:" in said.getvalue()
+    found["validations"] = said.getvalue().count("validation at step")
+    found["steps run"] = said.getvalue().count("step 1/")
+    return found
+
+
+@pytest.fixture(scope="module")
+def base_traces():
+    return {}
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
+    import os
+
+    monkeypatch.setenv("EVERY_KEY_PID", str(os.getpid()))
+    value, context = CHANGES[key]
+    again = "again" in context
+    context = [c for c in context if c != "again"]
+    if key == "trainer.device":
+        context = []
+    name = (*context, again)
+    if name not in base_traces:
+        base_traces[name] = trace(world, tmp_path / "base", context, again)
+    changed = trace(
+        world, tmp_path / "changed", [*context, f"{key}={value.format(**world)}"], again
+    )
+    assert changed != base_traces[name]
+    if "refused" in changed:
+        assert key == "trainer.device", changed
+
+
+def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
+    """Without this, every change above would be seen whatever it did."""
+    import os
+
+    monkeypatch.setenv("EVERY_KEY_PID", str(os.getpid()))
+    assert trace(world, tmp_path / "a", []) == trace(world, tmp_path / "b", [])
+
+
+def test_no_key_is_forgotten():
+    assert CHANGES.keys() == FIELDS.keys() and len(FIELDS) <= 60
