@@ -221,7 +221,6 @@ def test_a_mistake_says_what_is_allowed(override, said):
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),
-        (["trainer.test_freq=5"], "trainer.test_freq=5 needs validation rows. Set data.val"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation rows"),
         (["reward.outcome_weight=0"], "nothing is rewarded"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from itertools import islice
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl import registry
-from agentrl.chat import ChatTemplate
+from agentrl.chat import ChatTemplate, load_tokenizer
+from agentrl.cli import main
 from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import DataError, RunStopped
@@ -222,3 +224,56 @@ def test_logprobs_carry_a_gradient():
     policy = new_policy(SHAPE, 0)
     assert logprobs(policy, [example(b"a", b"b")]).requires_grad
     assert not score(policy, [example(b"a", b"b")]).requires_grad
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model folder with random weights."""
+    new_policy(SHAPE, 0).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["agentrl", "sft", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+@pytest.mark.parametrize("extra", [(), ("--lora-rank", 4)])
+def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, capsys, extra):
+    write_rows(tmp_path / "rows.parquet", [{"messages": TALK}] * 3)
+    given = ("--dataset", tmp_path / "rows.parquet", "--model", base, "--output", tmp_path / "new")
+    assert run(monkeypatch, *given, "--steps", 20, "--lr", 1e-2, *extra) == 0
+    said = capsys.readouterr().out
+    assert "3 conversations" in said and "step 20/20" in said
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    template = ChatTemplate(load_tokenizer(tmp_path / "new"))
+    (e,) = load_examples(str(tmp_path / "rows.parquet"), "messages", template)[:1]
+    answer = e.ids.tolist().index(ord("Y"))
+    logits = model(input_ids=torch.tensor([list(e.ids)])).logits[0]
+    before = score(open_policy(base), [e])[0].exp()
+    assert logits[answer - 1].softmax(-1)[ord("Y")] > before + 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("--column", "gold"), "row 0, gold: is missing"),
+        (("--output", "."), "--output . is there already"),
+        (("--model", "./nowhere"), "no model folder at ./nowhere"),
+        (("--dataset", "no.parquet"), "no such file: no.parquet"),
+        (("-f", "no.py"), "no such file: no.py"),
+    ],
+)
+def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, said):
+    write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    monkeypatch.chdir(tmp_path)
+    given = ("--dataset", "rows.jsonl", "--model", "base", "--output", "new")
+    assert run(monkeypatch, *given, *change) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -27,7 +27,7 @@ def eval_(
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
 
-        agentrl eval --dataset rows.jsonl --model runs/a/final -f my_tools.py --output evals/a
+        agentrl eval --dataset rows.jsonl --model runs/a/model -f my_tools.py --output evals/a
     """
     import json
 

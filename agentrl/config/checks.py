@@ -34,14 +34,16 @@ def contradictions(c: Config) -> Iterator[str]:
             f"algorithm.mini_batch_size={a.mini_batch_size} is more than a batch holds:"
             f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}"
         )
-    if not c.data.val and (t.test_freq or t.val_only):
-        asked = "trainer.val_only=true" if t.val_only else f"trainer.test_freq={t.test_freq}"
-        yield f"{asked} needs validation rows. Set data.val (--val-dataset)"
+    if t.val_only and not c.data.val:
+        yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
     if not (r.outcome_weight or r.turn_weight or r.tool_weight):
         yield (
             "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"
             " rewarded. Set one of them"
         )
+
+
+VALIDATION = ("trainer.test_freq", "trainer.val_before_train")
 
 
 def without_effect(c: Config) -> list[str]:
@@ -64,7 +66,7 @@ def without_effect(c: Config) -> list[str]:
     }
     if not c.data.val:
         paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]
-        reasons |= dict.fromkeys([*paths, "trainer.val_before_train"], "data.val is empty")
+        reasons |= dict.fromkeys([*paths, *VALIDATION], "data.val is empty")
     return [
         f"{assignment(path, c.value(path))} has no effect: {reason}"
         for path, reason in reasons.items()

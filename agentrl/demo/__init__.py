@@ -14,7 +14,7 @@ TINY_SETTINGS: dict[str, Any] = {
     "optim.lr": 2.5e-4,
     "optim.lr_final": 0.3,
     "trainer.total_steps": 100,
-    "trainer.test_freq": 25,
+    "trainer.test_freq": 10,
     "trainer.save_freq": 50,
 }
 """Config keys in place of their defaults for runs of the `tiny` model."""

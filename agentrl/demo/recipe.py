@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl import registry
 from agentrl.agent_loops import AgentLoop
-from agentrl.demo.arithmetic import Row, questions, rows, split_rows
+from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped, UserError
 from agentrl.interactions import gsm8k
 from agentrl.registry import did_you_mean
-from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -47,6 +46,21 @@ MODEL = {
     "tie_word_embeddings": True,
     # With transformers' 0.02 a model this narrow does not learn to copy numbers.
     "initializer_range": 0.08,
+}
+
+
+# The tool in shelf:calculator. That is not loaded here: users may have a calculator of their own.
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": TOOL,
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
 }
 
 
@@ -140,7 +154,6 @@ def tiny_model(
         RunStopped: it did not learn to copy numbers.
     """
     recipe = recipe or Recipe()
-    registry.load_file("shelf:calculator")
     kept = (folder or home()) / f"{TINY}-{recipe.key()}"
     if kept.is_dir():
         return kept
@@ -217,7 +230,7 @@ def share_copied(policy: Policy, template: ChatTemplate) -> float:
 def conversation(row: Row, which: str) -> tuple[list[Message], list[Mapping[str, Any]]]:
     """A row's `gold` or `trace` as its loop shows it, and the schemas that the template shows."""
     loop: AgentLoop = registry.agent_loops.get(row.sample.agent_name)
-    opening, schemas = loop.opening(row.sample, LocalToolbox().schemas(row.sample.tools))
+    opening, schemas = loop.opening(row.sample, [CALCULATOR] if row.sample.tools else [])
     return [*opening, *(row.gold if which == "gold" else row.trace)], list(schemas)
 
 

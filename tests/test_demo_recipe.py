@@ -1,0 +1,131 @@
+"""The tiny model: where it is kept, how it is made, and what it must be able to do."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from agentrl import registry
+from agentrl.chat import ChatTemplate, load_tokenizer
+from agentrl.config import load_config
+from agentrl.demo import TINY_SETTINGS, recipe, resolve_model, tiny_model
+from agentrl.demo.arithmetic import rows
+from agentrl.demo.recipe import Recipe, conversation, share_copied
+from agentrl.errors import RunStopped, UserError
+from agentrl.tools import LocalToolbox
+from agentrl.trainer.sft import open_policy
+
+HASTY = Recipe(steps=2, copied=0.0)
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory):
+    """A folder with a model that had two steps of training, and what was said meanwhile."""
+    said = []
+    return tiny_model(tmp_path_factory.mktemp("home"), HASTY, said.append), said
+
+
+def test_it_is_made_once(hasty):
+    folder, said = hasty
+    assert folder.name == f"tiny-{HASTY.key()}"
+    assert said[0].startswith("making the model 'tiny'") and "copies" in said[-1]
+    before = folder.stat().st_mtime_ns
+    assert tiny_model(folder.parent, HASTY, said.append) == folder
+    assert folder.stat().st_mtime_ns == before
+    assert [f.name for f in folder.parent.iterdir()] == [folder.name]
+
+
+def test_transformers_loads_it(hasty):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(hasty[0]), load_tokenizer(hasty[0])
+    assert model.config.model_type == "qwen2"
+    assert model.config.vocab_size == len(tokenizer) == 576
+    assert 460_000 < sum(p.numel() for p in model.parameters()) < 480_000
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert ChatTemplate(tokenizer).close_id == tokenizer.eos_token_id
+
+
+def test_the_same_recipe_makes_the_same_model(hasty, tmp_path):
+    again = tiny_model(tmp_path, HASTY, lambda text: None)
+    for file in ("model.safetensors", "tokenizer.json"):
+        assert (again / file).read_bytes() == (hasty[0] / file).read_bytes()
+
+
+def test_any_change_of_the_recipe_or_its_texts_is_another_folder(monkeypatch):
+    keys = {replace(HASTY, **change).key() for change in ({}, {"lr": 1e-3}, {"seed": 9})}
+    assert len(keys) == 3 and HASTY.key() in keys
+    monkeypatch.setitem(recipe.CALCULATOR["function"], "description", "Another.")
+    assert HASTY.key() not in keys
+
+
+def test_a_model_that_cannot_copy_is_not_kept(tmp_path):
+    with pytest.raises(RunStopped, match=r"copies [\d.]+% of the digits of a call right"):
+        tiny_model(tmp_path, replace(HASTY, steps=1, copied=0.99), lambda text: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_at_once_end_with_one_folder(tmp_path, monkeypatch):
+    made = []
+
+    def make(given, folder, say):
+        """While this one is at work, another finishes."""
+        made.append(folder)
+        (folder / "config.json").touch()
+        if len(made) == 1:
+            tiny_model(tmp_path, HASTY, say)
+
+    monkeypatch.setattr(recipe, "make", make)
+    folder = tiny_model(tmp_path, HASTY, lambda text: None)
+    assert len(made) == 2
+    assert list(tmp_path.iterdir()) == [folder] and (folder / "config.json").exists()
+
+
+def test_where_things_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path / "own"))
+    assert recipe.home() == tmp_path / "own"
+    monkeypatch.delenv("AGENTRL_HOME")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert recipe.home() == tmp_path / "agentrl"
+
+
+def test_names_of_models(hasty, tmp_path, monkeypatch):
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert resolve_model(str(hasty[0])) == str(hasty[0])
+    (tmp_path / "model_a").mkdir()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        resolve_model(str(tmp_path / "model_a"))
+    with pytest.raises(UserError, match=r"Did you mean 'model_a'\?"):
+        resolve_model(str(tmp_path / "model_b"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no model folder at \./nowhere"):
+        resolve_model("./nowhere")
+
+
+def test_the_tool_is_shown_as_the_shelf_s_is():
+    registry.load_file("shelf:calculator")
+    shelf = LocalToolbox().schemas(["calculator"])
+    template = ChatTemplate(load_tokenizer_of_texts())
+    for row in islice(rows(0), 3):
+        loop = registry.agent_loops.get(row.sample.agent_name)
+        messages, schemas = conversation(row, "gold")
+        opening = messages[: -len(row.gold)]
+        shown = loop.opening(row.sample, shelf if row.sample.tools else [])
+        assert list(template.prompt(opening, schemas)) == list(template.prompt(*shown))
+
+
+def load_tokenizer_of_texts():
+    from agentrl.demo.tokenizer import train_tokenizer
+
+    return train_tokenizer(["calculator"])
+
+
+def test_the_settings_are_a_config():
+    config = load_config(None, [], {"model.path": "tiny"}, preset=TINY_SETTINGS)
+    assert config.files == ["shelf:calculator"]
+    assert config.algorithm.ppo_epochs == 2
+
+
+def test_the_model_that_everybody_uses_copies_numbers(tiny_model):
+    template = ChatTemplate(load_tokenizer(tiny_model))
+    assert share_copied(open_policy(tiny_model), template) >= Recipe().copied
