@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl import registry
+from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.data import check_samples, load_samples
 from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.rewards import Scorer, check_graders, make_scorer
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,6 @@ def make_plan(config: Config) -> Plan:
     return Plan(config, rows[0], rows[1], scorer)
 
 
-def opening_of(sample: Sample, template: ChatTemplate) -> tuple[Sequence[Message], str]:
-    """A row's first messages as its loop shows them, and the rendered prompt."""
-    loop = registry.agent_loops.get(sample.agent_name)
-    messages, schemas = loop.opening(sample, LocalToolbox().schemas(sample.tools))
-    return messages, template.decode(template.prompt(messages, schemas))
-
-
 def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
     """Refuse rows whose prompt leaves no room to answer.
 
@@ -97,8 +91,8 @@ def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
         )
 
 
-def wiring_report(plan: Plan, template: ChatTemplate) -> str:
-    """Who plays what with which tools, and what the model will read first."""
+def wiring(plan: Plan) -> str:
+    """Who plays what with which tools, and what a step is."""
     lines = []
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         if not samples:
@@ -108,14 +102,7 @@ def wiring_report(plan: Plan, template: ChatTemplate) -> str:
         for (agent, tools, interaction), count in sorted(kinds.items()):
             heard = f", interaction {interaction}" if interaction else ""
             lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{heard}")
-    config, seen = plan.config, set()
-    for sample in plan.train or plan.val:
-        if sample.agent_name in seen:
-            continue
-        seen.add(sample.agent_name)
-        _, prompt = opening_of(sample, template)
-        lines += [f"first prompt of {sample.agent_name} (row {sample.row}):"]
-        lines += ["  | " + line for line in prompt.splitlines()]
+    config = plan.config
     if plan.train:
         size = config.data.batch_size * config.rollout.n
         mini = config.algorithm.mini_batch_size or size
@@ -125,4 +112,17 @@ def wiring_report(plan: Plan, template: ChatTemplate) -> str:
             f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
             f" ({config.algorithm.name}); {plan.total_steps} steps"
         )
+    return "\n".join(lines)
+
+
+def first_prompts(plan: Plan, template: ChatTemplate) -> str:
+    """What the model reads first, once for each loop."""
+    first = {s.agent_name: s for s in reversed([*plan.train, *plan.val])}
+    lines = []
+    for agent, sample in sorted(first.items()):
+        loop: AgentLoop = registry.agent_loops.get(agent)
+        opening = loop.opening(sample, LocalToolbox().schemas(sample.tools))
+        prompt = template.decode(template.prompt(*opening))
+        lines.append(f"first prompt of {agent} (row {sample.row}):")
+        lines += ["  | " + line for line in prompt.splitlines()]
     return "\n".join(lines)

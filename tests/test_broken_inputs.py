@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table reads best one case a line)
 """What users get wrong: one clear message that holds the value and the fix, in seconds."""
 
 import json
@@ -57,7 +58,9 @@ def rewriting_template(case):
     folder = case.folder / "model"
     shutil.copytree(case.model, folder)
     template = (folder / "chat_template.jinja").read_text()
-    edited = template.replace("message.content + '<|im_end|>", "message.content | trim + '<|im_end|>")
+    edited = template.replace(
+        "message.content + '<|im_end|>", "message.content | trim + '<|im_end|>"
+    )
     assert edited != template
     (folder / "chat_template.jinja").write_text(edited)
     return folder

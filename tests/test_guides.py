@@ -1,4 +1,4 @@
-"""The pages on interactions, rewards and verl are true of the code."""
+"""The pages of the guide are true of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.config.verl_names import VERL_NAMES
 from agentrl.rewards import GRADERS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("interactions", "rewards", "verl", "index")
+PAGES = ("agent_loops", "interactions", "rewards", "tools", "verl", "index")
 
 
 def text(page: str) -> str:
@@ -27,7 +27,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_run(page, monkeypatch):
-    for kind in (registry.interactions, registry.rewards):
+    for kind in (registry.agent_loops, registry.interactions, registry.rewards, registry.tools):
         monkeypatch.setattr(kind, "_things", dict(kind._things))
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):

@@ -203,7 +203,7 @@ class Episode:
         if self._tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
             raise EpisodeOver("tool_calls")
         self._tool_calls += len(calls)
-        self._enter("tools")
+        self._enter(f"tools {self._world.toolbox.where}")
         results = await self._world.toolbox.run(calls, self.episode_id, len(self.turns) - 1)
         seconds = self._enter("loop")
         results = [replace(r, content=self._fit(r.content)) for r in results]

@@ -100,7 +100,7 @@ def _tell_without_effect(settings: Config) -> None:
 
 def _check(settings: Config) -> None:
     from agentrl.chat import ChatTemplate, load_tokenizer
-    from agentrl.plan import check_lengths, make_plan, wiring_report
+    from agentrl.plan import check_lengths, first_prompts, make_plan, wiring
     from agentrl.tools import open_toolbox
 
     plan = make_plan(settings)
@@ -112,7 +112,8 @@ def _check(settings: Config) -> None:
         plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings
     )
     with open_toolbox(settings.tools, settings.files) as toolbox:
-        typer.echo(wiring_report(plan, template))
+        typer.echo(wiring(plan))
+        typer.echo(first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
     typer.echo("config, where it differs from the defaults:")
     for line in settings.diff():

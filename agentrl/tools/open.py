@@ -24,12 +24,19 @@ def open_toolbox(config: ToolsConfig, files: Sequence[str]) -> Iterator[Toolbox]
     Raises:
         UserError: a file does not load.
         ToolServerError: the server did not start; with the last lines it said.
+        ConfigError: no server answers at the given URL.
     """
     if config.transport == "in_process":
         yield LocalToolbox()
     elif config.url:
-        yield HttpToolbox(config.url, os.environ.get(TOKEN_VARIABLE, ""))
+        yield _asked(HttpToolbox(config.url, os.environ.get(TOKEN_VARIABLE, "")))
     else:
         url, token, server = serve_in_background(files)
         with server:
-            yield HttpToolbox(url, token)
+            yield _asked(HttpToolbox(url, token))
+
+
+def _asked(toolbox: HttpToolbox) -> HttpToolbox:
+    """Let it ask the server for its tools here, where no event loop has to wait."""
+    toolbox.schemas(())
+    return toolbox

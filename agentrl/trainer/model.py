@@ -112,12 +112,13 @@ class Policy:
         Raises:
             ConfigError: no such modules to adapt.
         """
-        named = isinstance(target_modules, str) and target_modules != "all-linear"
+        if isinstance(target_modules, str) and target_modules != "all-linear":
+            # PEFT takes a lone text for a regular expression over whole paths.
+            target_modules = [target_modules]
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            # PEFT takes a lone text for a regular expression over whole paths.
-            target_modules=[target_modules] if named else target_modules,
+            target_modules=target_modules,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )

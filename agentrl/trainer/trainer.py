@@ -27,7 +27,7 @@ from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import Plan, check_lengths, make_plan
+from agentrl.plan import Plan, check_lengths, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import ALGORITHMS
@@ -219,6 +219,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())
+        self.console.note(wiring(self.plan))
         self.tokenizer = load_tokenizer(config.model.path)
         template = ChatTemplate(self.tokenizer)
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps)
