@@ -11,7 +11,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from agentrl import registry
+from agentrl.agent_loops import AgentLoop
+from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.store import load_trajectories
+from agentrl.tools import LocalToolbox
 
 ROOT = Path(__file__).parent.parent
 STEPS = 5
@@ -86,6 +90,37 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     weights = "model/model.safetensors"
     assert (output / weights).read_bytes() == (straight / weights).read_bytes()
     assert played(output) == played(straight)
+
+
+def test_the_trainer_agrees_with_the_engine_at_the_first_update(straight):
+    first = dict(metrics(straight))[1]
+    assert first["training/rollout_ratio_error_mean"] < 1e-6
+    assert first["training/rollout_ratio_error_max"] < 1e-4
+
+
+def test_every_row_is_its_conversation(straight, tiny_model):
+    """What trains, as text, is one render of the messages; masks cover the turns and no more."""
+    registry.load_file("shelf:calculator")
+    template = ChatTemplate(load_tokenizer(tiny_model))
+    scored = list(load_trajectories(straight / "trajectories"))
+    assert len(scored) > 100 and {s.trajectory.sample.agent_name for s in scored} == {
+        "single_turn",
+        "tool_agent",
+        "react",
+    }
+    for s in scored:
+        t = s.trajectory
+        loop: AgentLoop = registry.agent_loops.get(t.sample.agent_name)
+        _, schemas = loop.opening(t.sample, LocalToolbox().schemas(t.sample.tools))
+        messages = list(t.messages)
+        while messages[-1].role != "assistant":  # observed, but nothing was sampled after it
+            messages.pop()
+        [segment] = t.segments
+        row = template.decode(segment.prompt_ids + segment.response_ids)
+        rendered = template.decode(template.trace(messages, schemas)[0])
+        assert rendered.startswith(row)
+        turns = [i for turn in t.turns for i in range(turn.start, turn.end)]
+        assert [i for i, m in enumerate(segment.response_mask) if m] == turns
 
 
 def test_a_finished_run_prints_its_result_again(command, straight):
