@@ -22,7 +22,13 @@ become a `ToolResult(ok=False)` that the model reads.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class AgentRLError(Exception):
@@ -70,9 +76,13 @@ class UserCodeError(AgentRLError, RuntimeError):
 
     @classmethod
     def of(cls, what: str, error: BaseException) -> UserCodeError:
-        """`WHAT raised TYPE: TEXT (FILE:LINE)`, of the innermost line; raise it `from error`."""
+        """`WHAT raised TYPE: TEXT (FILE:LINE)`; raise it `from error`.
+
+        The line is the innermost one outside of agentrl: the user's.
+        """
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        theirs = [f for f in frames if not f.filename.startswith(_PACKAGE)] or frames
+        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         return cls(f"{what} raised {type(error).__name__}: {error}{where}")
 
 
@@ -80,9 +90,35 @@ class RunStopped(AgentRLError, RuntimeError):
     """The run cannot go on; the message says why and what was saved."""
 
 
-class EpisodeOver(Exception):
-    """A budget of the episode is spent. Raised by the episode's verbs, caught by the rollout."""
+class EpisodeOver(BaseException):
+    """A budget of the episode is spent. Raised by the episode's verbs, caught by the rollout.
+
+    Not an `Exception`, so that a loop which catches those does not go on with a spent episode.
+    """
 
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Whatever the code in this block raises of its own is laid at its door.
+
+    `sys.exit`, a `TimeoutError` or a `CancelledError` of the user's are bugs like any other; a
+    cancellation from outside is not.
+
+    Raises:
+        UserCodeError: the block raised something else than an episode may.
+    """
+    try:
+        yield
+    except (EpisodeOver, Infrastructure, UserCodeError):
+        raise
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UserCodeError.of(what, e) from e
+    except BaseException as e:
+        raise UserCodeError.of(what, e) from e

@@ -15,6 +15,7 @@ import logging
 import math
 import re
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -27,8 +28,8 @@ from agentrl.agent_loops.episode import Episode, World, mix_seed
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import EpisodeOver, Infrastructure, RunStopped, UserCodeError
-from agentrl.interactions import build_interaction
+from agentrl.errors import EpisodeOver, Infrastructure, RunStopped, UserCodeError, user_code
+from agentrl.interactions import Interaction, build_interaction
 from agentrl.rewards import Scorer
 from agentrl.tools import LocalToolbox, Toolbox, open_toolbox
 from agentrl.trajectory import Group, Sample, Scored, Trajectory
@@ -42,8 +43,6 @@ MIN_SURVIVORS = 0.75
 """A group needs this share of its rollouts, or its baseline would be noise."""
 MAX_DROPPED = 0.05
 """A step that loses more than this share of its rollouts stops the run."""
-GRACE_S = 30.0
-"""How long after its time budget a loop that calls no verb is cut off."""
 CLEANUP_S = 10.0
 """How long cancelled episodes may take to close their tools and interactions."""
 
@@ -79,10 +78,12 @@ async def play_episode(
     stop_reason, tool_reward = "done", 0.0
     try:
         interaction = build_interaction(sample)
-        opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
+        with user_code(f"agent loop {loop.name!r}: its opening"):
+            opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
         if sample.tools:
             opened = True
-            await world.toolbox.open(episode_id, sample)
+            with user_code(f"opening the tools of row {sample.id!r}"):
+                await world.toolbox.open(episode_id, sample)
         episode = Episode(
             world,
             sample,
@@ -97,23 +98,15 @@ async def play_episode(
         if watchdog:
             watchdog.watch(episode)
         try:
-            async with asyncio.timeout(world.config.rollout.timeout_s + GRACE_S):
-                await _run_loop(loop, episode)
+            await _run_loop(loop, episode)
         except EpisodeOver as over:
             stop_reason = over.reason
-        except TimeoutError:
-            raise Infrastructure(
-                f"episode {episode_id} stood still in {episode.state!r} until"
-                f" {GRACE_S:.0f} s after rollout.timeout_s={world.config.rollout.timeout_s}"
-            ) from None
         if opened:
             opened = False
             tool_reward = await world.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
         world.sampler.end(episode_id)
-        if watchdog:
-            watchdog.forget(episode_id)
         # Nothing that fails while cleaning up may hide why the episode ended.
         if opened:
             with contextlib.suppress(Infrastructure, UserCodeError):
@@ -123,20 +116,27 @@ async def play_episode(
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode) -> None:
-    """Run the user's loop; what it raises of its own is a bug in user code."""
+    """Run the user's loop for as long as the episode may take.
+
+    Raises:
+        EpisodeOver: a budget is spent; "time" also where the loop waits for something of its own.
+        UserCodeError: what it raises of its own.
+    """
     try:
-        await loop.target(episode)
-    except (EpisodeOver, Infrastructure, UserCodeError, TimeoutError):
-        raise
-    except Exception as e:
-        raise UserCodeError.of(f"agent loop {loop.name!r}", e) from e
+        async with asyncio.timeout(episode.deadline - time.monotonic()):
+            with user_code(f"agent loop {loop.name!r}"):
+                await loop.target(episode)
+    except TimeoutError:
+        raise EpisodeOver("time") from None
 
 
-async def _close(interaction: Any, sample: Sample) -> None:
+async def _close(interaction: Interaction, sample: Sample) -> None:
     try:
-        await interaction.close()
-    except Exception:
-        log.exception("closing the interaction of row %s failed", sample.id)
+        async with asyncio.timeout(CLEANUP_S):
+            with user_code(f"closing the interaction of row {sample.id!r}"):
+                await interaction.close()
+    except (TimeoutError, UserCodeError) as e:
+        log.error("%s", e or f"closing the interaction of row {sample.id!r} took too long")
 
 
 class Rollouts:
@@ -193,7 +193,14 @@ class Rollouts:
         """Run a coroutine on the rollouts' loop and wait for it; Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            while True:
+                try:
+                    return future.result(timeout=1.0)
+                except TimeoutError:
+                    if future.done():
+                        raise
+                    if not self._thread.is_alive():
+                        raise RunStopped("the thread that plays episodes died") from None
         except BaseException:
             future.cancel()
             raise
@@ -217,17 +224,19 @@ class Rollouts:
     async def _collect(
         self, samples: Sequence[Sample], n: int, sampling: Sampling, step: int, tag: str
     ) -> list[Group]:
-        plays = [
-            (s, k, f"{tag}-{step}-{s.row}-{k}-{self._run_id}-{next(self._attempts)}")
-            for s in samples
-            for k in range(n)
-        ]
-        for _, _, episode_id in plays:
+        plays = []
+        before: Counter[int] = Counter()
+        for s in samples:
+            # A row that stands twice in a step is played with other random numbers.
+            seed = mix_seed(self._seed, step, s.row, before[s.row], tag == "train")
+            before[s.row] += 1
+            for k in range(n):
+                attempt = f"{self._run_id}-{next(self._attempts)}"
+                plays.append((s, k, f"{tag}-{step}-{s.row}-{k}-{attempt}", sampling, seed))
+        for _, _, episode_id, _, _ in plays:
             self.world.sampler.begin(episode_id)
         with self._watchdog.armed():
-            results = await _all(
-                [self._play_and_score(s, k, eid, sampling, step, tag) for s, k, eid in plays]
-            )
+            results = await _all([self._play_and_score(*play) for play in plays])
         _stop_if_too_many_dropped(results)
         groups = []
         for i, sample in enumerate(samples):
@@ -238,37 +247,53 @@ class Rollouts:
         return groups
 
     async def _play_and_score(
-        self, sample: Sample, k: int, episode_id: str, sampling: Sampling, step: int, tag: str
+        self, sample: Sample, k: int, episode_id: str, sampling: Sampling, seed: int
     ) -> Scored | _Dropped:
-        seed = mix_seed(self._seed, step, sample.row, tag == "train")
         cause = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
-                self.world.sampler.begin(episode_id)
-            try:
-                trajectory = await play_episode(
-                    self.world,
-                    sample,
-                    episode_id=episode_id,
-                    rollout=k,
-                    sampling=sampling,
-                    seed=seed,
-                    watchdog=self._watchdog,
-                )
-            except Infrastructure as e:
-                cause = _told(e, sample, attempt)
-                continue
-            except UserCodeError as e:
-                if not self._shown_bug:
-                    self._shown_bug = True
-                    log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
-                return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
-            try:
+        try:
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    self._watchdog.forget(episode_id)
+                    episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
+                    self.world.sampler.begin(episode_id)
+                try:
+                    trajectory = await play_episode(
+                        self.world,
+                        sample,
+                        episode_id=episode_id,
+                        rollout=k,
+                        sampling=sampling,
+                        seed=seed,
+                        watchdog=self._watchdog,
+                    )
+                except Infrastructure as e:
+                    cause = _told(e, sample, attempt)
+                    continue
+                except UserCodeError as e:
+                    if not self._shown_bug:
+                        self._shown_bug = True
+                        log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
+                    return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
+                try:
+                    return await self._score(trajectory)
+                except Infrastructure as e:
+                    cause = _told(e, sample, attempt)
+            return _Dropped(cause)
+        finally:
+            self._watchdog.forget(episode_id)
+
+    async def _score(self, trajectory: Trajectory) -> Scored:
+        """The reward, within the time an episode may take."""
+        self._watchdog.enter(trajectory.episode_id, "reward")
+        seconds = self.world.config.rollout.timeout_s
+        try:
+            async with asyncio.timeout(max(seconds, CLEANUP_S)):
                 return await self._scorer.score(trajectory)
-            except Infrastructure as e:
-                cause = _told(e, sample, attempt)
-        return _Dropped(cause)
+        except TimeoutError:
+            raise Infrastructure(
+                f"the reward of row {trajectory.sample.id!r} took longer than"
+                f" rollout.timeout_s={seconds:g}"
+            ) from None
 
 
 def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:

@@ -19,6 +19,10 @@ class Watched(Protocol):
     """`time.monotonic()` of the last change of state."""
     turns: list
 
+    def enter(self, state: str) -> object:
+        """Note what it waits for."""
+        ...
+
 
 class Watchdog:
     """Prints every episode in flight after `seconds` in which none of them changed state."""
@@ -35,6 +39,11 @@ class Watchdog:
     def watch(self, episode: Watched) -> None:
         """An episode began."""
         self._episodes[episode.episode_id] = episode
+
+    def enter(self, episode_id: str, state: str) -> None:
+        """What an episode waits for now."""
+        if episode := self._episodes.get(episode_id):
+            episode.enter(state)
 
     def forget(self, episode_id: str) -> None:
         """An episode ended."""

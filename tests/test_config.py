@@ -218,6 +218,7 @@ def test_a_mistake_says_what_is_allowed(override, said):
             ["algorithm.kl_loss_coef=.1", "algorithm.kl_reward_coef=.2"],
             "penalize the same KL twice",
         ),
+        (["algorithm.kl_type=k1", "algorithm.kl_loss_coef=.1"], "Set algorithm.kl_type=k2 or k3"),
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),

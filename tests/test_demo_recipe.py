@@ -52,7 +52,7 @@ def test_the_same_recipe_makes_the_same_model(hasty, tmp_path):
 
 
 def test_any_change_of_the_recipe_or_its_texts_is_another_folder(monkeypatch):
-    keys = {replace(HASTY, **change).key() for change in ({}, {"lr": 1e-3}, {"seed": 9})}
+    keys = {replace(HASTY, **change).key() for change in ({}, {"lr": 1e-4}, {"seed": 9})}
     assert len(keys) == 3 and HASTY.key() in keys
     monkeypatch.setitem(recipe.CALCULATOR["function"], "description", "Another.")
     assert HASTY.key() not in keys

@@ -608,6 +608,124 @@ async def test_a_deadline_passes_while_decoding():
         assert len((await other).token_ids) == 60
 
 
+@pytest.mark.parametrize("slots", [1, 4, 256])
+async def test_one_that_hangs_holds_up_the_others_for_a_while_only(slots: int, caplog):
+    """An episode goes silent after its first turn; the others play three, within 10 s."""
+    sampling = Sampling(max_tokens=12)
+    with running(patience=0.2, slots=slots) as engine:
+        for i in range(6):
+            engine.begin(f"e{i}")
+
+        async def one(i: int) -> None:
+            row = tokens(9, seed=i)
+            for turn in range(1 if i == 0 else 3):
+                answer = await ask(engine, row, sampling, episode_id=f"e{i}", seed=turn, seconds=10)
+                row.extend(answer.token_ids)
+            if i:
+                engine.end(f"e{i}")
+
+        start = time.monotonic()
+        await asyncio.gather(*map(one, range(6)))
+        assert 0.2 <= time.monotonic() - start < 5
+        (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert "'e0'" in warning and "'e1'" not in warning and "0.2 s" in warning
+
+        # Served when it asks after all; and nobody waits for it a second time.
+        row = tokens(15, seed=8)
+        engine.begin("new")
+        start = time.monotonic()
+        late, new = await asyncio.gather(
+            *(ask(engine, row, sampling, episode_id=e, seed=3) for e in ("e0", "new"))
+        )
+        again = ask(engine, row + new.token_ids, sampling, episode_id="new", seed=3)
+        if slots == 1:  # the row is the late one's again, until it ends
+            engine.end("e0")
+            await again
+        else:
+            await again
+            assert time.monotonic() - start < 0.2
+        assert late.token_ids == new.token_ids
+        full = plain_logprobs(random_model(), row + late.token_ids)
+        np.testing.assert_allclose(full[15:], late.logprobs, atol=1e-5)
+        engine.end("e0")
+        engine.end("new")
+        caplog.clear()
+        after = bits(await play(engine, tag="after"))
+    assert not caplog.records
+    with running(slots=slots) as engine:
+        assert bits(await play(engine)) == after  # the next wave is exact again
+
+
+async def test_patience_begins_when_somebody_is_kept_waiting(caplog):
+    with running(patience=0.3) as engine:
+        engine.begin("a")
+        engine.begin("b")
+        await asyncio.sleep(0.5)  # both open their sandboxes
+        first = asyncio.create_task(
+            ask(engine, tokens(5), Sampling(max_tokens=5), episode_id="a", seconds=10)
+        )
+        await asyncio.sleep(0.1)
+        assert not first.done()
+        await ask(engine, tokens(5), Sampling(max_tokens=5), episode_id="b", seconds=10)
+        await first
+    assert not caplog.records
+
+
+BAD_STOPS = [("",), ("x", ""), (None,), "ab"]
+
+
+@pytest.mark.parametrize("stop", BAD_STOPS, ids=repr)
+async def test_a_stop_that_is_none_is_refused(stop):
+    with running() as engine:
+        engine.begin("a")
+        with pytest.raises(UserError, match=r"episode 'a': stop=.*non-empty strings") as refused:
+            await ask(engine, tokens(5), Sampling(stop=stop), episode_id="a")
+        assert repr(stop) in str(refused.value)
+        answer = await ask(engine, tokens(5), Sampling(max_tokens=5), episode_id="a")
+        assert len(answer.token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"stop_ids": ("x",)},
+        {"top_k": None},
+        {"temperature": "warm"},
+        {"stop": ("\ud800 ",)},  # half a surrogate pair: no bytes
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("company", [0, 3])
+async def test_a_request_that_breaks_fails_alone(bad: dict, company: int):
+    prompts = [tokens(7, seed=i) for i in range(4)]
+    sampling = Sampling(max_tokens=10)
+    with running() as engine:
+        (calm, *_) = await flood(engine, prompts[:1], sampling, tag="calm")
+    with running() as engine:
+        for i in range(company + 1):
+            engine.begin(f"{i}")
+        wrong = Sampling(**{"max_tokens": 10, **bad})
+        *good, failed = await asyncio.gather(
+            *(ask(engine, prompts[i], sampling, episode_id=f"{i}", seed=i) for i in range(company)),
+            ask(engine, tokens(4), wrong, episode_id=f"{company}"),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, EngineError)
+        assert f"episode '{company}': cannot serve its request: " in str(failed)
+        assert all(isinstance(g, Generation) and len(g.token_ids) == 10 for g in good)
+        for i in range(company + 1):
+            engine.end(f"{i}")
+        (again,) = await flood(engine, prompts[:1], sampling, tag="again")
+    assert again.token_ids == calm.token_ids and again.logprobs == calm.logprobs
+
+
+async def test_a_score_that_breaks_fails_alone():
+    with running() as engine:
+        with pytest.raises(EngineError, match="cannot score: TypeError"):
+            await engine.score(tokens(5), temperature="warm")  # type: ignore[arg-type]
+        assert len(await engine.score(tokens(5))) == 5
+
+
 async def test_closing_fails_what_is_in_flight():
     model = random_model(max_position_embeddings=100_000)
     engine = LocalEngine(model, TOKENIZER, deterministic=True)

@@ -90,7 +90,7 @@ CHANGES = {
     "algorithm.gamma": ("0.5", PPO),
     "algorithm.lam": ("0.5", PPO),
     "algorithm.norm_adv_by_std": ("false", []),
-    "algorithm.kl_type": ("k1", KL),
+    "algorithm.kl_type": ("k2", KL),
     "algorithm.kl_loss_coef": ("0.5", []),
     "algorithm.kl_reward_coef": ("0.5", []),
     "algorithm.entropy_coef": ("0.5", []),

@@ -33,7 +33,7 @@ LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 HEAVY = {
     "torch": ("trainer/", "cluster/", "engine/local/"),
     "accelerate": ("trainer/", "cluster/"),
-    "peft": ("trainer/", "cluster/"),
+    "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
     "fastapi": ("tools/server.py", "view/"),
     "uvicorn": ("tools/server.py", "view/"),

@@ -89,7 +89,11 @@ class Episode:
         self.deadline = self.since + world.config.rollout.timeout_s
         self._world = world
         self._interaction = interaction
-        self._sampling = sampling
+        self._sampling = replace(
+            sampling,
+            max_tokens=world.config.rollout.max_turn_tokens,
+            stop_ids=world.template.stop_ids,
+        )
         self._seed = seed
         self._tool_calls = 0
         self._waiting: list[Message] = []
@@ -132,23 +136,22 @@ class Episode:
         )
         if room < 1:
             raise EpisodeOver("trajectory_tokens")
+        max_tokens = min(room, rollout.max_turn_tokens)
+        self.enter("generate")
+        try:
+            generation = await self._world.sampler.generate(
+                self._row + delta,
+                replace(self._sampling, max_tokens=max_tokens, stop=tuple(stop)),
+                episode_id=self.episode_id,
+                seed=mix_seed(self._seed, self.rollout, len(self.turns)),
+                deadline=self.deadline,
+            )
+        except EngineError:
+            self._check_time()  # it was given no more time than the episode has
+            raise
+        seconds = self.enter("loop")
         self._append(delta)
         self._waiting.clear()
-        max_tokens = min(room, rollout.max_turn_tokens)
-        self._enter("generate")
-        generation = await self._world.sampler.generate(
-            self._row,
-            replace(
-                self._sampling,
-                max_tokens=max_tokens,
-                stop=tuple(stop),
-                stop_ids=template.stop_ids,
-            ),
-            episode_id=self.episode_id,
-            seed=mix_seed(self._seed, self.rollout, len(self.turns)),
-            deadline=self.deadline,
-        )
-        seconds = self._enter("loop")
         self._check(generation, max_tokens)
         start = len(self._mask)
         self._append(generation.token_ids, generation)
@@ -173,9 +176,13 @@ class Episode:
         """Add messages the policy did not write: the next turn sees them, with mask 0.
 
         Raises:
-            UserCodeError: before the first turn, or an assistant message.
+            UserCodeError: before the first turn, an assistant message, or no message at all.
         """
         for message in messages:
+            if not isinstance(message, Message):
+                raise UserCodeError(
+                    f'ep.observe takes messages: Message("user", {message!r}), not {message!r}'
+                )
             if message.role == "assistant" or not self.turns:
                 raise UserCodeError(
                     "ep.observe takes what answers a turn (user, tool), after the first"
@@ -203,9 +210,9 @@ class Episode:
         if self._tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
             raise EpisodeOver("tool_calls")
         self._tool_calls += len(calls)
-        self._enter(f"tools {self._world.toolbox.where}")
+        self.enter(f"tools {self._world.toolbox.where}")
         results = await self._world.toolbox.run(calls, self.episode_id, len(self.turns) - 1)
-        seconds = self._enter("loop")
+        seconds = self.enter("loop")
         results = [replace(r, content=self._fit(r.content)) for r in results]
         reward = sum(r.reward for r in results if r.reward is not None)
         self.turns[-1] = replace(
@@ -232,9 +239,9 @@ class Episode:
         if self._interaction is None:
             return False
         self._check_time()
-        self._enter("interaction")
+        self.enter("interaction")
         reply = await respond(self._interaction, tuple(self.messages), self.deadline)
-        self._enter("loop")
+        self.enter("loop")
         if reply is None:
             return False
         if reply.score:
@@ -319,7 +326,7 @@ class Episode:
         if time.monotonic() >= self.deadline:
             raise EpisodeOver("time")
 
-    def _enter(self, state: str) -> float:
+    def enter(self, state: str) -> float:
         """Note what the episode waits for, for the watchdog; returns the last state's seconds."""
         now = time.monotonic()
         seconds = now - self.since

@@ -22,6 +22,12 @@ def contradictions(c: Config) -> Iterator[str]:
             f"algorithm.kl_loss_coef={a.kl_loss_coef} and algorithm.kl_reward_coef="
             f"{a.kl_reward_coef} penalize the same KL twice. Set one of them to 0"
         )
+    if a.kl_type == "k1" and a.kl_loss_coef > 0:
+        yield (
+            f"algorithm.kl_type=k1 has an expected gradient of 0 as a loss:"
+            f" algorithm.kl_loss_coef={a.kl_loss_coef} would only add noise. Set"
+            " algorithm.kl_type=k2 or k3, or penalize the reward: algorithm.kl_reward_coef"
+        )
     if c.val.temperature == 0 and c.val.n > 1:
         yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are alike. Set val.n=1"
     if a.name == "grpo" and c.rollout.n < 2 and not t.val_only:

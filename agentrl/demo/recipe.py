@@ -72,9 +72,9 @@ class Recipe:
     """Raised when the code makes another model of the same settings."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     seed: int = 3
-    steps: int = 1100
+    steps: int = 1000
     batch_size: int = 16
-    lr: float = 3e-3
+    lr: float = 2e-3
     gold_share: float = 0.6
     """Share of the steps that imitate `gold`; the others imitate `trace`."""
     loops: tuple[str, ...] = ("single_turn", "tool_agent", "single_turn", "react")

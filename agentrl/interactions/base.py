@@ -12,12 +12,12 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
-from agentrl.errors import AgentRLError, EpisodeOver, RegistryError, UserCodeError
+from agentrl.errors import EpisodeOver, RegistryError, UserCodeError, user_code
 from agentrl.registry import interactions
 from agentrl.signatures import argument_problems
 from agentrl.trajectory import Message, Sample
@@ -111,13 +111,8 @@ def build_interaction(sample: Sample) -> Interaction | None:
     kwargs = copy.deepcopy(dict(sample.interaction_kwargs))
     if "sample" in inspect.signature(cls).parameters:
         kwargs["sample"] = sample
-    try:
+    with user_code(f"interaction {sample.interaction!r} of sample {sample.id!r}: its constructor"):
         return cls(**kwargs)
-    except AgentRLError:
-        raise
-    except Exception as e:
-        named = f"interaction {sample.interaction!r} of sample {sample.id!r}"
-        raise UserCodeError.of(f"{named}: its constructor", e) from e
 
 
 async def respond(
@@ -133,12 +128,14 @@ async def respond(
     Raises:
         EpisodeOver: "time", the deadline passed.
         UserCodeError: it raised, or returned something else than a `Reply` or None.
-        AgentRLError: as it raised it (`Infrastructure` plays the episode again).
+        Infrastructure: as it raised it: the episode is played again.
     """
     named = f"interaction {type(interaction).__qualname__}"
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
-            reply = await _laid_at_its_door(named, interaction.respond(messages))
+            # Inside of the deadline, so that a TimeoutError of the user's stays the user's.
+            with user_code(f"{named}: respond"):
+                reply = await interaction.respond(messages)
     except TimeoutError:
         raise EpisodeOver("time") from None
     if reply is None:
@@ -153,13 +150,3 @@ async def respond(
     if not isinstance(reply.score, Real) or not math.isfinite(reply.score):
         raise UserCodeError(f"{named}: the score of {reply!r} must be a finite number")
     return reply
-
-
-async def _laid_at_its_door(named: str, answer: Awaitable[Any]) -> Any:
-    """`await answer`, inside the deadline: the user's own TimeoutError is not taken for it."""
-    try:
-        return await answer
-    except AgentRLError:
-        raise
-    except Exception as e:
-        raise UserCodeError.of(f"{named}: respond", e) from e

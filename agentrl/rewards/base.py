@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat, TypeVar
 
-from agentrl.errors import AgentRLError, ConfigError, RegistryError, UserCodeError
+from agentrl.errors import ConfigError, RegistryError, UserCodeError, user_code
 from agentrl.registry import rewards
 from agentrl.rewards.compute_score import NAMES, arguments
 from agentrl.signatures import argument_problems
@@ -92,10 +92,10 @@ class Grader:
 
         Raises:
             UserCodeError: the function raised, or returned no finite number.
-            AgentRLError: as it raised it (`Infrastructure`: a judge is down).
+            Infrastructure: as the function raised it: a judge is down.
         """
         named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
-        try:
+        with user_code(named):
             if self.is_compute_score:
                 known = arguments(trajectory)
                 returned = self.function(**{n: known[n] for n in self._takes}, **self.kwargs)
@@ -103,10 +103,6 @@ class Grader:
                 returned = self.function(trajectory, **self.kwargs)
             if inspect.isawaitable(returned):
                 returned = await returned
-        except AgentRLError:
-            raise
-        except Exception as e:
-            raise UserCodeError.of(named, e) from e
         return read_score(named, returned)
 
 

@@ -17,6 +17,8 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
+        self.urgent = False
+        """Whether there was a second signal."""
         self._asked = False
         self._abandonable = False
         self._before: dict[int, object] = {}
@@ -52,7 +54,7 @@ class Interrupt:
             self._abandonable = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked or self._abandonable:
+        self.urgent, self._asked = self._asked, True
+        if self.urgent or self._abandonable:
             raise KeyboardInterrupt
-        self._asked = True
         print("\nstopping; once more to stop at once", flush=True)

@@ -21,13 +21,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from agentrl.config import Config
+from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError
 from agentrl.trainer.algorithms import ALGORITHMS
 from agentrl.trainer.batch import Batch, Targets, mini_batch_count, mini_batch_of
 from agentrl.trainer.diagnostics import mismatch, target_metrics
 from agentrl.trainer.kl import ESTIMATORS
 from agentrl.trainer.losses import importance_weights, policy_loss, value_loss
-from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, load_causal_lm
+from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy
 from agentrl.trainer.optimizer import Optimizer
 from agentrl.trainer.packing import Packed, micro_batches, pack
 
@@ -39,7 +40,7 @@ class Learner:
         """Load the model; nothing else is read.
 
         Args:
-            model_path: a folder in transformers' format, or a name on the hub.
+            model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
             config: the run's.
             total_steps: of the run, for the learning rate.
 
@@ -78,7 +79,7 @@ class Learner:
             self._critic_optimizer = make("critic", learns, config.optim.critic_lr)
 
     def _load_policy(self) -> Policy:
-        model = load_causal_lm(self._path, self._dtype).to(self.accelerator.device)  # type: ignore
+        model = load_causal_lm(self._path, self._dtype, self.accelerator.device)
         return Policy(model, self.config.rollout.temperature)
 
     def _adapter(self, name: str) -> dict[str, nn.Parameter]:
@@ -255,7 +256,7 @@ class Learner:
         return self.policy.export()
 
     def save_pretrained(self, folder: Path) -> None:
-        """A folder that transformers loads; with LoRA, a PEFT adapter's."""
+        """A folder that `load_causal_lm` loads, and others do: see `Policy.save_pretrained`."""
         self.policy.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:

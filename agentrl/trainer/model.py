@@ -18,7 +18,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from agentrl.errors import ConfigError
 from agentrl.trainer.packing import PACKED, Layout, Packed
@@ -27,23 +28,6 @@ LOGITS_AT_ONCE = 2**26
 """Logits held at a time; more tokens than that are scored in chunks, recomputed in backward."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
-
-
-def load_causal_lm(path: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """A model from a folder in transformers' format, or by its name on the hub.
-
-    Weights are read from safetensors only: a pickle could run code.
-
-    Raises:
-        ConfigError: no such model, or no causal language model.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).eval()
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"model.path={path} cannot be loaded as a causal language model: {e}. Give a folder in"
-            " transformers' format with safetensors weights, or a name on the hub."
-        ) from e
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -77,6 +61,12 @@ class Policy:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         self._head = head
+        # An adapter on the head or the embeddings would not be published, nor would it learn.
+        self._adaptable = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        ]
         self._adopt()
 
     def logprobs(self, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -115,6 +105,7 @@ class Policy:
         if isinstance(target_modules, str) and target_modules != "all-linear":
             # PEFT takes a lone text for a regular expression over whole paths.
             target_modules = [target_modules]
+        self._check_targets(target_modules)
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
@@ -134,6 +125,19 @@ class Policy:
         self.model.eval()
         self._all_learn()
         return {n: p for n, p in self.model.named_parameters() if f".{name}." in n}
+
+    def _check_targets(self, target_modules: str | list[str]) -> None:
+        if target_modules == "all-linear":
+            return
+        ends = [f".{name}" for name in self._adaptable]
+        wrong = [t for t in target_modules if not any(end.endswith(f".{t}") for end in ends)]
+        if wrong or not target_modules:
+            names = sorted({end.rpartition(".")[2] for end in ends})
+            raise ConfigError(
+                f"model.lora_target_modules={target_modules!r}: {', '.join(wrong) or 'nothing'} is"
+                f" not to be adapted. Choose all-linear, or from {', '.join(names)}; the output"
+                " layer and the embeddings stay as they are."
+            )
 
     @contextmanager
     def adapter(self, name: str) -> Iterator[None]:
@@ -179,11 +183,22 @@ class Policy:
                 yield f"{name}.weight", merged.to(weight.dtype)
 
     def save_pretrained(self, folder: Path) -> None:
-        """A folder that transformers loads; with LoRA, one that PEFT loads."""
+        """A folder that transformers loads; with LoRA, one that PEFT loads.
+
+        But where the base lies in no folder, being an adapter merged at loading, an adapter's
+        folder could only name another base: then it is the whole model, with LoRA merged.
+        """
         if self.peft is None:
             self.model.save_pretrained(folder)
-        else:
+        elif self.model.name_or_path:
             self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
+        else:
+            weights = {
+                name.replace(".base_layer.", "."): weight.detach()
+                for name, weight in self.model.named_parameters()
+                if "lora_" not in name
+            }
+            self.model.save_pretrained(folder, state_dict=weights | dict(self.export()))
 
     @torch.no_grad()
     def _adopt(self) -> None:

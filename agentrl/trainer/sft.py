@@ -27,9 +27,10 @@ from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.data import load_samples
 from agentrl.data.mistakes import Mistakes
+from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import RegistryError, RunStopped
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.model import ACTOR, Policy, load_causal_lm
+from agentrl.trainer.model import ACTOR, Policy
 from agentrl.trainer.packing import Layout, Packed
 from agentrl.trajectory import Message, Role, Sample
 

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from hashlib import file_digest
 from pathlib import Path
 
 from transformers.utils import logging
@@ -73,6 +74,11 @@ class Trainer:
                 " torchrun or `accelerate launch`"
             )
         check_loggers(config.trainer.logger)
+        if config.model.path == "tiny":
+            raise ConfigError(
+                "model.path=tiny is a preset of the command line. In Python:"
+                " `from agentrl.demo import tiny_config; Trainer(tiny_config(overrides=[...]))`"
+            )
         self.config = config
         self.plan = plan or make_plan(config)
         if not config.trainer.val_only and len(self.plan.train) == 0:
@@ -87,6 +93,10 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.global_step = 0
         self._seconds: dict[str, float] = {}
+        self._whole = True
+        """Whether the learner's state is that of `global_step`, and may be saved."""
+        self._unfinished: dict[str, float] | None = None
+        """Metrics of the step that was made, but neither validated nor recorded."""
 
     # -- the algorithm ----------------------------------------------------------------------------
 
@@ -104,6 +114,7 @@ class Trainer:
                 step=self.global_step,
             )
         batch = self._collate(groups)  # (B, T)
+        self._whole = False  # until the update is made and published
         with self._timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
         with self._timed("values"):
@@ -150,43 +161,64 @@ class Trainer:
             self._begin(stack)
             try:
                 self._train()
+            except RunStopped as e:
+                raise RunStopped(f"{e}\n{self._rescue()}") from e
             except KeyboardInterrupt:
-                if self.global_step > 0:
-                    self._save()
-                self.console.note(
-                    f"stopped after step {self.global_step}; the same command goes on from there"
-                )
+                self.console.note(self._rescue())
                 raise
             return self._finish()
 
     def _train(self) -> None:
         trainer = self.config.trainer
-        if self.global_step == 0 and trainer.val_before_train and self.plan.val:
-            metrics = self._validate()
-            self.tracker.log(0, metrics)
+        if self._unfinished is not None:
+            self._complete(self._unfinished)
+        elif self.global_step == 0 and trainer.val_before_train and self.plan.val:
+            self.tracker.log(0, self._validate())
         while self.global_step < self.total_steps:
             self.interrupt.check()
-            start = time.perf_counter()
-            self._seconds = {}
-            metrics = self.step()
-            # From here the state is that of the next step: an interruption waits until it is told.
-            self.global_step += 1
-            metrics["training/global_step"] = self.global_step
-            metrics["training/epoch"] = self._epoch()
-            self._seconds["step"] = time.perf_counter() - start
-            last = self.global_step == self.total_steps
-            if self.plan.val and _due(self.global_step, trainer.test_freq, last):
-                metrics |= self._validate()
-            metrics |= {f"timing_s/{name}": s for name, s in self._seconds.items()}
-            metrics["perf/throughput"] = (
-                metrics.get("rollout/sampled_tokens", 0.0) / self._seconds["step"]
-            )
-            self.tracker.log(self.global_step, metrics)
-            self.console.step(self.global_step, self.total_steps, metrics)
-            if _due(self.global_step, trainer.save_freq, last):
-                self._save()
+            self._complete(self._advance())
+
+    def _advance(self) -> dict[str, float]:
+        """One step with its times; its validation and its line in the record are still to come."""
+        start, self._seconds = time.perf_counter(), {}
+        metrics = self.step()
+        self._seconds["step"] = time.perf_counter() - start
+        sampled = metrics.get("rollout/sampled_tokens", 0.0)
+        metrics |= {f"timing_s/{name}": s for name, s in self._seconds.items()}
+        metrics["perf/throughput"] = sampled / self._seconds["step"]
+        self.global_step += 1
+        metrics["training/global_step"] = self.global_step
+        metrics["training/epoch"] = self._epoch()
+        self._unfinished, self._whole = metrics, True
+        return metrics
+
+    def _complete(self, metrics: dict[str, float]) -> None:
+        """Validate where it is due, record the step, save where it is due."""
+        trainer, last = self.config.trainer, self.global_step == self.total_steps
+        if self.plan.val and _due(self.global_step, trainer.test_freq, last):
+            metrics |= self._validate()
+            metrics["timing_s/testing"] = self._seconds["testing"]
+        self.tracker.log(self.global_step, metrics)
+        self._unfinished = None
+        self.console.step(self.global_step, self.total_steps, metrics)
+        if _due(self.global_step, trainer.save_freq, last):
+            self._save()
+
+    def _rescue(self) -> str:
+        """Save what a stopped run has, if that is whole, and say so.
+
+        Within an update it is not: half of its optimizer steps may be made. And a second signal
+        means at once.
+        """
+        if self._whole and self.global_step > 0 and not self.interrupt.urgent:
+            self._save()
+        saved = find_checkpoint(self.folder, "auto")
+        if saved is None:
+            return "nothing was saved; the same command begins again"
+        return f"saved after step {saved.step}; the same command goes on from there"
 
     def _validate(self) -> dict[str, float]:
+        self._seconds.pop("testing", None)
         with self._timed("testing"), self.interrupt.abandonable():
             result = evaluate(self.rollouts, self.plan.val, self.config.val)
         self.store.write(self.global_step, result.groups, split="val")
@@ -213,11 +245,25 @@ class Trainer:
         config = self.config
         recover(self.folder)
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
+        self._rows = _fingerprint(config.data.train)
         if checkpoint is not None:
             check_same_run(checkpoint.meta["config"], config.model_dump())
+            if checkpoint.meta["rows"] != self._rows:
+                raise ConfigError(
+                    f"{config.data.train} holds other rows than when {checkpoint.folder} was saved."
+                    " Give the same file, or another --output"
+                )
+            foreign = checkpoint.folder.parent.resolve() != self.folder.resolve()
+            if foreign and (self.folder / METRICS).exists():
+                raise ConfigError(
+                    f"trainer.resume={config.trainer.resume} is another run's, but {self.folder}"
+                    " holds the record of one already. Say trainer.resume=auto to go on with"
+                    " that, or give another --output"
+                )
         logging.disable_progress_bar()  # a bar per model folder says nothing here
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(config.resolved_yaml())
+        if not config.trainer.val_only:
+            (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())
         self.console.note(wiring(self.plan))
         self.tokenizer = load_tokenizer(config.model.path)
@@ -226,6 +272,7 @@ class Trainer:
         if checkpoint is not None:
             self.learner.load(checkpoint.folder)
             self.global_step = checkpoint.step
+            self._unfinished = checkpoint.meta["unfinished"]
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
@@ -246,6 +293,8 @@ class Trainer:
         kept = self.global_step if self.global_step > 0 else -1
         drop_after(self.folder, self.global_step)
         self.store.truncate_after(kept)
+        if self._unfinished is not None:
+            kept -= 1
         self.tracker = Tracker(
             self.folder,
             self.config.trainer.logger,
@@ -261,7 +310,11 @@ class Trainer:
                 self.folder,
                 self.global_step,
                 self.learner.save,
-                {"config": self.config.model_dump(mode="json")},
+                {
+                    "config": self.config.model_dump(mode="json"),
+                    "rows": self._rows,
+                    "unfinished": self._unfinished,
+                },
             )
 
     def _finish(self) -> Mapping[str, float]:
@@ -278,3 +331,11 @@ class Trainer:
 
 def _due(step: int, freq: int, last: bool) -> bool:
     return last or (freq > 0 and step % freq == 0)
+
+
+def _fingerprint(path: str) -> str:
+    """A hash of a file, to know it again; "" for no file."""
+    if not path:
+        return ""
+    with open(path, "rb") as f:
+        return file_digest(f, "blake2b").hexdigest()[:32]

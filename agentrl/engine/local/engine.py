@@ -15,15 +15,17 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.decoder import Decoder
+from agentrl.engine.local.load import load_causal_lm
+from agentrl.engine.local.patience import Patience
 from agentrl.engine.local.schedule import Entry, Schedule
 from agentrl.engine.local.stepper import Stepper
 from agentrl.engine.local.stops import StopTexts
-from agentrl.engine.local.turn import Caller, Turn
-from agentrl.errors import EngineError, UserError
+from agentrl.engine.local.turn import Caller, Turn, check_sampling, checked_row
+from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
 log = logging.getLogger("agentrl")
@@ -38,10 +40,12 @@ class LocalEngine:
 
     With `deterministic=True` two runs with the same weights, episodes and seeds give the same bits,
     however fast tools answer, provided that a wave's episodes are all announced before any of them
-    asks, and that none waits for another. The price: the engine stands still where an episode is
-    due that has neither asked nor ended (see `schedule`); so bound the number of episodes by
-    `slots`, not by a semaphore outside. With `False` turns join as they come, and logprobs differ
-    by floating-point noise from run to run.
+    asks, that none waits for another, and that none exhausts the engine's patience. The price: the
+    engine stands still where an episode is due that has neither asked nor ended (see `schedule`);
+    so bound the number of episodes by `slots`, not by a semaphore outside. After `patience` seconds
+    of it, it warns and goes on without the late episode, whose turns join as they come from then
+    on; the rest of that wave is not bit-exact. With `False` all turns join as they come, and
+    logprobs differ by floating-point noise from run to run.
     """
 
     max_length: int
@@ -54,6 +58,7 @@ class LocalEngine:
         *,
         deterministic: bool,
         slots: int = 256,
+        patience: float = 60.0,
         version: int = 0,
     ):
         """Start the worker.
@@ -64,6 +69,9 @@ class LocalEngine:
             tokenizer: the model's; reads what was sampled where a request has stop strings.
             deterministic: whether the schedule follows episodes and turns alone.
             slots: episodes that hold a row at once; others wait until one ends.
+            patience: seconds to stand still, with `deterministic`, for an episode that neither asks
+                nor ends while another wants tokens. Keep it well below the time that episodes have,
+                or one that hangs takes the others along; `math.inf` waits for ever.
             version: of the model's present weights.
 
         Raises:
@@ -75,6 +83,7 @@ class LocalEngine:
         # The lock guards what follows; the decoder is the worker's, a publisher's while it stands.
         self._changed = threading.Condition()
         self._schedule = Schedule(slots, deterministic)
+        self._patience = Patience(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopTexts(tokenizer))
         self._scores: list[tuple[Caller, np.ndarray, float]] = []
         self._soonest = math.inf
@@ -92,15 +101,17 @@ class LocalEngine:
         device: str = "auto",
         deterministic: bool | None = None,
         slots: int = 256,
+        patience: float = 60.0,
     ) -> Self:
         """An engine with a model from a folder: float32 on a CPU, else the checkpoint's type.
 
         Args:
-            path: a folder or name that transformers can load.
+            path: a model's or a PEFT adapter's: see `load_causal_lm`.
             tokenizer: the model's.
             device: "auto", "cpu" or "cuda".
             deterministic: by default on a CPU.
             slots: see the constructor.
+            patience: see the constructor.
 
         Raises:
             UserError: there is no such model, or it cannot be decoded by this engine.
@@ -108,17 +119,13 @@ class LocalEngine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         on_cpu = device == "cpu"
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32 if on_cpu else "auto", device_map=device
-            )
-        except (OSError, ValueError) as e:
-            raise UserError(f"cannot load a model from {path!r}: {e}") from e
+        model = load_causal_lm(path, torch.float32 if on_cpu else "auto", device)
         return cls(
             model,
             tokenizer,
             deterministic=on_cpu if deterministic is None else deterministic,
             slots=slots,
+            patience=patience,
         )
 
     # -- Sampler -----------------------------------------------------------------------------------
@@ -143,11 +150,12 @@ class LocalEngine:
         Raises:
             EngineError: the prompt leaves no room or is no row of this model's tokens; the episode
                 is unknown or has a turn in flight; the deadline passed; the logits were NaN; the
-                engine was closed.
+                request cannot be served; the engine was closed.
+            UserError: `sampling.stop` holds an empty string or something else than strings.
         """
-        prompt = self._row_of(prompt_ids, f"episode {episode_id!r}", self.max_length - 1)
-        if sampling.max_tokens < 1:
-            raise EngineError(f"episode {episode_id!r}: max_tokens={sampling.max_tokens}, not >= 1")
+        what = f"episode {episode_id!r}"
+        prompt = self._row_of(prompt_ids, what, self.max_length - 1)
+        check_sampling(sampling, what)
         turn = Turn(episode_id, prompt, sampling, seed, deadline, Caller.here())
         with self._changed:
             self._check_running()
@@ -175,7 +183,8 @@ class LocalEngine:
         """See `Sampler`; a pass of its own between decode steps.
 
         Raises:
-            EngineError: not a row of this model's tokens, or the engine was closed.
+            EngineError: not a row of this model's tokens, it cannot be scored, or the engine was
+                closed.
         """
         row = self._row_of(token_ids, "score", self.max_length)
         caller = Caller.here()
@@ -235,18 +244,13 @@ class LocalEngine:
             raise EngineError(self._failure or "the engine is closed")
 
     def _row_of(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
-        row = np.array(token_ids, dtype=np.int32)
-        if not 0 < len(row) <= limit:
-            raise EngineError(
-                f"{what}: {len(row)} tokens, but must be 1 to {limit}"
-                f" (the model's longest row is {self.max_length})"
-            )
-        if row.min() < 0 or row.max() >= self._decoder.vocabulary:
-            raise EngineError(
-                f"{what}: token ids from {row.min()} to {row.max()}, but the model's vocabulary has"
-                f" {self._decoder.vocabulary}"
-            )
-        return row
+        return checked_row(
+            token_ids,
+            what,
+            limit=limit,
+            max_length=self.max_length,
+            vocabulary=self._decoder.vocabulary,
+        )
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -279,20 +283,23 @@ class LocalEngine:
                     self._give_up_turns()
                 if not self._paused:
                     work: list[Callable[[], None]] = [self._answer_scores] if self._scores else []
-                    joined = self._schedule.admit()
+                    joined = self._patience.admit()
                     if self._schedule.decoding and not self._schedule.waiting_for:
                         work.append(partial(self._step, joined))
                     if work:
                         self._stepping = True
                         return work
-                patience = self._soonest - time.monotonic()
-                self._changed.wait(None if math.isinf(patience) else max(0.0, patience))
+                seconds = min(self._soonest, self._patience.ends) - time.monotonic()
+                self._changed.wait(max(0.0, min(seconds, threading.TIMEOUT_MAX)))
             return []
 
     def _answer_scores(self) -> None:
         while self._scores:
             caller, row, temperature = self._scores[0]
-            caller.answer(self._decoder.score(row, temperature))
+            try:
+                caller.answer(self._decoder.score(row, temperature))
+            except Exception as e:
+                caller.answer(EngineError(f"cannot score: {type(e).__name__}: {e}"))
             del self._scores[0]
 
     def _give_up_turns(self) -> None:

@@ -1,4 +1,4 @@
-"""Who decodes when: a function of episodes and turns, never of wall clock.
+"""Who decodes when: a function of episodes and turns, not of wall clock.
 
 Logical time is a count of decode steps. An episode that was announced, or whose turn has just
 ended, is owed: it will ask for another turn or end. It is due at a step that follows from the step
@@ -6,6 +6,10 @@ its last turn ended at; there the schedule waits until it has asked or ended, ho
 take. So which rows decode together at which step depends on what episodes say alone, and so does
 every bit that is computed. Where nothing decodes, time jumps to the next due step; where no episode
 is left, it begins again at 0.
+
+The one exception is `stop_waiting`: an episode that was late once is waited for no more, and its
+turns join when they come, as every episode's do without `deterministic`. Nothing above is promised
+of a wave from there on.
 
 Turns join decoding rows at multiples of `TICK` only, several at once: one prefill pass and one
 packing of the rows serve them all, and tools run while the others decode.
@@ -35,6 +39,8 @@ class Entry:
     """Its row of the cache from its first turn to its end; -1 before."""
     fresh: bool = True
     """Nothing of it lies in its row yet."""
+    awaited: bool = True
+    """When it is due, the others wait until it has asked or ended."""
     turn: Turn | None = None
     decoding: bool = False
     ended: bool = False
@@ -69,8 +75,10 @@ class Schedule:
         if episode_id in self._entries:
             raise EngineError(f"episode {episode_id!r} has begun already; an id is used once")
         started = any(e.row >= 0 for e in self._entries.values())
-        due = self._next_tick() if started else self.step
-        self._entries[episode_id] = Entry(episode_id, self._begun, due)
+        entry = Entry(episode_id, self._begun, self.step, awaited=self.deterministic)
+        if started:
+            entry.due = self._next_due(entry)
+        self._entries[episode_id] = entry
         self._begun += 1
 
     def ask(self, turn: Turn) -> None:
@@ -114,8 +122,8 @@ class Schedule:
             if joined or self.waiting_for or self.decoding:
                 return joined
             room = None in self.rows
-            coming = [e.due for e in self._entries.values() if e.row >= 0 or room]
-            if not self.deterministic or not coming or min(coming) <= self.step:
+            coming = [e.due for e in self._entries.values() if e.awaited and (e.row >= 0 or room)]
+            if not coming or min(coming) <= self.step:
                 return []
             self.step = min(coming)
 
@@ -134,13 +142,31 @@ class Schedule:
                     entry.row = self.rows.index(None)
                     self.rows[entry.row] = entry
                 joined.append((entry, entry.turn))
-            elif self.deterministic:
+            elif entry.awaited:
                 self.waiting_for = entry.id
                 return []
         for entry, _ in joined:
             entry.decoding = True
             self.decoding.append(entry)
         return joined
+
+    def stop_waiting(self) -> list[str]:
+        """Wait no more, now or later, for those that are due and have neither asked nor ended.
+
+        A row of theirs is freed, so that they hold up nobody who waits for one either.
+
+        Returns:
+            Their ids.
+        """
+        late = [
+            e
+            for e in self._entries.values()
+            if e.awaited and e.turn is None and not e.ended and e.due <= self.step
+        ]
+        for entry in late:
+            entry.awaited = False
+            self._free_row(entry)
+        return [e.id for e in late]
 
     def pack(self) -> tuple[list[int], list[int]]:
         """Bring the decoding rows to the front.
@@ -167,14 +193,11 @@ class Schedule:
             self.decoding.remove(entry)
         entry.turn = None
         entry.decoding = False
-        entry.due = self._next_tick()
+        entry.due = self._next_due(entry)
 
     def drop(self, entry: Entry) -> None:
         """The entry's turn has failed or was given up: its row is free at once."""
-        if entry.row >= 0:
-            self.rows[entry.row] = None
-            entry.row = -1
-            entry.fresh = True
+        self._free_row(entry)
         self.finish(entry)
 
     @property
@@ -188,14 +211,19 @@ class Schedule:
         assert entry is not None and entry.turn is not None
         return entry, entry.turn
 
-    def _next_tick(self) -> int:
-        if not self.deterministic:  # due at all times: who has asked joins at the next tick
+    def _next_due(self, entry: Entry) -> int:
+        if not entry.awaited:  # due at all times: who has asked joins at the next tick
             return 0
         return -(-(self.step + LAG) // TICK) * TICK
 
-    def _remove(self, entry: Entry) -> None:
+    def _free_row(self, entry: Entry) -> None:
         if entry.row >= 0:
             self.rows[entry.row] = None
+            entry.row = -1
+            entry.fresh = True
+
+    def _remove(self, entry: Entry) -> None:
+        self._free_row(entry)
         del self._entries[entry.id]
 
     def _start_over(self) -> None:

@@ -30,16 +30,19 @@ class Stepper:
     def step(self, joined: list[tuple[Entry, Turn]], version: int) -> list[Outcome]:
         """Let turns join, then sample one token for each turn that is decoding.
 
+        What goes wrong with one turn's request ends that turn alone.
+
         Args:
             joined: whom the schedule has just admitted.
             version: of the weights.
 
         Returns:
-            The turns that are over, in order of rows. The schedule does not know yet.
+            The turns that are over. The schedule does not know yet.
         """
         decoder, schedule = self._decoder, self._schedule
+        outcomes: list[Outcome] = []
         if joined or len(schedule.decoding) < PACK_BELOW * schedule.width:
-            self._rearrange(joined)
+            outcomes += self._rearrange(joined)
         rows, n = decoder.rows, schedule.width
         decoder.grow(n, int(rows.length[:n].max()) + 1)
         decoder.prefill(n)
@@ -54,11 +57,15 @@ class Stepper:
         rows.append(live, tokens[live], logprobs[live], version)
         stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
         for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
-            _, turn = schedule.decoding_in(int(live[i]))
-            stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
+            entry, turn = schedule.decoding_in(int(live[i]))
+            try:
+                stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
+            except Exception as e:
+                rows.alive[entry.row] = False
+                outcomes.append((entry, turn, _refusal(entry, e)))
         over = stopped | (rows.length[live] >= rows.limit[live])
-        broken = np.isnan(logprobs[live])
-        outcomes: list[Outcome] = []
+        over &= rows.alive[live]
+        broken = np.isnan(logprobs[live]) & rows.alive[live]
         for i in np.flatnonzero(over | broken).tolist():
             entry, turn = schedule.decoding_in(int(live[i]))
             rows.alive[entry.row] = False
@@ -76,8 +83,12 @@ class Stepper:
         if entry.decoding:
             self._decoder.rows.alive[entry.row] = False
 
-    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> None:
-        """Bring the decoding rows to the front and put the joining turns into theirs."""
+    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> list[Outcome]:
+        """Bring the decoding rows to the front and put the joining turns into theirs.
+
+        Returns:
+            The turns that cannot be put there.
+        """
         decoder, schedule = self._decoder, self._schedule
         reach = max(e.row for e in schedule.decoding) + 1
         decoder.grow(reach, max((len(t.prompt) + 1 for _, t in joined), default=0))
@@ -85,8 +96,22 @@ class Stepper:
             if entry is None or entry.fresh:  # what an episode before left there
                 decoder.rows.cached[row] = 0
         decoder.swap(*schedule.pack())
+        refused: list[Outcome] = []
         for entry, turn in joined:
             entry.fresh = False
-            decoder.rows.begin_turn(
-                entry.row, turn.prompt, turn.sampling, turn.seed, decoder.max_length
-            )
+            try:
+                decoder.rows.begin_turn(
+                    entry.row, turn.prompt, turn.sampling, turn.seed, decoder.max_length
+                )
+            except Exception as e:
+                decoder.wipe(entry.row)
+                refused.append((entry, turn, _refusal(entry, e)))
+        return refused
+
+
+def _refusal(entry: Entry, error: Exception) -> EngineError:
+    refusal = EngineError(
+        f"episode {entry.id!r}: cannot serve its request: {type(error).__name__}: {error}"
+    )
+    refusal.__cause__ = error
+    return refusal
