@@ -7,18 +7,23 @@ row of the validation set costs seconds, not a GPU's bring-up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from agentrl import registry
 from agentrl.agent_loops import AgentLoop
+from agentrl.agent_loops.base import Schemas
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.data import check_samples, load_samples
-from agentrl.errors import ConfigError, DataError, UserError
+from agentrl.data import load_checked, load_samples
+from agentrl.errors import ConfigError, DataError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Sample
+from agentrl.trajectory import Message, Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +48,30 @@ def make_plan(config: Config) -> Plan:
     Raises:
         UserError: everything that is wrong, in one message.
     """
-    for file in config.files:
-        registry.load_file(file)
     if not config.data.train and not config.data.val:
         raise ConfigError("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
-    rows: list[Sequence[Sample]] = []
     problems: list[str] = []
-    scorer = make_scorer(config.reward, config.rollout.budget_policy)
-    for path in (config.data.train, config.data.val):
+
+    def noted(work: Callable[[], T]) -> T | None:
         try:
-            samples = load_samples(path, config.data.agent_name) if path else []
-            check_samples(samples, path)
-            check_graders(samples, scorer, path)
-            rows.append(samples)
+            return work()
         except UserError as e:
             problems.append(str(e))
-    if problems:
+            return None
+
+    for file in config.files:
+        noted(partial(registry.load_file, file))
+    # What a file would have defined is missing in every row: say the cause, not the effects.
+    files_load = not problems
+    scorer = noted(partial(make_scorer, config.reward, config.rollout.budget_policy))
+    rows: list[Sequence[Sample]] = []
+    for path in (config.data.train, config.data.val):
+        load = load_checked if files_load else load_samples
+        samples = (noted(partial(load, path, config.data.agent_name)) if path else None) or []
+        if scorer and files_load:
+            noted(partial(check_graders, samples, scorer, path))
+        rows.append(samples)
+    if problems or scorer is None:
         raise DataError("\n".join(problems))
     return Plan(config, rows[0], rows[1], scorer)
 
@@ -78,9 +91,7 @@ def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
     too_long = []
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         for sample in samples:
-            loop = registry.agent_loops.get(sample.agent_name)
-            opening = loop.opening(sample, toolbox.schemas(sample.tools))
-            length = len(template.prompt(*opening))
+            length = len(template.prompt(*_opening(sample, toolbox)))
             if length >= max_length:
                 too_long.append(f"{path}: row {sample.row}: the prompt has {length} tokens")
     if too_long:
@@ -120,9 +131,14 @@ def first_prompts(plan: Plan, template: ChatTemplate) -> str:
     first = {s.agent_name: s for s in reversed([*plan.train, *plan.val])}
     lines = []
     for agent, sample in sorted(first.items()):
-        loop: AgentLoop = registry.agent_loops.get(agent)
-        opening = loop.opening(sample, LocalToolbox().schemas(sample.tools))
+        opening = _opening(sample, LocalToolbox())
         prompt = template.decode(template.prompt(*opening))
         lines.append(f"first prompt of {agent} (row {sample.row}):")
         lines += ["  | " + line for line in prompt.splitlines()]
     return "\n".join(lines)
+
+
+def _opening(sample: Sample, toolbox: LocalToolbox) -> tuple[Sequence[Message], Schemas]:
+    loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
+    with user_code(f"agent loop {loop.name!r}: its opening"):
+        return loop.opening(sample, toolbox.schemas(sample.tools))

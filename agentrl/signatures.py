@@ -1,4 +1,4 @@
-"""Do these keyword arguments fit that function? Asked before anything runs."""
+"""Of the user's functions and classes: do these arguments fit, and where does it stand?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from typing import Any
 from agentrl.registry import did_you_mean
 
 KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def location(target: Callable[..., Any]) -> str:
+    """`FILE:LINE` where a function or class is defined, for error messages."""
+    if inspect.isfunction(target):
+        code = inspect.unwrap(target).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getfile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):  # typed into a prompt, or written in C
+        return f"{target.__module__}.{target.__qualname__}"
+
+
+def place(target: Any) -> str:
+    """`NAME, FILE:LINE` of a function or class, for error messages; of anything else, its repr."""
+    if inspect.isfunction(target) or isinstance(target, type):
+        return f"{target.__qualname__}, {location(target)}"
+    return repr(target)
 
 
 def argument_problems(

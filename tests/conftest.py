@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
+
+import agentrl.agent_loops
+import agentrl.interactions
+import agentrl.rewards  # noqa: F401  (what comes with agentrl is registered in every test)
+from agentrl import registry
 
 CI = os.environ.get("CI") == "true"
 
@@ -13,6 +19,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Two shared cores make any deadline a matter of luck.
 settings.register_profile("agentrl", deadline=None, derandomize=CI)
 settings.load_profile("agentrl")
+
+
+@pytest.fixture(autouse=True)
+def own_registries():
+    """What a test registers, and the user files it loads, are gone after it."""
+    kinds = (registry.agent_loops, registry.interactions, registry.rewards, registry.tools)
+    before, modules = [dict(kind._things) for kind in kinds], set(sys.modules)
+    yield
+    for kind, things in zip(kinds, before, strict=True):
+        kind._things.clear()
+        kind._things.update(things)
+    for name in set(sys.modules) - modules:
+        if name.startswith("agentrl_user_"):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(wrapper=True)

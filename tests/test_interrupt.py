@@ -137,7 +137,7 @@ def test_an_outage_saves_what_was_reached(start, straight, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.LocalEngine, "generate", generate)
-        with pytest.raises(RunStopped, match="is down[^$]*saved after step 3"):
+        with pytest.raises(RunStopped, match=r"is down[^$]*saved after step 3"):
             start(tmp_path, "trainer.save_freq=0")
     start(tmp_path, "trainer.save_freq=0")
     assert begun and record(tmp_path) == straight

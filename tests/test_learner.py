@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,9 @@ from safetensors.torch import load_file
 from torch import tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.algorithms import ALGORITHMS
 from agentrl.trainer.batch import Batch, Targets, collate
 from agentrl.trainer.learner import Learner
@@ -384,6 +388,62 @@ def test_the_saved_folder_is_one_that_others_load(folder, batch, tmp_path, keys)
         learner.logprobs(batch),
         atol=1e-5,
         rtol=1e-5,
+    )
+
+
+# --- from an adapter ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory) -> Path:
+    """What a LoRA run leaves."""
+    learner = Learner(folder, config(**LORA), total_steps=2)
+    for name, weight in learner.policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    path = tmp_path_factory.mktemp("adapter")
+    learner.save_pretrained(path)
+    return path
+
+
+def as_peft_says(folder: Path, adapter: Path, batch: Batch) -> torch.Tensor:
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    return plain_logprobs(PeftModel.from_pretrained(base, str(adapter)).eval(), batch)  # type: ignore
+
+
+def test_an_engine_samples_from_the_base_with_its_adapter(folder, adapter, batch):
+    expected = as_peft_says(folder, adapter, batch)
+    found = torch.zeros_like(expected)
+    engine = LocalEngine.load(str(adapter), byte_tokenizer(), device="cpu")
+    for b in range(len(expected)):
+        p, r = int(batch.prompt_lengths[b]), int(batch.response_lengths[b])
+        ids = [*batch.prompt_ids[b, -p:].tolist(), *batch.response_ids[b, :r].tolist()]
+        found[b, :r] = tensor(asyncio.run(engine.score(array("i", ids)))[p:])
+    engine.close()
+    mask = batch.response_mask
+    torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [FULL, LORA, LORA | PPO])
+def test_a_run_from_an_adapter_begins_there_and_leaves_a_whole_model(
+    folder, adapter, batch, tmp_path, keys
+):
+    """Also with LoRA: an adapter's folder could only name the base that it did not begin from."""
+    learner = Learner(adapter, config(**keys, algorithm__kl_loss_coef=0.1), total_steps=2)
+    start = learner.logprobs(batch)
+    torch.testing.assert_close(start, as_peft_says(folder, adapter, batch), atol=1e-5, rtol=1e-5)
+    batch = replace(batch, rollout_logprobs=start)
+    assert step(learner, batch)["actor/kl_loss"] == 0.0
+    assert step(learner, batch, 2)["actor/kl_loss"] > 0.0
+    learner.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").exists()
+    assert not (tmp_path / "adapter_config.json").exists()
+    names = {name for name, _ in tiny_model().named_parameters()}
+    assert load_file(tmp_path / "model.safetensors").keys() == names
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert not torch.allclose(learner.logprobs(batch), start, atol=1e-3)
+    torch.testing.assert_close(
+        plain_logprobs(loaded, batch), learner.logprobs(batch), atol=1e-5, rtol=1e-5
     )
 
 

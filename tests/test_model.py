@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +26,11 @@ from transformers import (
     MambaForCausalLM,
 )
 
+from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError
 from agentrl.trainer import model as model_module
 from agentrl.trainer.batch import Batch, collate
-from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states, load_causal_lm
+from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states
 from agentrl.trainer.packing import pack
 
 CPU = torch.device("cpu")
@@ -169,8 +172,18 @@ def test_an_adapter_is_drawn_from_its_seed_and_disturbs_no_other():
 def test_only_the_named_modules_get_an_adapter():
     _, learns = with_adapter(targets=["q_proj"])
     assert {n.split(".lora_")[0].rsplit(".", 1)[1] for n in learns} == {"q_proj"}
-    with pytest.raises(ConfigError, match="lora_target_modules=\\['q_porj'\\]"):
-        with_adapter(targets=["q_porj"])
+    _, learns = with_adapter(targets=["layers.1.self_attn.q_proj", "down_proj"])
+    assert len(learns) == 2 * 3
+
+
+@pytest.mark.parametrize("wrong", ["lm_head", "embed_tokens", "norm", "mlp", "q_porj", "proj"])
+def test_modules_that_could_not_learn_or_be_published_get_no_adapter(wrong):
+    choices = "all-linear, or from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj;"
+    for targets in (wrong, ["q_proj", wrong]):
+        with pytest.raises(ConfigError, match=f"{wrong} is not to be adapted. Choose {choices}"):
+            with_adapter(targets=targets)
+    with pytest.raises(ConfigError, match=r"lora_target_modules=\[\]: nothing is"):
+        with_adapter(targets=[])
 
 
 def test_the_exported_merge_scores_as_the_adapter_does_and_leaves_the_base_alone():
@@ -282,5 +295,68 @@ def test_only_safetensors_are_read(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="safetensors"):
         load_causal_lm(folder, torch.float32)
-    with pytest.raises(ConfigError, match="nowhere cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"cannot load a model from .*nowhere'"):
         load_causal_lm(tmp_path / "nowhere", torch.float32)
+
+
+def adapter_folder(folder: Path) -> tuple[Path, Policy]:
+    """A PEFT adapter's folder beside its base, and the policy that it was made of."""
+    policy = Policy(load_causal_lm(tiny_folder(folder / "base"), torch.float32), 1.0)
+    shake(policy.add_adapter(ACTOR, 4, 8, "all-linear", 0))
+    policy.save_pretrained(folder / "adapter")
+    return folder / "adapter", policy
+
+
+def test_an_adapter_is_loaded_as_a_plain_model(tmp_path):
+    path, policy = adapter_folder(tmp_path)
+    merged = load_causal_lm(path, torch.float32)
+    plain = tiny_model()
+    assert type(merged) is type(plain) and not merged.training
+    assert [n for n, _ in merged.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(p.requires_grad for p in merged.parameters())
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        expected = policy.logprobs(rows)[0]
+        found = Policy(merged, 1.0).logprobs(rows)[0]
+        base = Policy(plain, 1.0).logprobs(rows)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found - base).abs().max() > 0.01
+    assert load_causal_lm(path, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_an_adapter_on_an_adapter_is_loaded_too(tmp_path):
+    """Others write them: PEFT takes any folder for a base."""
+    first, _ = adapter_folder(tmp_path / "1")
+    merged = load_causal_lm(first, torch.float32)
+    merged.name_or_path = str(first)
+    policy = Policy(merged, 1.0)
+    shake(policy.add_adapter(ACTOR, 2, 8, ["q_proj"], 1))
+    policy.save_pretrained(tmp_path / "2")
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        expected = policy.logprobs(rows)[0]
+        found = Policy(load_causal_lm(tmp_path / "2", torch.float32), 1.0).logprobs(rows)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_without_a_base_that_it_fits_is_refused(tmp_path):
+    path, _ = adapter_folder(tmp_path)
+    file = path / "adapter_config.json"
+    written = file.read_text()
+
+    def refused(why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            load_causal_lm(path, torch.float32)
+
+    (tmp_path / "base").rename(tmp_path / "moved")
+    refused(r"cannot load a model from .*base', the base of the adapter .*adapter'")
+    tiny_model(layers=1).save_pretrained(tmp_path / "base")
+    refused(r"adapter' cannot be merged into .*base', its base: .*layers\.1\..* is in only one")
+    for base in (None, str(path)):
+        file.write_text(json.dumps(json.loads(written) | {"base_model_name_or_path": base}))
+        refused(r"adapter' does not say which model it is for: base_model_name_or_path is")
+    file.write_text("{")
+    refused(r"adapter' has a config PEFT cannot read")
+    file.write_text(written)
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    refused(r"adapter' cannot be merged .*adapter_model.safetensors")

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import logging
 import time
@@ -11,11 +12,11 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import EngineError, RunStopped, UserCodeError
+from agentrl.errors import EngineError, RunStopped, ToolError, UserCodeError, UserError
 from agentrl.evaluate import evaluate, pass_at_k
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import make_scorer
+from agentrl.rewards import make_scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import LocalToolbox
@@ -148,6 +149,132 @@ def test_a_raising_loop_is_shown_once_and_stops_the_run(rollouts, caplog):
         rollouts(Failing(["a"])).collect(rows(2, "buggy"), n=2, sampling=SAMPLING, step=0)
     shown = [r.getMessage() for r in caplog.records]
     assert len(shown) == 1 and "row r0" in shown[0] and "test_rollout.py" in shown[0]
+
+
+def raising(error, kind):
+    """Registers a loop, interaction or reward that raises `error` in the first rollout of 24."""
+    name = f"{kind}_{type(error).__name__}_{kind}"
+
+    async def loop(ep):
+        await ep.generate()
+        if kind == "loop" and ep.rollout == 0:
+            raise error
+
+    async def respond(self, messages):
+        if self.first:
+            raise error
+        return None
+
+    def init(self, sample):
+        self.first = not RAISED.get(name)
+        RAISED[name] = True
+
+    agent_loop(name)(loop)
+    if kind == "interaction":
+        interaction(name)(type(name, (Interaction,), {"respond": respond, "__init__": init}))
+    return name
+
+
+RAISED: dict[str, bool] = {}
+ODD = [SystemExit(3), TimeoutError("mine"), asyncio.CancelledError(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", [*ODD, ToolError("no"), UserError("no"), ZeroDivisionError()])
+@pytest.mark.parametrize("kind", ["loop", "interaction"])
+def test_whatever_user_code_raises_drops_its_rollout_and_no_other(rollouts, kind, error, caplog):
+    name = raising(error, kind)
+    loop = name if kind == "loop" else "tool_agent"
+    samples = rows(1, loop)
+    if kind == "interaction":
+        samples = [Sample(**{**_fields(s), "interaction": name}) for s in samples]
+    [group] = rollouts(Failing(["#### 12"])).collect(samples, n=24, sampling=SAMPLING, step=0)
+    assert (len(group.scored), group.dropped) == (23, 1)
+    assert type(error).__name__ in caplog.text
+
+
+@pytest.mark.parametrize("error", ODD)
+def test_whatever_a_reward_raises_stops_the_run(rollouts, error):
+    @reward("odd_reward")
+    def odd(trajectory) -> float:
+        raise error
+
+    r = rollouts(Failing(["a"]), reward={"function": "odd_reward"})
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
+    registry.rewards._things.pop("odd_reward")
+
+
+def test_an_opening_that_raises_is_its_loops_bug(rollouts):
+    @agent_loop("bad_opening", opening=lambda sample, schemas: 1 / 0)
+    async def bad_opening(ep):
+        await ep.generate()
+
+    with pytest.raises(RunStopped, match=r"bad_opening[^$]*ZeroDivisionError"):
+        rollouts(Failing(["a"])).collect(rows(2, "bad_opening"), n=2, sampling=SAMPLING, step=0)
+
+
+def test_a_loop_that_waits_for_ever_ends_with_its_time(rollouts):
+    @agent_loop("sleeper")
+    async def sleeper(ep):
+        await ep.generate()
+        if ep.rollout == 0:
+            await asyncio.sleep(1e9)
+
+    r = rollouts(Failing(["#### 12"]), rollout={"timeout_s": 0.3})
+    [group] = r.collect(rows(1, "sleeper"), n=4, sampling=SAMPLING, step=0)
+    assert [s.trajectory.stop_reason for s in group.scored] == ["time", "done", "done", "done"]
+
+
+def test_an_engine_that_takes_all_the_time_ends_the_episode_with_it(rollouts):
+    class Slow(Failing):
+        async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+            await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+            raise EngineError("the deadline passed")
+
+    r = rollouts(Slow(["a"]), rollout={"timeout_s": 0.2})
+    [group] = r.collect(rows(1, "single_turn"), n=2, sampling=SAMPLING, step=0)
+    assert [s.trajectory.stop_reason for s in group.scored] == ["time", "time"]
+    assert all(len(s.trajectory.segments[0].response_ids) == 0 for s in group.scored)
+
+
+def test_a_spent_episode_cannot_be_caught_and_continued(rollouts):
+    @agent_loop("stubborn")
+    async def stubborn(ep):
+        while True:
+            try:
+                await ep.generate()
+            except Exception:
+                continue
+
+    r = rollouts(Failing(["a"] * 20), rollout={"max_turns": 2})
+    [group] = r.collect(rows(1, "stubborn"), n=2, sampling=SAMPLING, step=0)
+    assert [s.trajectory.stop_reason for s in group.scored] == ["turns", "turns"]
+
+
+def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd):
+    @reward("slow_reward")
+    async def slow(trajectory) -> float:
+        await asyncio.sleep(0.8)
+        return 1.0
+
+    r = rollouts(Failing(["a"]), reward={"function": "slow_reward"}, trainer={"watchdog_s": 0.2})
+    r.collect(rows(1, "single_turn"), n=1, sampling=SAMPLING, step=0)
+    assert "turn 1  reward" in capfd.readouterr().err
+
+
+def test_a_row_twice_in_a_step_is_played_with_other_seeds(rollouts):
+    seeds = []
+
+    class Seeing(Failing):
+        async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+            seeds.append(seed)
+            return await super().generate(
+                prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+            )
+
+    [row] = rows(1, "single_turn")
+    rollouts(Seeing(["a"])).collect([row, row], n=2, sampling=SAMPLING, step=0)
+    assert len(set(seeds)) == 4
 
 
 def test_a_raising_reward_stops_the_run(rollouts, tmp_path):

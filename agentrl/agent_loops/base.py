@@ -10,6 +10,7 @@ from typing import Any
 from agentrl import registry
 from agentrl.agent_loops.episode import Episode
 from agentrl.errors import RegistryError
+from agentrl.signatures import place
 from agentrl.trajectory import Message, Sample
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -58,12 +59,18 @@ def agent_loop(
         opening: how the loop shows its prompt and tools; by default the chat template does.
 
     Raises:
-        RegistryError: the loop is not an async function, or the name is taken.
+        RegistryError: the loop is not an async function, or has no name, or one that is taken.
     """
+    if not isinstance(name, str):
+        raise RegistryError(
+            f'write @agent_loop("name") above {place(name)}: rows refer to it by name'
+        )
 
     def register(loop: Callable[[Episode], Awaitable[None]]):
         if not inspect.iscoroutinefunction(loop):
-            raise RegistryError(f"the agent loop {name!r} must be an `async def` function")
+            raise RegistryError(
+                f"the agent loop {name!r} ({place(loop)}) must be an `async def` function"
+            )
         registry.agent_loops.add(name, AgentLoop(name, loop, uses_tools, uses_interaction, opening))
         return loop
 

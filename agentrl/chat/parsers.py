@@ -15,6 +15,7 @@ import orjson
 from agentrl.trajectory import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
 """More calls than this in one turn are answered with one error: a runaway loop, not a plan."""
 
@@ -24,6 +25,9 @@ MAX_DEPTH = 64
 # tag's `<` is none of these, so that a scan can pass a tag only within a string; that keeps the sum
 # of all scans linear.
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[\s:,0-9.eE+\-a-z]+', re.DOTALL)
+_ACTION = re.compile("^Action:", re.MULTILINE)
+_FINAL = re.compile("^Final Answer:", re.MULTILINE)
+_TAG = re.compile("|".join((OPEN, THINK, THOUGHT)))
 _SPACE = re.compile(r"\s*")
 
 
@@ -34,33 +38,42 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
         {"name": "calculator", "arguments": {"expression": "3*4"}}
         </tool_call>
 
-    Calls inside `<think>...</think>` are thoughts, not calls. A closing tag within a JSON string is
+    Calls inside `<think>...</think>` are thoughts, not calls. A tag within a call's JSON string is
     text. A call cut off at the end of the turn is an error, never executed.
     """
-    thought = text.rfind("</think>")
-    start = thought + len("</think>") if thought >= 0 else 0
-    if text.find("<think>", start) >= 0:
-        return []
     calls: list[ToolCall] = []
-    position = text.find(OPEN, start)
-    while position >= 0:
-        if len(calls) == MAX_CALLS:
+    position = 0
+    while tag := _TAG.search(text, position):
+        position = tag.end()
+        if tag[0] == THOUGHT:  # begun in the prompt: what came before was thought
+            calls.clear()
+        elif tag[0] == THINK:
+            position = text.find(THOUGHT, position) + len(THOUGHT)
+            if position < len(THOUGHT):
+                if text.find(OPEN, tag.end()) >= 0:
+                    why = "the call stands in a <think> that is never closed"
+                    calls.append(ToolCall("", text[tag.end() :], error=why))
+                break
+        else:
+            call, position = _call_at(text, position)
+            calls.append(call)
+        if len(calls) > MAX_CALLS:
             calls[-1] = ToolCall("", "", error=f"more than {MAX_CALLS} calls in one turn")
             break
-        body = _SPACE.match(text, position + len(OPEN)).end()  # type: ignore[union-attr]
-        end = _end_of_object(text, body)
-        after = _SPACE.match(text, end).end() if end else 0  # type: ignore[union-attr]
-        if end and text.startswith(CLOSE, after):
-            calls.append(_read_call(text[body:end]))
-            position = text.find(OPEN, after + len(CLOSE))
-            continue
-        close = text.find(CLOSE, body)
-        following = text.find(OPEN, body)
-        stop = min(p for p in (close, following, len(text)) if p >= 0)
-        why = "no closing </tool_call>" if close < 0 else "not one JSON object"
-        calls.append(ToolCall("", text[body:stop], error=why))
-        position = following
     return calls
+
+
+def _call_at(text: str, position: int) -> tuple[ToolCall, int]:
+    """The call behind an opening tag, and where to go on."""
+    body = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+    end = _end_of_object(text, body)
+    after = _SPACE.match(text, end).end() if end else 0  # type: ignore[union-attr]
+    if end and text.startswith(CLOSE, after):
+        return _read_call(text[body:end]), after + len(CLOSE)
+    close, following = text.find(CLOSE, body), text.find(OPEN, body)
+    stop = min(p for p in (close, following, len(text)) if p >= 0)
+    why = "no closing </tool_call>" if close < 0 else "not one JSON object"
+    return ToolCall("", text[body:stop], error=why), stop
 
 
 def parse_react(text: str) -> list[ToolCall]:
@@ -71,16 +84,13 @@ def parse_react(text: str) -> list[ToolCall]:
         Action Input: {"expression": "3*4"}
         Observation:
 
-    Returns no call where the turn has no `Action:` or gives a `Final Answer:`.
+    Returns no call where the turn has no `Action:`, or a `Final Answer:` after it.
     """
-    if "Final Answer:" in text:
+    action = max((m.end() for m in _ACTION.finditer(text)), default=-1)
+    final = max((m.end() for m in _FINAL.finditer(text)), default=-1)
+    if action <= final:
         return []
-    action = text.rfind("\nAction:")
-    if action < 0:
-        if not text.startswith("Action:"):
-            return []
-        action = -1
-    name, _, rest = text[action + 1 + len("Action:") :].partition("\n")
+    name, _, rest = text[action:].partition("\n")
     name = name.strip()
     label, _, tail = rest.lstrip().partition("Action Input:")
     if label.strip() or not rest.lstrip().startswith("Action Input:"):

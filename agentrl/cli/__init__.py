@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from agentrl import __version__
 from agentrl.cli import evaluate, init, play, sft, tools, train
 
 app = typer.Typer(
@@ -26,11 +30,30 @@ app.command("init")(init.init)
 app.add_typer(tools.app, name="tools")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agentrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """What is said before a command."""
+
+
 def main() -> None:
     """Run a command; a user's mistake is one message and exit code 1, never a traceback."""
     from agentrl.errors import AgentRLError
 
     try:
+        _refuse_dashed_keys(sys.argv[1:])
         app()
     except AgentRLError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -38,3 +61,14 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _refuse_dashed_keys(words: Sequence[str]) -> None:
+    """Say how `--rollout.n 4` is written: no option has a dot in its name, every key has."""
+    from agentrl.errors import ConfigError
+
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if found := re.fullmatch(r"--(\w+(?:\.\w+)+)(?:=(.*))?", word, re.DOTALL):
+            key, value = found.group(1), found.group(2)
+            value = (following or "VALUE") if value is None else value
+            raise ConfigError(f"{word}: keys are given without dashes: {key}={value}")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agentrl.cli.options import ConfigFile, Dataset, Files, Model, Overrides, read_config
+from agentrl.cli.options import (
+    ConfigFile,
+    Files,
+    Model,
+    Overrides,
+    PlayedDataset,
+    read_config,
+    rows_to_play,
+    sampled,
+)
 
 
 def eval_(
     overrides: Overrides = None,
-    dataset: Dataset = None,
+    dataset: PlayedDataset = None,
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
@@ -27,7 +37,7 @@ def eval_(
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
 
-        agentrl eval --dataset rows.jsonl --model runs/a/model -f my_tools.py --output evals/a
+        agentrl eval -c runs/a/config.yaml --model runs/a/model --output evals/a
     """
     import json
 
@@ -36,11 +46,16 @@ def eval_(
     from agentrl.store import TrajectoryStore
 
     settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
+    settings = rows_to_play(settings, dataset)
+    val = settings.val
     with open_session(settings) as (plan, rollouts):
-        result = evaluate(rollouts, plan.train, settings.val)
-    width = max(map(len, result.metrics))
-    for name, value in sorted(result.metrics.items()):
-        typer.echo(f"{name:{width}}  {value:.4f}")
+        beside = ", greedy beside it" if val.greedy and val.temperature else ""
+        typer.echo(
+            f"{settings.data.train}: {len(plan.train)} rows x {val.n}"
+            f" ({sampled(val.temperature)}){beside}"
+        )
+        result = evaluate(rollouts, plan.train, val)
+    typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
@@ -48,13 +63,51 @@ def eval_(
         store.write(0, result.groups, split="val")
         if result.greedy_groups:
             store.write(0, result.greedy_groups, split="greedy")
-        typer.echo(f"written to {output}")
+        typer.echo(f"all metrics and the trajectories: {output}")
+
+
+def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:
+    """Rewards, accuracy and tool calls of an `Evaluation`, over all rows and by loop.
+
+    Args:
+        metrics: the evaluation's.
+        agents: the loops of its rows.
+        n: rollouts a row of the sampled pass.
+    """
+    powers = [k for k in (2**i for i in range(1, n.bit_length())) if k <= n]
+    lines = [["", "", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]]
+    loops = [("all", ""), *((agent, f"/{agent}") for agent in agents)]
+    for name, below in loops if len(agents) > 1 else [(*agents, "")]:
+        passes = (("sampled", f"val{below}", n), ("greedy", f"val_greedy{below}", 1))
+        for label, prefix, count in passes:
+            if f"{prefix}/reward/mean@{count}" not in metrics:
+                continue
+            shown = [
+                (f"reward/mean@{count}", ".3f"),
+                (f"acc/mean@{count}", ".3f"),
+                *((f"acc/pass@{k}", ".3f") for k in powers),
+                ("tool_call_rate", ".0%"),
+                ("num_turns", ".1f"),
+            ]
+            cells = [
+                format(metrics[f"{prefix}/{key}"], form) if f"{prefix}/{key}" in metrics else "-"
+                for key, form in shown
+            ]
+            lines.append([name, label, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
 
 
 def generate(
     output: Annotated[Path, typer.Option(help="The file to write, .parquet or .jsonl.")],
     overrides: Overrides = None,
-    dataset: Dataset = None,
+    dataset: PlayedDataset = None,
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
@@ -67,14 +120,24 @@ def generate(
     Examples:
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
     """
+    from agentrl.errors import UserError
+
+    if output.suffix not in (".parquet", ".jsonl"):
+        raise UserError(f"--output {output} must end in .parquet or .jsonl")
+    if output.exists():
+        raise UserError(f"--output {output} is there already: name a new file")
+
     from agentrl.cli.session import open_session
     from agentrl.data import read_rows, write_rows
     from agentrl.engine.base import Sampling
 
     settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
+    settings = rows_to_play(settings, dataset)
     val = settings.val
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
     with open_session(settings) as (plan, rollouts):
+        said = f"{len(plan.train)} rows x {n} ({sampled(val.temperature)})"
+        typer.echo(f"{settings.data.train}: {said}")
         groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
     texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
     rows = read_rows(settings.data.train)

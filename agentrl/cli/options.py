@@ -20,6 +20,13 @@ ConfigFile = Annotated[
 Dataset = Annotated[
     str | None, typer.Option(help="Rows to train on, .parquet or .jsonl (data.train).")
 ]
+PlayedDataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        help="Rows to play, .parquet or .jsonl; by default data.val where set, else data.train.",
+    ),
+]
 ValDataset = Annotated[str | None, typer.Option(help="Rows to validate on (data.val).")]
 Model = Annotated[
     str | None,
@@ -48,9 +55,12 @@ def read_config(
     output: str | None = None,
     files: list[str] | None = None,
 ) -> Config:
-    """Defaults, then the preset's settings, YAML, overrides and flags, later ones winning."""
-    from agentrl.config import load_config
-    from agentrl.demo import TINY_SETTINGS
+    """Defaults, then the preset's settings, YAML, overrides and flags, later ones winning.
+
+    Raises:
+        ConfigError: what is wrong with them, or neither rows nor a model were named.
+    """
+    from agentrl.demo import load_with_preset
 
     flags: dict[str, Any] = {
         "data.train": dataset,
@@ -60,23 +70,30 @@ def read_config(
         "files": files,
     }
     flags = {key: value for key, value in flags.items() if value}
-    path = str(config) if config else None
-    loaded = load_config(path, overrides or [], flags)
-    if loaded.model.path != "tiny":
-        return loaded
-    return load_config(path, overrides or [], flags, preset=TINY_SETTINGS)
+    loaded = load_with_preset(str(config) if config else None, overrides or [], flags)
+    _check_given(loaded)
+    return loaded
 
 
-def resolve(config: Config) -> Config:
-    """The config with the model's folder in place of a preset's name; makes the preset if need be.
+def rows_to_play(config: Config, dataset: str | None) -> Config:
+    """The config with one file of rows: `--dataset`, else data.val where set, else data.train."""
+    path = dataset or config.data.val or config.data.train
+    data = config.data.model_copy(update={"train": path, "val": ""})
+    return config.model_copy(update={"data": data})
 
-    Raises:
-        UserError: no model was named, or there is none.
-    """
-    from agentrl.demo import resolve_model
+
+def sampled(temperature: float) -> str:
+    """How turns are sampled, in words."""
+    return f"sampled at T={temperature}" if temperature else "greedy"
+
+
+def _check_given(config: Config) -> None:
     from agentrl.errors import ConfigError
 
+    missing = []
+    if not config.data.train and not config.data.val:
+        missing.append("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
     if not config.model.path:
-        raise ConfigError("no model: give --model FOLDER, a hub name, or --model tiny")
-    path = str(resolve_model(config.model.path))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        missing.append("no model: give --model FOLDER, a hub name, or --model tiny (model.path)")
+    if missing:
+        raise ConfigError("\n".join(missing))

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import ConfigFile, Dataset, Files, Model, Overrides, read_config
+from agentrl.cli.options import (
+    ConfigFile,
+    Files,
+    Model,
+    Overrides,
+    PlayedDataset,
+    read_config,
+    rows_to_play,
+    sampled,
+)
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
@@ -15,7 +24,7 @@ if TYPE_CHECKING:
 
 def play(
     overrides: Overrides = None,
-    dataset: Dataset = None,
+    dataset: PlayedDataset = None,
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
@@ -26,6 +35,8 @@ def play(
 
     Examples:
         agentrl play --dataset datasets/arithmetic_val.parquet --model tiny -n 3 --agent react
+
+        agentrl play -c runs/a/config.yaml --model runs/a/model -n 3
     """
     from agentrl.cli.session import open_session
     from agentrl.engine.base import Sampling
@@ -33,13 +44,19 @@ def play(
     from agentrl.registry import agent_loops
 
     settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
+    settings = rows_to_play(settings, dataset)
     with open_session(settings) as (plan, rollouts):
         rows = [s for s in plan.train if not agent or s.agent_name == agent_loops.canonical(agent)][
             :n
         ]
         if not rows:
             raise DataError(f"no row of {settings.data.train} has the agent loop {agent!r}")
-        sampling = Sampling(temperature=settings.rollout.temperature)
+        temperature = settings.rollout.temperature
+        typer.echo(
+            f"{settings.data.train}: {len(rows)} of {len(plan.train)} rows"
+            f" ({sampled(temperature)})\n"
+        )
+        sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
             for scored in group.scored:
                 typer.echo(transcript(scored, rollouts.world.template))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from agentrl.cli.options import resolve
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -22,25 +21,41 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     Raises:
         UserError: what is wrong with config, rows or model.
     """
+    from agentrl.demo import resolve
     from agentrl.plan import make_plan
 
     plan = make_plan(config)
     plan = replace(plan, config=resolve(config))
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from agentrl.chat import ChatTemplate, load_tokenizer
     from agentrl.engine.local import LocalEngine
     from agentrl.plan import check_lengths
     from agentrl.rollout import open_rollouts
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     path = plan.config.model.path
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(tokenizer)
     engine = LocalEngine.load(path, tokenizer, device=plan.config.trainer.device)
     try:
         check_lengths(plan, template, engine.max_length)
-        with open_rollouts(plan.config, engine, template, plan.scorer) as rollouts:
+        with (
+            _no_word_on_training(),
+            open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,
+        ):
             yield plan, rollouts
     finally:
         engine.close()
+
+
+@contextlib.contextmanager
+def _no_word_on_training() -> Iterator[None]:
+    """Rewards that would not train are warned about where something trains."""
+    log = logging.getLogger("agentrl.rewards")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

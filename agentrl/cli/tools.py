@@ -15,8 +15,8 @@ app = typer.Typer(
 )
 
 FilesArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="FILE...", help="Python files with @tool, or shelf:NAME."),
+    list[str] | None,
+    typer.Argument(metavar="[FILE]...", help="The same as --file."),
 ]
 FilesOption = Annotated[
     list[str] | None,
@@ -27,7 +27,8 @@ Name = Annotated[str, typer.Argument(help="A tool, or one of the functions it of
 
 @app.command()
 def serve(
-    files: FilesArgument,
+    files: FilesArgument = None,
+    file: FilesOption = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8900,
     token_env: Annotated[
@@ -41,14 +42,14 @@ def serve(
     Examples:
         agentrl tools serve shelf:calculator my_tools.py
 
-        AGENTRL_TOOLS_TOKEN=... agentrl tools serve my_tools.py --host 0.0.0.0
+        AGENTRL_TOOLS_TOKEN=... agentrl tools serve -f my_tools.py --host 0.0.0.0
     """
     import os
 
     from agentrl.registry import tools
     from agentrl.tools.server import ToolServer
 
-    _load(files)
+    _load([*(files or []), *(file or [])])
 
     def ready() -> None:
         typer.echo(f"{len(tools.names())} tools at {server.url}: {', '.join(tools.names())}")
@@ -59,15 +60,15 @@ def serve(
 
 
 @app.command("list")
-def list_(files: FilesArgument) -> None:
+def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
     """List the tools of some files, and the functions they offer a model.
 
     Examples:
-        agentrl tools list shelf:calculator my_tools.py
+        agentrl tools list shelf:calculator -f my_tools.py
     """
     from agentrl.registry import tools
 
-    _load(files)
+    _load([*(files or []), *(file or [])])
     for name in tools.names():
         tool: Tool = tools.get(name)
         kind = "one object per episode" if tool.stateful else "function"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +17,12 @@ from agentrl.cli.options import (
     Overrides,
     ValDataset,
     read_config,
-    resolve,
 )
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.plan import Plan
+    from agentrl.tools import Toolbox
 
 
 def train(
@@ -59,13 +61,14 @@ def train(
     if dry_run:
         _check(settings)
         return
+    from agentrl.demo import resolve
     from agentrl.plan import make_plan
 
     plan = make_plan(settings)
     plan = replace(plan, config=resolve(settings))
     from agentrl.trainer import Trainer
 
-    _tell_without_effect(settings)
+    _tell(plan)
     Trainer(plan.config, plan=plan).run()
 
 
@@ -91,15 +94,24 @@ def check(
     )
 
 
-def _tell_without_effect(settings: Config) -> None:
+def _tell(plan: Plan) -> None:
+    """What the user may not have meant."""
     from agentrl.config import without_effect
 
-    for said in without_effect(settings):
+    notes = without_effect(plan.config)
+    rows, size = len(plan.train), plan.config.data.batch_size
+    if 0 < rows < size:
+        notes.append(
+            f"data.batch_size={size} is more than the {rows} rows of {plan.config.data.train}:"
+            " a step plays some of them more than once"
+        )
+    for said in notes:
         typer.echo(f"note: {said}", err=True)
 
 
 def _check(settings: Config) -> None:
     from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.demo import resolve
     from agentrl.plan import check_lengths, first_prompts, make_plan, wiring
     from agentrl.tools import open_toolbox
 
@@ -107,16 +119,43 @@ def _check(settings: Config) -> None:
     settings = resolve(settings)
     template = ChatTemplate(load_tokenizer(settings.model.path))
     from transformers import AutoConfig
+    from transformers.utils import is_torch_cuda_available
 
     check_lengths(
         plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings
     )
     with open_toolbox(settings.tools, settings.files) as toolbox:
+        _check_tools(plan, toolbox)
         typer.echo(wiring(plan))
+        typer.echo(_judges(plan))
         typer.echo(first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
     typer.echo("config, where it differs from the defaults:")
     for line in settings.diff():
         typer.echo(f"  {line}")
-    _tell_without_effect(settings)
+    _tell(plan)
+    if settings.trainer.device == "cuda" and not is_torch_cuda_available():
+        typer.echo("note: trainer.device=cuda, but there is no GPU here", err=True)
     typer.echo("all is wired.")
+
+
+def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
+    """Refuse a toolbox that lacks what rows name; a server may hold other tools than the files."""
+    from agentrl.errors import ConfigError, RegistryError
+
+    for names in sorted({s.tools for s in (*plan.train, *plan.val)}):
+        try:
+            toolbox.schemas(names)
+        except RegistryError as e:
+            raise ConfigError(f"the tools {toolbox.where}: {e}") from None
+
+
+def _judges(plan: Plan) -> str:
+    """Which reward scores which rows."""
+    kind = "grader" if plan.scorer.by_data_source else "reward"
+    sources = Counter(s.data_source for s in (*plan.train, *plan.val))
+    return "\n".join(
+        f"{kind} {plan.scorer.grader(source).name}: {count} rows"
+        f" {f'of data_source {source}' if source else 'without data_source'}"
+        for source, count in sorted(sources.items())
+    )

@@ -1,8 +1,8 @@
 """Dataset rows: from .parquet and .jsonl files to checked samples, in a resumable order."""
 
-from agentrl.data.check import check_samples
+from agentrl.data.check import check_samples, load_checked
 from agentrl.data.files import read_rows, write_rows
 from agentrl.data.order import RowOrder
 from agentrl.data.rows import load_samples
 
-__all__ = ["RowOrder", "check_samples", "load_samples", "read_rows", "write_rows"]
+__all__ = ["RowOrder", "check_samples", "load_checked", "load_samples", "read_rows", "write_rows"]

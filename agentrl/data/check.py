@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from agentrl import registry
 from agentrl.data.mistakes import Mistakes
+from agentrl.data.rows import read_samples
 from agentrl.signatures import argument_problems
 from agentrl.trajectory import Sample
 
@@ -24,11 +25,28 @@ def check_samples(samples: Sequence[Sample], path: str) -> None:
             that nothing can answer. All of them at once.
     """
     mistakes = Mistakes(path)
+    _judge(samples, mistakes)
+    mistakes.raise_any()
+
+
+def load_checked(path: str, default_agent_name: str = "single_turn") -> list[Sample]:
+    """`load_samples` and `check_samples` in one: what either finds is said at once.
+
+    Raises:
+        DataError: see both.
+    """
+    mistakes = Mistakes(path)
+    samples = read_samples(path, default_agent_name, mistakes)
+    _judge([s for s in samples if s.row not in mistakes.rows], mistakes)
+    mistakes.raise_any()
+    return samples
+
+
+def _judge(samples: Sequence[Sample], mistakes: Mistakes) -> None:
     for sample in samples:
         for check in (_prompt, _loop, _tools, _interaction):
             for field, what in check(sample):
                 mistakes.add(sample.row, field, what)
-    mistakes.raise_any()
 
 
 Found = Iterator[tuple[str, str]]

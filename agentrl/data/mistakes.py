@@ -19,6 +19,11 @@ class Mistakes:
         """Note that `field` of row `row` (from 0) is wrong, and how to mend it."""
         self._rows.setdefault((field, what), []).append(row)
 
+    @property
+    def rows(self) -> set[int]:
+        """The rows that something is wrong with."""
+        return {row for rows in self._rows.values() for row in rows}
+
     def raise_any(self) -> None:
         """Raise what was noted, if anything.
 
@@ -36,6 +41,6 @@ class Mistakes:
             lines.append(f"and {hidden:,} more kinds of mistakes")
         if len(lines) == 1:
             raise DataError(lines[0])
-        wrong = len({row for rows in self._rows.values() for row in rows})
+        wrong = len(self.rows)
         listed = "".join(f"\n  - {line}" for line in lines)
         raise DataError(f"{wrong:,} rows are wrong (rows count from 0):{listed}")

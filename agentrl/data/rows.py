@@ -40,16 +40,22 @@ def load_samples(path: str, default_agent_name: str = "single_turn") -> list[Sam
         DataError: the file cannot be read, or rows are malformed; all of them at once.
     """
     mistakes = Mistakes(path)
-    rows = read_rows(path)
+    samples = read_samples(path, default_agent_name, mistakes)
+    mistakes.raise_any()
+    return samples
+
+
+def read_samples(path: str, default_agent_name: str, mistakes: Mistakes) -> list[Sample]:
+    """All rows as samples; of what is noted in `mistakes`, a sample may hold anything."""
     samples = [
-        _Reader(row, number, mistakes).sample(default_agent_name) for number, row in enumerate(rows)
+        _Reader(row, number, mistakes).sample(default_agent_name)
+        for number, row in enumerate(read_rows(path))
     ]
     first: dict[str, int] = {}
     for sample in samples:
         row = first.setdefault(sample.id, sample.row)
         if row != sample.row:
             mistakes.add(sample.row, "id", f"{sample.id!r} is row {row}'s id already")
-    mistakes.raise_any()
     return samples
 
 

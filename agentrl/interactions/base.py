@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from agentrl.errors import EpisodeOver, RegistryError, UserCodeError, user_code
 from agentrl.registry import interactions
-from agentrl.signatures import argument_problems
+from agentrl.signatures import argument_problems, location, place
 from agentrl.trajectory import Message, Sample
 
 
@@ -71,21 +71,27 @@ def interaction(name: str) -> Callable[[I], I]:
         RegistryError: not an `Interaction`, or its methods are not async, or the name is taken.
     """
     if not isinstance(name, str):
-        raise RegistryError(f'write @interaction("name") above {name!r}: rows refer to it by name')
+        raise RegistryError(
+            f'write @interaction("name") above {place(name)}: rows refer to it by name'
+        )
 
     def register(cls: I) -> I:
         if not (isinstance(cls, type) and issubclass(cls, Interaction)):
             raise RegistryError(
-                f"@interaction({name!r}) is for subclasses of Interaction, not {cls!r}"
+                f"@interaction({name!r}) is for subclasses of Interaction, not {place(cls)}"
             )
         for method in ("respond", "close"):
-            if not inspect.iscoroutinefunction(inspect.getattr_static(cls, method)):
+            function = inspect.getattr_static(cls, method)
+            if not inspect.iscoroutinefunction(function):
+                place = location(function if inspect.isfunction(function) else cls)
                 raise RegistryError(
-                    f"{cls.__qualname__}.{method} must be `async def`: many episodes share a thread"
+                    f"{cls.__qualname__}.{method} ({place}) must be `async def`: many episodes"
+                    " share a thread"
                 )
         if inspect.isabstract(cls):
             raise RegistryError(
-                f"{cls.__qualname__} lacks `async def respond(self, messages) -> Reply | None`"
+                f"{cls.__qualname__} ({location(cls)}) lacks"
+                " `async def respond(self, messages) -> Reply | None`"
             )
         return interactions.add(name, cls)
 

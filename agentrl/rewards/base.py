@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, TypeVar
 from agentrl.errors import ConfigError, RegistryError, UserCodeError, user_code
 from agentrl.registry import rewards
 from agentrl.rewards.compute_score import NAMES, arguments
-from agentrl.signatures import argument_problems
+from agentrl.signatures import argument_problems, place
 from agentrl.trajectory import Trajectory
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def reward(name: str) -> Callable[[F], F]:
     """
     if not isinstance(name, str):
         raise RegistryError(
-            f'write @reward("name") above {name!r}: the config refers to it by name'
+            f'write @reward("name") above {place(name)}: the config refers to it by name'
         )
 
     def register(function: F) -> F:

@@ -21,9 +21,9 @@ from typing import Any, TypeVar, overload
 
 from agentrl.errors import DataError, UserError
 from agentrl.registry import tools
-from agentrl.signatures import argument_problems
+from agentrl.signatures import argument_problems, location, place
 from agentrl.tools.catalogue import Offer
-from agentrl.tools.schema import Parameters, adopt, describe, location
+from agentrl.tools.schema import Parameters, adopt, describe
 from agentrl.trajectory import Sample
 
 log = logging.getLogger("agentrl.tools")
@@ -153,16 +153,16 @@ def _record(
     max_concurrency: int,
     schema: Mapping[str, Any] | None,
 ) -> Tool:
-    place = _place(target)
+    where = place(target)
     if timeout <= 0 or max_concurrency < 0:
         raise UserError(
-            f"@tool on {place}: timeout={timeout} must be above 0 seconds, and"
+            f"@tool on {where}: timeout={timeout} must be above 0 seconds, and"
             f" max_concurrency={max_concurrency} at least 0"
         )
     hooks: tuple[str, ...] = ()
     if isinstance(target, type):
         if schema is not None:
-            raise UserError(f"@tool on {place}: schema= is for functions, not for classes")
+            raise UserError(f"@tool on {where}: schema= is for functions, not for classes")
         name = name or _snake(target.__name__)
         functions = _methods(target, name)
         hooks = tuple(h for h in HOOKS if h in _attributes(target))
@@ -174,7 +174,7 @@ def _record(
             function = _handmade(target, name, schema)
             name, functions = function.name, (function,)
     else:
-        raise UserError(f"@tool goes on a function or a class, not on {place}")
+        raise UserError(f"@tool goes on a function or a class, not on {where}")
     _check_name(name, target)
     return Tool(name, target, functions, timeout, idempotent, max_concurrency, hooks)
 
@@ -228,7 +228,7 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
             found.append(_function(function, called, attribute, bound))
     if not found:
         raise UserError(
-            f"the class tool {name!r} ({_place(cls)}) offers nothing to call:"
+            f"the class tool {name!r} ({place(cls)}) offers nothing to call:"
             f" it needs a public method other than {' and '.join(HOOKS)}"
         )
     return tuple(found)
@@ -242,18 +242,9 @@ def _attributes(cls: type) -> dict[str, None]:
 def _check_name(name: str, target: Any) -> None:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"a tool cannot be called {name!r} ({_place(target)}): letters, digits, _ and -,"
+            f"a tool cannot be called {name!r} ({place(target)}): letters, digits, _ and -,"
             " starting with a letter or _, at most 64 characters"
         )
-
-
-def _place(target: Any) -> str:
-    """Where a definition stands, for error messages."""
-    if inspect.isfunction(target):
-        return f"{target.__name__}, {location(target)}"
-    if isinstance(target, type):
-        return f"{target.__module__}.{target.__qualname__}"
-    return repr(target)
 
 
 def _snake(name: str) -> str:

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import UserError
+from agentrl.signatures import location
 
 
 class BadArguments(Exception):
@@ -131,12 +132,6 @@ def adopt(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
     if schema.get("type") != "object":
         raise UserError(f'{where}: the "parameters" of its schema must have "type": "object"')
     return _parameters(name, dict(schema), None)
-
-
-def location(function: types.FunctionType) -> str:
-    """`FILE:LINE` where a function is defined."""
-    code = inspect.unwrap(function).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _parameters(name: str, schema: dict[str, Any], model: type[BaseModel] | None) -> Parameters:

@@ -161,7 +161,7 @@ class HttpToolbox:
             except ToolServerError as e:
                 raise ConfigError(
                     f"no tool server at {self._url} ({e}). Start one with `agentrl tools serve"
-                    " FILE...`, or leave tools.url empty: the run starts its own."
+                    " FILE...`, or set tools.transport=http: the run starts its own."
                 ) from None
         return schemas_of([self._offers.get(n) for n in dict.fromkeys(names)])
 

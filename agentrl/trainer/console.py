@@ -112,18 +112,8 @@ class Console:
         lines += [
             f"{what:14}  {folder / name}" for what, name in places if (folder / name).exists()
         ]
-        rows = config.data.val or config.data.train
-        run = ["--dataset", rows, "--model", str(folder / "model")]
-        run += [word for file in config.files for word in ("-f", file)]
         lines.append("\nnext:")
-        lines += [
-            "  " + shlex.join(command)
-            for command in (
-                ["agentrl", "play", *run, "-n", "3"],
-                ["agentrl", "eval", *run, "val.n=4"],
-                ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],
-            )
-        ]
+        lines += ["  " + shlex.join(words) for words in next_commands(folder, config)]
         self._print("\n".join(lines))
 
     def close(self) -> None:
@@ -188,6 +178,24 @@ class Console:
             f"{self._last}/{self._total}  {_clock(gone)} gone, about {_clock(left)} to go",
         )
         return line
+
+
+def next_commands(folder: Path, config: Config) -> list[list[str]]:
+    """What to type next: the run's own config, its trained model, the rows it was validated on.
+
+    Args:
+        folder: the run's, with its `config.yaml`.
+        config: the run's.
+    """
+    rows = config.data.val or config.data.train
+    run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / "model")]
+    # A greedy run has nothing to vary: all rollouts of a row are alike.
+    several = ["val.n=4"] if config.val.temperature > 0 else []
+    return [
+        ["agentrl", "play", *run, "-n", "3"],
+        ["agentrl", "eval", *run, *several],
+        ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],
+    ]
 
 
 def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]]) -> RenderableType:

@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, UserError
 MAY_CHANGE = frozenset(
     {
         "data.val",
-        "tools.url",
+        "tools.transport",
         "trainer.logger",
         "trainer.output",
         "trainer.resume",
@@ -56,8 +56,8 @@ def check_same_run(
         raise ConfigError(
             "the checkpoint was made with another config:\n"
             + "\n".join(changed)
-            + "\nTo go on, use the same values; for a new run, give another --output; to start over"
-            " in this folder, say trainer.resume=never."
+            + "\nTo go on, use the same values; for a new run, give another --output. To start over"
+            " in this folder, say trainer.resume=never: that deletes the run that is in it."
         )
 
 

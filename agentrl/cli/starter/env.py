@@ -1,6 +1,7 @@
 """A starter environment: a tool, an interaction, a reward and an agent loop. Change anything.
 
-Everything here registers under a name; rows.jsonl says which row uses what.
+Everything here registers under a name; the rows of train.jsonl and val.jsonl say which
+of it they use.
 """
 
 from agentrl import Interaction, Message, Reply, ToolError, agent_loop, interaction, reward, tool

@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from agentrl.errors import ConfigError
@@ -38,7 +38,7 @@ def load_causal_lm(
     base, adapters = base_and_adapters(path)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, device_map=device, use_safetensors=True
+            base, dtype=dtype, use_safetensors=True
         )
     except (OSError, ValueError, SafetensorError) as e:
         of = f", the base of the adapter {str(path)!r}" if adapters else ""
@@ -46,6 +46,7 @@ def load_causal_lm(
             f"cannot load a model from {base!r}{of}: {e}. It must be a causal language model: a"
             " folder in transformers' format with safetensors weights, or a name on the hub."
         ) from e
+    model.to(device)  # type: ignore[arg-type]  # a device_map would have PEFT spread it anew
     for adapter in adapters:
         model = _merge(model, adapter)
     return model.eval()
@@ -65,7 +66,7 @@ def base_and_adapters(path: str | Path) -> tuple[str, list[str]]:
         try:
             named = PeftConfig.from_pretrained(base).base_model_name_or_path
         except (OSError, ValueError, TypeError, KeyError) as e:
-            raise ConfigError(f"the adapter {base!r} has a config that PEFT cannot read: {e}") from e
+            raise ConfigError(f"the adapter {base!r} has a config PEFT cannot read: {e}") from e
         if not named or named in adapters:
             raise ConfigError(
                 f"the adapter {base!r} does not say which model it is for: base_model_name_or_path"
@@ -88,11 +89,16 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type} adds tokens, which cannot be merged into weights")
         cached_file(adapter, "adapter_model.safetensors")  # PEFT would fall back to a pickle
-        tuned = PeftModel.from_pretrained(model, adapter, torch_device=str(model.device))
+        device = str(model.device)
+        tuned = PeftModel.from_pretrained(model, adapter, torch_device=device)
+        # PEFT passes over weights that have no place in the model; asked once more, it names them.
+        keys = tuned.load_adapter(adapter, "default", torch_device=device)
+        if astray := keys.unexpected_keys + keys.missing_keys:
+            raise ValueError(f"{astray[0]} is in only one of the two")
         merged = tuned.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
         raise ConfigError(
             f"the adapter {adapter!r} cannot be merged into {model.name_or_path!r}, its base: {e}"
         ) from e
     merged.name_or_path = ""
-    return merged
+    return merged.requires_grad_(True)  # PEFT froze it
