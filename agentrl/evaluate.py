@@ -30,9 +30,9 @@ def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> E
     """Play every sample `val.n` times as `val` samples, and once greedily where asked.
 
     Returns:
-        `val/reward/mean@n`, `val/acc/mean@n` and `val/acc/pass@k` (k = 1, 2, 4, ... n), the same
-        under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`;
-        `val/tool_call_rate`; the greedy pass under `val_greedy/`. A rollout passes where its
+        `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
+        `val/tool_call_rate`; the same under `val/<agent_name>/` and, with verl's prefix,
+        `val-core/<data_source>/`; the greedy pass under `val_greedy/`. A rollout passes where its
         grader's `acc` (its reward, where the grader has none) is at least 1.
 
     Raises:

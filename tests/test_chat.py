@@ -249,3 +249,11 @@ def test_react(text, expected):
     name, arguments, error = expected
     assert (calls[0].name, calls[0].arguments) == (name, arguments)
     assert calls[0].error.startswith(error) and bool(calls[0].error) == bool(error)
+
+
+def test_all_tokens_that_end_a_models_turn_stop_it(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    ids = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert ChatTemplate.load(tmp_path).stop_ids == (tokenizer.eos_token_id,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert ChatTemplate.load(tmp_path).stop_ids == tuple(ids)

@@ -11,6 +11,8 @@ from agentrl.demo import TINY_SETTINGS
 from agentrl.trainer import Trainer
 from agentrl.trainer.tracking import read_metrics
 
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
+
 DATA = Path(__file__).parent.parent / "datasets"
 
 
@@ -54,33 +56,29 @@ class ShuffledRewards(Trainer):
 PLAIN = ("algorithm.tis_cap=0",)  # as the broken ones run: tool tokens have no engine logprobs
 
 
-@pytest.mark.learning
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_mask_bug_learns_slower(tiny_model, tmp_path, seed):
     settings = (*PLAIN, f"trainer.seed={seed}")
-    right = learn(tiny_model, tmp_path / "right", 40, *settings)
-    wrong = learn(tiny_model, tmp_path / "wrong", 40, *settings, trainer=ToolTokensTrain)
+    right = learn(tiny_model, tmp_path / "right", 24, *settings)
+    wrong = learn(tiny_model, tmp_path / "wrong", 24, *settings, trainer=ToolTokensTrain)
     print(f"seed {seed}: right {right}, tool tokens trained {wrong}")
     assert right[3] >= right[0] + 0.15
     assert (right[2] + right[3]) / 2 >= (wrong[2] + wrong[3]) / 2 + 0.10
 
 
-@pytest.mark.learning
 def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):
-    quarters = learn(tiny_model, tmp_path, 32, trainer=ShuffledRewards)
+    quarters = learn(tiny_model, tmp_path, 16, trainer=ShuffledRewards)
     print(f"shuffled {quarters}")
     assert max(quarters) <= quarters[0] + 0.10
 
 
-@pytest.mark.learning
 def test_ppo_learns(tiny_model, tmp_path):
-    quarters = learn(tiny_model, tmp_path, 60, "algorithm.name=ppo", "optim.critic_lr=1e-3")
+    quarters = learn(tiny_model, tmp_path, 24, "algorithm.name=ppo", "optim.critic_lr=1e-3")
     print(f"ppo {quarters}")
     assert quarters[3] >= quarters[0] + 0.20
 
 
-@pytest.mark.learning
 def test_lora_learns(tiny_model, tmp_path):
-    quarters = learn(tiny_model, tmp_path, 48, "model.lora_rank=8", "optim.lr=2e-3")
+    quarters = learn(tiny_model, tmp_path, 20, "model.lora_rank=8", "optim.lr=2e-3")
     print(f"lora {quarters}")
     assert quarters[3] >= quarters[0] + 0.20

@@ -20,10 +20,12 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, token_array
 
@@ -53,14 +55,15 @@ class ChatTemplate:
 
     Attributes:
         close_id: the token with which the template closes an assistant turn.
-        stop_ids: the tokens that end a sampled turn: `close_id` and the tokenizer's EOS.
+        stop_ids: the tokens that end a sampled turn: `close_id`, the tokenizer's EOS, `end_ids`.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()):
         """Find the literals and prove them.
 
         Args:
             tokenizer: a fast transformers tokenizer with a chat template.
+            end_ids: tokens that end the model's turns besides the template's and the tokenizer's.
 
         Raises:
             TemplateError: the template changes what was said before, or its contents.
@@ -72,8 +75,8 @@ class ChatTemplate:
         self._prompts: dict[tuple[tuple[str, ...], str], list[list[int]]] = {}
         self._deltas: dict[tuple[str, ...], list[list[int]]] = {}
         self.close_id = self._find_close()
-        eos = tokenizer.eos_token_id
-        self.stop_ids = (self.close_id,) + (() if eos in (None, self.close_id) else (eos,))
+        ends = (self.close_id, tokenizer.eos_token_id, *end_ids)
+        self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self._prove()
 
     def prompt(self, messages: Sequence[Message], schemas: Schemas = ()) -> array[int]:
@@ -105,6 +108,15 @@ class ChatTemplate:
             literals = self._deltas[roles] = [self._encode_literal(t) for t in texts]
         ids = self._join(literals, messages)
         return ids[1:] if last_id == self.close_id else ids
+
+    @classmethod
+    def load(cls, path: str | Path) -> ChatTemplate:
+        """The template of a model's folder or hub name.
+
+        Raises:
+            UserError: no tokenizer there, or one that cannot be used.
+        """
+        return cls(load_tokenizer(path), end_of_turn_ids(path))
 
     def trace(
         self, messages: Sequence[Message], schemas: Schemas = (), stop: str = REACT_STOP

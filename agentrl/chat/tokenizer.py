@@ -8,6 +8,20 @@ from typing import Any
 from agentrl.errors import UserError
 
 
+def end_of_turn_ids(path: str | Path) -> list[int]:
+    """The `eos_token_id`s of a model's generation_config.json; none where it has no such file.
+
+    A model may end its turns with several tokens, of which its tokenizer knows one.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return []
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The fast tokenizer of a model folder or hub name.
 

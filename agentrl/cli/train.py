@@ -119,7 +119,7 @@ def _check(settings: Config) -> None:
     settings = resolve(settings)
     template = ChatTemplate(load_tokenizer(settings.model.path))
     from transformers import AutoConfig
-    from transformers.utils import is_torch_cuda_available
+    from transformers.utils.import_utils import is_torch_cuda_available
 
     check_lengths(
         plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings

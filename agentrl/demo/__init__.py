@@ -1,6 +1,6 @@
 """A model and data from nothing: the arithmetic problems and the `tiny` model.
 
-Trainer(tiny_config(overrides=["data.train=rows.jsonl"])).run()
+    Trainer(tiny_config(overrides=["data.train=rows.jsonl"])).run()
 """
 
 from __future__ import annotations

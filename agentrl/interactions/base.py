@@ -83,9 +83,9 @@ def interaction(name: str) -> Callable[[I], I]:
         for method in ("respond", "close"):
             function = inspect.getattr_static(cls, method)
             if not inspect.iscoroutinefunction(function):
-                place = location(function if inspect.isfunction(function) else cls)
+                where = location(function if inspect.isfunction(function) else cls)
                 raise RegistryError(
-                    f"{cls.__qualname__}.{method} ({place}) must be `async def`: many episodes"
+                    f"{cls.__qualname__}.{method} ({where}) must be `async def`: many episodes"
                     " share a thread"
                 )
         if inspect.isabstract(cls):

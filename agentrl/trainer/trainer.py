@@ -20,7 +20,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from agentrl.chat import ChatTemplate, load_tokenizer
+from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
@@ -266,8 +266,8 @@ class Trainer:
             (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())
         self.console.note(wiring(self.plan))
-        self.tokenizer = load_tokenizer(config.model.path)
-        template = ChatTemplate(self.tokenizer)
+        template = ChatTemplate.load(config.model.path)
+        self.tokenizer = template.tokenizer
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps)
         if checkpoint is not None:
             self.learner.load(checkpoint.folder)
