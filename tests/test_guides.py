@@ -8,13 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import registry
+from agentrl import play, registry
 from agentrl.config import FIELDS, load_config
 from agentrl.config.verl_names import VERL_NAMES
+from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
+from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
+from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.trajectory import Group, Message, Sample, Scored
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("agent_loops", "interactions", "rewards", "tools", "verl", "index")
+PAGES = (
+    "agent_loops",
+    "commands",
+    "index",
+    "interactions",
+    "rewards",
+    "run_folder",
+    "tools",
+    "verl",
+)
 
 
 def text(page: str) -> str:
@@ -26,7 +39,10 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_snippets_run(page, monkeypatch):
+def test_snippets_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: {path: models/mine}")
+    _leave_trajectories(Path("runs/demo/trajectories"))
     for kind in (registry.agent_loops, registry.interactions, registry.rewards, registry.tools):
         monkeypatch.setattr(kind, "_things", dict(kind._things))
     space = {"__name__": f"docs_{page}"}
@@ -34,6 +50,30 @@ def test_snippets_run(page, monkeypatch):
         exec(compile(block, f"docs/{page}.md", "exec"), space)
     for block in blocks(page, "json"):
         json.loads(block)
+
+
+def _leave_trajectories(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    sample = Sample("row-0", (Message("user", "How much is 3*4?"),))
+    scored = Scored(play(sample, Scripted(["12"], tokenizer), tokenizer), {"outcome": 1.0}, 1.0)
+    TrajectoryStore(folder).write(1, [Group(sample, (scored,))])
+
+
+def test_the_columns_of_trajectories_are_all_explained():
+    section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(SCHEMA.names)
+
+
+def test_the_metrics_of_rollouts_are_all_explained(tmp_path):
+    _leave_trajectories(tmp_path)
+    (scored,) = load_trajectories(tmp_path)
+    sample = scored.trajectory.sample
+    said = text("run_folder").split("## Metrics")[1].split("\n## ")[0]
+    for name in rollout_metrics([Group(sample, (scored,))]):
+        known = re.sub(r"/(mean|max|min)$", "", name)
+        known = known.replace(f"/{sample.agent_name}/", "/AGENT/").replace("stop/done", "stop/R")
+        assert f"`{known}" in said, name
 
 
 def test_yaml_snippets_load(tmp_path):

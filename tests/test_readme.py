@@ -23,21 +23,22 @@ def run(command, folder):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """The reader's: my_env.py holds the extensions, readme.py runs all Python there is."""
+def folder(tmp_path, tiny_model):
+    """The reader's: my_env.py holds the extensions; each other block is a script, run in order."""
     extensions, rest = [], []
     for block in blocks("python"):
         decorated = re.search(r"^@(tool|interaction|reward|agent_loop)\b", block, re.MULTILINE)
         (extensions if decorated else rest).append(block)
-    assert len(extensions) == 4 and len(rest) == 2
+    assert len(extensions) == 4 and len(rest) == 3
     (tmp_path / "my_env.py").write_text("\n".join(extensions))
-    (tmp_path / "readme.py").write_text("\n".join([*extensions, *rest]))
-    run([sys.executable, "readme.py"], tmp_path)
+    for i, block in enumerate(rest):
+        (tmp_path / f"block_{i}.py").write_text(block)
+        run([sys.executable, f"block_{i}.py"], tmp_path)
     return tmp_path
 
 
 def test_the_python_snippets(folder):
-    assert (folder / "rows.jsonl").exists()
+    assert (folder / "rows.jsonl").exists() and (folder / "runs/py/model").is_dir()
 
 
 def test_the_commands(folder, tiny_model):

@@ -1,7 +1,4 @@
-"""A model and data from nothing: the arithmetic problems and the `tiny` model.
-
-    Trainer(tiny_config(overrides=["data.train=rows.jsonl"])).run()
-"""
+"""A model and data from nothing: the arithmetic problems and the `tiny` model."""
 
 from __future__ import annotations
 
@@ -31,6 +28,8 @@ def tiny_config(
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
     """The config of a run of the `tiny` model, which is made on first use (a minute or two).
+
+        Trainer(tiny_config(overrides=["data.train=rows.jsonl"])).run()
 
     Args:
         yaml_path: a YAML file of sections.

@@ -72,7 +72,7 @@ class Recipe:
     """Raised when the code makes another model of the same settings."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     seed: int = 3
-    steps: int = 1000
+    steps: int = 900
     batch_size: int = 16
     lr: float = 2e-3
     gold_share: float = 0.6

@@ -277,7 +277,10 @@ class Trainer:
                 self.console.note(f"skipped: {line}")
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
         self.engine = LocalEngine.load(
-            config.model.path, self.tokenizer, device=config.trainer.device
+            config.model.path,
+            self.tokenizer,
+            device=config.trainer.device,
+            patience=config.rollout.timeout_s / 4,
         )
         stack.callback(self.engine.close)
         check_lengths(self.plan, template, self.engine.max_length)

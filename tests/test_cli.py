@@ -1,0 +1,136 @@
+"""What the command line says: versions, keys, notes, tables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from agentrl import __version__, load_config
+from agentrl.cli import main
+from agentrl.cli.evaluate import table
+from agentrl.cli.session import _no_word_on_training
+from agentrl.trainer.console import next_commands
+
+ROW = {
+    "prompt": "How much is 3*4?",
+    "agent_name": "tool_agent",
+    "tools": ["calculator"],
+    "data_source": "openai/gsm8k",
+    "ground_truth": "12",
+}
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    def run(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["agentrl", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert bool(ended.value.code) == ("error:" in err), err
+        return out, err
+
+    return run
+
+
+def test_version(said):
+    assert said("--version") == (f"agentrl {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--rollout.n", "4"], "rollout.n=4"),
+        (["--rollout.n=4"], "rollout.n=4"),
+        (["--optim.lr"], "optim.lr=VALUE"),
+    ],
+)
+def test_a_key_is_no_option(said, words, advice):
+    _, err = said("train", *words)
+    assert err == f"error: {words[0]}: keys are given without dashes: {advice}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "check", "play", "eval"])
+def test_all_that_was_not_given_is_said_at_once(said, command):
+    _, err = said(command)
+    assert "--dataset" in err and "--model" in err and err.count("error:") == 1
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    others = {**ROW, "agent_name": "single_turn", "tools": [], "data_source": "agentrl/arithmetic"}
+    file.write_text("\n".join(map(json.dumps, [ROW, ROW, others])))
+    return str(file)
+
+
+def check(rows, model, *words):
+    return ["check", "--dataset", rows, "--model", str(model), "-f", "shelf:calculator", *words]
+
+
+def test_check_says_who_judges_and_what_may_not_be_meant(said, rows, random_model):
+    out, err = said(*check(rows, random_model))
+    assert "grader gsm8k: 2 rows of data_source openai/gsm8k" in out
+    assert "grader gsm8k: 1 rows of data_source agentrl/arithmetic" in out
+    assert "note: data.batch_size=16 is more than the 3 rows" in err
+    assert "data.batch_size" not in said(*check(rows, random_model, "data.batch_size=3"))[1]
+
+
+def test_check_notes_that_there_is_no_gpu(said, rows, random_model):
+    import torch
+
+    _, err = said(*check(rows, random_model, "trainer.device=cuda"))
+    assert ("no GPU here" in err) == (not torch.cuda.is_available())
+
+
+def test_check_asks_the_server_for_the_tools_of_the_rows(said, rows, random_model, tmp_path):
+    from agentrl.tools.background import serve_in_background
+
+    other = tmp_path / "other.py"
+    other.write_text(
+        "from agentrl import tool\n\n\n@tool\ndef other_tool() -> str:\n    'Other.'\n"
+    )
+    for file, right in (("shelf:calculator", True), (str(other), False)):
+        url, token, server = serve_in_background([file])
+        with server, pytest.MonkeyPatch.context() as environment:
+            environment.setenv("AGENTRL_TOOLS_TOKEN", token)
+            _, err = said(*check(rows, random_model, f"tools.transport={url}"))
+        if not right:
+            assert f"the tools at {url}: no tool named 'calculator'" in err
+            assert "Registered: other_tool" in err
+
+
+def test_what_a_run_says_to_type_next(tmp_path):
+    given = ["data.train=a.jsonl", "data.val=b.jsonl"]
+    run = ["-c", f"{tmp_path}/config.yaml", "--dataset", "b.jsonl", "--model", f"{tmp_path}/model"]
+    sampled = next_commands(tmp_path, load_config(overrides=given))
+    assert sampled[0] == ["agentrl", "play", *run, "-n", "3"]
+    assert sampled[1] == ["agentrl", "eval", *run, "val.n=4"]
+    greedy = next_commands(tmp_path, load_config(overrides=[*given, "val.temperature=0"]))
+    assert greedy[1] == ["agentrl", "eval", *run]
+
+
+def test_the_table_of_an_evaluation():
+    one = {"reward/mean@2": 0.5, "acc/mean@2": 0.25, "acc/pass@2": 0.75, "num_turns": 2.0}
+    metrics = {f"val/{k}": v for k, v in one.items()}
+    metrics |= {f"val/{a}/{k}": v for k, v in one.items() for a in ("react", "mine")}
+    metrics |= {"val/tool_call_rate": 0.5, "val_greedy/reward/mean@1": 1.0}
+    assert table(metrics, ["mine", "react"], 2) == [
+        "                reward    acc  pass@2  calls tools  turns",
+        "all    sampled   0.500  0.250   0.750          50%    2.0",
+        "all    greedy    1.000      -       -            -      -",
+        "mine   sampled   0.500  0.250   0.750            -    2.0",
+        "react  sampled   0.500  0.250   0.750            -    2.0",
+    ]
+    assert [line.split()[0] for line in table(metrics, ["mine"], 2)[1:]] == ["mine", "mine"]
+
+
+def test_without_training_no_word_on_what_would_not_train(caplog):
+    log = logging.getLogger("agentrl.rewards.scorer")
+    with _no_word_on_training():
+        log.warning("one")
+    log.warning("two")
+    assert caplog.messages == ["two"]
