@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+from agentrl.config import FIELDS
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.checkpoint import (
     LATEST,
@@ -371,7 +373,8 @@ def test_a_changed_config_is_refused_with_the_difference():
         "  optim.lr: 1e-06 in the checkpoint, 2e-06 now",
         "  trainer.seed: 0 in the checkpoint, not set now",
     ]
-    assert "--output" in lines[-1] and "trainer.resume=never" in lines[-1]
+    assert "--output" in lines[-1]
+    assert "trainer.resume=never: that deletes the run that is in it" in lines[-1]
 
 
 def test_values_that_went_through_a_file_are_the_same():
@@ -383,3 +386,5 @@ def test_values_that_went_through_a_file_are_the_same():
 def test_what_may_change_moves_no_weight():
     assert not [k for k in MAY_CHANGE if k.split(".")[0] in ("optim", "algorithm", "rollout")]
     check_same_run({"lr": 1}, {"lr": 2}, allowed={"lr"})
+    for key in MAY_CHANGE:
+        assert key in FIELDS or any(fnmatch(field, key) for field in FIELDS), key

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from agentrl import registry
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.config import load_config
-from agentrl.demo import TINY_SETTINGS, recipe, resolve_model, tiny_model
+from agentrl.demo import TINY_SETTINGS, recipe, resolve_model, tiny_config, tiny_model
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import Recipe, conversation, share_copied
 from agentrl.errors import RunStopped, UserError
@@ -124,6 +124,18 @@ def test_the_settings_are_a_config():
     config = load_config(None, [], {"model.path": "tiny"}, preset=TINY_SETTINGS)
     assert config.files == ["shelf:calculator"]
     assert config.algorithm.ppo_epochs == 2
+
+
+def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
+    config = tiny_config(overrides=["rollout.n=4"], flags={"data.train": "rows.jsonl"})
+    assert (config.model.path, config.trainer.total_steps) == (str(tiny_model), 100)
+    assert (config.rollout.n, config.trainer.output) == (4, "runs/rows")
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {total_epochs: 1}\nmodel: {path: other}")
+    by_epochs = tiny_config(str(file))
+    assert (by_epochs.model.path, by_epochs.trainer.total_steps) == (str(tiny_model), 0)
+    both = tiny_config(str(file), ["trainer.total_steps=7"])
+    assert (both.trainer.total_steps, both.trainer.total_epochs) == (7, 1)
 
 
 def test_the_model_that_everybody_uses_copies_numbers(tiny_model):

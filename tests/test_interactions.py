@@ -193,10 +193,10 @@ class Lacking(Interaction):
 @pytest.mark.parametrize(
     ("cls", "says"),
     [
-        (Sync, "Sync.respond must be `async def`"),
-        (SyncClose, "SyncClose.close must be `async def`"),
-        (Lacking, "Lacking lacks `async def respond"),
-        (Reply, "is for subclasses of Interaction, not <class"),
+        (Sync, r"Sync.respond \(.*test_interactions.py:\d+\) must be `async def`"),
+        (SyncClose, r"SyncClose.close \(.*test_interactions.py:\d+\) must be `async def`"),
+        (Lacking, r"Lacking \(.*test_interactions.py:\d+\) lacks `async def respond"),
+        (Reply, r"is for subclasses of Interaction, not Reply, .*base.py:\d+"),
         (len, "is for subclasses of Interaction, not <built-in"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_cannot_be_an_interaction_is_refused(registered, cls, says):
 
 
 def test_a_decorator_without_a_name_says_so():
-    with pytest.raises(RegistryError, match=r'write @interaction\("name"\)'):
+    with pytest.raises(RegistryError, match=r'"name"\) above Silent, .*interactions.py:\d+:'):
         interaction(Silent)  # type: ignore[arg-type]
 
 

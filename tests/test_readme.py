@@ -22,9 +22,10 @@ def run(command, folder):
     return done.stdout
 
 
-@pytest.fixture
-def folder(tmp_path, tiny_model):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model):
     """The reader's: my_env.py holds the extensions; each other block is a script, run in order."""
+    tmp_path = tmp_path_factory.mktemp("readme")
     extensions, rest = [], []
     for block in blocks("python"):
         decorated = re.search(r"^@(tool|interaction|reward|agent_loop)\b", block, re.MULTILINE)

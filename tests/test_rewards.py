@@ -352,7 +352,7 @@ def test_a_reward_that_is_not_there(file, function, says):
 
 
 def test_a_decorator_without_a_name_says_so():
-    with pytest.raises(RegistryError, match=r'write @reward\("name"\)'):
+    with pytest.raises(RegistryError, match=r'"name"\) above by_trajectory, .*rewards.py:\d+:'):
         reward(by_trajectory)  # type: ignore[arg-type]
 
 

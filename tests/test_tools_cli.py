@@ -47,6 +47,7 @@ def test_list():
         "calculator  (function, 5 s)\n"
         "  calculator(expression: string)  Evaluate an arithmetic expression.\n",
     )
+    assert run("list", "-f", CALCULATOR) == run("list", CALCULATOR)
     _, output = run("list", ZOO)
     assert "narrow  (function, 30 s, at most 2 at once)" in output
     assert "notebook  (one object per episode, 30 s)" in output

@@ -524,7 +524,7 @@ def test_a_class_with_nothing_to_call():
     class Idle:
         def reward(self): ...
 
-    with pytest.raises(UserError, match=r"'idle' .*Idle\) offers nothing to call"):
+    with pytest.raises(UserError, match=r"'idle' \(.*Idle, .*schema.py:\d+\) offers nothing"):
         tool(Idle)
 
 

@@ -61,12 +61,12 @@ def sft(
 
     from transformers.utils import logging
 
-    from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.chat import ChatTemplate
     from agentrl.trainer.sft import Progress, batches, fit, load_examples, open_policy
 
     logging.disable_progress_bar()
-    tokenizer = load_tokenizer(path)
-    examples = load_examples(dataset, column, ChatTemplate(tokenizer))
+    template = ChatTemplate.load(path)
+    examples = load_examples(dataset, column, template)
     policy = open_policy(path, lora_rank=lora_rank, fresh=fresh, seed=seed)
     steps = steps or -(-len(examples) // batch_size)
     own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
@@ -84,5 +84,5 @@ def sft(
     )
     output.mkdir(parents=True, exist_ok=True)
     policy.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    template.tokenizer.save_pretrained(output)
     typer.echo(f"written to {output}")

@@ -110,20 +110,20 @@ def _tell(plan: Plan) -> None:
 
 
 def _check(settings: Config) -> None:
-    from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.chat import ChatTemplate
     from agentrl.demo import resolve
+    from agentrl.engine.local.load import base_and_adapters
     from agentrl.plan import check_lengths, first_prompts, make_plan, wiring
     from agentrl.tools import open_toolbox
 
     plan = make_plan(settings)
     settings = resolve(settings)
-    template = ChatTemplate(load_tokenizer(settings.model.path))
+    template = ChatTemplate.load(settings.model.path)
     from transformers import AutoConfig
     from transformers.utils.import_utils import is_torch_cuda_available
 
-    check_lengths(
-        plan, template, AutoConfig.from_pretrained(settings.model.path).max_position_embeddings
-    )
+    base, _ = base_and_adapters(settings.model.path)
+    check_lengths(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
         typer.echo(wiring(plan))

@@ -28,7 +28,7 @@ rollout:
 
     agentrl train --config run.yaml optim.lr=1e-5 rollout.budget_policy.turns=zero
 
-Paths are relative to the folder in which the command runs, those in a YAML file too: not to the file.
+Paths, those in a YAML file too, are relative to the folder in which the command runs.
 `a.b=null` sets a default again. Lists are written `files=[a.py,b.py]`; one text alone will do for a
 list of one. The resolved config of a run is in its folder, `config.yaml`; that file can be given to
 `--config`. Every mistake is said at once, before anything is loaded.
