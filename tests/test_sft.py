@@ -16,11 +16,10 @@ from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import DataError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
+from agentrl.trainer.conversations import Example, load_examples
 from agentrl.trainer.sft import (
-    Example,
     batches,
     fit,
-    load_examples,
     logprobs,
     new_policy,
     open_policy,
@@ -56,7 +55,7 @@ def example(prompt, answer):
 
 def load(template, folder, *made, column="messages"):
     write_rows(folder / "rows.jsonl", made)
-    return load_examples(str(folder / "rows.jsonl"), column, template)
+    return load_examples(str(folder / "rows.jsonl"), column, template, 1000)
 
 
 def own(template, example):
@@ -115,6 +114,7 @@ def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, t
         ({"messages": TALK[:3]}, "must end with an assistant message"),
         ({"messages": TALK, "tools": ["calculater"]}, "no tool named 'calculater'"),
         ({"messages": TALK[1:], "agent_name": "reakt"}, "no agent loop named 'reakt'"),
+        ({"messages": TALK * 30}, r"is 1,\d\d\d tokens long, more than the model's 1,000"),
     ],
 )
 def test_broken_rows_are_named(template, tmp_path, row, said):
@@ -253,7 +253,7 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
     assert "3 conversations" in said and "step 20/20" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     template = ChatTemplate(load_tokenizer(tmp_path / "new"))
-    (e,) = load_examples(str(tmp_path / "rows.parquet"), "messages", template)[:1]
+    (e,) = load_examples(str(tmp_path / "rows.parquet"), "messages", template, 1000)[:1]
     answer = e.ids.tolist().index(ord("Y"))
     logits = model(input_ids=torch.tensor([list(e.ids)])).logits[0]
     before = score(open_policy(base), [e])[0].exp()

@@ -62,11 +62,13 @@ def sft(
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
-    from agentrl.trainer.sft import Progress, batches, fit, load_examples, open_policy
+    from agentrl.trainer.conversations import load_examples
+    from agentrl.trainer.sft import Progress, batches, fit, open_policy, shape_of
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
-    examples = load_examples(dataset, column, template)
+    max_length: int = shape_of(path).max_position_embeddings
+    examples = load_examples(dataset, column, template, max_length)
     policy = open_policy(path, lora_rank=lora_rank, fresh=fresh, seed=seed)
     steps = steps or -(-len(examples) // batch_size)
     own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))

@@ -31,8 +31,8 @@ from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
+    from agentrl.trainer.conversations import Example
     from agentrl.trainer.model import Policy
-    from agentrl.trainer.sft import Example
 
 TINY = "tiny"
 WHICH = ("gold", "trace")
@@ -179,10 +179,11 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         RunStopped: it did not learn to copy numbers.
     """
     from transformers import Qwen2Config
+    from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
     from agentrl.demo.tokenizer import train_tokenizer
-    from agentrl.trainer.sft import Progress, fit, new_policy
+    from agentrl.trainer.sft import Progress, fit, new_policy, one_thread
 
     tokenizer: Any = train_tokenizer(_texts(recipe))
     template = ChatTemplate(tokenizer)
@@ -195,8 +196,9 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
     )
     policy = new_policy(shape, recipe.seed)
     progress = Progress(recipe.steps, say)
-    fit(policy, _batches(recipe, template), steps=recipe.steps, lr=recipe.lr, report=progress)
-    copied = share_copied(policy, template)
+    with one_thread():
+        fit(policy, _batches(recipe, template), steps=recipe.steps, lr=recipe.lr, report=progress)
+        copied = share_copied(policy, template)
     if copied < recipe.copied:
         raise RunStopped(
             f"the tiny model copies {copied:.1%} of the digits of a call right, but must copy"
@@ -204,6 +206,7 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
             " it, with your processor and the version of torch."
         )
     say(f"  copies {copied:.1%} of the digits of held-out calls right")
+    logging.disable_progress_bar()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -213,7 +216,8 @@ def share_copied(policy: Policy, template: ChatTemplate) -> float:
 
     It is given the right conversation up to each digit.
     """
-    from agentrl.trainer.sft import Example, score
+    from agentrl.trainer.conversations import Example
+    from agentrl.trainer.sft import score
 
     digits = {template.encode(d)[0] for d in "0123456789"}
     examples = []
@@ -245,7 +249,7 @@ def _texts(recipe: Recipe) -> Iterator[str]:
 
 def _batches(recipe: Recipe, template: ChatTemplate) -> Iterator[list[Example]]:
     """Batches of rows that are all new: first what is right, then also what is not."""
-    from agentrl.trainer.sft import Example
+    from agentrl.trainer.conversations import Example
 
     source = recipe.rows()
     for step in range(recipe.steps):
