@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.agent_loops import Episode, agent_loop
+    from agentrl.agent_loops.play import play
     from agentrl.config import Config, load_config
     from agentrl.data import load_samples
     from agentrl.errors import Infrastructure, ToolError, UserError
     from agentrl.interactions import Interaction, Reply, interaction
     from agentrl.rewards import reward
-    from agentrl.rollout import play
     from agentrl.tools import tool
     from agentrl.trainer import Trainer
     from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, Trajectory
@@ -30,7 +30,7 @@ _HOMES = {
     "errors": ("Infrastructure", "ToolError", "UserError"),
     "interactions": ("Interaction", "Reply", "interaction"),
     "rewards": ("reward",),
-    "rollout": ("play",),
+    "agent_loops.play": ("play",),
     "tools": ("tool",),
     "trainer": ("Trainer",),
     "trajectory": ("Message", "Sample", "ToolCall", "ToolResult", "Trajectory"),

@@ -15,23 +15,20 @@ import logging
 import math
 import re
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl import registry
-from agentrl.agent_loops.base import AgentLoop
-from agentrl.agent_loops.episode import Episode, World, mix_seed
+from agentrl.agent_loops.episode import World, mix_seed
+from agentrl.agent_loops.play import CLEANUP_S, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import EpisodeOver, Infrastructure, RunStopped, UserCodeError, user_code
-from agentrl.interactions import Interaction, build_interaction
+from agentrl.errors import Infrastructure, RunStopped, UserCodeError
 from agentrl.rewards import Scorer
-from agentrl.tools import LocalToolbox, Toolbox, open_toolbox
+from agentrl.tools import open_toolbox
 from agentrl.trajectory import Group, Sample, Scored, Trajectory
 from agentrl.watchdog import Watchdog
 
@@ -43,8 +40,6 @@ MIN_SURVIVORS = 0.75
 """A group needs this share of its rollouts, or its baseline would be noise."""
 MAX_DROPPED = 0.05
 """A step that loses more than this share of its rollouts stops the run."""
-CLEANUP_S = 10.0
-"""How long cancelled episodes may take to close their tools and interactions."""
 
 T = TypeVar("T")
 
@@ -54,89 +49,6 @@ class _Dropped:
     """A rollout that was lost, and by what."""
 
     cause: str
-
-
-async def play_episode(
-    world: World,
-    sample: Sample,
-    *,
-    episode_id: str,
-    rollout: int,
-    sampling: Sampling,
-    seed: int,
-    watchdog: Watchdog | None = None,
-) -> Trajectory:
-    """Play one attempt at a sample, whose `begin` was called, to its end.
-
-    Raises:
-        Infrastructure: a machine failed; play again under another id.
-        UserCodeError: the loop, the interaction or a tool's constructor raised.
-    """
-    loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
-    interaction = None
-    opened = False
-    stop_reason, tool_reward = "done", 0.0
-    try:
-        interaction = build_interaction(sample)
-        with user_code(f"agent loop {loop.name!r}: its opening"):
-            opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
-        if sample.tools:
-            opened = True
-            with user_code(f"opening the tools of row {sample.id!r}"):
-                await world.toolbox.open(episode_id, sample)
-        episode = Episode(
-            world,
-            sample,
-            interaction,
-            episode_id=episode_id,
-            rollout=rollout,
-            sampling=sampling,
-            seed=seed,
-            opening=opening,
-            schemas=schemas,
-        )
-        if watchdog:
-            watchdog.watch(episode)
-        try:
-            await _run_loop(loop, episode)
-        except EpisodeOver as over:
-            stop_reason = over.reason
-        if opened:
-            opened = False
-            tool_reward = await world.toolbox.close(episode_id)
-        return episode.finish(stop_reason, tool_reward)
-    finally:
-        world.sampler.end(episode_id)
-        # Nothing that fails while cleaning up may hide why the episode ended.
-        if opened:
-            with contextlib.suppress(Infrastructure, UserCodeError):
-                await world.toolbox.close(episode_id)
-        if interaction is not None:
-            await _close(interaction, sample)
-
-
-async def _run_loop(loop: AgentLoop, episode: Episode) -> None:
-    """Run the user's loop for as long as the episode may take.
-
-    Raises:
-        EpisodeOver: a budget is spent; "time" also where the loop waits for something of its own.
-        UserCodeError: what it raises of its own.
-    """
-    try:
-        async with asyncio.timeout(episode.deadline - time.monotonic()):
-            with user_code(f"agent loop {loop.name!r}"):
-                await loop.target(episode)
-    except TimeoutError:
-        raise EpisodeOver("time") from None
-
-
-async def _close(interaction: Interaction, sample: Sample) -> None:
-    try:
-        async with asyncio.timeout(CLEANUP_S):
-            with user_code(f"closing the interaction of row {sample.id!r}"):
-                await interaction.close()
-    except (TimeoutError, UserCodeError) as e:
-        log.error("%s", e or f"closing the interaction of row {sample.id!r} took too long")
 
 
 class Rollouts:
@@ -348,38 +260,3 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:  # not built for this platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def play(
-    sample: Sample,
-    sampler: Sampler,
-    tokenizer: Any,
-    *,
-    toolbox: Toolbox | None = None,
-    config: Config | None = None,
-    seed: int = 0,
-) -> Trajectory:
-    """Play one episode to its end, outside of any run.
-
-    Args:
-        sample: the row; its loop, tools and interaction must be registered.
-        sampler: a `LocalEngine`, or a `Scripted` one in tests.
-        tokenizer: the policy's.
-        toolbox: by default the registered tools, in process.
-        config: budgets and temperature; by default all defaults.
-        seed: the only source of randomness.
-    """
-    config = config or Config()
-    world = World(sampler, ChatTemplate(tokenizer), toolbox or LocalToolbox(), config)
-    episode_id = f"play-{uuid.uuid4().hex[:12]}"
-    sampler.begin(episode_id)
-    return asyncio.run(
-        play_episode(
-            world,
-            sample,
-            episode_id=episode_id,
-            rollout=0,
-            sampling=Sampling(temperature=config.rollout.temperature),
-            seed=seed,
-        )
-    )

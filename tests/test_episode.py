@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
+from agentrl.agent_loops.play import play
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, UserCodeError
-from agentrl.rollout import play
 from agentrl.testing import byte_tokenizer, call, react_call
 from agentrl.tools import tool
 from agentrl.trajectory import Generation, Message, Sample, float_array, token_array

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent_loops.play import play
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
-from agentrl.rollout import play
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trajectory import Sample, Trajectory
 

@@ -1,0 +1,145 @@
+"""One attempt at a sample, from opening the conversation to cleaning up after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import Any
+
+from agentrl import registry
+from agentrl.agent_loops.base import AgentLoop
+from agentrl.agent_loops.episode import Episode, World
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampler, Sampling
+from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
+from agentrl.interactions import Interaction, build_interaction
+from agentrl.tools import LocalToolbox, Toolbox
+from agentrl.trajectory import Sample, Trajectory
+from agentrl.watchdog import Watchdog
+
+log = logging.getLogger("agentrl")
+
+CLEANUP_S = 10.0
+"""How long an ended episode may take to close its tools and its interaction."""
+
+
+async def play_episode(
+    world: World,
+    sample: Sample,
+    *,
+    episode_id: str,
+    rollout: int,
+    sampling: Sampling,
+    seed: int,
+    watchdog: Watchdog | None = None,
+) -> Trajectory:
+    """Play one attempt at a sample, whose `begin` was called, to its end.
+
+    Raises:
+        Infrastructure: a machine failed; play again under another id.
+        UserCodeError: the loop, the interaction or a tool's constructor raised.
+    """
+    loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
+    interaction = None
+    opened = False
+    stop_reason, tool_reward = "done", 0.0
+    try:
+        interaction = build_interaction(sample)
+        with user_code(f"agent loop {loop.name!r}: its opening"):
+            opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
+        if sample.tools:
+            opened = True
+            with user_code(f"opening the tools of row {sample.id!r}"):
+                await world.toolbox.open(episode_id, sample)
+        episode = Episode(
+            world,
+            sample,
+            interaction,
+            episode_id=episode_id,
+            rollout=rollout,
+            sampling=sampling,
+            seed=seed,
+            opening=opening,
+            schemas=schemas,
+        )
+        if watchdog:
+            watchdog.watch(episode)
+        try:
+            await _run_loop(loop, episode)
+        except EpisodeOver as over:
+            stop_reason = over.reason
+        if opened:
+            opened = False
+            tool_reward = await world.toolbox.close(episode_id)
+        return episode.finish(stop_reason, tool_reward)
+    finally:
+        world.sampler.end(episode_id)
+        # Nothing that fails while cleaning up may hide why the episode ended.
+        if opened:
+            with contextlib.suppress(Infrastructure, UserCodeError):
+                await world.toolbox.close(episode_id)
+        if interaction is not None:
+            await _close(interaction, sample)
+
+
+async def _run_loop(loop: AgentLoop, episode: Episode) -> None:
+    """Run the user's loop for as long as the episode may take.
+
+    Raises:
+        EpisodeOver: a budget is spent; "time" also where the loop waits for something of its own.
+        UserCodeError: what it raises of its own.
+    """
+    try:
+        async with asyncio.timeout(episode.deadline - time.monotonic()):
+            with user_code(f"agent loop {loop.name!r}"):
+                await loop.target(episode)
+    except TimeoutError:
+        raise EpisodeOver("time") from None
+
+
+async def _close(interaction: Interaction, sample: Sample) -> None:
+    try:
+        async with asyncio.timeout(CLEANUP_S):
+            with user_code(f"closing the interaction of row {sample.id!r}"):
+                await interaction.close()
+    except (TimeoutError, UserCodeError) as e:
+        log.error("%s", e or f"closing the interaction of row {sample.id!r} took too long")
+
+
+def play(
+    sample: Sample,
+    sampler: Sampler,
+    tokenizer: Any,
+    *,
+    toolbox: Toolbox | None = None,
+    config: Config | None = None,
+    seed: int = 0,
+) -> Trajectory:
+    """Play one episode to its end, outside of any run.
+
+    Args:
+        sample: the row; its loop, tools and interaction must be registered.
+        sampler: a `LocalEngine`, or a `Scripted` one in tests.
+        tokenizer: the policy's.
+        toolbox: by default the registered tools, in process.
+        config: budgets and temperature; by default all defaults.
+        seed: the only source of randomness.
+    """
+    config = config or Config()
+    world = World(sampler, ChatTemplate(tokenizer), toolbox or LocalToolbox(), config)
+    episode_id = f"play-{uuid.uuid4().hex[:12]}"
+    sampler.begin(episode_id)
+    return asyncio.run(
+        play_episode(
+            world,
+            sample,
+            episode_id=episode_id,
+            rollout=0,
+            sampling=Sampling(temperature=config.rollout.temperature),
+            seed=seed,
+        )
+    )
