@@ -53,10 +53,13 @@ def test_a_name_that_is_not_there():
 def test_a_light_start(script):
     script = f"import sys\n{script}\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
     seconds = []
-    for _ in range(5):
+    # The machine may be busy with something else for a while: the best of many counts.
+    for _ in range(20):
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         seconds.append(time.perf_counter() - start)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "heavy: []"
+        if seconds[-1] < 0.3:
+            break
     assert min(seconds) < 0.3
