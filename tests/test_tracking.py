@@ -224,9 +224,9 @@ def test_the_end_says_what_came_out_and_what_to_type(tmp_path):
     assert "all          0.500 -> 0.900" in text
     assert f"{folder / 'global_step_00000010'}" in text
     assert "trajectories" not in text  # not there, not named
-    assert (
-        f"agentrl play --dataset val.parquet --model '{folder / 'model'}' -f tools.py -n 3" in text
-    )
+    run = f"-c '{folder / 'config.yaml'}' --dataset val.parquet --model '{folder / 'model'}'"
+    assert f"agentrl play {run} -n 3" in text
+    assert f"agentrl eval {run} val.n=4" in text
 
 
 def test_lines_are_json(tmp_path):
