@@ -212,6 +212,15 @@ def test_fresh_weights_depend_on_the_seed_alone(tmp_path):
     assert torch.equal(drawn, torch.rand(1))  # the global stream is left alone
 
 
+def test_an_adapter_on_fresh_weights_is_saved_with_them(tmp_path):
+    """An adapter's folder alone would name a base whose weights were never used."""
+    SHAPE.save_pretrained(tmp_path / "base")
+    policy = open_policy(tmp_path / "base", lora_rank=4, fresh=True, seed=1)
+    policy.save_pretrained(tmp_path / "new")
+    assert (tmp_path / "new/model.safetensors").exists()
+    assert not (tmp_path / "new/adapter_config.json").exists()
+
+
 def test_a_loss_that_is_no_number_stops(template):
     policy = new_policy(SHAPE, 0)
     with torch.no_grad():

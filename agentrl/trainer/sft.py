@@ -88,6 +88,7 @@ def new_policy(shape: PretrainedConfig, seed: int) -> Policy:
         torch.manual_seed(seed)
         # A copy, since the policy changes its model's configuration.
         model = AutoModelForCausalLM.from_config(deepcopy(shape), dtype=torch.float32)
+    model.name_or_path = ""  # these weights lie in no folder, whoever's shape they have
     return Policy(model.eval().to(_device()), 1.0)
 
 
