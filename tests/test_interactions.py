@@ -19,11 +19,11 @@ from agentrl.interactions import (
     Interaction,
     Reply,
     build_interaction,
-    check_kwargs,
     interaction,
     respond,
 )
 from agentrl.rewards.gsm8k import compute_score
+from agentrl.signatures import argument_problems
 from agentrl.trajectory import Message, Sample
 
 PROMPT = (Message("user", "What is 3*4?"),)
@@ -153,22 +153,24 @@ def test_a_constructor_that_raises_names_the_sample_and_the_line():
     assert "max_attempts=0" in message and "gsm8k.py:" in message
 
 
-def test_check_kwargs():
-    assert check_kwargs(Gsm8kInteraction, {"ground_truth": "12"}) == []
-    assert check_kwargs(Gsm8kInteraction, {"grond_truth": "12"}) == [
+def test_argument_problems():
+    assert argument_problems(Gsm8kInteraction, {"ground_truth": "12"}, given=("sample",)) == []
+    assert argument_problems(Gsm8kInteraction, {"grond_truth": "12"}, given=("sample",)) == [
         "missing argument 'ground_truth'",
         "unknown argument 'grond_truth'. Did you mean 'ground_truth'?"
         " It takes: ground_truth, query, max_attempts, method",
     ]
-    assert check_kwargs(Silent, {"x": 1}) == ["unknown argument 'x'. It takes: no arguments"]
+    assert argument_problems(Silent, {"x": 1}, given=("sample",)) == [
+        "unknown argument 'x'. It takes: no arguments"
+    ]
 
 
-def test_check_kwargs_knows_sample_and_open_ends():
+def test_argument_problems_knows_sample_and_open_ends():
     class Open(Silent):
         def __init__(self, sample, **rest): ...
 
-    assert check_kwargs(Open, {"anything": 1}) == []
-    assert check_kwargs(Open, {"sample": 1}) == [
+    assert argument_problems(Open, {"anything": 1}, given=("sample",)) == []
+    assert argument_problems(Open, {"sample": 1}, given=("sample",)) == [
         "argument 'sample' is agentrl's to give: leave it out"
     ]
 

@@ -4,7 +4,6 @@ from agentrl.interactions.base import (
     Interaction,
     Reply,
     build_interaction,
-    check_kwargs,
     interaction,
     respond,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "Interaction",
     "Reply",
     "build_interaction",
-    "check_kwargs",
     "interaction",
     "respond",
 ]

@@ -12,14 +12,14 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from agentrl.errors import EpisodeOver, RegistryError, UserCodeError, user_code
 from agentrl.registry import interactions
-from agentrl.signatures import argument_problems, location, place
+from agentrl.signatures import location, place
 from agentrl.trajectory import Message, Sample
 
 
@@ -96,11 +96,6 @@ def interaction(name: str) -> Callable[[I], I]:
         return interactions.add(name, cls)
 
     return register
-
-
-def check_kwargs(cls: type[Interaction], kwargs: Mapping[str, Any]) -> list[str]:
-    """What is missing or unknown among a row's `interaction_kwargs`; an empty list if nothing."""
-    return argument_problems(cls, kwargs, given=("sample",))
 
 
 def build_interaction(sample: Sample) -> Interaction | None:

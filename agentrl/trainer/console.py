@@ -32,11 +32,16 @@ COLUMNS = (
 )
 """Header, metric and format; a metric that a run does not have gets no column."""
 
+TRAJECTORIES = "trajectories"
+CURVE = "curve.svg"
+FINAL = "model"
+"""What a run leaves in its folder, beside `metrics.jsonl`, `config.yaml` and the checkpoints."""
+
 PLACES = (
-    ("learning curve", "curve.svg"),
+    ("learning curve", CURVE),
     ("metrics", METRICS),
-    ("trajectories", "trajectories"),
-    ("model", "model"),
+    ("trajectories", TRAJECTORIES),
+    ("model", FINAL),
 )
 """What a run's folder holds for its user."""
 
@@ -188,7 +193,7 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
         config: the run's.
     """
     rows = config.data.val or config.data.train
-    run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / "model")]
+    run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / FINAL)]
     # A greedy run has nothing to vary: all rollouts of a row are alike.
     several = ["val.n=4"] if config.val.temperature > 0 else []
     return [

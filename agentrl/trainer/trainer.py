@@ -34,7 +34,7 @@ from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import ALGORITHMS
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import drop_after, find_checkpoint, recover, save_checkpoint
-from agentrl.trainer.console import Console
+from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.learner import Learner
@@ -42,11 +42,6 @@ from agentrl.trainer.resume import RunLock, check_same_run
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trainer.weights import publish
 from agentrl.trajectory import Group, Sample
-
-TRAJECTORIES = "trajectories"
-CURVE = "curve.svg"
-FINAL = "model"
-"""What a run leaves in its folder, beside `metrics.jsonl`, `config.yaml` and the checkpoints."""
 
 
 class Trainer:
