@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.chat import ChatTemplate, parse_react, parse_tool_calls
+from agentrl.chat import ChatTemplate, parse_hermes, parse_react
 from agentrl.demo.tokenizer import train_tokenizer
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message
@@ -162,7 +162,7 @@ def call(name="calculator", arguments=None):
 
 def test_calls_are_read_in_order():
     text = "First." + call(arguments={"expression": "1"}) + call(arguments={"expression": "2"})
-    assert [c.arguments for c in parse_tool_calls(text)] == [
+    assert [c.arguments for c in parse_hermes(text)] == [
         {"expression": "1"},
         {"expression": "2"},
     ]
@@ -193,7 +193,7 @@ def test_calls_are_read_in_order():
     ],
 )  # fmt: skip
 def test_broken_calls_are_told_never_lost(text, errors):
-    calls = parse_tool_calls(text)
+    calls = parse_hermes(text)
     assert len(calls) == len(errors)
     for parsed, error in zip(calls, errors, strict=True):
         assert parsed.error.startswith(error) and bool(parsed.error) == bool(error)
@@ -210,7 +210,7 @@ def test_parsing_takes_linear_time(unit):
         best = 9.0
         for _ in range(3):
             start = time.perf_counter()
-            parse_tool_calls(text)
+            parse_hermes(text)
             best = min(best, time.perf_counter() - start)
         return best
 
@@ -222,7 +222,7 @@ def test_parsing_takes_linear_time(unit):
                                  "<think>", "</think>", "\n", "Action:", "Action Input:", "é"]),
                 max_size=30).map("".join))  # fmt: skip
 def test_parsers_never_raise(text):
-    for calls in (parse_tool_calls(text), parse_react(text)):
+    for calls in (parse_hermes(text), parse_react(text)):
         assert all(isinstance(c.arguments, str) == bool(c.error) for c in calls)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl import agent_loops, registry
 from agentrl.answers import gsm8k_answer
-from agentrl.chat import ChatTemplate, load_tokenizer, parse_react, parse_tool_calls
-from agentrl.chat.template import REACT_STOP
+from agentrl.chat import ChatTemplate, load_tokenizer, parse_hermes, parse_react
+from agentrl.chat.formats import REACT_STOP
 from agentrl.data import check_samples, load_samples, read_rows
 from agentrl.demo.arithmetic import LOOPS, SPLITS, questions, rows, split_rows
 from agentrl.demo.recipe import conversation
@@ -34,7 +34,7 @@ def replay(row, said, calculator):
     """
     answers = []
     waiting = []
-    parse = parse_react if row.sample.agent_name == "react" else parse_tool_calls
+    parse = parse_react if row.sample.agent_name == "react" else parse_hermes
     for message in said:
         if message.role != "assistant":
             assert message == (waiting.pop(0) if waiting else message)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from agentrl.chat import ChatTemplate, parse_tool_calls
+from agentrl.chat import ChatTemplate, parse_hermes
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EngineError, EpisodeOver, UserCodeError
@@ -110,7 +110,7 @@ class Episode:
         self,
         *,
         stop: Sequence[str] = (),
-        parse: Callable[[str], list[ToolCall]] = parse_tool_calls,
+        parse: Callable[[str], list[ToolCall]] = parse_hermes,
     ) -> Message:
         """Let the policy speak once.
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from agentrl.agent_loops.base import Schemas, agent_loop
 from agentrl.agent_loops.episode import Episode
-from agentrl.chat import parse_react
-from agentrl.chat.template import REACT_STOP
+from agentrl.chat import REACT_STOP, parse_react
 from agentrl.trajectory import Message, Sample
 
 _FORMAT = """\

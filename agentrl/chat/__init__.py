@@ -1,7 +1,7 @@
 """Messages to tokens and back: the only reader of chat templates."""
 
-from agentrl.chat.parsers import parse_react, parse_tool_calls
+from agentrl.chat.formats import REACT_STOP, parse_hermes, parse_react
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.tokenizer import load_tokenizer
 
-__all__ = ["ChatTemplate", "load_tokenizer", "parse_react", "parse_tool_calls"]
+__all__ = ["REACT_STOP", "ChatTemplate", "load_tokenizer", "parse_hermes", "parse_react"]

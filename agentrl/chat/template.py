@@ -25,6 +25,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentrl.chat.formats import REACT_STOP
 from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, token_array
@@ -47,7 +48,6 @@ _PROBE_TOOL = {
 _PROBE_TEXTS = ("plain", " leading and trailing ", "\nline\n\n", "", '{"a": "ü😀"}', "{{ x }}")
 # What may follow an assistant turn.
 _DELTAS = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
-REACT_STOP = "Observation:"
 
 
 class ChatTemplate:

@@ -1,0 +1,41 @@
+"""The text of a ReAct turn (Yao et al., 2022, arXiv 2210.03629)."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.formats.strict_json import end_of_object, read_object
+from agentrl.trajectory import ToolCall
+
+REACT_STOP = "Observation:"
+"""What a turn is stopped at: the model samples it, what follows is the tool's."""
+
+_ACTION = re.compile("^Action:", re.MULTILINE)
+_FINAL = re.compile("^Final Answer:", re.MULTILINE)
+
+
+def parse_react(text: str) -> list[ToolCall]:
+    """The call of one ReAct turn: the last `Action:` and the `Action Input:` that follows it.
+
+        Thought: I need the product.
+        Action: calculator
+        Action Input: {"expression": "3*4"}
+        Observation:
+
+    Returns no call where the turn has no `Action:`, or a `Final Answer:` after it.
+    """
+    action = max((m.end() for m in _ACTION.finditer(text)), default=-1)
+    final = max((m.end() for m in _FINAL.finditer(text)), default=-1)
+    if action <= final:
+        return []
+    name, _, rest = text[action:].partition("\n")
+    name = name.strip()
+    label, _, tail = rest.lstrip().partition("Action Input:")
+    if label.strip() or not rest.lstrip().startswith("Action Input:"):
+        return [ToolCall(name, rest, error="`Action:` needs an `Action Input:` line after it")]
+    body = tail.strip().removesuffix(REACT_STOP).strip()
+    end = end_of_object(body, 0)
+    if not end or body[end:].strip():
+        return [ToolCall(name, body, error="`Action Input:` must be one JSON object")]
+    arguments, error = read_object(body)
+    return [ToolCall(name, body if error else arguments, error=error)]
