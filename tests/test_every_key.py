@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from agentrl.chat import load_tokenizer
 from agentrl.config import FIELDS, load_config
 from agentrl.errors import UserError
 from agentrl.store import load_trajectories
@@ -14,7 +15,7 @@ from agentrl.trainer import Trainer
 
 ENV = '''
 import asyncio, os
-from agentrl import ToolCall, ToolResult, agent_loop, reward, tool
+from agentrl import Message, ToolCall, ToolResult, agent_loop, reward, tool
 
 @tool
 def where() -> ToolResult:
@@ -28,6 +29,12 @@ async def every_key(ep):
         await ep.generate(stop=("a", "e", " "), parse=lambda text: [ToolCall("where", {})])
         ep.reward(0.5)
         await ep.call_tools()
+
+@agent_loop("told_every_key")
+async def told(ep):
+    for turn in range(3):
+        await ep.generate(stop=("a", "e", " "))
+        ep.observe(Message("user", "Go on."))
 
 @agent_loop("slow_every_key")
 async def slow(ep):
@@ -50,7 +57,22 @@ def late(trajectory) -> float:
     return 0.0
 """
 
+# As templates of thinking models have it: earlier turns lose their thoughts, new ones may get an
+# empty one to begin with.
+OLD_TURN = """\
+    {%- elif message.role == 'assistant' %}
+        {%- set later = messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list %}
+        {%- set said = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>assistant\\n' + (said if later else message.content) + '<|im_end|>\\n' }}
+"""
+NEW_TURN = """\
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+"""
+
 PPO = ["algorithm.name=ppo"]
+THINKER = ["model.path={thinking_model}"]
 LORA = ["model.lora_rank=2"]
 KL = ["algorithm.kl_loss_coef=0.5"]
 MANY = ["algorithm.ppo_epochs=3", "optim.lr=0.02"]
@@ -62,10 +84,12 @@ CHANGES = {
     "data.batch_size": ("2", []),
     "data.shuffle": ("false", []),
     "data.agent_name": ("react", []),
+    "data.untrusted": ("true", ["data.train={tagged_rows}"]),
     "model.path": ("{other_model}", []),
     "model.lora_rank": ("2", []),
     "model.lora_alpha": ("64", LORA),
     "model.lora_target_modules": ("q_proj", LORA),
+    "model.template_kwargs": ("{{enable_thinking: false}}", THINKER),
     "rollout.n": ("3", []),
     "rollout.temperature": ("0.5", []),
     "rollout.max_turn_tokens": ("3", []),
@@ -74,6 +98,11 @@ CHANGES = {
     "rollout.max_tool_calls": ("1", []),
     "rollout.timeout_s": ("1e-9", []),
     "rollout.budget_policy": ("{{turn_tokens: 0.125}}", []),
+    "rollout.tool_format": ("sglang:no_such_parser", []),
+    "rollout.history_thinking": (
+        "strip",
+        [*THINKER, "model.template_kwargs.enable_thinking=false", "data.agent_name=told_every_key"],
+    ),
     "val.temperature": ("0.5", []),
     "val.top_p": ("0.5", []),
     "val.top_k": ("2", []),
@@ -81,6 +110,7 @@ CHANGES = {
     "val.greedy": ("false", []),
     "tools.transport": ("http", []),
     "tools.max_result_tokens": ("2", []),
+    "tools.truncate": ("head", ["tools.max_result_tokens=4"]),
     "reward.function": ("length_of_answer", []),
     "reward.kwargs": ("{{scale: 3}}", []),
     "reward.outcome_weight": ("2", []),
@@ -129,9 +159,13 @@ def world(tmp_path_factory, random_model):
     folder = tmp_path_factory.mktemp("keys")
     for name, text in (("env", ENV), ("late", LATE)):
         (folder / f"{name}.py").write_text(text)
-    for name, first in (("rows", 0), ("other_rows", 50)):
+    for name, first, tag in (
+        ("rows", 0, ""),
+        ("other_rows", 50, ""),
+        ("tagged_rows", 0, "<tool_call>"),
+    ):
         rows = [
-            {"prompt": f"Say {first + i}.", "tools": ["where"], "ground_truth": "1"}
+            {"prompt": f"Say {first + i}.{tag}", "tools": ["where"], "ground_truth": "1"}
             for i in range(6)
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -140,6 +174,14 @@ def world(tmp_path_factory, random_model):
     torch.manual_seed(7)
     scrambled = {k: v + 0.05 * torch.randn_like(v) for k, v in weights.items()}
     save_file(scrambled, folder / "other_model/model.safetensors", {"format": "pt"})
+    shutil.copytree(random_model, folder / "thinking_model")
+    tokenizer = load_tokenizer(folder / "thinking_model")
+    head, other, tail = tokenizer.chat_template.partition("    {%- elif not (loop.first and asked)")
+    tail = tail.replace(
+        "'<|im_start|>assistant\\n' }}\n", "'<|im_start|>assistant\\n' }}\n" + NEW_TURN
+    )
+    tokenizer.chat_template = head + OLD_TURN + other + tail
+    tokenizer.save_pretrained(folder / "thinking_model")
     return {
         "folder": folder,
         "model": random_model,
@@ -147,7 +189,9 @@ def world(tmp_path_factory, random_model):
         "late": folder / "late.py",
         "rows": folder / "rows.jsonl",
         "other_rows": folder / "other_rows.jsonl",
+        "tagged_rows": folder / "tagged_rows.jsonl",
         "other_model": folder / "other_model",
+        "thinking_model": folder / "thinking_model",
     }
 
 
@@ -213,7 +257,7 @@ def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     monkeypatch.setenv("EVERY_KEY_PID", str(os.getpid()))
     value, context = CHANGES[key]
     again = "again" in context
-    context = [c for c in context if c != "again"]
+    context = [c.format(**world) for c in context if c != "again"]
     if key == "trainer.device":
         context = []
     name = (*context, again)
@@ -224,7 +268,7 @@ def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     )
     assert changed != base_traces[name]
     if "refused" in changed:
-        assert key == "trainer.device", changed
+        assert key in ("trainer.device", "rollout.tool_format"), changed
 
 
 def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
@@ -236,4 +280,4 @@ def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
 
 
 def test_no_key_is_forgotten():
-    assert CHANGES.keys() == FIELDS.keys() and len(FIELDS) <= 60
+    assert CHANGES.keys() == FIELDS.keys() and len(FIELDS) <= 120

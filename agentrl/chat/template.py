@@ -4,15 +4,15 @@ Training needs the tokens that the engine sampled, not tokens that look like the
 row only ever grows: the prompt, then what was sampled, then the *delta* of new messages, and so on.
 A sampled token is never decoded and encoded again.
 
-The template is a Jinja program over whole conversations; the delta is found by rendering it with a
-sentinel in place of every content and cutting at the sentinels. What is left are the template's
-own *literals* (`<|im_end|>\n<|im_start|>user\n` ...), which are cached by the roles they stand
-between; the contents are encoded apart from them, by a copy of the tokenizer that owns no added
-tokens. A tool's text can therefore not become a control token, and the cost of a turn is that of
-its new text, however long the history.
+The delta is what the template writes between an assistant's turn and the next: found once, by
+rendering a conversation that stands where the true one does, with marks for contents; from then on,
+a turn costs what encoding its new text costs, however long the history. Contents are encoded apart
+from the template's text, by a copy of the tokenizer that owns no control tokens: a tool's text
+cannot become one.
 
-All of that holds only for templates that render what was said the same way when more is said. The
-constructor proves it on probe conversations, or refuses the template and shows where it breaks.
+Templates that drop the thinking of earlier turns rewrite what was said. There a row either keeps
+what was sampled, or a new row begins (`conversation(..., strip=True)`). `proof.py` shows for a
+template which of the two it needs, or refuses it.
 """
 
 from __future__ import annotations
@@ -21,102 +21,173 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
-
+from agentrl.chat.between import Between, Finder
+from agentrl.chat.encoding import Encoder
 from agentrl.chat.formats import REACT_STOP
+from agentrl.chat.render import Frame, Renderer, Schemas, cut, frame_of
+from agentrl.chat.thinking import Thinking
 from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
 from agentrl.errors import TemplateError
-from agentrl.trajectory import Message, token_array
+from agentrl.trajectory import Message, ToolCall, token_array
 
-Schemas = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "A probe.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string"}},
-            "required": ["x"],
-        },
-    },
-}
-# Contents that templates are known to trim, escape or take for something else.
-_PROBE_TEXTS = ("plain", " leading and trailing ", "\nline\n\n", "", '{"a": "ü😀"}', "{{ x }}")
-# What may follow an assistant turn.
-_DELTAS = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
+MAX_CACHED = 512
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, proven append-only.
+    """A tokenizer's chat template.
 
     Attributes:
-        close_id: the token with which the template closes an assistant turn.
-        stop_ids: the tokens that end a sampled turn: `close_id`, the tokenizer's EOS, `end_ids`.
+        stop_ids: the tokens that end a sampled turn: the template's, the EOS, `end_ids`.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()):
-        """Find the literals and prove them.
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: Sequence[int] = (),
+        *,
+        variables: Mapping[str, Any] | None = None,
+        untrusted: bool = False,
+    ):
+        """Find what closes a turn and what stands between turns.
 
         Args:
             tokenizer: a fast transformers tokenizer with a chat template.
             end_ids: tokens that end the model's turns besides the template's and the tokenizer's.
+            variables: further variables of the template (`enable_thinking`).
+            untrusted: whether prompts may not hold tags such as `<think>` either.
 
         Raises:
-            TemplateError: the template changes what was said before, or its contents.
+            TemplateError: no turns can be made with this template.
         """
         self.tokenizer = tokenizer
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._opaque = _without_added_tokens(self._backend)
-        self._control_ids = frozenset(self._backend.get_added_tokens_decoder())
-        self._prompts: dict[tuple[tuple[str, ...], str], list[list[int]]] = {}
-        self._deltas: dict[tuple[str, ...], list[list[int]]] = {}
-        self.close_id = self._find_close()
-        ends = (self.close_id, tokenizer.eos_token_id, *end_ids)
+        self.encoder = Encoder(tokenizer)
+        self.render = Renderer(tokenizer, variables or {})
+        self._encode_prompt = self.encoder.plain if untrusted else self.encoder.spoken
+        self._prompts: dict[Any, Frame] = {}
+        self._deltas: dict[Any, Between] = {}
+        self._ends = {i for i in (tokenizer.eos_token_id, *end_ids) if i is not None}
+        self.finder = Finder(self.render, self.encoder, self._ends)
+        user = self.finder.between((), (), (Message("user", ""),))
+        if user.frame.first not in self.encoder.control_ids:
+            raise TemplateError(
+                "the chat template does not put a control token after an assistant message:"
+                " nothing tells the engine that a turn is over."
+            )
+        self._shown = [user]
+        self.closes = user.closes
+        self.close_id = self.finder.last_close() if self.closes else user.frame.first
+        self._ends.add(self.close_id)
+        self._uses_calls = self._positional = False
+        self._look_at_tools()
+        ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
-        self._prove()
-
-    def prompt(self, messages: Sequence[Message], schemas: Schemas = ()) -> array[int]:
-        """The tokens of a conversation up to where the assistant speaks next.
-
-        Contents are encoded apart from the template; only assistant messages (few-shot turns the
-        user wrote) may hold control tokens such as `<tool_call>`.
-        """
-        roles = tuple(m.role for m in messages)
-        key = (roles, json.dumps(schemas, sort_keys=True) if schemas else "")
-        literals = self._prompts.get(key)
-        if literals is None:
-            texts = self._literals(roles, schemas)
-            literals = self._prompts[key] = [self._encode_literal(t) for t in texts]
-        return self._join(literals, messages)
-
-    def delta(self, messages: Sequence[Message], last_id: int) -> array[int]:
-        """The tokens between a sampled turn and the next: its close, new messages, the new header.
-
-        Args:
-            messages: what was said since the assistant's turn (tool, user), in order.
-            last_id: the last sampled token; where it closes the turn itself, it is not repeated.
-        """
-        roles = tuple(m.role for m in messages)
-        literals = self._deltas.get(roles)
-        if literals is None:
-            context = ("user", "assistant")
-            texts = self._literals(context + roles, ())[len(context) :]
-            literals = self._deltas[roles] = [self._encode_literal(t) for t in texts]
-        ids = self._join(literals, messages)
-        return ids[1:] if last_id == self.close_id else ids
+        self.thinking = Thinking.of(self)
+        opened = self.encoder.literal(self.thinking.extra)
+        self.encoder.guard({i for b in self._shown for i in b.frame.ids} - set(opened))
+        self.encoder.guard(self.stop_ids)
 
     @classmethod
-    def load(cls, path: str | Path) -> ChatTemplate:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        untrusted: bool = False,
+    ) -> ChatTemplate:
         """The template of a model's folder or hub name.
 
         Raises:
             UserError: no tokenizer there, or one that cannot be used.
         """
-        return cls(load_tokenizer(path), end_of_turn_ids(path))
+        return cls(
+            load_tokenizer(path), end_of_turn_ids(path), variables=variables, untrusted=untrusted
+        )
+
+    # -- messages to ids --------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message], schemas: Schemas = ()) -> array[int]:
+        """The tokens of a conversation up to where the assistant speaks next.
+
+        Contents are encoded apart from the template, free of its role and turn tokens; only
+        assistant messages (few-shot turns the user wrote) may hold those.
+        """
+        said = [m.content if m.role == "assistant" else "" for m in messages]
+        shown = json.dumps(schemas, sort_keys=True) if schemas else ""
+        key = (tuple(m.role for m in messages), tuple(said), shown)
+        frame = self._prompts.get(key)
+        if frame is None:
+            frame = _keep(self._prompts, key, self._opening(messages, schemas))
+        foreign = [m for m in messages if m.role != "assistant"]
+
+        def encode(text: str, inside: Sequence[int]) -> list[int]:
+            tool = any(foreign[i].role == "tool" for i in inside)
+            return self.encoder.plain(text) if tool else self._encode_prompt(text)
+
+        return frame.fill([m.content for m in foreign], encode)
+
+    def delta(
+        self, history: Sequence[Message], messages: Sequence[Message], last_id: int
+    ) -> array[int]:
+        """The tokens between a sampled turn and the next: its close, new messages, the new header.
+
+        Args:
+            history: the conversation, up to and with the assistant's turn.
+            messages: what was said since (tool, user), in order.
+            last_id: the last sampled token; where it closes the turn itself, it is not repeated.
+        """
+        calls = history[-1].tool_calls if self._uses_calls else ()
+        roles = tuple([m.role for m in messages])
+        key: Any = roles
+        if self._uses_calls:
+            key = (roles, tuple((c.name, c.id) for c in calls))
+        if self._positional:
+            key = (key, tuple((m.role, bool(m.tool_calls)) for m in history))
+        between = self._deltas.get(key)
+        if between is None:
+            before = history[:-1] if self._positional else ()
+            between = _keep(self._deltas, key, self.finder.between(before, calls, messages))
+        ids = between.frame.fill([m.content for m in messages], self._encode_foreign)
+        # A token of the next role (GLM's `<|user|>`) is left standing where another role follows.
+        if last_id == between.frame.first or (between.closes and last_id in self._ends):
+            return ids[1:]
+        return ids
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        schemas: Schemas = (),
+        sampled: Mapping[int, Sequence[int]] | None = None,
+        *,
+        strip: bool = False,
+    ) -> array[int]:
+        """The tokens of a conversation with sampled turns, up to where the assistant speaks next.
+
+        Args:
+            messages: all of it, not ending with an assistant message.
+            schemas: the tools shown in the prompt.
+            sampled: the ids of assistant messages by their place in `messages`; those before the
+                first of them are few-shot turns.
+            strip: leave out what the template drops of earlier turns (their thinking).
+        """
+        sampled = sampled or {}
+        own = [i for i, m in enumerate(messages) if m.role == "assistant" and i in sampled]
+        if not own:
+            return self.prompt(messages, schemas)
+        ids = self.prompt(messages[: own[0]], schemas)
+        users = [i for i, m in enumerate(messages) if m.role == "user"]
+        for i, end in zip(own, [*own[1:], len(messages)], strict=True):
+            turn = sampled[i]
+            later_user = bool(users) and users[-1] > i
+            if strip and self.thinking.drops(turn, later_user=later_user):
+                self.thinking.strip(ids, turn)
+            else:
+                ids.extend(turn)
+            ids.extend(self.delta(messages[: i + 1], messages[i + 1 : end], ids[-1]))
+        return ids
 
     def trace(
         self, messages: Sequence[Message], schemas: Schemas = (), stop: str = REACT_STOP
@@ -139,165 +210,81 @@ class ChatTemplate:
             ids.extend(new)
             mask.extend([own] * len(new))
 
-        waiting: list[Message] = []
-        for message in messages:
+        spoken = -1
+        for i, message in enumerate(messages):
             if message.role != "assistant":
-                waiting.append(message)
                 continue
-            if ids:
-                append(self.delta(waiting, ids[-1]), 0)
+            if spoken < 0:
+                append(self.prompt(messages[:i], schemas), 0)
             else:
-                append(self.prompt(waiting, schemas), 0)
-            waiting = []
+                delta = self.delta(messages[: spoken + 1], messages[spoken + 1 : i], ids[-1])
+                if not self.closes and ids[-1] == self.close_id != delta[0]:
+                    # Written for one role, but another follows: its token is what ends the turn.
+                    ids[-1], delta = delta[0], delta[1:]
+                append(delta, 0)
             closed = not (stop and message.content.endswith(stop))
-            append(self._encode_trusted(message.content) + [self.close_id] * closed, 1)
-        if waiting or not ids:
+            append(self.encoder.literal(message.content) + [self.close_id] * closed, 1)
+            spoken = i
+        if spoken != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")
         if ids[-1] != self.close_id:
             append([self.close_id], 0)
         return ids, mask
 
+    # -- ids and text -----------------------------------------------------------------------------
+
     def encode(self, text: str) -> list[int]:
         """Foreign text as ids, free of control tokens whatever it contains."""
-        return self._opaque.encode(text, add_special_tokens=False).ids
+        return self.encoder.plain(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, control tokens included."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self.encoder.decode(ids)
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """The text of one sampled turn, less the token that closed it."""
-        closed = len(ids) > 0 and ids[-1] in self.stop_ids
-        return self.decode(ids[:-1] if closed else ids)
+        closed = len(ids) > 0 and ids[-1] in self._ends
+        return self.encoder.decode(ids[:-1] if closed else ids)
 
-    # -- literals ---------------------------------------------------------------------------------
+    def _encode_foreign(self, text: str, inside: Sequence[int]) -> list[int]:
+        return self.encoder.plain(text)
 
-    def _render(self, messages: Sequence[Message], schemas: Schemas, generation: bool) -> str:
-        from jinja2.exceptions import TemplateError as JinjaError
+    # -- what the template writes -----------------------------------------------------------------
 
+    def _opening(self, messages: Sequence[Message], schemas: Schemas) -> Frame:
+        """The frame of a prompt; its slots are the messages that are not the assistant's."""
+        foreign = [i for i, m in enumerate(messages) if m.role != "assistant"]
+
+        def render(contents: Sequence[str]) -> str:
+            shown = [m.as_dict() for m in messages]
+            for i, content in zip(foreign, contents, strict=True):
+                shown[i]["content"] = content
+            return self.render(shown, schemas)
+
+        texts, slots = cut(render, [messages[i].role for i in foreign])
+        return frame_of(self.encoder, texts, slots)
+
+    def _look_at_tools(self) -> None:
+        """Whether what follows a call holds the call's name or id, or depends on earlier turns."""
+        call, result = ToolCall("zqa", {}, id="zq0000001"), Message("tool", "")
+        other = ToolCall("zqb", {}, id="zq0000002")
         try:
-            return self.tokenizer.apply_chat_template(
-                [m.as_dict() for m in messages],
-                tools=list(schemas) or None,
-                tokenize=False,
-                add_generation_prompt=generation,
-            )
-        except JinjaError as e:
-            roles = ", ".join(m.role for m in messages)
-            raise TemplateError(f"the chat template fails on the roles ({roles}): {e}") from e
-
-    def _literals(self, roles: Sequence[str], schemas: Schemas) -> list[str]:
-        """The template's text around each content: one more piece than there are messages."""
-        marks = [f"zq{i}content{i}qz" for i in range(len(roles))]
-        messages = [Message(r, m) for r, m in zip(roles, marks, strict=True)]  # type: ignore[arg-type]
-        rest, pieces = self._render(messages, schemas, True), []
-        for mark, role in zip(marks, roles, strict=True):
-            if rest.count(mark) != 1:
-                raise TemplateError(
-                    f"the chat template shows a {role} message {rest.count(mark)} times after"
-                    f" ({', '.join(roles)}); agentrl needs each content exactly once, in order."
-                )
-            piece, _, rest = rest.partition(mark)
-            pieces.append(piece)
-        return [*pieces, rest]
-
-    def _join(self, literals: list[list[int]], messages: Sequence[Message]) -> array[int]:
-        ids = token_array(literals[0])
-        for message, literal in zip(messages, literals[1:], strict=True):
-            if message.role == "assistant":
-                ids.extend(self._encode_trusted(message.content))
-            else:
-                content = self.encode(message.content)
-                if not self._control_ids.isdisjoint(content):
-                    raise TemplateError(
-                        f"the tokenizer turns text of a {message.role} message into control tokens"
-                        " even without its added tokens; agentrl cannot keep such text harmless."
-                    )
-                ids.extend(content)
-            ids.extend(literal)
-        return ids
-
-    def _encode_literal(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    _encode_trusted = _encode_literal
-
-    # -- the proof --------------------------------------------------------------------------------
-
-    def _find_close(self) -> int:
-        literal = self._literals(("user", "assistant", "user"), ())[2]
-        ids = self._encode_literal(literal)
-        if not ids or ids[0] not in self._control_ids:
-            raise TemplateError(
-                f"the chat template puts {literal[:40]!r} after an assistant message, which does"
-                " not begin with a control token: nothing tells the engine that a turn is over."
-            )
-        return ids[0]
-
-    def _prove(self) -> None:
-        tool_sets: tuple[Schemas, ...] = ((), (_PROBE_TOOL,))
-        for schemas in tool_sets:
-            for after in _DELTAS:
-                self._prove_append_only(schemas, after)
-            for text in _PROBE_TEXTS:
-                self._prove_contents(schemas, text)
-        for text in _PROBE_TEXTS:
-            if self._opaque.decode(self.encode(text), skip_special_tokens=False) != text:
-                raise TemplateError(
-                    f"the tokenizer does not give back {text!r} after encoding and decoding it;"
-                    " tool results would reach the model changed."
-                )
-
-    def _prove_append_only(self, schemas: Schemas, after: tuple[str, ...]) -> None:
-        """What was rendered before a turn, and the turn itself, stay when more is said."""
-        asked = [Message("system", "Be brief."), Message("user", "Q1")]
-        said = [*asked, Message("assistant", "A1")]
-        more = [Message(r, f"N{i}") for i, r in enumerate(after)]  # type: ignore[arg-type]
-        before = self._render(asked, schemas, True) + "A1"
-        later = self._render([*said, *more], schemas, True)
-        _same_start(before, later, f"an assistant turn followed by ({', '.join(after)})")
-        again = self._render([*said, *more, Message("assistant", "A2"), *more], schemas, True)
-        _same_start(later + "A2", again, "the second assistant turn")
-        # The delta is cut from a shorter conversation without tools: it must be the same here.
-        delta = "".join(
-            part
-            for pair in zip(
-                self._literals(("user", "assistant", *after), ())[2:],
-                [*(m.content for m in more), ""],
-                strict=True,
-            )
-            for part in pair
-        )
-        _same_start(before + delta, later, "the delta")
-        _same_start(before + delta, again, "the delta")
-
-    def _prove_contents(self, schemas: Schemas, text: str) -> None:
-        """Contents reach the prompt as they are."""
-        roles = ("system", "user", "assistant", "tool", "user")
-        messages = [Message(r, text) for r in roles]  # type: ignore[arg-type]
-        pieces = self._literals(roles, schemas)
-        ours = pieces[0] + "".join(text + piece for piece in pieces[1:])
-        _same_start(ours, self._render(messages, schemas, True), f"a content of {text!r}")
+            once = self.finder.between((), (call,), (result,))
+        except TemplateError:
+            return  # said when a tool's result is to be shown
+        self._shown.append(once)
+        self._ends.add(once.frame.first)
+        self._uses_calls = once != self.finder.between((), (other,), (result,))
+        asked, called = Message("user", "Q"), Message("assistant", "", (call,))
+        try:
+            later = self.finder.between((asked, called, result), (call,), (result,))
+        except TemplateError:
+            return
+        self._positional = once != later
 
 
-def _same_start(expected: str, rendered: str, what: str) -> None:
-    if rendered.startswith(expected):
-        return
-    at = next(
-        (i for i, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b),
-        min(len(expected), len(rendered)),
-    )
-    raise TemplateError(
-        f"the chat template is not append-only: {what} renders differently later. At character"
-        f" {at}: first {expected[max(0, at - 20) : at + 20]!r}, then"
-        f" {rendered[max(0, at - 20) : at + 20]!r}. Such a template would train on tokens that"
-        " were never sampled; take the model's training variant of it, or a ChatML one."
-    )
-
-
-def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
-    """A copy of the tokenizer for which `<|im_end|>` is ten characters of text."""
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = []
-    state["post_processor"] = None
-    return Tokenizer.from_str(json.dumps(state))
+def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+    if len(cache) >= MAX_CACHED:
+        cache.clear()
+    cache[key] = value
+    return value

@@ -26,6 +26,16 @@ from agentrl.registry import did_you_mean
 BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
 """The stop reasons that are spent budgets."""
 POLICIES = ("keep", "zero", "mask")
+TOOL_FORMATS = (
+    "auto", "hermes", "qwen3_coder", "glm", "llama_json", "llama_pythonic", "mistral", "deepseek",
+    "gpt_oss", "gemma", "hf",
+)  # fmt: skip
+"""How models write tool calls; besides, `sglang:NAME`."""
+RENDERING = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
+    "return_dict", "return_tensors", "tokenize", "tools",
+)  # fmt: skip
+"""The arguments of a rendering that are not the user's."""
 
 
 def key(default: Any, what: str, *, flag: str = "", allowed: str = "", **limits: float) -> Any:
@@ -59,6 +69,11 @@ class DataConfig(Section):
     batch_size: int = key(16, "prompts a step", ge=1)
     shuffle: bool = key(True, "a new order every epoch; false: the file's order")
     agent_name: str = key("single_turn", "the agent loop of rows that name none")
+    untrusted: bool = key(
+        False,
+        "every control token in a prompt is text, also those a prompt may legitimately speak of"
+        " such as `<think>`",
+    )
 
 
 class ModelConfig(Section):
@@ -76,6 +91,19 @@ class ModelConfig(Section):
         "the modules that get an adapter",
         allowed="all-linear, the name of a module, or a list of names",
     )
+    template_kwargs: dict[str, Any] = key(
+        {},
+        "further variables of the chat template, such as `{enable_thinking: false}`",
+        allowed="a mapping from names of variables to their values",
+    )
+
+    @field_validator("template_kwargs")
+    @classmethod
+    def _of_the_user(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if name in RENDERING:
+                raise ValueError(f"{name!r} is set by agentrl")
+        return variables
 
 
 class RolloutConfig(Section):
@@ -96,6 +124,16 @@ class RolloutConfig(Section):
         " 0 (zero) or less by a number, or it does not train (mask)",
         allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0",
     )
+    tool_format: str = key(
+        "auto",
+        "how the model writes tool calls",
+        allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf",
+    )
+    history_thinking: Literal["keep", "strip"] = key(
+        "keep",
+        "what becomes of the thinking of earlier turns where the chat template drops it: keep it as"
+        " it was sampled, or strip it and begin a new segment",
+    )
 
     @field_validator("budget_policy")
     @classmethod
@@ -112,6 +150,13 @@ class RolloutConfig(Section):
         if wrong:
             raise ValueError("; ".join(wrong))
         return policy
+
+    @field_validator("tool_format")
+    @classmethod
+    def _readable(cls, name: str) -> str:
+        if name not in TOOL_FORMATS and not re.fullmatch(r"sglang:\S+", name):
+            raise ValueError(f"no such format.{did_you_mean(name, TOOL_FORMATS)}")
+        return name
 
 
 class ValConfig(Section):
@@ -134,6 +179,10 @@ class ToolsConfig(Section):
         allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)",
     )
     max_result_tokens: int = key(1024, "most tokens of a result that the model is shown", ge=1)
+    truncate: Literal["head", "tail", "middle"] = key(
+        "middle",
+        "how a longer result is cut: its head is kept, its tail, or both without the middle",
+    )
 
     @property
     def url(self) -> str:

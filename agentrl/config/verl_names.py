@@ -12,6 +12,7 @@ _RENAMED = {
     "data.gen_batch_size": "data.batch_size",
     "data.max_response_length": "rollout.max_trajectory_tokens",
     "data.seed": "trainer.seed",
+    "data.apply_chat_template_kwargs": "model.template_kwargs",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.lora_rank": "model.lora_rank",
     "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
@@ -74,9 +75,15 @@ _OTHERWISE = {
     f"{_ROLLOUT}.val_kwargs.do_sample": "Here: val.temperature; val.greedy adds a greedy pass",
     f"{_ROLLOUT}.calculate_log_probs": "Not needed: the engine's logprobs are always kept",
     f"{_ROLLOUT}.multi_turn.enable": "Not needed: each row's agent_name says how it is played",
-    f"{_ROLLOUT}.multi_turn.format": "Not needed: the format follows the tokenizer",
+    f"{_ROLLOUT}.multi_turn.format": "Here: rollout.tool_format; auto follows the chat template",
     f"{_ROLLOUT}.multi_turn.max_user_turns": "Here: rollout.max_turns, turns of the assistant",
     f"{_ROLLOUT}.multi_turn.max_tool_response_length": "Here: tools.max_result_tokens, in tokens",
+    f"{_ROLLOUT}.multi_turn.tool_response_truncate_side": "Here: tools.truncate, head (verl's"
+    " left), tail (right) or middle",
+    f"{_ROLLOUT}.multi_turn.use_inference_chat_template": "Here: rollout.history_thinking, keep or"
+    " strip",
+    f"{_ROLLOUT}.multi_turn.tokenization_sanity_check_mode": "Not needed: what was sampled is never"
+    " encoded again, and the chat template is proven before the run",
     f"{_ROLLOUT}.multi_turn.max_parallel_calls": "Here: rollout.max_tool_calls, for the whole"
     " trajectory",
     "data.max_prompt_length": "Not here: prompts are never cut; the model's context is the limit",

@@ -98,7 +98,16 @@ def clean(text: str) -> str:
         half = MAX_CHARACTERS // 2
         left_out = len(text) - 2 * half
         text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
-    return _UNSTORABLE.sub("\ufffd", text)
+    return text if _storable(text) else _UNSTORABLE.sub("\ufffd", text)
+
+
+def _storable(text: str) -> bool:
+    """Whether `_UNSTORABLE` finds nothing, a hundred times sooner."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def is_finite(value: Any) -> bool:

@@ -7,11 +7,12 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
+from agentrl.tools.deadline import Deadline
 from agentrl.tools.decorator import Tool, ToolFunction
 from agentrl.tools.results import failure, success
 from agentrl.tools.threads import Outcome, Threads
@@ -43,7 +44,8 @@ class Runner:
     def __init__(self) -> None:
         self._threads = Threads(THREADS)
         self._gates: dict[str, asyncio.Semaphore] = {}
-        self._tasks: set[asyncio.Task[Outcome]] = set()
+        self._deadlines: dict[float, Deadline] = {}
+        self._abandoned: set[asyncio.Task[Outcome]] = set()
         self._logged: set[tuple[str, type]] = set()
 
     async def call(
@@ -63,7 +65,8 @@ class Runner:
             result = await self._answer(tool, tool.target, arguments, None)
         else:
             result = await self._in_turn(tool, function, arguments, instance)
-        return replace(result, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
     async def _in_turn(
         self,
@@ -150,18 +153,20 @@ class Runner:
             except TimeoutError:
                 raise _no_room(tool) from None
         deadline = time.monotonic() + tool.timeout
+        wait = self._deadline(tool.timeout).wait
         while True:
             try:
-                await asyncio.wait((job,), timeout=deadline - time.monotonic())
+                await wait(job)
             finally:
                 if not job.done():
                     self._abandon(job, instance)
             if not job.done():
                 return None
             value, error = job.result()
-            if error is None and inspect.isawaitable(value):
+            if not isinstance(value, str) and error is None and inspect.isawaitable(value):
                 # A plain function around an async one.
-                job = self._task(_caught(lambda value=value: value))
+                job = asyncio.create_task(_caught(lambda value=value: value))
+                wait = Deadline(deadline - time.monotonic()).wait
                 continue
             attempts -= 1
             if error is None or isinstance(error, ToolError) or not attempts:
@@ -172,6 +177,14 @@ class Runner:
                     job = await self._start(tool, target, arguments)
             except TimeoutError:
                 return None
+            wait = Deadline(deadline - time.monotonic()).wait
+
+    def _deadline(self, seconds: float) -> Deadline:
+        """The one that all calls of this timeout share."""
+        found = self._deadlines.get(seconds)
+        if found is None:
+            found = self._deadlines[seconds] = Deadline(seconds)
+        return found
 
     def _has_room(self, tool: Tool) -> bool:
         """Whether a call can start at once, so that no clock need be set."""
@@ -200,19 +213,15 @@ class Runner:
     ) -> asyncio.Future[Outcome]:
         bound = functools.partial(target, **arguments)
         if inspect.iscoroutinefunction(target):
-            return self._task(_caught(bound))
+            return asyncio.create_task(_caught(bound))
         return await self._threads.start(bound)
-
-    def _task(self, coroutine: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
-        task = asyncio.create_task(coroutine)
-        # The loop itself holds tasks weakly, and an abandoned one has no other owner.
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _abandon(self, job: asyncio.Future[Outcome], instance: Instance | None) -> None:
         if isinstance(job, asyncio.Task):
             job.cancel()
+            # The loop itself holds tasks weakly, and this one has no other owner any more.
+            self._abandoned.add(job)
+            job.add_done_callback(self._abandoned.discard)
         if instance is not None:
             instance.stuck = job
 

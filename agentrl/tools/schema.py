@@ -1,8 +1,9 @@
 """From a Python signature to what the model is shown, and what its arguments are checked against.
 
 One pydantic model per function, made once. Its JSON schema, cleaned for chat templates that print
-it raw, is shown to the model and compiled into a jsonschema validator; once arguments are valid,
-the pydantic model turns them into the annotated types (an Enum arrives as an Enum).
+it raw, is shown to the model and compiled into a jsonschema validator, with a quick look in front
+of it that plain arguments pass; once arguments are valid, the pydantic model turns them into the
+annotated types (an Enum arrives as an Enum).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import UserError
 from agentrl.signatures import location
+from agentrl.tools.quick import quick_check
 
 
 class BadArguments(Exception):
@@ -40,6 +42,8 @@ class Parameters:
     """JSON schema of the arguments object: closed, without `title` and `$ref`."""
     usage: str
     """One line, for error messages: `search(query: string, k: integer = 3)`."""
+    certainly_valid: Callable[[Mapping[str, Any]], bool]
+    """See `quick_check`."""
     validator: Draft202012Validator
     model: type[BaseModel] | None
     """Makes the annotated types of valid arguments; None where the schema is the user's own."""
@@ -52,7 +56,7 @@ class Parameters:
         Raises:
             BadArguments: they break the schema.
         """
-        if not self.validator.is_valid(arguments):
+        if not (self.certainly_valid(arguments) or self.validator.is_valid(arguments)):
             faults = sorted(map(_fault, self.validator.iter_errors(arguments)))
             raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
         if self.model is None:
@@ -135,7 +139,8 @@ def adopt(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
 
 
 def _parameters(name: str, schema: dict[str, Any], model: type[BaseModel] | None) -> Parameters:
-    return Parameters(schema, _usage(name, schema), Draft202012Validator(schema), model)
+    usage = _usage(name, schema)
+    return Parameters(schema, usage, quick_check(schema), Draft202012Validator(schema), model)
 
 
 class _SchemaGenerator(GenerateJsonSchema):

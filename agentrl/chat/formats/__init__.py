@@ -3,9 +3,65 @@
 A policy under training writes every kind of broken call. None of them may crash a parser, take
 quadratic time, or vanish: what is not a call becomes a `ToolCall` with its error, so that the model
 is told and the metrics count it.
+
+`FORMATS` names the formats; `detect` says which of them a chat template teaches.
 """
 
-from agentrl.chat.formats.hermes import parse_hermes
-from agentrl.chat.formats.react import REACT_STOP, parse_react
+from __future__ import annotations
 
-__all__ = ["REACT_STOP", "parse_hermes", "parse_react"]
+from collections.abc import Callable
+
+from agentrl.chat.formats.glm import parse_glm
+from agentrl.chat.formats.hermes import parse_hermes
+from agentrl.chat.formats.llama_json import parse_llama_json
+from agentrl.chat.formats.llama_pythonic import parse_llama_pythonic
+from agentrl.chat.formats.qwen3_coder import parse_qwen3_coder
+from agentrl.chat.formats.react import REACT_STOP, parse_react
+from agentrl.chat.formats.typed import typed
+from agentrl.trajectory import ToolCall
+
+__all__ = [
+    "FORMATS",
+    "REACT_STOP",
+    "Parser",
+    "detect",
+    "parse_glm",
+    "parse_hermes",
+    "parse_llama_json",
+    "parse_llama_pythonic",
+    "parse_qwen3_coder",
+    "parse_react",
+    "typed",
+]
+
+Parser = Callable[[str], list[ToolCall]]
+"""Text of one assistant turn, less the token that closed it, to its calls. It never raises."""
+
+FORMATS: dict[str, Parser] = {
+    "glm": parse_glm,
+    "hermes": parse_hermes,
+    "llama_json": parse_llama_json,
+    "llama_pythonic": parse_llama_pythonic,
+    "qwen3_coder": parse_qwen3_coder,
+}
+
+# The first whose marks all stand in the template: what is rarest comes first.
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("qwen3_coder", ("<function=",)),
+    ("glm", ("<arg_key>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("gpt_oss", ("<|channel|>", "<|call|>")),
+    ("gemma", ("<|tool_call>",)),
+    ("llama_pythonic", ("[func_name1(",)),
+    ("llama_json", ("<|python_tag|>",)),
+    ("llama_json", ("ipython",)),
+)
+
+
+def detect(chat_template: str) -> str:
+    """The name of the format that a chat template's text teaches; "hermes" where none shows."""
+    for name, marks in _MARKS:
+        if all(mark in chat_template for mark in marks):
+            return name
+    return "hermes"

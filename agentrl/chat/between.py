@@ -1,0 +1,175 @@
+"""What a chat template writes between two turns of the assistant.
+
+Found by rendering a conversation that stands where the true one does: a question, a turn that calls
+where tools answer it and does not where a user does, and then the new messages. Nothing is put in
+front of them that the true conversation lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.chat.encoding import Encoder
+from agentrl.chat.render import Frame, Renderer, Said, cut, frame_of
+from agentrl.errors import TemplateError
+from agentrl.trajectory import Message, ToolCall
+
+SPOKEN = "zqspokenqz"
+_NAME, ARGUMENT = "zqnameqz", "zqargumentqz"
+_ID = "zq0000id0"
+"""Mistral's templates want nine letters or digits."""
+ASKED: Said = {"role": "user", "content": "Q"}
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a template writes between two turns of the assistant, and whether it closes the first.
+
+    Where it does not, the first token already belongs to the next role.
+    """
+
+    frame: Frame
+    closes: bool
+
+
+class Finder:
+    """Looks for what stands between turns; `ends` are the ids that end one, as far as known."""
+
+    def __init__(self, render: Renderer, encoder: Encoder, ends: set[int]):
+        self.render = render
+        self.encoder = encoder
+        self.ends = ends
+
+    def between(
+        self,
+        before: Sequence[Message],
+        calls: Sequence[ToolCall],
+        messages: Sequence[Message],
+    ) -> Between:
+        """What stands between an assistant's turn and its next one.
+
+        Args:
+            before: the conversation before the turn, where that matters.
+            calls: of the turn, where their names or ids matter.
+            messages: what follows it.
+
+        Raises:
+            TemplateError: the template does not show this, or fails on it.
+        """
+        roles = [m.role for m in messages]
+        tools = sum(role == "tool" for role in roles)
+        named = [(c.name or "tool", c.id or f"{i:09d}") for i, c in enumerate(calls)]
+        named += [(_NAME, _ID)] * (tools - len(named))
+        error = None
+        for way, turn in enumerate(turns(named[:tools])):
+            try:
+                context = self._context(before, way)
+                own, closes = self.own_end([*context, turn])
+
+                def render(
+                    contents: Sequence[str],
+                    head: Sequence[Said] = (*context, turn),
+                    own: str = own,
+                ) -> str:
+                    said = [
+                        {"role": role, "content": content, **_answers(i, named, roles)}
+                        for i, (role, content) in enumerate(zip(roles, contents, strict=True))
+                    ]
+                    text = self.render([*head, *said])
+                    if own not in text:
+                        raise TemplateError(f"the chat template changes {own!r} when more is said")
+                    return text[text.rindex(own) + len(own) :]
+
+                texts, slots = cut(render, roles, "user, assistant, ")
+                return Between(frame_of(self.encoder, texts, slots), closes)
+            except TemplateError as e:
+                error = e
+        assert error is not None
+        raise error
+
+    def own_end(self, head: Sequence[Said]) -> tuple[str, bool]:
+        """The end of the turn that ends `head`, less its close; and whether there is one.
+
+        The turn's content is that of `spoken`, and so are its arguments.
+        """
+        text = self.render(head, ask=False)
+        calls = head[-1].get("tool_calls")
+        last = ARGUMENT if calls else SPOKEN
+        if last not in text:
+            what = "a call of an assistant message" if calls else "an assistant message"
+            raise TemplateError(f"the chat template does not show {what}")
+        last, text = last, text[text.rindex(last) + len(last) :]
+        control = [(m.start(), m[0]) for m in self.encoder.control.finditer(text)]
+        if not calls:
+            return last, bool(control)
+        for at, token in control:
+            if self.encoder.literal(token)[0] in self.ends:
+                return last + text[:at], True
+        if control and self._closes():
+            return last + text[: control[-1][0]], True
+        return last + text, False
+
+    def last_close(self) -> int:
+        """What the model closes a turn with: gpt-oss has a token for it that no history shows."""
+        text = self.render([ASKED, spoken()], ask=False).rpartition(SPOKEN)[2]
+        return self.encoder.split(text)[1][0]
+
+    def _closes(self) -> bool:
+        """Whether a turn that stands last is closed."""
+        text = self.render([ASKED, spoken()], ask=False).rpartition(SPOKEN)[2]
+        return self.encoder.control.search(text) is not None
+
+    def _context(self, before: Sequence[Message], way: int) -> list[Said]:
+        """A conversation of the same shape, its turns written in one of the ways of `turns`."""
+        context: list[Said] = []
+        for i, m in enumerate(before):
+            if m.role == "assistant":
+                tools = 0
+                while i + 1 + tools < len(before) and before[i + 1 + tools].role == "tool":
+                    tools += 1
+                context.append(turns([(_NAME, _ID)] * tools)[way if tools else 0])
+            else:
+                said = {"role": m.role, "content": "Q"}
+                context.append(said | ({"tool_call_id": _ID} if m.role == "tool" else {}))
+        return context or [ASKED]
+
+
+def spoken(calls: Sequence[tuple[str, str]] = (), **more: Any) -> dict[str, Any]:
+    """An assistant message that can be found again, with calls of these names and ids."""
+    said: dict[str, Any] = {"role": "assistant", "content": SPOKEN, **more}
+    if calls:
+        said["tool_calls"] = [
+            {
+                "id": id,
+                "type": "function",
+                "function": {"name": name, "arguments": {"x": ARGUMENT}},
+            }
+            for name, id in calls
+        ]
+    return said
+
+
+def turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """An assistant's turn in the ways that templates want it, the commonest first."""
+    if not calls:
+        return [spoken()]
+    ways = []
+    for some in (calls, calls[:1]):
+        ways += [spoken(some), spoken(some, content=""), spoken(some, content=None)]
+    for way in list(ways):  # DeepSeek's templates want the arguments as text
+        text = json.loads(json.dumps(way))
+        for c in text["tool_calls"]:
+            c["function"]["arguments"] = json.dumps(c["function"]["arguments"])
+        ways.append(text)
+    return [*ways, spoken()]  # where calls are text of the turn
+
+
+def _answers(i: int, named: Sequence[tuple[str, str]], roles: Sequence[str]) -> dict[str, str]:
+    """Which call a tool's message answers."""
+    if roles[i] != "tool":
+        return {}
+    name, id = named[sum(role == "tool" for role in roles[:i])]
+    return {"tool_call_id": id, "name": name}

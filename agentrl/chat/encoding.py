@@ -1,0 +1,299 @@
+"""Text to token ids, in two ways: as a template's own text, and as text that can forge nothing.
+
+A tokenizer splits a text at its control tokens (`<|im_end|>`, `<tool_call>`) before it looks at
+anything else, wherever they come from. So what a tool returned is encoded by a copy of the
+tokenizer that owns no control tokens: there, `<|im_end|>` is ten characters of text. Neither
+`split_special_tokens` nor `encode_special_tokens` does that: they know only the tokens flagged
+special, and let `<tool_call>` through.
+
+In front of the copy stands a cache of what it makes of each word. Byte-level BPE first cuts a text
+into words by a regular expression and then merges within words only, so that the ids of a text are
+those of its words, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+from unicodedata import is_normalized
+
+import regex
+from tokenizers import Tokenizer
+
+from agentrl.errors import TemplateError
+
+MAX_WORDS = 1 << 17
+"""Words in the cache, some 20 MB; when it is full, it is emptied."""
+MAX_CONTROL = 256
+"""No control token is longer."""
+MAX_WORD = 48
+"""Longer words (base64, minified code) are not kept."""
+
+# GPT-2's rule, which a tokenizer with a plain `ByteLevel` follows.
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# What regular expressions are known to disagree about.
+_PROBES = (
+    "The year 2024's  sum:\t12345.67 (or so)\r\n\r\n  don't I'LL we'd\n",
+    " leading, trailing \n\n\n",
+    "   x = {'a': [1, 2.5e-3, None], \"b\": f(x)[::-1]}  # ok?!\n\tif x: return y\n",
+    "naïve Ünïcödé ÅÅ 日本語テキスト 中文，标点。 العربية हिन्दी ไทย 🙂👍🏽 é\u00a0\u2003x\u3000y",
+    '{"name": "calc", "arguments": {"x": "3*4", "t": "\\n\\u00e9"}}\x00\x0b\x0c\x1c\x85\u2028',
+    "<|im_start|>system\nYou are<|im_end|><tool_call></tool_call> [INST] <s></s> <0x0A>",
+    "½ ² Ⅷ ٣ 一二三 ㍿ ﬁ ß ſ K",
+)
+
+
+class Encoder:
+    """One tokenizer's two ways to encode.
+
+    Attributes:
+        control_ids: the ids of all added and special tokens.
+    """
+
+    def __init__(self, tokenizer: Any):
+        """Copy the tokenizer without its control tokens, and check what the copy makes of text.
+
+        Args:
+            tokenizer: a fast transformers tokenizer.
+
+        Raises:
+            TemplateError: texts do not survive encoding and decoding.
+        """
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        state = json.loads(self._backend.to_str())
+        added = self._backend.get_added_tokens_decoder()
+        blank = [
+            i
+            for i, token in added.items()
+            if not (token.special or token.content.strip(" \n\r\t▁"))
+        ]
+        for i in blank:  # runs of white space that are a token of their own (Gemma): harmless
+            del added[i]
+        self._id_of = {token.content: i for i, token in added.items()}
+        self.control_ids = frozenset([*added, *tokenizer.all_special_ids])
+        # Those a prompt may speak of: they are text of a turn, such as `<think>`.
+        tags = [token.content for token in added.values() if not token.special]
+        self.tags = frozenset(self._id_of[tag] for tag in tags)
+        self.control = _pattern({t.content: (t.lstrip, t.rstrip) for t in added.values()})
+        self._tags = _pattern(dict.fromkeys(tags, (False, False)))
+        self._openers = "".join(sorted({content[0] for content in self._id_of}))
+        self._opaque = Tokenizer.from_str(json.dumps(_without_control(state, blank)))
+        self._findall = None if blank else _word_pattern(state)
+        self._normalized = bool(state["normalizer"])
+        self._words = _Words(self._opaque)
+        self._check()
+
+    def plain(self, text: str) -> list[int]:
+        """Text as ids, none of which is a control token, whatever the text holds.
+
+        Raises:
+            TemplateError: the vocabulary itself knows no other way to write it.
+        """
+        if self._findall and (not self._normalized or text.isascii() or is_normalized("NFC", text)):
+            words = self._findall(text)
+            if sum(map(len, words)) == len(text):
+                return list(chain.from_iterable(map(self._words.__getitem__, words)))
+        return self._whole(text)
+
+    def spoken(self, text: str) -> list[int]:
+        """A prompt's text: it may speak of tags such as `<think>`, but makes no roles and turns."""
+        return self._around(self._tags, text)
+
+    def guard(self, ids: Iterable[int]) -> None:
+        """Count tokens among those of roles and turns that the tokenizer does not call special."""
+        self.tags -= frozenset(ids)
+        texts = [text for text, i in self._id_of.items() if i in self.tags]
+        self._tags = _pattern(dict.fromkeys(texts, (False, False)))
+
+    def literal(self, text: str) -> list[int]:
+        """A template's own text: control tokens are what they are."""
+        return self._around(self.control, text)
+
+    def split(self, text: str) -> tuple[str, list[int], str]:
+        """A template's text as what stands before its first control token, ids, and the rest.
+
+        Where it holds none, all of it is "before".
+        """
+        found = list(self.control.finditer(text))
+        if not found:
+            return text, [], ""
+        start, end = found[0].start(), found[-1].end()
+        return text[:start], self.literal(text[start:end]), text[end:]
+
+    def shared(self, a: str, b: str) -> int:
+        """How many characters two texts begin with alike, not counting half a control token."""
+        n = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        cut = (
+            m.start()
+            for text in (a, b)
+            for m in self.control.finditer(text[: n + MAX_CONTROL])
+            if m.start() < n < m.end()
+        )
+        return min(cut, default=n)
+
+    def attempts(self, text: str) -> int:
+        """How many control tokens a text spells."""
+        if not any(c in text for c in self._openers):
+            return 0
+        return sum(1 for _ in self.control.finditer(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """The text that `plain` was given."""
+        return self._opaque.decode(list(ids), skip_special_tokens=False)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _around(self, tokens: regex.Pattern[str], text: str) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for found in tokens.finditer(text):
+            if found.start() > position:
+                ids += self.plain(text[position : found.start()])
+            token = found[0]
+            ids.append(self._id_of[token] if token in self._id_of else self._id_of[token.strip()])
+            position = found.end()
+        return ids + self.plain(text[position:]) if position < len(text) else ids
+
+    def _whole(self, text: str) -> list[int]:
+        """Encode without the cache."""
+        try:
+            ids = self._opaque.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):  # a lone surrogate
+            text = text.encode("utf-8", "replace").decode()
+            ids = self._opaque.encode(text, add_special_tokens=False).ids
+        return ids if self.control_ids.isdisjoint(ids) else self._apart(text)
+
+    def _apart(self, text: str) -> list[int]:
+        """Encode where the vocabulary owns control strings: cut each after its first character."""
+        ids: list[int] = []
+        cuts = [m.start() + 1 for m in self.control.finditer(text, overlapped=True)]
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            if start < end:
+                ids += self._opaque.encode(text[start:end], add_special_tokens=False).ids
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        # Something else than the control string becomes the token, a normalized form of it.
+        ids = [i for c in text for i in self._opaque.encode(c, add_special_tokens=False).ids]
+        if forged := self.control_ids.intersection(ids):
+            raise TemplateError(
+                f"the tokenizer turns text into the control token"
+                f" {self._backend.id_to_token(min(forged))!r} even without its added tokens:"
+                f" agentrl cannot keep {text[:80]!r} harmless."
+            )
+        return ids
+
+    def _check(self) -> None:
+        """Compare the cache with the tokenizer, and what comes back with what went in."""
+        texts = [*_PROBES, *self._id_of, "".join(self._id_of)]
+        if self._findall and any(self.plain(t) != self._whole(t) for t in texts):
+            self._findall = None
+        for text in _PROBES[:5]:
+            back, normal = self.decode_plain(self.plain(text)), self._normal(text)
+            if back != normal:
+                raise TemplateError(
+                    f"the tokenizer does not give back {normal!r} after encoding and decoding it,"
+                    f" but {back!r}; tool results would reach the model changed."
+                )
+
+    def _normal(self, text: str) -> str:
+        normalizer = self._opaque.normalizer
+        return normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
+
+
+class _Words(dict[str, tuple[int, ...]]):
+    """What the copy makes of each word; a word not seen before is encoded."""
+
+    def __init__(self, opaque: Tokenizer):
+        self._tokenize: Callable[[str], list[Any]] = opaque.model.tokenize
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        letters = word.encode("utf-8", "replace").decode("latin-1").translate(_LETTERS)
+        ids = tuple(token.id for token in self._tokenize(letters))
+        if len(word) <= MAX_WORD:
+            if len(self) >= MAX_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def _letters() -> dict[int, str]:
+    """The character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+_LETTERS = _letters()
+
+
+def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
+    """Any of the tokens, the longest first; some swallow the white space before or after them."""
+    texts = sorted(tokens, key=len, reverse=True)
+    found = "|".join(
+        r"\s*" * tokens[t][0] + re.escape(t) + r"\s*" * tokens[t][1] for t in texts if t
+    )
+    return regex.compile(found or r"(?!)")
+
+
+def _without_control(state: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """A tokenizer's state without added tokens but some, that adds no space of its own."""
+    state = json.loads(json.dumps(state))
+    added = [token for token in state["added_tokens"] if token["id"] in kept]
+    state.update(added_tokens=added, post_processor=None, truncation=None, padding=None)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        state[part] = _without_prefix(state[part])
+    return state
+
+
+def _without_prefix(part: Any) -> Any:
+    """A part of a tokenizer, less what adds a space before a text or takes it away again."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind in ("Prepend", "Strip"):
+        return None
+    if kind == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        if kind == "Sequence" and name in part:
+            kept = [p for p in map(_without_prefix, part[name]) if p is not None]
+            return {**part, name: kept} if kept else None
+    return part
+
+
+def _word_pattern(state: dict[str, Any]) -> Callable[[str], list[str]] | None:
+    """How a byte-level BPE cuts text into words, or None for any other tokenizer."""
+    model, normalizer, cut = state["model"], state["normalizer"], state["pre_tokenizer"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or not cut:
+        return None
+    if model.get("dropout") or model.get("end_of_word_suffix"):
+        return None
+    if normalizer and normalizer["type"] != "NFC":
+        return None
+    match cut:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            text = _GPT2
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(text)}, **how},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if (how.get("behavior"), how.get("invert")) in (("Isolated", False), ("Removed", True)):
+            pass
+        case _:
+            return None
+    try:
+        pattern = regex.compile(text)
+    except regex.error:
+        return None
+    return None if pattern.groups else pattern.findall

@@ -1,0 +1,143 @@
+"""The process in which another project's parser runs: the child's side of `adapters.py`.
+
+The two talk over one socket, a line of JSON each way. The child ends when the socket does, whatever
+became of the parent; while it parses, an alarm ends it, which needs no interpreter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.chat.formats.thinking import THINK, THOUGHT
+from agentrl.errors import UserError
+
+Parse = Callable[[str, list[dict[str, Any]]], tuple[list[dict[str, Any]], str]]
+"""Text and schemas to calls (`name`, `arguments`, `id`), and what seems to be lost, or ""."""
+
+
+def main() -> None:
+    """Load the parser that the first line names, then answer line by line."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as lines:
+        # What foreign code reads from standard input is not the protocol.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        parse: Parse | None = None
+        seconds = 0.0
+        while line := lines.readline():
+            request = json.loads(line)
+            if parse is None:
+                seconds = request["seconds"]
+                try:
+                    parse = _load(request)
+                    answer = {}
+                except Exception as e:
+                    error = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+                    answer = {"user_error": error}
+            else:
+                signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+                answer = _answer(parse, **request)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            lines.write(json.dumps(answer).encode() + b"\n")
+            lines.flush()
+    os._exit(0)  # whatever threads a parser started
+
+
+def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    said, thought = _split(text)
+    try:
+        calls, lost = parse(said, schemas)
+        if thought and not calls and not lost and any(parse(thought, schemas)):
+            lost = f"the call stands in a {THINK} that is never closed"
+        # As text: what is read strictly is read in one place.
+        for call in calls:
+            if not isinstance(call["arguments"], str):
+                call["arguments"] = json.dumps(call["arguments"])
+    except (Exception, SystemExit) as e:
+        return {"error": f"{type(e).__name__}: {e}"[:300]}
+    return {"calls": calls, "lost": lost}
+
+
+def _split(text: str) -> tuple[str, str]:
+    """What a turn says, less its thoughts; and the thought that is never closed, or ""."""
+    end, begin = text.find(THOUGHT), text.find(THINK)
+    if end >= 0 and not 0 <= begin < end:  # begun in the prompt
+        text = text[end + len(THOUGHT) :]
+    said, *others = text.split(THINK)
+    thoughts = [part.partition(THOUGHT) for part in others]
+    said += "".join(after for _, _, after in thoughts)
+    return said, next((thought for thought, closed, _ in thoughts if not closed), "")
+
+
+def _load(hello: dict[str, Any]) -> Parse:
+    if hello["kind"] == "sglang":
+        return _sglang(hello["name"])
+    return _transformers(hello["attribute"], hello["template"])
+
+
+def _sglang(name: str) -> Parse:
+    from sglang.srt.entrypoints.openai.protocol import Tool  # type: ignore[import-not-found]
+    from sglang.srt.function_call.function_call_parser import (  # type: ignore[import-not-found]
+        FunctionCallParser,
+    )
+
+    choices = sorted(FunctionCallParser.ToolCallParserEnum)
+    if name not in choices:
+        raise UserError(f"sglang has no parser {name!r}; it has: {', '.join(choices)}")
+
+    def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        parser = FunctionCallParser([Tool.model_validate(s) for s in schemas], name)
+        found = parser.parse_non_stream(text)[1]
+        calls = [{"name": c.name, "arguments": c.parameters, "id": ""} for c in found]
+        # It drops calls to unknown tools, and those that are not JSON, without a word.
+        tried = max(
+            text.count(parser.detector.bot_token) if parser.detector.bot_token else 0,
+            int(parser.detector.has_tool_call(text)),
+        )
+        lost = f"{tried - len(calls)} of {tried} calls not understood, or to an unknown tool"
+        return calls, lost if tried > len(calls) else ""
+
+    return parse
+
+
+def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    setattr(tokenizer, attribute, template)
+    if attribute == "response_template":
+        tokenizer.get_response_parser(prefix="")  # raises where the template is none
+    takes = inspect.signature(tokenizer.parse_response).parameters
+
+    def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        options = {"prefix": "", "tools": schemas}
+        message = tokenizer.parse_response(text, **{k: options[k] for k in options if k in takes})
+        calls = [_of_message(call) for call in message.get("tool_calls") or []]
+        lost = "the call was not understood"
+        return calls, lost if not calls and _opens(template, text) else ""
+
+    return parse
+
+
+def _of_message(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return {"name": "", "arguments": json.dumps(call), "id": ""}
+    arguments = function.get("arguments", {})
+    return {"name": function.get("name"), "arguments": arguments, "id": call.get("id", "")}
+
+
+def _opens(template: dict[str, Any], text: str) -> bool:
+    """Whether the tag that a response template opens a call with stands in the text."""
+    field = template.get("fields", {}).get("tool_calls", {})
+    tags = field.get("open", [])
+    if any(tag in text for tag in ([tags] if isinstance(tags, str) else tags)):
+        return True
+    return bool(field.get("open_pattern") and re.search(field["open_pattern"], text))

@@ -1,0 +1,171 @@
+"""Gemma 4: calls in a notation of its own, strings between `<|"|>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from agentrl.chat.formats.strict_json import MAX_DEPTH, broken, is_sound
+from agentrl.chat.formats.thinking import MAX_CALLS, too_many
+from agentrl.trajectory import ToolCall
+
+OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
+THINK, THOUGHT = "<|channel>", "<channel|>"
+QUOTE = '<|"|>'
+
+_TAG = re.compile("|".join(re.escape(tag) for tag in (OPEN, CLOSE, THINK, THOUGHT)))
+_HEAD = re.compile(r"\s*call:([\w.\-]+)\s*(?={)")
+_SPACE = re.compile(r"\s*")
+# A key stands without quotes, and so without what delimits; space at its ends is not its own.
+_KEY = re.compile(r'[^:,{}\[\]<>"]+')
+_ATOM = re.compile(r"[0-9.eE+\-a-z]+")
+
+
+def parse_gemma(text: str) -> list[ToolCall]:
+    """The calls of one assistant turn in the format of Gemma 4.
+
+        <|tool_call>call:calculator{expression:<|"|>3*4<|"|>,digits:2}<tool_call|>
+
+    Calls inside `<|channel>thought ... <channel|>` are thoughts; `<channel|>` alone ends a thought
+    that the prompt began. A tag within a call's string is text. A string cannot hold `<|"|>`.
+    """
+    calls: list[ToolCall] = []
+    said, stray, position = 0, 0, 0
+    unthought = True  # no thought has begun or ended so far
+    while tag := _TAG.search(text, position):
+        position = tag.end()
+        if tag[0] == OPEN:
+            if len(calls) <= MAX_CALLS:  # what follows may still turn out to be a thought
+                call, position = _call(text, position)
+                calls.append(call)
+        elif tag[0] == CLOSE:
+            stray = position
+        elif tag[0] == THINK:
+            unthought = False
+            end = text.find(THOUGHT, position)
+            if end < 0:
+                if text.find(OPEN, position) >= 0:
+                    why = f"the call stands in a {THINK} that is never closed"
+                    calls.append(broken(text[position:], why))
+                break
+            said = position = end + len(THOUGHT)
+        elif unthought:
+            unthought = False
+            calls.clear()
+            said, stray = position, 0
+    if len(calls) > MAX_CALLS:
+        return [*calls[:MAX_CALLS], too_many()]
+    if stray and not calls:
+        return [broken(text[said:stray], f"no {OPEN} before {CLOSE}")]
+    return calls
+
+
+def _call(text: str, start: int) -> tuple[ToolCall, int]:
+    """The call behind an opening tag, and where to go on."""
+    head = _HEAD.match(text, start)
+    name, error, failed = "", "not call:NAME{...}", start
+    if head:
+        name, read = head[1], _Reader(text, head.end())
+        try:
+            arguments = read.object()
+            if not is_sound(text[start : read.position]):
+                raise ValueError("lone surrogate")
+            if text.startswith(CLOSE, read.position):
+                return ToolCall(name, arguments), read.position + len(CLOSE)
+            error = "text between the arguments and <tool_call|>"
+        except ValueError as e:
+            error = str(e)
+        failed = read.position  # no tag in a string that was read ends the call
+    tag = _TAG.search(text, failed)
+    stop = tag.start() if tag else len(text)
+    closed = tag is not None and tag[0] == CLOSE
+    if not closed:
+        error = f"no {CLOSE}"
+    return broken(text[start:stop], error, name), stop + closed * len(CLOSE)
+
+
+class _Reader:
+    """A descent into one call's arguments: every character is looked at once."""
+
+    def __init__(self, text: str, position: int):
+        self.text, self.position, self.depth = text, position, 0
+
+    def object(self) -> dict[str, Any]:
+        """`{key:value,...}`.
+
+        Raises:
+            ValueError: something else stands there.
+        """
+        items: dict[str, Any] = {}
+        for _ in self._items("{", "}"):
+            key = self._key()
+            self._expect(":")
+            if key in items:
+                raise ValueError(f"{key!r} is given twice")
+            items[key] = self._value()
+        return items
+
+    def _value(self) -> Any:
+        text, position = self.text, self.position
+        if text.startswith(QUOTE, position):
+            return self._string()
+        if text.startswith("{", position):
+            return self.object()
+        if text.startswith("[", position):
+            return [self._value() for _ in self._items("[", "]")]
+        atom = _ATOM.match(text, position)
+        if not atom:
+            raise ValueError(f"no value at {text[position : position + 20]!r}")
+        self.position = atom.end()
+        try:  # null, true, false and numbers are JSON's
+            return orjson.loads(atom[0])
+        except orjson.JSONDecodeError:
+            raise ValueError(f"{atom[0][:40]!r} is not a value; strings stand in {QUOTE}") from None
+
+    def _items(self, opening: str, closing: str) -> Iterator[None]:
+        """Once for each item between brackets, standing at the item."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        self._expect(opening)
+        if not self.text.startswith(closing, self.position):
+            while True:
+                yield
+                self._space()
+                if not self.text.startswith(",", self.position):
+                    break
+                self._expect(",")
+        self._expect(closing)
+        self.depth -= 1
+
+    def _key(self) -> str:
+        if self.text.startswith(QUOTE, self.position):
+            return self._string()
+        key = _KEY.match(self.text, self.position)
+        if not key or not key[0].strip():
+            raise ValueError(f"no key at {self.text[self.position : self.position + 20]!r}")
+        self.position = key.end()
+        return key[0].strip()
+
+    def _string(self) -> str:
+        start = self.position + len(QUOTE)
+        end = self.text.find(QUOTE, start)
+        if end < 0:
+            raise ValueError(f"a string without its closing {QUOTE}")
+        self.position = end + len(QUOTE)
+        return self.text[start:end]
+
+    def _expect(self, what: str) -> None:
+        """Pass one character and the space around it."""
+        self._space()
+        if not self.text.startswith(what, self.position):
+            found = self.text[self.position : self.position + 20]
+            raise ValueError(f"{what!r} expected at {found!r}")
+        self.position += len(what)
+        self._space()
+
+    def _space(self) -> None:
+        self.position = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]

@@ -1,0 +1,91 @@
+"""gpt-oss: messages in channels; a call is a message to `functions.NAME` (OpenAI's harmony)."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.formats.strict_json import broken, end_of_object, read_object
+from agentrl.chat.formats.thinking import MAX_CALLS, too_many
+from agentrl.trajectory import ToolCall
+
+MESSAGE = "<|message|>"
+
+_CONTROL = re.compile(r"<\|(?:start|message|end|call|return)\|>")
+_END = re.compile(r"<\|(?:start|end|call|return)\|>")
+_OVER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|\Z)")
+_SPACE = re.compile(r"\s*")
+# Written to somebody else than the assistant itself: a call, or what tries to be one.
+_ADDRESSED = re.compile(r"\bto=(?!assistant\b)")
+_HEADER = re.compile(
+    r"assistant(?: to=(?P<early>[^\s<]+))?<\|channel\|>(?P<channel>\w+)(?: to=(?P<late>[^\s<]+))?"
+    r"(?:\s*<\|constrain\|>\s*(?P<constrained>\w+)| (?P<type>\w+))?"
+)
+_FUNCTION = re.compile(r"functions\.([\w.\-]+)")
+
+
+def parse_gpt_oss(text: str) -> list[ToolCall]:
+    """The calls of one assistant turn of gpt-oss, which goes on behind `<|start|>assistant`.
+
+        <|channel|>analysis<|message|>A product.<|end|><|start|>assistant<|channel|>commentary
+         to=functions.calculator <|constrain|>json<|message|>{"expression": "3*4"}
+
+    The recipient may also stand before the channel. What the analysis channel says is thought; a
+    message to anybody but `functions.NAME`, or to it in a channel other than commentary, is an
+    error. A tag within a call's JSON string is text.
+    """
+    calls: list[ToolCall] = []
+    position, role = 0, "assistant"  # the first message's role stands in the prompt
+    while position < len(text):
+        control = _CONTROL.search(text, position)
+        stop, after = control.span() if control else (len(text), len(text))
+        header, role = role + text[position:stop], ""
+        begun = control is not None and control[0] == MESSAGE
+        if _ADDRESSED.search(header):
+            if begun:
+                call, after = _call(text, header, after)
+            else:
+                call = broken(header, f"no {MESSAGE} behind the recipient")
+            calls.append(call)
+            if len(calls) > MAX_CALLS:
+                calls[-1] = too_many()
+                break
+        elif begun:
+            after = _next_message(text, after)
+        position = after
+    return calls
+
+
+def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
+    """The call whose arguments begin at `start`, and where the next header does."""
+    name, error = _recipient(header)
+    body = _SPACE.match(text, start).end()  # type: ignore[union-attr]
+    end = end_of_object(text, body)
+    over = _OVER.match(text, end) if end else None
+    if not over:
+        after = _next_message(text, end or start)
+        error = error or "the message is not one whole JSON object"
+        return broken(text[start:after], error, name), after
+    arguments, why = read_object(text[body:end])
+    if error := error or why:
+        return broken(text[body:end], error, name), over.end()
+    return ToolCall(name, arguments), over.end()
+
+
+def _recipient(header: str) -> tuple[str, str]:
+    """The function that a header names, and what is wrong with the header."""
+    parts = _HEADER.fullmatch(header.rstrip())
+    if not parts or (parts["early"] and parts["late"]):
+        return "", f"not a header of a call: {header[:100]!r}"
+    function = _FUNCTION.fullmatch(parts["early"] or parts["late"])
+    if not function:
+        return "", "only functions.NAME can be called"
+    if parts["channel"] != "commentary":
+        return function[1], "calls go to the commentary channel"
+    if (parts["constrained"] or parts["type"] or "json") != "json":
+        return function[1], "a call's arguments are json"
+    return function[1], ""
+
+
+def _next_message(text: str, position: int) -> int:
+    end = _END.search(text, position)
+    return end.end() if end else len(text)

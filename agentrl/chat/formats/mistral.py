@@ -1,0 +1,113 @@
+"""Mistral: a list of JSON calls behind `[TOOL_CALLS]`, or a name and its arguments."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.formats.strict_json import broken, end_of_object, read_call, read_object
+from agentrl.chat.formats.thinking import MAX_CALLS, read_calls
+from agentrl.trajectory import ToolCall
+
+OPEN = "[TOOL_CALLS]"
+THINK, THOUGHT = "[THINK]", "[/THINK]"
+
+_SPACE = re.compile(r"\s*")
+_NAMED = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?\[ARGS\]\s*")
+_SCALAR = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[0-9.eE+\-a-z]+', re.DOTALL)
+_TAG = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+_BAD_ID = "a call's id must be nine letters or digits"
+
+
+def parse_mistral(text: str) -> list[ToolCall]:
+    """The calls of one assistant turn in Mistral's formats.
+
+        [TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "3*4"}, "id": "a1B2c3D4e"}]
+        [TOOL_CALLS]calculator[ARGS]{"expression": "3*4"}
+        [TOOL_CALLS]calculator[CALL_ID]a1B2c3D4e[ARGS]{"expression": "3*4"}
+
+    Calls inside `[THINK]...[/THINK]` (or `<think>`) are thoughts. Within a list, an element that is
+    no call is an error and the others are kept; where a list stops being JSON, what follows up to
+    the next `[TOOL_CALLS]` is one error.
+    """
+    return read_calls(text, (OPEN, THINK), "", _read)
+
+
+def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
+    if text.startswith(THINK, start):
+        end = text.find(THOUGHT, start)
+        if end >= 0:
+            return [], end + len(THOUGHT)
+        cut = text.find(OPEN, start)
+        why = "the call stands in a [THINK] that is never closed"
+        return [broken(text[cut:], why)] if cut >= 0 else [], len(text)
+    body = start + len(OPEN)
+    first = _after_space(text, body)
+    if text.startswith("[", first) and not text.startswith(OPEN, first):
+        return _listed(text, first + 1)
+    return _named(text, body)
+
+
+def _listed(text: str, position: int) -> tuple[list[ToolCall], int]:
+    """The calls of a JSON list, behind its bracket."""
+    calls: list[ToolCall] = []
+    while len(calls) <= MAX_CALLS:
+        start = _after_space(text, position)
+        end = end_of_object(text, start)
+        scalar = None if end else _SCALAR.match(text, start)
+        if scalar:
+            end = scalar.end()
+        after = _after_space(text, end) if end else len(text)
+        if text[after : after + 1] not in {",", "]"}:
+            stop = _next_tag(text, start)
+            return [*calls, broken(text[start:stop], "not a closed JSON list of calls")], stop
+        body = text[start:end]
+        calls.append(broken(body, "a call must be a JSON object") if scalar else _from_json(body))
+        position = after + 1
+        if text[after] == "]":
+            break
+    return calls, position
+
+
+def _from_json(body: str) -> ToolCall:
+    call = read_call(body, other_keys=("id",))
+    value = {} if call.error else read_object(body)[0]
+    if "id" not in value:
+        return call
+    if not isinstance(value["id"], str) or not _ID.fullmatch(value["id"]):
+        return broken(body, _BAD_ID, call.name)
+    return ToolCall(call.name, call.arguments, id=value["id"])
+
+
+def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
+    """The call whose name stands at `start`: nothing but another call may follow it."""
+    stop = _next_tag(text, start)
+    head = _NAMED.match(text, start)
+    if not head:
+        why = f"neither {OPEN}NAME[ARGS]{{...}} nor {OPEN} and a JSON list"
+        return [broken(text[start:stop], why)], stop
+    name, identity = head[1], head[2]
+    end = end_of_object(text, head.end())
+    if not end:
+        why = "what follows [ARGS] is not a whole JSON object"
+        return [broken(text[start:stop], why, name)], stop
+    after = _after_space(text, end)
+    if after < len(text) and not text.startswith(OPEN, after):
+        stop = _next_tag(text, after)
+        return [broken(text[start:stop], "text after the call's arguments", name)], stop
+    body = text[head.end() : end]
+    if identity is not None and not _ID.fullmatch(identity):
+        return [broken(text[start:end], _BAD_ID, name)], after
+    arguments, error = read_object(body)
+    return [
+        broken(body, error, name) if error else ToolCall(name, arguments, id=identity or "")
+    ], after
+
+
+def _after_space(text: str, position: int) -> int:
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]
+
+
+def _next_tag(text: str, position: int) -> int:
+    tag = _TAG.search(text, position)
+    return tag.start() if tag else len(text)

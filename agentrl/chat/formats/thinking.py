@@ -1,0 +1,147 @@
+"""What a turn says, as against what it thinks: the part that all call formats share.
+
+A thought lies between `<think>` and `</think>`; a call in it is not a call. Many templates open the
+thought in the prompt, so that the sampled text holds `</think>` alone: all before it was thought.
+Who knows that the prompt ends in an open `<think>` passes `"<think>" + text`, which leaves nothing
+to guess: in a turn cut off before its `</think>`, no call is then taken for one.
+
+A tag inside a call (in a JSON string, say) is the call's text: no thought begins or ends there.
+Inside means between the call's opening tag and the closing tag that belongs to it. A call that is
+never closed shields nothing: a half call before `</think>` was thought.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+from agentrl.chat.formats.strict_json import broken
+from agentrl.trajectory import ToolCall
+
+THINK, THOUGHT = "<think>", "</think>"
+MAX_CALLS = 32
+"""More calls than this in one turn are answered with one error: a runaway loop, not a plan."""
+
+Reader = Callable[[str, int], tuple[list[ToolCall], int]]
+"""Text and the start of an opening tag, to the calls there and where to go on (further right)."""
+
+
+def read_calls(text: str, openings: tuple[str, ...], closing: str, read: Reader) -> list[ToolCall]:
+    """The calls of a turn whose format puts them within tags, less those in thoughts.
+
+    The cost is linear as long as one `read` is: no more than `2 * MAX_CALLS + 2` of them happen.
+
+    Args:
+        text: one assistant turn.
+        openings: the tags a call may begin with.
+        closing: the tag it ends with; one that closes nothing, in a turn without calls, is an
+            error. "" where the format has none.
+        read: reads the call at an opening tag; it must not fail.
+
+    Returns:
+        The calls in order, broken ones with their error; what exceeds `MAX_CALLS` is one error.
+    """
+    tags = _any_of((*openings, closing, THINK, THOUGHT))
+    calls: list[ToolCall] = []
+    said, stray, position = 0, 0, 0
+    unthought = True  # no thought has begun or ended so far
+    while tag := tags.search(text, position):
+        position = tag.end()
+        if tag[0] == closing:
+            stray = position
+        elif tag[0] == THINK:
+            unthought = False
+            end = text.find(THOUGHT, position)
+            if end < 0:
+                if any(text.find(opening, position) >= 0 for opening in openings):
+                    why = "the call stands in a <think> that is never closed"
+                    calls.append(broken(text[position:], why))
+                break
+            said = position = end + len(THOUGHT)
+        elif tag[0] != THOUGHT:
+            found, position = read(text, tag.start())
+            calls += found
+            if len(calls) > MAX_CALLS:
+                end = text.find(THOUGHT, position) if unthought else -1
+                if end < 0:
+                    return [
+                        *calls[:MAX_CALLS],
+                        broken("", f"more than {MAX_CALLS} calls in one turn"),
+                    ]
+                position = end  # the loop was thought
+        elif unthought:  # begun in the prompt: what came before was thought
+            unthought = False
+            calls.clear()
+            said, stray = position, 0
+    if stray and not calls:
+        return [broken(text[said:stray], f"no {openings[0]} before {closing}")]
+    return calls
+
+
+def broken_call(
+    text: str,
+    body: int,
+    openings: tuple[str, ...],
+    closing: str,
+    why: str,
+    name: str = "",
+    read: int = 0,
+) -> tuple[list[ToolCall], int]:
+    """What a `Reader` returns for a call that it cannot read: all up to `end_of_broken`.
+
+    The error is `why`, or, where the call was never closed, just that. `read` is where the part
+    begins that could not be read: no tag before it ends the call.
+    """
+    stop = end_of_broken(text, max(body, read), openings, closing)
+    raw = text[body:stop].removesuffix(closing)
+    closed = len(raw) < stop - body
+    return [broken(raw, why if closed else f"no closing {closing}", name)], stop
+
+
+def too_many() -> ToolCall:
+    """The error that stands for all calls beyond `MAX_CALLS`."""
+    return ToolCall("", "", error=f"more than {MAX_CALLS} calls in one turn")
+
+
+def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str) -> int:
+    """Where a call ends that cannot be read: behind its closing tag, or where it was abandoned.
+
+    Args:
+        text: one assistant turn.
+        start: where the call's body begins, behind its opening tag.
+        openings: the tags a call may begin with: the next one abandons this call.
+        closing: the tag that a call ends with.
+    """
+    close = text.find(closing, start)
+    following = min((p for o in openings if (p := text.find(o, start)) >= 0), default=len(text))
+    if 0 <= close < following:
+        return close + len(closing)
+    thoughts = (text.find(t, start, following) for t in (THINK, THOUGHT))
+    return min((p for p in thoughts if p >= 0), default=following)
+
+
+def answer_of(text: str, end_of_calls: Callable[[str, int], int]) -> str:
+    """What a turn says once it has thought, for formats in which a whole turn is the call.
+
+    Args:
+        text: one assistant turn.
+        end_of_calls: where the calls that begin at a place end, or something smaller where none
+            does: a `</think>` before that end is their text.
+
+    Returns:
+        The text behind the thought; "" where the thought is never closed.
+    """
+    lead = len(text) - len(text.lstrip())
+    if text.startswith(THINK, lead):
+        end = text.find(THOUGHT, lead)
+        return text[end + len(THOUGHT) :] if end >= 0 else ""
+    end = text.find(THOUGHT)
+    if end >= 0:
+        end = text.find(THOUGHT, max(0, end_of_calls(text, lead)))
+    return text[end + len(THOUGHT) :] if end >= 0 else text
+
+
+@cache
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(tag) for tag in tags if tag))

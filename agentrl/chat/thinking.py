@@ -1,0 +1,187 @@
+r"""What a chat template makes of a turn's thinking once the conversation has gone on.
+
+Qwen3, GLM, DeepSeek R1, gpt-oss and others show a turn with its thinking while it is the last, and
+without it from the next user message on. How they do it is read off the template: two renderings
+of one conversation, with and without something after the turn.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from agentrl.chat.between import SPOKEN, spoken, turns
+from agentrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from agentrl.chat.template import ChatTemplate
+
+THOUGHT = "zqthoughtqz"
+_ASKED = {"role": "user", "content": "zqaskedqz"}
+_MORE = {"role": "user", "content": "Q"}
+_TAGGED = "\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The difference between a turn as it was sampled and as the template shows it later."""
+
+    template: ChatTemplate
+    after_user: bool
+    """The thinking of turns before the last user message is dropped."""
+    always: bool = False
+    """It is dropped as soon as anything follows."""
+    blank: bool = False
+    """A turn without a thought is shown without the tags around it as soon as anything follows."""
+    extra: str = ""
+    """What the template puts before a turn to sample (`<think>\\n`) and not before an old one."""
+    instead: str = ""
+    """What it puts before an old turn instead."""
+    end: str = "</think>"
+    """What ends the thinking, and what stands between it and the answer."""
+    gap: str = "\n\n"
+    trims: bool = True
+    """The answer is shown without the empty lines before it."""
+    header: str = ""
+    """What a turn begins with; a turn of several messages (gpt-oss) holds it again."""
+
+    def drops(self, turn: Sequence[int], *, later_user: bool) -> bool:
+        """Whether a turn that something followed is shown without its thinking.
+
+        Args:
+            turn: the sampled ids.
+            later_user: whether a user message came after it.
+        """
+        if self.always or (self.after_user and later_user):
+            return True
+        return self.blank and not self._thought(turn)
+
+    def _thought(self, turn: Sequence[int]) -> str:
+        """What was thought in a turn, without the tags."""
+        before, found, _ = self.template.decode(turn).partition(self.end)
+        if not found and (not self.extra or self.end in self.extra):
+            return ""  # nothing opened a thought
+        return self.template.encoder.control.sub("", before).strip()
+
+    def strip(self, ids: array[int], turn: Sequence[int]) -> None:
+        """Add a turn to a row as the template shows it later.
+
+        Args:
+            ids: the row, up to where the turn was sampled.
+            turn: the sampled ids.
+        """
+        encoder = self.template.encoder
+        body = list(turn[:-1] if len(turn) and turn[-1] in self.template.stop_ids else turn)
+        extra = encoder.literal(self.extra)
+        if extra and list(ids[-len(extra) :]) == extra:
+            del ids[-len(extra) :]
+        text = self.template.decode(body)
+        _, found, answer = text.rpartition(self.end)  # the text itself where nothing is found
+        instead = self.instead
+        if self.gap.strip() and answer.startswith(self.gap):
+            answer = answer[len(self.gap) :]
+        elif found and self.header and answer.startswith(self.header):
+            answer, instead = answer[len(self.header) :], ""
+        elif found and self.trims:
+            answer = answer.lstrip("\n")
+        if not (instead and answer.startswith(instead)):
+            ids.extend(encoder.literal(instead))
+        ids.extend(self._last(body, answer))
+
+    def _last(self, ids: list[int], text: str) -> list[int]:
+        """The ids that stand for the end of a turn: as sampled, where they begin with a token."""
+        decode, low, high = self.template.decode, 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(decode(ids[middle:])) > len(text):
+                low = middle + 1
+            else:
+                high = middle
+        said = decode(ids[low:])
+        if not text.endswith(said):  # cut within a character
+            return self.template.encode(text)
+        return self.template.encode(text[: len(text) - len(said)]) + ids[low:]
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> Thinking:
+        """Read it off a template."""
+
+        def before_answer(text: str) -> str:
+            return text.partition(_ASKED["content"])[2].partition(SPOKEN)[0]
+
+        fresh = template.render([_ASKED]).partition(_ASKED["content"])[2]
+        old = before_answer(template.render([_ASKED, spoken(), _MORE]))
+        shared = fresh[: template.encoder.shared(fresh, old)]
+        found = list(template.encoder.control.finditer(shared))
+        thinking = cls(
+            template,
+            after_user=not old.startswith(fresh),
+            extra=fresh[len(shared) :],
+            instead=old[len(shared) :],
+            header=shared[found[-1].start() :] if found else "",
+        )
+        for turn in thoughtful():
+            try:
+                alone = template.render([_ASKED, turn], ask=False)
+                later = template.render([_ASKED, turn, _MORE])
+            except TemplateError:
+                continue
+            tagged = THOUGHT in turn["content"]
+            if not tagged and THOUGHT not in alone:
+                continue  # it does not read this key
+            if THOUGHT in later:
+                break
+            gap = alone.partition(THOUGHT)[2].partition(turn["content"])[0] if not tagged else ""
+            gap = gap or _TAGGED
+            mark = template.encoder.control.search(gap)
+            end = mark[0] if mark else "</think>"
+            thinking = replace(
+                thinking,
+                after_user=True,
+                always=THOUGHT not in alone or _gone(template, thoughtful),
+                end=end,
+                gap=gap.partition(end)[2],
+                trims=before_answer(later) == old,
+            )
+            break
+        return replace(thinking, blank=bool(thinking.extra) and _untagged(template, thinking.extra))
+
+
+def thoughtful(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
+    """A turn with a thought, in the ways that templates take it."""
+    keys = ("reasoning_content", "reasoning", "thinking")
+    thought = dict.fromkeys(keys, THOUGHT)
+    ways = [spoken(calls, **thought)]
+    if calls:
+        ways += [spoken(calls, content="", **thought)]
+    return [*ways, spoken(calls, content=f"<think>\n{THOUGHT}{_TAGGED}{SPOKEN}")]
+
+
+_CALL = [("tool", "000000000")]
+_RESULT = {"role": "tool", "content": "R", "tool_call_id": "000000000", "name": "tool"}
+
+
+def _gone(template: ChatTemplate, turns: Callable[..., list[dict[str, Any]]]) -> bool:
+    """Whether a tool's result is enough for the thought before it to go."""
+    for turn in turns(_CALL):
+        try:
+            if THOUGHT not in template.render([_ASKED, turn], ask=False):
+                continue
+            return THOUGHT not in template.render([_ASKED, turn, _RESULT])
+        except TemplateError:
+            continue
+    return False
+
+
+def _untagged(template: ChatTemplate, extra: str) -> bool:
+    """Whether a tool's result is enough for what opened the turn before it to go."""
+    for turn in turns(_CALL):
+        try:
+            shown = template.render([_ASKED, turn, _RESULT])
+            fresh = template.render([_ASKED])
+        except TemplateError:
+            continue
+        return not shown.startswith(fresh)
+    return False

@@ -1,0 +1,201 @@
+"""What the agent loop costs beside the leanest hand-written one, in one process.
+
+    python benchmarks/agent_loop.py                    # all cases: two minutes
+    python benchmarks/agent_loop.py narrow_2k_64       # some of them
+    python benchmarks/agent_loop.py --threads          # the tool is a plain function, in a thread
+
+The engine answers at once (or after some milliseconds) with arrays made beforehand, the tool with a
+ready text; everything else is what a training run does: `play_episode` with the template, parsing,
+schemas, masks and every check that is always on. Each row must be the floor's, token for token.
+
+CPU time is of the whole process, per generation, the least of the rounds; the rounds alternate
+between the contestants. The wide cases take new texts every round: what a cache of pieces has seen
+there is what earlier text happened to share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+from array import array
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+from workload import timing
+from workload.conversations import TOOLS, Talk, narrow, passages, register_tools, wide
+from workload.floor import Floor, Row
+from workload.tokenizer import workload_tokenizer
+
+from agentrl.agent_loops.episode import World
+from agentrl.agent_loops.play import play_episode
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Generation, Sample, Trajectory
+
+ROUNDS = 5
+Play = Callable[[Talk], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many conversations, of which shape, play at once."""
+
+    name: str
+    turns: int
+    tool_words: int
+    at_once: int
+    engine_ms: float = 0.0
+
+
+CASES = (
+    Case("narrow_2k_64", 8, 90, 64),
+    Case("narrow_2k_512", 8, 90, 512),
+    Case("narrow_16k_32", 32, 380, 32),
+    Case("wide_2k_64", 8, 90, 64),
+    Case("wide_16k_32", 32, 380, 32),
+    Case("narrow_2k_512_engine", 8, 90, 512, 250.0),
+    Case("narrow_2k_1024_engine", 8, 90, 1024, 250.0),
+)
+
+
+class Ready:
+    """A `Sampler` that says what the talks say."""
+
+    max_length = 1 << 20
+
+    def __init__(self, engine_s: float):
+        self._engine_s = engine_s
+        self._left: dict[str, Iterator[Generation]] = {}
+
+    def announce(self, episode_id: str, talk: Talk) -> None:
+        """`begin`, for an episode whose turns are known."""
+        self._left[episode_id] = iter(talk.turns)
+
+    def begin(self, episode_id: str) -> None: ...
+
+    async def generate(
+        self,
+        prompt_ids: array[int],
+        sampling: Sampling,
+        *,
+        episode_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Generation:
+        await asyncio.sleep(self._engine_s)
+        said = next(self._left[episode_id])
+        return Generation(said.token_ids, said.logprobs, said.versions, "stop", len(prompt_ids))
+
+    def end(self, episode_id: str) -> None:
+        del self._left[episode_id]
+
+    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
+        raise NotImplementedError
+
+
+class Agentrl:
+    """Plays talks as a training run plays its samples."""
+
+    def __init__(self, template: ChatTemplate, toolbox: LocalToolbox, case: Case):
+        most = {"max_turns": case.turns + 1, "max_tool_calls": case.turns + 1}
+        config = Config.model_validate({"rollout": {**most, "max_trajectory_tokens": 1 << 20}})
+        self._sampler = Ready(case.engine_ms / 1e3)
+        self._world = World(self._sampler, template, toolbox, config)
+        self._played = 0
+
+    async def play(self, talk: Talk) -> Trajectory:
+        self._played += 1
+        episode_id = f"e{self._played}"
+        self._sampler.announce(episode_id, talk)
+        sample = Sample(episode_id, talk.prompt, agent_name="tool_agent", tools=TOOLS)
+        trajectory = await play_episode(
+            self._world, sample, episode_id=episode_id, rollout=0, sampling=Sampling(), seed=0
+        )
+        return trajectory
+
+
+def row_of(played: Trajectory | Row) -> Row:
+    if isinstance(played, Row):
+        return played
+    assert played.stop_reason == "done", played.stop_reason
+    [segment] = played.segments
+    ids = segment.prompt_ids + segment.response_ids
+    return Row(ids, len(segment.prompt_ids), segment.response_mask, segment.logprobs)
+
+
+async def measure(case: Case, template: ChatTemplate, answers: dict[str, str], who: str) -> None:
+    tokenizer, texts = template.tokenizer, passages()
+    toolbox = LocalToolbox()
+    floor = Floor(tokenizer, toolbox.schemas(TOOLS), case.engine_ms / 1e3)
+    ours = Agentrl(template, toolbox, case)
+    contestants: dict[str, Play]
+    contestants = {"floor": floor.plain, "floor_cached": floor.cached, who: ours.play}
+    rounds: dict[str, list[timing.Round]] = {name: [] for name in contestants}
+    talks = narrow(tokenizer, case.turns, case.tool_words)
+    expected: list[Row] = []
+    for _ in range(3 if case.engine_ms else ROUNDS):
+        if case.name.startswith("wide"):
+            talks = wide(tokenizer, case.turns, case.tool_words, case.at_once, texts)
+        answers.clear()
+        answers.update(pair for t in talks for pair in zip(t.calls, t.results, strict=True))
+        playing = [talks[i % len(talks)] for i in range(case.at_once)]
+        for name, play in contestants.items():
+            took = await timing.timed(play(talk) for talk in playing)
+            rows = [row_of(r) for r in took.results]
+            took.results.clear()
+            if name == "floor":
+                expected = rows
+            assert rows == expected, f"{name}: other rows than the floor's"
+            rounds[name].append(took)
+    await toolbox.aclose()
+    report(case, rounds, statistics.mean(len(row.ids) for row in expected), who)
+
+
+def report(case: Case, rounds: dict[str, list[timing.Round]], tokens: float, who: str) -> None:
+    generations = case.at_once * (case.turns + 1)
+    context: dict[str, object] = {
+        "at_once": case.at_once,
+        "turns": case.turns,
+        "tokens": round(tokens),
+        "engine_ms": case.engine_ms,
+        "loop": type(asyncio.get_running_loop()).__module__.partition(".")[0],
+    }
+    cpu = {name: [1e6 * r.cpu_s / generations for r in held] for name, held in rounds.items()}
+    for name, held in rounds.items():
+        said, median = f"agent_loop/{case.name}/{name}", statistics.median(cpu[name])
+        timing.say(f"{said}/cpu", min(cpu[name]), "us", {"median": round(median, 1), **context})
+        timing.say(f"{said}/stall_p99", min(r.stall_p99_ms for r in held), "ms", context)
+        if case.engine_ms:
+            ideal = (case.turns + 1) * case.engine_ms / 1e3
+            timing.say(f"{said}/wall", min(r.wall_s for r in held) / ideal, "of ideal", context)
+    for name in ("floor", "floor_cached"):
+        ratio = statistics.median(a / b for a, b in zip(cpu[who], cpu[name], strict=True))
+        timing.say(f"agent_loop/{case.name}/{who}_of_{name}", ratio, "ratio", context)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help=", ".join(c.name for c in CASES))
+    parser.add_argument("--threads", action="store_true", help="the tool is a plain function")
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
+    args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    answers: dict[str, str] = {}
+    register_tools(answers, threads=args.threads)
+    template = ChatTemplate(workload_tokenizer())
+    factory = uvloop.new_event_loop if args.loop == "uvloop" else asyncio.new_event_loop
+    who = "agentrl_threads" if args.threads else "agentrl"
+    with asyncio.Runner(loop_factory=factory) as runner:
+        for case in CASES:
+            if not args.cases or case.name in args.cases:
+                runner.run(measure(case, template, answers, who))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What turning one tool result into tokens costs, against the length of the history behind it.
+
+    python benchmarks/tokens.py
+
+The template's delta (close of the turn, the result, the next header; foreign text guarded) beside
+the tokenizer on the same text written out by hand, whose ids it must equal. Then the template's
+encoder alone, a token: on text it has seen, and on text it has not. Microseconds are CPU time,
+medians of rounds that alternate between the contestants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+from workload import timing
+from workload.conversations import Talk, narrow, passages, wide
+from workload.floor import AFTER, BEFORE, Floor
+from workload.tokenizer import workload_tokenizer
+
+from agentrl.chat import ChatTemplate
+from agentrl.trajectory import Message
+
+ROUNDS, CALLS = 7, 200
+TURNS = (12, 52, 201, 807)
+"""Tool turns of a history: 2k, 9k, 34k and 137k tokens."""
+Encode = Callable[[str], Sequence[int]]
+
+
+def history_of(talk: Talk, template: ChatTemplate, turns: int) -> tuple[list[Message], int]:
+    """A conversation up to a turn that called a tool, and its length in tokens."""
+    messages, tokens = list(talk.prompt), 0
+    for turn, result in itertools.islice(zip(talk.turns, talk.results, strict=False), turns):
+        said = template.decode_turn(turn.token_ids)
+        messages += Message("assistant", said), Message("tool", result)
+        tokens += len(turn.token_ids) + len(template.encode(result))
+    return messages[:-1], tokens
+
+
+def medians(
+    contestants: dict[str, Encode],
+    texts: Iterator[str],
+    calls: int,
+    per: Callable[[str], int] = lambda text: 1,
+) -> dict[str, float]:
+    """CPU microseconds a call, or per what `per` counts in a text; in a round, all take the same."""
+    took: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(ROUNDS):
+        taken = list(itertools.islice(texts, calls))
+        count = statistics.mean(map(per, taken))
+        for name, encode in contestants.items():
+            took[name].append(timing.cpu_us(encode, taken) / count)
+    return {name: statistics.median(held) for name, held in took.items()}
+
+
+def measure_deltas(template: ChatTemplate, floor: Floor) -> None:
+    [talk] = narrow(template.tokenizer, max(TURNS), 90, talks=1)
+    [longer] = narrow(template.tokenizer, 16, 390, talks=1)
+    last = talk.turns[0].token_ids[-1]
+    for words, results in ((90, talk.results), (390, longer.results)):
+        ours: dict[int, float] = {}
+        for turns in TURNS:
+            history, tokens = history_of(talk, template, turns)
+
+            def delta(text: str, history: list[Message] = history) -> Sequence[int]:
+                return template.delta(history, [Message("tool", text)], last)
+
+            def by_hand(text: str) -> Sequence[int]:
+                return floor.encode(BEFORE + text + AFTER)
+
+            assert all(delta(r) == by_hand(r) for r in results[:16])
+            found = medians({"agentrl": delta, "floor": by_hand}, itertools.cycle(results), CALLS)
+            ours[tokens] = found["agentrl"]
+            context: dict[str, object] = {"history_tokens": tokens, "result_words": words}
+            for name, value in found.items():
+                timing.say(f"tokens/delta/{name}", value, "us", context)
+            timing.say("tokens/delta/of_floor", found["agentrl"] / found["floor"], "ratio", context)
+        short, long = min(ours), max(ours)
+        span: dict[str, object] = {"short": short, "long": long, "result_words": words}
+        timing.say("tokens/delta/long_of_short", ours[long] / ours[short], "ratio", span)
+
+
+def measure_encoder(template: ChatTemplate, floor: Floor) -> None:
+    contestants: dict[str, Encode] = {
+        "agentrl": template.encode,
+        "floor": floor.encode,
+        "floor_cached": floor.encode_cached,
+    }
+    tokenizer, texts = template.tokenizer, passages()
+
+    def new_results() -> Iterator[str]:
+        while True:
+            for talk in wide(tokenizer, 8, 90, 16, texts):
+                yield from talk.results
+
+    words = [r for talk in narrow(tokenizer, 8, 90) for r in talk.results]
+    seen = list(itertools.islice(new_results(), len(words)))
+    for kind, source in (
+        ("50_words", itertools.cycle(words)),
+        ("wide_seen", itertools.cycle(seen)),
+        ("wide_new", new_results()),
+    ):
+        for text in itertools.islice(source, len(words)):
+            assert len({tuple(encode(text)) for encode in contestants.values()}) == 1, text
+        found = medians(contestants, source, len(words), lambda text: len(floor.encode(text)))
+        for name, value in found.items():
+            timing.say(f"tokens/encode/{name}", value, "us/token", {"text": kind})
+
+
+def main() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    template = ChatTemplate(workload_tokenizer())
+    floor = Floor(template.tokenizer, (), 0.0)
+    measure_deltas(template, floor)
+    measure_encoder(template, floor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Multi-turn tool conversations to measure loops on, and the leanest loop to measure them against.
+
+- `tokenizer`: byte-level BPE of 48k with Qwen's pieces, trained on first use.
+- `conversations`: what an engine that answers at once says, and what the tools answer.
+- `floor`: a hand-written loop over them, plain and with a pre-token cache.
+- `timing`: CPU time, stalls of the event loop, one JSON object a line.
+"""

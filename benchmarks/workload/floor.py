@@ -1,0 +1,147 @@
+"""The leanest loop that writes the same rows: what an agent loop cannot go below.
+
+It knows Qwen3's template by heart, checks nothing, and runs no tool. `cached` keeps the prompt's
+prefix and the ids of every piece that the pre-tokenizer cuts (exact here; in general only for texts
+in NFC whose added tokens are split off first).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import regex
+
+from agentrl.trajectory import Message, float_array, token_array
+from workload.conversations import Talk
+from workload.tokenizer import PIECES
+
+BEFORE = "\n<|im_start|>user\n<tool_response>\n"
+AFTER = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+MARK = "\u2603"
+
+
+class Row(NamedTuple):
+    """What a loop wrote."""
+
+    ids: array[int]
+    """Prompt and response."""
+    prompt: int
+    """How many of them are the prompt's."""
+    mask: array[int]
+    logprobs: array[float]
+
+
+class Floor:
+    """Plays talks by hand.
+
+    Args:
+        tokenizer: with Qwen3's template.
+        schemas: the tools of the prompt.
+        engine_s: how long the engine takes.
+    """
+
+    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], engine_s: float):
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._schemas = list(schemas)
+        self._engine_s = engine_s
+        self._open = tokenizer.convert_tokens_to_ids("<tool_call>")
+        self._shut = tokenizer.convert_tokens_to_ids("</tool_call>")
+        self._pieces = regex.compile(PIECES)
+        self._added = tokenizer.get_added_vocab()
+        self._split = regex.compile("(" + "|".join(map(regex.escape, self._added)) + ")")
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._prefixes: dict[str, tuple[array[int], array[int]]] = {}
+        self._before, self._after = self.encode(BEFORE), self.encode(AFTER)
+
+    def encode(self, text: str) -> array[int]:
+        """Text that may hold control tokens, by the tokenizer itself."""
+        return token_array(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_cached(self, text: str) -> array[int]:
+        """The same, one piece at a time."""
+        ids = token_array()
+        for part in self._split.split(text) if "<" in text else (text,):
+            if (control := self._added.get(part)) is not None:
+                ids.append(control)
+                continue
+            for piece in self._pieces.findall(part):
+                known = self._known.get(piece)
+                if known is None:
+                    known = self._known[piece] = tuple(self.encode(piece))
+                ids.extend(known)
+        return ids
+
+    def prompt(self, messages: Sequence[Message]) -> array[int]:
+        """The prompt's tokens, rendered whole."""
+        return self.encode(self._render(messages))
+
+    def prompt_cached(self, messages: Sequence[Message]) -> array[int]:
+        """The same from a prefix rendered once per system message."""
+        system, user = messages
+        known = self._prefixes.get(system.content)
+        if known is None:
+            before, after = self._render([system, Message("user", MARK)]).split(MARK)
+            known = self._prefixes[system.content] = self.encode(before), self.encode(after)
+        before, after = known
+        return before + self.encode_cached(user.content) + after
+
+    async def plain(self, talk: Talk) -> Row:
+        """Play with the tokenizer as it is."""
+        ids = self.prompt(talk.prompt)
+        prompt, mask, logprobs = len(ids), token_array(), float_array()
+        for turn, result in zip(talk.turns, (*talk.results, ""), strict=True):
+            if not await self._turn(turn, ids, mask, logprobs):
+                break
+            await asyncio.sleep(0)
+            self._observe(self.encode(BEFORE + result + AFTER), ids, mask, logprobs)
+        return Row(ids, prompt, mask, logprobs)
+
+    async def cached(self, talk: Talk) -> Row:
+        """Play with everything cached."""
+        ids = self.prompt_cached(talk.prompt)
+        prompt, mask, logprobs = len(ids), token_array(), float_array()
+        for turn, result in zip(talk.turns, (*talk.results, ""), strict=True):
+            if not await self._turn(turn, ids, mask, logprobs):
+                break
+            await asyncio.sleep(0)
+            delta = self._before + self.encode_cached(result) + self._after
+            self._observe(delta, ids, mask, logprobs)
+        return Row(ids, prompt, mask, logprobs)
+
+    async def _turn(
+        self, turn: Any, ids: array[int], mask: array[int], logprobs: array[float]
+    ) -> bool:
+        """One turn of the engine; whether it calls a tool."""
+        await asyncio.sleep(self._engine_s)
+        out = turn.token_ids
+        ids.extend(out)
+        mask.extend([1] * len(out))
+        logprobs.extend(turn.logprobs)
+        try:
+            begin = out.index(self._open)
+            end = out.index(self._shut, begin)
+        except ValueError:
+            return False
+        json.loads(self._backend.decode(list(out[begin + 1 : end])))
+        return True
+
+    @staticmethod
+    def _observe(
+        delta: array[int], ids: array[int], mask: array[int], logprobs: array[float]
+    ) -> None:
+        ids.extend(delta)
+        mask.extend([0] * len(delta))
+        logprobs.extend([0.0] * len(delta))
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.apply_chat_template(
+            [m.as_dict() for m in messages],
+            tools=self._schemas,
+            add_generation_prompt=True,
+            tokenize=False,
+        )

@@ -1,0 +1,69 @@
+"""Timing on a machine that others use too: CPU time of the process, stalls of its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MACHINE = {"python": platform.python_version(), "cpus": os.cpu_count()}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What playing some conversations at once took."""
+
+    cpu_s: float
+    wall_s: float
+    stall_p99_ms: float
+    results: list[Any]
+
+
+async def timed(plays: Iterable[Coroutine[Any, Any, Any]]) -> Round:
+    """Conversations at once."""
+    stalls: list[float] = []
+
+    async def tick() -> None:
+        """A sleeper of 1 ms; how late it wakes is how long the loop stood still."""
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            stalls.append(time.perf_counter() - began - 0.001)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    results = await asyncio.gather(*map(asyncio.create_task, plays))
+    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    ticking.cancel()
+    stalls.sort()
+    p99 = stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))] if stalls else wall
+    return Round(cpu, wall, 1e3 * p99, results)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_us(function: Callable[[T], object], arguments: Sequence[T]) -> float:
+    """CPU microseconds of a call, the mean over its arguments."""
+    began = time.process_time()
+    for argument in arguments:
+        function(argument)
+    return 1e6 * (time.process_time() - began) / len(arguments)
+
+
+def say(name: str, value: float, unit: str, context: dict[str, object]) -> None:
+    """One figure, one line."""
+    line = {"name": name, "value": round(value, 3), "unit": unit, "context": context | MACHINE}
+    print(json.dumps(line), flush=True)

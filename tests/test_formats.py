@@ -1,0 +1,369 @@
+"""Each format as a table of hostile turns (`fixtures/hostile_*.json`), and what always holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from agentrl.chat.formats import FORMATS, detect, typed
+from agentrl.chat.formats.strict_json import MAX_RAW
+from agentrl.chat.formats.thinking import MAX_CALLS
+from agentrl.trajectory import ToolCall
+
+NAMES = ("glm", "hermes", "llama_json", "llama_pythonic", "qwen3_coder")
+TAGGED = ("glm", "hermes", "qwen3_coder")
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+
+def hostile():
+    for name in NAMES:
+        table = json.loads((Path(__file__).parent / f"fixtures/hostile_{name}.json").read_text())
+        for case in table["cases"]:
+            yield pytest.param(name, case, id=f"{name}-{case['name']}")
+
+
+def text_of(case):
+    """Where a case repeats something, it does so up to a length."""
+    text = case["text"]
+    if more := case.get("repeat_to", 0) - len(text):
+        unit = case.get("repeat", "")
+        text += (unit * (more // max(len(unit), 1) + 1))[: max(more, 0)]
+    return text
+
+
+@pytest.mark.parametrize(("name", "case"), hostile())
+def test_hostile_turns_become_what_the_table_says(name, case):
+    text = text_of(case)
+    began = time.process_time()
+    calls = FORMATS[name](text)
+    assert time.process_time() - began < 0.5  # a tenth of that on a quiet machine
+    expected = [call for call in case["calls"] for _ in range(call.get("times", 1))]
+    assert len(calls) == len(expected), calls[:3]
+    for call, wanted in zip(calls, expected, strict=True):
+        assert call.name == wanted["name"], call
+        if "error" in wanted:
+            assert wanted["error"] in call.error and isinstance(call.arguments, str), call
+            assert len(call.arguments) < MAX_RAW + 40
+        else:
+            assert (call.arguments, call.error) == (wanted["arguments"], ""), call
+
+
+def test_every_table_is_long_and_holds_every_kind_of_outcome():
+    for name in NAMES:
+        cases = [p.values[1] for p in hostile() if p.values[0] == name]
+        assert len(cases) == len({case["name"] for case in cases}) >= 19
+        assert any(not case["calls"] for case in cases)
+        mixed = [{"error" in call for call in case["calls"]} for case in cases]
+        assert {True} in mixed and {False} in mixed and {True, False} in mixed
+
+
+# -- rendering ----------------------------------------------------------------------------------
+
+
+def render(name: str, calls: list[dict[str, Any]]) -> str:
+    """Calls as a model writes them that has learned the format."""
+    return _SEPARATOR[name].join(map(_RENDER[name], calls)).join(_AROUND.get(name, ("", "")))
+
+
+def hermes(call):
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def llama_json(call):
+    return json.dumps({"name": call["name"], "parameters": call["arguments"]}, ensure_ascii=False)
+
+
+def llama_pythonic(call):
+    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())})"
+
+
+def qwen3_coder(call):
+    values = (f"<parameter={k}>\n{as_text(v)}\n</parameter>\n" for k, v in call["arguments"].items())
+    return f"<tool_call>\n<function={call['name']}>\n{''.join(values)}</function>\n</tool_call>"
+
+
+def glm(call):
+    values = (
+        f"<arg_key>{k}</arg_key>\n<arg_value>{as_text(v)}</arg_value>\n"
+        for k, v in call["arguments"].items()
+    )
+    return f"<tool_call>{call['name']}\n{''.join(values)}</tool_call>"
+
+
+def as_text(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_RENDER = {"hermes": hermes, "llama_json": llama_json, "llama_pythonic": llama_pythonic,
+           "qwen3_coder": qwen3_coder, "glm": glm}  # fmt: skip
+_SEPARATOR = dict.fromkeys(NAMES, "\n") | {"llama_json": "; ", "llama_pythonic": ", "}
+_AROUND = {"llama_pythonic": ("[", "]")}
+
+# Where nothing escapes a value, it cannot hold the format's own tags; `</tool_call>` it can.
+UNTYPED_TAGS = ("<tool_call>", "<function=", "<parameter=", "</parameter>", "<arg_key>",
+                "<arg_value>", "</arg_value>")  # fmt: skip
+FRAGMENTS = (
+    "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "c"', '"parameters": {', "}",
+    "{", '"', "'", "\\", "[", "]", "(", ")", ",", ";", "\n", " ", "=", ":", "c", "1", "é", "f(a=",
+    "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "\ud800",
+)  # fmt: skip
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+texts = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.sampled_from(FRAGMENTS[:-1]), max_size=5).map("".join),
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+values = st.recursive(
+    st.one_of(scalars, texts),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3),
+    max_leaves=6,
+)
+
+
+def lists_of_calls(name, least=1):
+    def plain(value):
+        return not any(tag in as_text(value) for tag in UNTYPED_TAGS)
+
+    value = values.filter(plain) if name in ("glm", "qwen3_coder") else values
+    arguments = st.dictionaries(names, value, max_size=3)
+    call = st.fixed_dictionaries({"name": names, "arguments": arguments})
+    # What a schema types by name, it types the same in all calls: give each call its own name.
+    return st.lists(call, min_size=least, max_size=3, unique_by=lambda c: c["name"])
+
+
+def schemas_of(calls):
+    """The tools that were called, with the types of the arguments they got."""
+    types = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+             dict: "object", type(None): "null"}  # fmt: skip
+    for call in calls:
+        properties = {k: {"type": types[type(v)]} for k, v in call["arguments"].items()}
+        parameters = {"type": "object", "properties": properties}
+        function = {"name": call["name"], "description": "", "parameters": parameters}
+        yield {"type": "function", "function": function}
+
+
+def read(name, text, calls=()):
+    return typed(FORMATS[name](text), list(schemas_of(calls)))
+
+
+def exactly(calls):
+    return [ToolCall(call["name"], call["arguments"]) for call in calls]
+
+
+# -- what always holds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_what_was_rendered_is_read_exactly(name, data):
+    calls = data.draw(lists_of_calls(name))
+    before = data.draw(st.sampled_from(["", "<think>I <tool_call> [f(</think>\n"]))
+    assert read(name, before + render(name, calls), calls) == exactly(calls)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
+    calls = data.draw(lists_of_calls(name))
+    text = render(name, calls)
+    around = len(_AROUND.get(name, ("", ""))[0])
+    ends = [around + len(_SEPARATOR[name].join(map(_RENDER[name], calls[: i + 1])))
+            for i in range(len(calls))]  # fmt: skip
+    for cut in range(len(text)):
+        found = read(name, text[:cut], calls)
+        complete = sum(end <= cut for end in ends)
+        assert [c for c in found if not c.error] == exactly(calls[:complete])
+        assert sum(bool(c.error) for c in found) <= 1
+        begun = text[ends[complete - 1] if complete else 0 : cut].strip(" \n;,")
+        if name not in TAGGED or "<tool_call>" in begun:
+            assert begun == "" or found[-1].error  # the model is told
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=300, deadline=None)
+@given(text=st.one_of(st.text(max_size=50), st.lists(st.sampled_from(FRAGMENTS), max_size=40)
+                      .map("".join)))  # fmt: skip
+def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
+    calls = FORMATS[name](text)
+    assert len(calls) <= MAX_CALLS + 1
+    for call in typed(calls, []):
+        assert isinstance(call.arguments, str) == bool(call.error)
+        if not call.error:
+            assert call.name
+            json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_thought_is_a_call(name, data):
+    calls = data.draw(lists_of_calls(name).filter(lambda c: "</think>" not in render(name, c)))
+    thought = render(name, calls)
+    assert FORMATS[name](f"<think>{thought}</think>Done.") == []
+    assert all(call.error for call in FORMATS[name](f"<think>{thought}"))
+    assert FORMATS[name](f"I may {thought} so</think>Done.") == []
+    again = FORMATS[name](f"<think>{thought}</think>{thought}")
+    assert typed(again, list(schemas_of(calls))) == exactly(calls)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_good_calls_next_to_bad_ones_are_kept(name, data):
+    calls = data.draw(lists_of_calls(name))
+    bad = data.draw(st.sampled_from(["<tool_call>", "<tool_call>{]</tool_call>",
+                                     "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call>"]))  # fmt: skip
+    rendered = render(name, calls)
+    for text in (bad + rendered, rendered + bad, bad + rendered + bad):
+        found = read(name, text, calls)
+        assert [c for c in found if not c.error] == exactly(calls)
+        assert any(c.error for c in found)
+
+
+def units():
+    """What floods are made of: each fragment, and pairs that keep a reader reading."""
+    yield from FRAGMENTS
+    for opening in ("<tool_call>", "<tool_call>{", '{"name":', "[f(a=", "<function=f>", "\n{"):
+        yield from (opening + fragment for fragment in FRAGMENTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parsing_takes_linear_time(name):
+    """100 kB of anything; the bound is several times what a quiet machine needs."""
+    starts = ("", "<tool_call>", "<tool_call>\n<function=f>\n<parameter=a>", "[f(a=", '{"name":1')
+    nested = ("", "<tool_call>{" * 33, '\n{"name":1' * 33, "<tool_call>f<arg_key>a</arg_key>" * 33)
+    for unit in units():
+        for start in (*starts, *nested[1:]):
+            text = start + unit * (100_000 // len(unit))
+            best = 9.0
+            for _ in range(3):
+                began = time.process_time()
+                FORMATS[name](text)
+                best = min(best, time.process_time() - began)
+                if best < 0.05:
+                    break
+            assert best < 0.15, (start[:20], unit)
+
+
+# -- the templates ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [("qwen2_5", "hermes"), ("qwen3", "hermes"), ("qwen3_5_think", "qwen3_coder"),
+     ("glm4moe", "glm"), ("deepseekv3", "deepseek"), ("gptoss", "gpt_oss"),
+     ("gemma4_v5", "gemma"), ("llama3_1", "llama_json"), ("llama3_2", "llama_json")],
+)  # fmt: skip
+def test_the_template_names_its_format(template, name):
+    assert detect((TEMPLATES / f"{template}.jinja").read_text()) == name
+
+
+def test_a_template_that_shows_no_format_is_taken_for_hermes():
+    assert detect("{{ messages }}") == "hermes"
+    assert detect("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]") == "mistral"
+    assert detect("Answer as [func_name1(name=value)]. <|python_start|>") == "llama_pythonic"
+
+
+@cache
+def jinja(template):
+    return (TEMPLATES / f"{template}.jinja").read_text()
+
+
+def by_template(template, calls):
+    """The assistant turn that a chat template makes of calls."""
+    asked = [{"role": "user", "content": "Q"}]
+    tool_calls = [{"type": "function", "function": call} for call in calls]
+    said = [*asked, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    kwargs: dict[str, Any] = {"chat_template": jinja(template), "bos_token": "",
+                              "tools": list(schemas_of(calls))}  # fmt: skip
+    before, after = (
+        render_jinja_template([messages], add_generation_prompt=messages is asked, **kwargs)[0][0]
+        for messages in (asked, said)
+    )
+    start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+                 min(len(before), len(after)))  # fmt: skip
+    turn = after[start:]
+    for closing in ("<|im_end|>", "<|eot_id|>"):
+        turn = turn.partition(closing)[0]
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [("qwen2_5", "hermes"), ("qwen3", "hermes"), ("qwen3_5_think", "qwen3_coder"),
+     ("glm4moe", "glm"), ("llama3_1", "llama_json"), ("llama3_2", "llama_json")],
+)  # fmt: skip
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_what_a_template_writes_is_read_exactly(template, name, data):
+    calls = data.draw(lists_of_calls(name))
+    if name == "llama_json":  # its template refuses more
+        calls = calls[:1]
+    assert read(name, by_template(template, calls), calls) == exactly(calls)
+
+
+# -- types --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "3", 3),
+        ({"type": "integer"}, " 3\n", 3),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "integer"}, "9" * 30, "9" * 30),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "1e-3", 0.001),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "0", "0"),
+        ({"type": "null"}, "None", None),
+        ({"type": "array"}, "[1, null]", [1, None]),
+        ({"type": "array"}, "[1,", "[1,"),
+        ({"type": "array"}, "{}", "{}"),
+        ({"type": "array"}, "[" * 70 + "]" * 70, "[" * 70 + "]" * 70),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "object"}, '{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ({"type": "string"}, "3", "3"),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "4", "4"),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["4"]}]}, "4", "4"),
+        ({}, "3", "3"),
+        (None, "3", "3"),
+    ],
+)
+def test_texts_get_the_type_their_schema_wants(schema, text, value):
+    parameters = {"type": "object", "properties": {} if schema is None else {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for shape in (tool, tool["function"]):
+        (call,) = typed([ToolCall("f", {"a": text})], [shape])
+        assert call == ToolCall("f", {"a": value}) and type(call.arguments["a"]) is type(value)
+
+
+def test_what_has_no_schema_or_is_no_text_stays():
+    calls = [ToolCall("g", {"a": "1"}), ToolCall("f", "raw", error="bad"), ToolCall("f", {"a": 1.5})]
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    assert typed(calls, [tool]) == calls
+    assert typed(calls, [{}, {"function": {"name": "f", "parameters": None}}]) == calls
