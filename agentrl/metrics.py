@@ -40,6 +40,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **spread("tool_call_counts", [float(_calls(t)) for t in trajectories]),
         "rollout/dropped": float(total - len(scored)),
         "rollout/sampled_tokens": float(sum(t.sampled_tokens for t in trajectories)),
+        "rollout/segments": float(sum(len(t.segments) for t in trajectories)) / len(scored),
+        "rollout/control_token_attempts": float(
+            sum(t.control_token_attempts for t in trajectories)
+        ),
         "waste/dead_group_frac": _dead(groups),
         **_per_agent("rollout", scored),
         **_errors(trajectories),

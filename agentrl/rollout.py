@@ -21,7 +21,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.agent_loops.episode import World, mix_seed
+from agentrl.agent_loops.attempt import World, mix_seed
 from agentrl.agent_loops.play import CLEANUP_S, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config

@@ -70,6 +70,7 @@ SCHEMA = pa.schema(
         ("sampling", pa.string()),
         ("tool_reward", pa.float64()),
         ("seconds", pa.float64()),
+        ("control_token_attempts", pa.int32()),
         *((name, pa.list_(pa.list_(kind))) for name, kind in STREAMS.items()),
     ]
 )
@@ -210,6 +211,7 @@ def _record(step: int, split: str, dropped: int, scored: Scored) -> dict[str, An
         "sampling": _json(t.sampling),
         "tool_reward": t.tool_reward,
         "seconds": t.seconds,
+        "control_token_attempts": t.control_token_attempts,
     }
 
 
@@ -287,6 +289,7 @@ def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
         stop_reason=row["stop_reason"],
         tool_reward=row["tool_reward"],
         seconds=row["seconds"],
+        control_token_attempts=row["control_token_attempts"],
     )
     scored = Scored(
         trajectory,

@@ -147,6 +147,8 @@ class Turn:
     """By source: "turn" (interaction, `ep.reward`) and "tool"."""
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
+    thread: int = 0
+    """0: the agent loop's own conversation; n: the n-th that it spawned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +161,18 @@ class Trajectory:
     rollout: int
     """Which of the sample's n rollouts this is."""
     segments: tuple[Segment, ...]
+    """One, unless the loop edited its history, spawned others, or stripped earlier thinking."""
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
+    """All that was said, in the order in which it was, also in spawned conversations."""
     sampling: Mapping[str, Any]
     stop_reason: str
     """done, or the spent budget: turn_tokens, trajectory_tokens, turns, tool_calls, time."""
     tool_reward: float = 0.0
     """What class tools' `reward()` returned at the end, summed."""
     seconds: float = 0.0
+    control_token_attempts: int = 0
+    """Control tokens that prompts, tools and interactions spelled out; none became one."""
 
     @property
     def assistant_text(self) -> str:
@@ -175,9 +181,9 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """The assistant's last message, or "" where it said nothing."""
-        answers = self.answers
-        return answers[-1].content if answers else ""
+        """The assistant's last message, or "" where it said nothing; not what it spawned."""
+        own = [a for a, t in zip(self.answers, self.turns, strict=True) if t.thread == 0]
+        return own[-1].content if own else ""
 
     @property
     def answers(self) -> tuple[Message, ...]:

@@ -13,11 +13,25 @@ from typing import Protocol, TextIO
 class Watched(Protocol):
     """What the watchdog reads of an episode."""
 
-    episode_id: str
-    state: str
-    since: float
-    """`time.monotonic()` of the last change of state."""
-    turns: list
+    @property
+    def episode_id(self) -> str:
+        """Unique per attempt."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """What it waits for."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """`time.monotonic()` of the last change of state."""
+        ...
+
+    @property
+    def turns(self) -> list:
+        """Those it has played."""
+        ...
 
     def enter(self, state: str) -> object:
         """Note what it waits for."""

@@ -30,7 +30,7 @@ from workload.conversations import TOOLS, Talk, narrow, passages, register_tools
 from workload.floor import Floor, Row
 from workload.tokenizer import workload_tokenizer
 
-from agentrl.agent_loops.episode import World
+from agentrl.agent_loops.attempt import World
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config

@@ -29,14 +29,14 @@ TURNS = (12, 52, 201, 807)
 Encode = Callable[[str], Sequence[int]]
 
 
-def history_of(talk: Talk, template: ChatTemplate, turns: int) -> tuple[list[Message], int]:
-    """A conversation up to a turn that called a tool, and its length in tokens."""
+def history_of(talk: Talk, template: ChatTemplate, turns: int) -> tuple[int, list[Message]]:
+    """A conversation up to a turn that called a tool: its length in tokens, its messages."""
     messages, tokens = list(talk.prompt), 0
     for turn, result in itertools.islice(zip(talk.turns, talk.results, strict=False), turns):
         said = template.decode_turn(turn.token_ids)
         messages += Message("assistant", said), Message("tool", result)
         tokens += len(turn.token_ids) + len(template.encode(result))
-    return messages[:-1], tokens
+    return tokens, messages[:-1]
 
 
 def medians(
@@ -45,7 +45,7 @@ def medians(
     calls: int,
     per: Callable[[str], int] = lambda text: 1,
 ) -> dict[str, float]:
-    """CPU microseconds a call, or per what `per` counts in a text; in a round, all take the same."""
+    """CPU microseconds a call, or per what `per` counts; in a round, all take the same texts."""
     took: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(ROUNDS):
         taken = list(itertools.islice(texts, calls))
@@ -59,27 +59,27 @@ def measure_deltas(template: ChatTemplate, floor: Floor) -> None:
     [talk] = narrow(template.tokenizer, max(TURNS), 90, talks=1)
     [longer] = narrow(template.tokenizer, 16, 390, talks=1)
     last = talk.turns[0].token_ids[-1]
+    histories = dict(history_of(talk, template, turns) for turns in TURNS)
+
+    def by_hand(text: str) -> Sequence[int]:
+        return floor.encode(BEFORE + text + AFTER)
+
     for words, results in ((90, talk.results), (390, longer.results)):
-        ours: dict[int, float] = {}
-        for turns in TURNS:
-            history, tokens = history_of(talk, template, turns)
+        contestants: dict[str, Encode] = {"floor": by_hand}
+        for tokens, history in histories.items():
 
             def delta(text: str, history: list[Message] = history) -> Sequence[int]:
                 return template.delta(history, [Message("tool", text)], last)
 
-            def by_hand(text: str) -> Sequence[int]:
-                return floor.encode(BEFORE + text + AFTER)
-
             assert all(delta(r) == by_hand(r) for r in results[:16])
-            found = medians({"agentrl": delta, "floor": by_hand}, itertools.cycle(results), CALLS)
-            ours[tokens] = found["agentrl"]
-            context: dict[str, object] = {"history_tokens": tokens, "result_words": words}
-            for name, value in found.items():
-                timing.say(f"tokens/delta/{name}", value, "us", context)
-            timing.say("tokens/delta/of_floor", found["agentrl"] / found["floor"], "ratio", context)
-        short, long = min(ours), max(ours)
-        span: dict[str, object] = {"short": short, "long": long, "result_words": words}
-        timing.say("tokens/delta/long_of_short", ours[long] / ours[short], "ratio", span)
+            contestants[f"agentrl_{tokens}"] = delta
+        found = medians(contestants, itertools.cycle(results), CALLS)
+        context: dict[str, object] = {"result_words": words}
+        for name, value in found.items():
+            timing.say(f"tokens/delta/{name}", value, "us", context)
+        short, *_, long = (found[f"agentrl_{tokens}"] for tokens in histories)
+        timing.say("tokens/delta/of_floor", short / found["floor"], "ratio", context)
+        timing.say("tokens/delta/long_of_short", long / short, "ratio", context)
 
 
 def measure_encoder(template: ChatTemplate, floor: Floor) -> None:

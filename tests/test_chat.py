@@ -1,5 +1,6 @@
 import json
 import time
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -61,8 +62,8 @@ def test_a_row_grown_turn_by_turn_is_the_rendered_conversation(tokenizer, templa
     ids = list(template.prompt(messages[:2], [TOOL]))
     for start, turn in ((2, 2), (3, 5), (6, 7)):
         if start > 2:
-            ids += template.delta(messages[start:turn], ids[-1])
-        ids += [*template._encode_trusted(messages[turn].content), template.close_id]
+            ids += template.delta(messages[:start], messages[start:turn], ids[-1])
+        ids += [*template.encoder.literal(messages[turn].content), template.close_id]
     full = rendered(tokenizer, messages, [TOOL])
     assert template.decode(ids) + "\n" == full
     assert ids == tokenizer.encode(full, add_special_tokens=False)[:-1]
@@ -118,18 +119,17 @@ def test_a_turn_stopped_by_a_text_is_closed_by_the_template(template):
 )
 def test_no_text_becomes_a_control_token(template, text):
     ids = template.encode(text)
-    assert template._control_ids.isdisjoint(ids)
-    import unicodedata
-
+    assert template.encoder.control_ids.isdisjoint(ids)
     assert template.decode(ids) == unicodedata.normalize("NFC", text)
 
 
 def test_delta_costs_the_new_text_only(template):
-    delta = template.delta([Message("tool", "12")], template.close_id)
+    said = [Message("user", "Q"), Message("assistant", TEXTS[0])]
+    delta = template.delta(said, [Message("tool", "12")], template.close_id)
     assert template.decode(delta) == (
         "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert template.delta([Message("tool", "12")], last_id=5)[0] == template.close_id
+    assert template.delta(said, [Message("tool", "12")], last_id=5)[0] == template.close_id
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,16 @@ def test_delta_costs_the_new_text_only(template):
     [
         # Earlier turns change when more is said, as thinking models' do.
         (lambda t: t.replace("message.content + '<|im", "(message.content if loop.last or "
-                             "message.role != 'assistant' else '') + '<|im"), "append-only|times"),
-        # Contents are trimmed.
-        (lambda t: t.replace("message.role + '\\\\n' + message.content", "message.role + '\\\\n' + "
-                             "message.content | trim"), "content of"),
+                             "message.role != 'assistant' else '') + '<|im"), "changes 'zqspokenqz'"),
+        # A content is shown as no known function of it, or twice, or not at all.
+        (lambda t: t.replace("message.content + '<|im", "message.content|upper + '<|im"), "show"),
+        (lambda t: t.replace("message.content + '<|im", "message.content|title + '<|im"), "show"),
+        (lambda t: t.replace("message.content + '<|im", "message.content|truncate(9) + '<|im"),
+         "does not show"),
+        (lambda t: t.replace("message.content + '<|im", "message.content * (1 + (message.role == "
+                             "'user')) + '<|im"), "user message 2 times"),
+        (lambda t: t.replace("message.content + '<|im", "message.content|e + '<|im"),
+         "changes the content of a user message"),
         # Nothing closes a turn.
         (lambda t: t.replace("+ '<|im_end|>\\\\n' }}\n    {%- endif %}\n{%- endfor", "+ 'END' }}\n"
                              "    {%- endif %}\n{%- endfor"), "control token"),
@@ -153,6 +159,20 @@ def test_templates_that_rewrite_history_are_refused(edit, reason):
     broken.chat_template = edited
     with pytest.raises(TemplateError, match=reason):
         ChatTemplate(broken)
+
+
+def test_trimmed_contents_are_shown_as_the_template_shows_them():
+    trimming = train_tokenizer(TEXTS)
+    edited = trimming.chat_template.replace("+ message.content +", "+ message.content | trim +")
+    assert edited != trimming.chat_template
+    trimming.chat_template = edited
+    template, said = ChatTemplate(trimming), [Message("user", " a \n"), Message("assistant", "b")]
+    assert template.decode(template.prompt(said[:1])) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert template.decode(template.delta(said, [Message("user", "\n c ")], -1)) == (
+        "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def call(name="calculator", arguments=None):

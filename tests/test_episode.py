@@ -206,7 +206,7 @@ def test_long_results_are_cut_in_tokens_and_say_so():
     small = Config.model_validate({"tools": {"max_result_tokens": 10}})
     engine = Scripted([call("calculator", expression="9**99"), "done"], TOKENIZER)
     t = play(sample(), engine, TOKENIZER, config=small)
-    assert "(the first 10 of " in t.messages[2].content
+    assert "(10 of 95 tokens shown)" in t.messages[2].content
     assert_oracles(t, engine)
 
 
@@ -241,10 +241,11 @@ def test_a_result_cannot_forge_control_tokens():
     t = play(sample(tools=("hostile",)), engine, TOKENIZER)
     [segment] = t.segments
     observed = segment.response_ids[t.turns[0].end : t.turns[1].start]
-    literal = TEMPLATE.delta([Message("tool", "")], TEMPLATE.close_id)
-    control = TEMPLATE._control_ids
+    literal = TEMPLATE.delta(t.messages[:2], [Message("tool", "")], TEMPLATE.close_id)
+    control = TEMPLATE.encoder.control_ids
     assert [i for i in observed if i in control] == [i for i in literal if i in control]
     assert hostile in TEMPLATE.decode(observed)
+    assert t.control_token_attempts == 5
 
 
 def test_a_loop_of_ones_own():

@@ -25,18 +25,20 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
 def hostile():
+    """Format and case of all tables."""
+    found = []
     for name in NAMES:
         table = json.loads((Path(__file__).parent / f"fixtures/hostile_{name}.json").read_text())
         for case in table["cases"]:
-            yield pytest.param(name, case, id=f"{name}-{case['name']}")
+            found.append(pytest.param(name, case, id=f"{name}-{case['name']}"))
+    return found
 
 
 def text_of(case):
     """Where a case repeats something, it does so up to a length."""
     text = case["text"]
-    if more := case.get("repeat_to", 0) - len(text):
-        unit = case.get("repeat", "")
-        text += (unit * (more // max(len(unit), 1) + 1))[: max(more, 0)]
+    while len(text) < (length := case.get("repeat_to", 0)):
+        text = (text + case["repeat"] * length)[:length]
     return text
 
 
@@ -87,7 +89,9 @@ def llama_pythonic(call):
 
 
 def qwen3_coder(call):
-    values = (f"<parameter={k}>\n{as_text(v)}\n</parameter>\n" for k, v in call["arguments"].items())
+    values = (
+        f"<parameter={k}>\n{as_text(v)}\n</parameter>\n" for k, v in call["arguments"].items()
+    )
     return f"<tool_call>\n<function={call['name']}>\n{''.join(values)}</function>\n</tool_call>"
 
 
@@ -138,13 +142,13 @@ values = st.recursive(
 
 def lists_of_calls(name, least=1):
     def plain(value):
-        return not any(tag in as_text(value) for tag in UNTYPED_TAGS)
+        return not has(as_text(value), UNTYPED_TAGS)
 
     value = values.filter(plain) if name in ("glm", "qwen3_coder") else values
     arguments = st.dictionaries(names, value, max_size=3)
     call = st.fixed_dictionaries({"name": names, "arguments": arguments})
     # What a schema types by name, it types the same in all calls: give each call its own name.
-    return st.lists(call, min_size=least, max_size=3, unique_by=lambda c: c["name"])
+    return st.lists(call, min_size=least, max_size=3, unique_by=lambda c: str(c["name"]))
 
 
 def schemas_of(calls):
@@ -170,7 +174,7 @@ def exactly(calls):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_what_was_rendered_is_read_exactly(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -179,7 +183,7 @@ def test_what_was_rendered_is_read_exactly(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -188,17 +192,17 @@ def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
     ends = [around + len(_SEPARATOR[name].join(map(_RENDER[name], calls[: i + 1])))
             for i in range(len(calls))]  # fmt: skip
     for cut in range(len(text)):
-        found = read(name, text[:cut], calls)
+        # The thought is over: a `</think>` in a call that was cut off cannot mean anything before.
+        found = read(name, "<think></think>" + text[:cut], calls)
         complete = sum(end <= cut for end in ends)
         assert [c for c in found if not c.error] == exactly(calls[:complete])
-        assert sum(bool(c.error) for c in found) <= 1
         begun = text[ends[complete - 1] if complete else 0 : cut].strip(" \n;,")
-        if name not in TAGGED or "<tool_call>" in begun:
-            assert begun == "" or found[-1].error  # the model is told
+        tries = begun.count("<tool_call>") if name in TAGGED else bool(begun)
+        assert bool(tries) <= sum(bool(c.error) for c in found) <= max(tries, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=st.one_of(st.text(max_size=50), st.lists(st.sampled_from(FRAGMENTS), max_size=40)
                       .map("".join)))  # fmt: skip
 def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
@@ -215,7 +219,8 @@ def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_thought_is_a_call(name, data):
-    calls = data.draw(lists_of_calls(name).filter(lambda c: "</think>" not in render(name, c)))
+    marks = ("</think>", "<|python_")  # which could end the thought, or begin a call in prose
+    calls = data.draw(lists_of_calls(name).filter(lambda c: not has(render(name, c), marks)))
     thought = render(name, calls)
     assert FORMATS[name](f"<think>{thought}</think>Done.") == []
     assert all(call.error for call in FORMATS[name](f"<think>{thought}"))
@@ -224,18 +229,28 @@ def test_no_thought_is_a_call(name, data):
     assert typed(again, list(schemas_of(calls))) == exactly(calls)
 
 
+BAD = (
+    "<tool_call>",
+    "<tool_call>{]</tool_call>",
+    "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call>",
+)
+
+
 @pytest.mark.parametrize("name", TAGGED)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_good_calls_next_to_bad_ones_are_kept(name, data):
     calls = data.draw(lists_of_calls(name))
-    bad = data.draw(st.sampled_from(["<tool_call>", "<tool_call>{]</tool_call>",
-                                     "<tool_call>\n<function=f>\n<parameter=a>\n</tool_call>"]))  # fmt: skip
+    bad = data.draw(st.sampled_from(BAD))
     rendered = render(name, calls)
     for text in (bad + rendered, rendered + bad, bad + rendered + bad):
         found = read(name, text, calls)
         assert [c for c in found if not c.error] == exactly(calls)
         assert any(c.error for c in found)
+
+
+def has(text, marks):
+    return any(mark in text for mark in marks)
 
 
 def units():
@@ -318,52 +333,3 @@ def test_what_a_template_writes_is_read_exactly(template, name, data):
     if name == "llama_json":  # its template refuses more
         calls = calls[:1]
     assert read(name, by_template(template, calls), calls) == exactly(calls)
-
-
-# -- types --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "integer"}, "3", 3),
-        ({"type": "integer"}, " 3\n", 3),
-        ({"type": "integer"}, "3.5", "3.5"),
-        ({"type": "integer"}, "true", "true"),
-        ({"type": "integer"}, "9" * 30, "9" * 30),
-        ({"type": "number"}, "3", 3),
-        ({"type": "number"}, "1e-3", 0.001),
-        ({"type": "number"}, "NaN", "NaN"),
-        ({"type": "boolean"}, "false", False),
-        ({"type": "boolean"}, "False", False),
-        ({"type": "boolean"}, "0", "0"),
-        ({"type": "null"}, "None", None),
-        ({"type": "array"}, "[1, null]", [1, None]),
-        ({"type": "array"}, "[1,", "[1,"),
-        ({"type": "array"}, "{}", "{}"),
-        ({"type": "array"}, "[" * 70 + "]" * 70, "[" * 70 + "]" * 70),
-        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
-        ({"type": "object"}, '{"a": "\\ud800"}', '{"a": "\\ud800"}'),
-        ({"type": "string"}, "3", "3"),
-        ({"type": ["string", "null"]}, "null", "null"),
-        ({"type": ["integer", "null"]}, "null", None),
-        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
-        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "4", "4"),
-        ({"anyOf": [{"type": "integer"}, {"enum": ["4"]}]}, "4", "4"),
-        ({}, "3", "3"),
-        (None, "3", "3"),
-    ],
-)
-def test_texts_get_the_type_their_schema_wants(schema, text, value):
-    parameters = {"type": "object", "properties": {} if schema is None else {"a": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    for shape in (tool, tool["function"]):
-        (call,) = typed([ToolCall("f", {"a": text})], [shape])
-        assert call == ToolCall("f", {"a": value}) and type(call.arguments["a"]) is type(value)
-
-
-def test_what_has_no_schema_or_is_no_text_stays():
-    calls = [ToolCall("g", {"a": "1"}), ToolCall("f", "raw", error="bad"), ToolCall("f", {"a": 1.5})]
-    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
-    assert typed(calls, [tool]) == calls
-    assert typed(calls, [{}, {"function": {"name": "f", "parameters": None}}]) == calls

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
-from agentrl.agent_loops.episode import World
+from agentrl.agent_loops.attempt import World
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling

@@ -207,7 +207,7 @@ def test_damage_is_named(tmp_path):
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
-        Trajectory: 10,
+        Trajectory: 11,
         Scored: 5,
         Sample: 11,
         Segment: 5,

@@ -1,52 +1,44 @@
 """An attempt at a sample being played: the only mutable noun, and the only writer of tokens.
 
-An agent loop sees four verbs: `generate`, `observe`, `call_tools`, `interact`. Tokens, masks,
-logprobs, budgets, truncation and errors are the episode's business. The row grows in one place,
-`_append`, where a token gets its mask, logprob and version in the same call; a sampled token is
+An agent loop sees four verbs: `generate`, `observe`, `call_tools`, `interact`; and two for loops
+that edit their history or run others: `branch`, `spawn`. Tokens, masks, logprobs, budgets,
+truncation and errors are the episode's business. Rows only grow (`row.py`); a sampled token is
 never decoded and encoded again.
 
 What was observed waits until the next `generate`, for three reasons: consecutive tool results are
 rendered as one group, an episode that ends there has no masked tail, and a message that no longer
 fits the budget is not half in the row.
+
+A new row begins where the history is no longer what was sampled: after `branch`, for what `spawn`
+returns, and, with `rollout.history_thinking=strip`, where the chat template drops the thinking of
+earlier turns. What earlier rows sampled stands in its prompt and is trained there, not here.
 """
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
+from inspect import isawaitable
 from typing import Any
 
-from agentrl.chat import ChatTemplate, parse_hermes
-from agentrl.config import Config
-from agentrl.engine.base import Sampler, Sampling
+from agentrl.agent_loops.attempt import Attempt, World, mix_seed
+from agentrl.agent_loops.row import Row
+from agentrl.agent_loops.stop import cut_at_stop
+from agentrl.chat import truncate
+from agentrl.engine.base import Sampling
 from agentrl.errors import EngineError, EpisodeOver, UserCodeError
 from agentrl.interactions import Interaction, respond
-from agentrl.tools import Toolbox
 from agentrl.trajectory import (
     Generation,
     Message,
     Sample,
-    Segment,
     ToolCall,
     ToolResult,
     Trajectory,
     Turn,
-    float_array,
     token_array,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What an episode acts in: shared by all episodes of a run."""
-
-    sampler: Sampler
-    template: ChatTemplate
-    toolbox: Toolbox
-    config: Config
 
 
 class Episode:
@@ -54,6 +46,45 @@ class Episode:
 
     def __init__(
         self,
+        attempt: Attempt,
+        opening: Sequence[Message],
+        schemas: Sequence[Any],
+        interaction: Interaction | None = None,
+        thread: int = 0,
+    ):
+        """Open a conversation.
+
+        Args:
+            attempt: what it shares with other conversations of the same attempt.
+            opening: the first messages, as the agent loop shows them.
+            schemas: the tools the chat template shows.
+            interaction: the row's, if it has one.
+            thread: 0 for the agent loop's own conversation, n for the n-th that it spawned.
+        """
+        self.schemas = schemas
+        self.messages: list[Message] = list(opening)
+        """The conversation as the policy sees it."""
+        self._attempt = attempt
+        self._world = attempt.world
+        self._interaction = interaction
+        self._thread = thread
+        self._turn = -1
+        """This conversation's last turn."""
+        self._spoken = 0
+        self._ids: dict[int, array[int]] = {}
+        """Of messages that were sampled, by `id`; they are all alive in the attempt."""
+        self._waiting: list[Message] = []
+        attempt.messages.extend(opening)
+        self._row = Row(self._world.template.prompt(opening, schemas))
+        self._first = self._row
+        self._branched = False
+        for message in opening:
+            if message.role != "assistant":
+                self._attempt.control_token_attempts += self._world.template.attempts(message)
+
+    @classmethod
+    def begin(
+        cls,
         world: World,
         sample: Sample,
         interaction: Interaction | None,
@@ -64,8 +95,8 @@ class Episode:
         seed: int,
         opening: Sequence[Message],
         schemas: Sequence[Any],
-    ):
-        """Open the conversation.
+    ) -> Episode:
+        """A new attempt at a sample.
 
         Args:
             world: engine, template, toolbox, config.
@@ -78,45 +109,67 @@ class Episode:
             opening: the first messages, as the agent loop shows them.
             schemas: the tools the chat template shows.
         """
-        self.sample = sample
-        self.episode_id = episode_id
-        self.rollout = rollout
-        self.schemas = schemas
-        self.messages: list[Message] = list(opening)
-        self.turns: list[Turn] = []
-        self.state, self.since = "opening", time.monotonic()
-        self.started = self.since
-        self.deadline = self.since + world.config.rollout.timeout_s
-        self._world = world
-        self._interaction = interaction
-        self._sampling = replace(
+        sampling = replace(
             sampling,
             max_tokens=world.config.rollout.max_turn_tokens,
             stop_ids=world.template.stop_ids,
         )
-        self._seed = seed
-        self._tool_calls = 0
-        self._waiting: list[Message] = []
-        self._prompt = world.template.prompt(opening, schemas)
-        # The row: prompt and response in one array, as the engine is asked; the others: response.
-        self._row = token_array(self._prompt)
-        self._mask = token_array()
-        self._logprobs = float_array()
-        self._versions = token_array()
+        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        return cls(attempt, opening, schemas, interaction)
 
-    # -- the four verbs ---------------------------------------------------------------------------
+    @property
+    def sample(self) -> Sample:
+        """The row being played."""
+        return self._attempt.sample
+
+    @property
+    def episode_id(self) -> str:
+        """Unique per attempt."""
+        return self._attempt.episode_id
+
+    @property
+    def rollout(self) -> int:
+        """Which of the sample's n rollouts."""
+        return self._attempt.rollout
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns of the attempt so far."""
+        return self._attempt.turns
+
+    @property
+    def state(self) -> str:
+        """What the attempt waits for."""
+        return self._attempt.state
+
+    @property
+    def since(self) -> float:
+        """When it began to, in `time.monotonic()` seconds."""
+        return self._attempt.since
+
+    @property
+    def deadline(self) -> float:
+        """When the attempt's time is over, in `time.monotonic()` seconds."""
+        return self._attempt.deadline
+
+    def enter(self, state: str) -> float:
+        """See `Attempt.enter`."""
+        return self._attempt.enter(state)
+
+    # -- the verbs --------------------------------------------------------------------------------
 
     async def generate(
         self,
         *,
         stop: Sequence[str] = (),
-        parse: Callable[[str], list[ToolCall]] = parse_hermes,
+        parse: Callable[[str], list[ToolCall]] | None = None,
     ) -> Message:
         """Let the policy speak once.
 
         Args:
-            stop: texts that end the turn; what completes one is sampled and kept.
-            parse: reads the turn's tool calls from its text.
+            stop: texts that end the turn; what completes one is sampled and kept, what the engine
+                sampled after it is not.
+            parse: reads the turn's tool calls from its text; by default as `rollout.tool_format`.
 
         Returns:
             The assistant's message; its `tool_calls` are what `parse` found.
@@ -124,48 +177,37 @@ class Episode:
         Raises:
             EpisodeOver: a budget is spent. Loops let it pass.
         """
-        rollout = self._world.config.rollout
-        self._check_time()
-        if len(self.turns) >= rollout.max_turns:
+        attempt, rollout = self._attempt, self._world.config.rollout
+        attempt.check_time()
+        if len(attempt.turns) >= rollout.max_turns:
             raise EpisodeOver("turns")
-        template = self._world.template
-        delta = template.delta(self._waiting, self._row[-1]) if self.turns else token_array()
-        room = min(
-            rollout.max_trajectory_tokens - len(self._mask) - len(delta),
-            self._world.sampler.max_length - len(self._row) - len(delta),
-        )
+        row, delta = self._next()
+        room = attempt.room(row, len(delta))
         if room < 1:
             raise EpisodeOver("trajectory_tokens")
         max_tokens = min(room, rollout.max_turn_tokens)
-        self.enter("generate")
-        try:
-            generation = await self._world.sampler.generate(
-                self._row + delta,
-                replace(self._sampling, max_tokens=max_tokens, stop=tuple(stop)),
-                episode_id=self.episode_id,
-                seed=mix_seed(self._seed, self.rollout, len(self.turns)),
-                deadline=self.deadline,
-            )
-        except EngineError:
-            self._check_time()  # it was given no more time than the episode has
-            raise
-        seconds = self.enter("loop")
-        self._append(delta)
+        generation = await self._ask(row.ids + delta, max_tokens, tuple(stop))
+        seconds = attempt.enter("loop")
+        generation, text = cut_at_stop(generation, self._world.template, stop)
+        row.observe(delta)
+        start = len(row)
+        row.sample(generation, max_tokens)
+        self._row, self._branched = row, False
         self._waiting.clear()
-        self._check(generation, max_tokens)
-        start = len(self._mask)
-        self._append(generation.token_ids, generation)
-        text = template.decode_turn(generation.token_ids)
-        message = Message("assistant", text, tuple(parse(text)))
-        self.messages.append(message)
-        self.turns.append(
+        attempt.register(row)
+        message = Message("assistant", text, tuple(await self._read(text, parse)))
+        self._ids[id(message)] = generation.token_ids
+        self._say(message)
+        self._turn, self._spoken = len(attempt.turns), self._spoken + 1
+        attempt.turns.append(
             Turn(
-                segment=0,
+                segment=row.index,
                 start=start,
-                end=len(self._mask),
+                end=len(row),
                 finish_reason=generation.finish_reason,
                 tool_calls=message.tool_calls,
                 generate_seconds=seconds,
+                thread=self._thread,
             )
         )
         if generation.finish_reason == "length":
@@ -183,13 +225,15 @@ class Episode:
                 raise UserCodeError(
                     f'ep.observe takes messages: Message("user", {message!r}), not {message!r}'
                 )
-            if message.role == "assistant" or not self.turns:
+            if message.role == "assistant" or self._turn < 0:
                 raise UserCodeError(
                     "ep.observe takes what answers a turn (user, tool), after the first"
                     f" ep.generate(); got a message of role {message.role!r} after"
-                    f" {len(self.turns)} turns"
+                    f" {self._spoken} turns"
                 )
-        self.messages.extend(messages)
+        for message in messages:
+            self._attempt.control_token_attempts += self._world.template.attempts(message)
+            self._say(message)
         self._waiting.extend(messages)
 
     async def call_tools(
@@ -204,18 +248,19 @@ class Episode:
             EpisodeOver: the budget of calls is spent; none of this turn's calls ran.
             Infrastructure: the tool server is down.
         """
-        self._check_time()
-        turn = self.turns[-1]
-        calls = turn.tool_calls
-        if self._tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
+        attempt, at = self._attempt, self._turn
+        attempt.check_time()
+        calls = attempt.turns[at].tool_calls
+        if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
             raise EpisodeOver("tool_calls")
-        self._tool_calls += len(calls)
-        self.enter(f"tools {self._world.toolbox.where}")
-        results = await self._world.toolbox.run(calls, self.episode_id, len(self.turns) - 1)
-        seconds = self.enter("loop")
-        results = [replace(r, content=self._fit(r.content)) for r in results]
+        attempt.tool_calls += len(calls)
+        attempt.enter(f"tools {self._world.toolbox.where}")
+        results = await self._world.toolbox.run(calls, self.episode_id, at)
+        seconds = attempt.enter("loop")
+        results = [self._fit(r) for r in results]
         reward = sum(r.reward for r in results if r.reward is not None)
-        self.turns[-1] = replace(
+        turn = attempt.turns[at]
+        attempt.turns[at] = replace(
             turn,
             tool_results=tuple(results),
             tool_seconds=seconds,
@@ -238,7 +283,7 @@ class Episode:
         """
         if self._interaction is None:
             return False
-        self._check_time()
+        self._attempt.check_time()
         self.enter("interaction")
         reply = await respond(self._interaction, tuple(self.messages), self.deadline)
         self.enter("loop")
@@ -253,88 +298,131 @@ class Episode:
 
     def reward(self, value: float) -> None:
         """Give the last turn a reward of its own (weighed by `reward.turn_weight`)."""
-        turn = self.turns[-1]
+        turn = self._attempt.turns[self._turn]
         rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + float(value)}
-        self.turns[-1] = replace(turn, rewards=rewards)
+        self._attempt.turns[self._turn] = replace(turn, rewards=rewards)
 
-    # -- the end ----------------------------------------------------------------------------------
+    def branch(self, messages: Sequence[Message]) -> None:
+        """Go on from an edited history: the next turn sees these messages, in a row of its own.
+
+            ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
+
+        Args:
+            messages: the conversation, ending with what is to be answered. Assistant messages must
+                be this episode's own; they stand there as they were sampled.
+
+        Raises:
+            UserCodeError: another assistant message, or one at the end.
+        """
+        known = {id(m) for m in self._attempt.messages}
+        for message in messages:
+            if not isinstance(message, Message):
+                raise UserCodeError(f"ep.branch takes messages, not {message!r}")
+            if message.role == "assistant" and id(message) not in known:
+                raise UserCodeError(
+                    "ep.branch takes assistant messages of this episode only, as it got them; put"
+                    f" {message.content[:60]!r} into a user message: the policy did not say it"
+                )
+        if not messages or messages[-1].role == "assistant":
+            raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
+        self._attempt.messages.extend(m for m in messages if id(m) not in known)
+        self.messages = list(messages)
+        self._waiting.clear()
+        self._branched = True
+
+    def spawn(
+        self, prompt: str | Sequence[Message], schemas: Sequence[Any] | None = None
+    ) -> Episode:
+        """A conversation of its own within this attempt, for a sub-agent.
+
+            critic = ep.spawn("Is this right? " + answer.content)
+            verdict = await critic.generate()
+
+        It shares the attempt's tools, budgets and reward; its tokens are trained in a row of their
+        own. Several may be played at once.
+
+        Args:
+            prompt: the first user message, or all first messages.
+            schemas: the tools it is shown; by default this conversation's.
+
+        Raises:
+            UserCodeError: something else than messages, or an assistant's.
+        """
+        opening = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
+        if not opening or not all(isinstance(m, Message) for m in opening):
+            raise UserCodeError(f"ep.spawn takes a text or messages, not {prompt!r:.80}")
+        if any(m.role == "assistant" for m in opening):
+            raise UserCodeError(
+                "ep.spawn takes system and user messages: put examples of answers into their text"
+            )
+        self._attempt.spawned += 1
+        schemas = self.schemas if schemas is None else schemas
+        return Episode(self._attempt, opening, schemas, thread=self._attempt.spawned)
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
         """The frozen trajectory of what was played."""
-        return Trajectory(
-            sample=self.sample,
-            episode_id=self.episode_id,
-            rollout=self.rollout,
-            segments=(
-                Segment(
-                    prompt_ids=self._prompt,
-                    response_ids=self._row[len(self._prompt) :],
-                    response_mask=self._mask,
-                    logprobs=self._logprobs,
-                    versions=self._versions,
-                ),
-            ),
-            turns=tuple(self.turns),
-            messages=tuple(self.messages),
-            sampling=self._sampling.as_dict(),
-            stop_reason=stop_reason,
-            tool_reward=tool_reward,
-            seconds=time.monotonic() - self.started,
-        )
+        return self._attempt.trajectory(self._first, stop_reason, tool_reward)
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _append(self, ids: array[int], sampled: Generation | None = None) -> None:
-        """The only place where the row grows."""
-        self._row.extend(ids)
-        if sampled is None:
-            self._mask.extend([0] * len(ids))
-            self._logprobs.extend([0.0] * len(ids))
-            self._versions.extend([-1] * len(ids))
-        else:
-            self._mask.extend([1] * len(ids))
-            self._logprobs.extend(sampled.logprobs)
-            self._versions.extend(sampled.versions)
+    def _say(self, message: Message) -> None:
+        self.messages.append(message)
+        self._attempt.messages.append(message)
 
-    def _check(self, generation: Generation, max_tokens: int) -> None:
-        """Always on, at the cost of the new tokens only: the engine continued this row."""
-        n = len(generation.token_ids)
-        if generation.prompt_tokens != len(self._row):
-            raise EngineError(
-                f"episode {self.episode_id}: the engine continued {generation.prompt_tokens}"
-                f" tokens, but the row has {len(self._row)}"
-            )
-        if not (n == len(generation.logprobs) == len(generation.versions) and 0 < n <= max_tokens):
-            raise EngineError(
-                f"episode {self.episode_id}: the engine answered {n} tokens,"
-                f" {len(generation.logprobs)} logprobs and {len(generation.versions)} versions;"
-                f" at most {max_tokens} were asked for"
-            )
+    def _next(self) -> tuple[Row, array[int]]:
+        """The row that the next turn is sampled in, and what is to be added to it before."""
+        template, row = self._world.template, self._row
+        if self._spoken == 0:
+            return (row, token_array()) if not self._branched else (self._anew(), token_array())
+        strips = self._world.config.rollout.history_thinking == "strip"
+        if self._branched:
+            return self._anew(strips), token_array()
+        history = self.messages[: len(self.messages) - len(self._waiting)]
+        delta = template.delta(history, self._waiting, row.ids[-1])
+        users = any(m.role == "user" for m in self._waiting)
+        if strips and template.thinking.may_drop(later_user=users):
+            anew = self._anew(strip=True)
+            if anew.ids != row.ids + delta:
+                return anew, token_array()
+        return row, delta
 
-    def _fit(self, content: str) -> str:
+    def _anew(self, strip: bool = False) -> Row:
+        """A row whose prompt is the conversation as it stands now."""
+        sampled = {i: self._ids[id(m)] for i, m in enumerate(self.messages) if id(m) in self._ids}
+        template = self._world.template
+        return Row(template.conversation(self.messages, self.schemas, sampled, strip=strip))
+
+    async def _ask(self, ids: array[int], max_tokens: int, stop: tuple[str, ...]) -> Generation:
+        attempt = self._attempt
+        seed = (attempt.seed, attempt.rollout, self._spoken)
+        if self._thread:
+            seed = (*seed, self._thread)
+        async with attempt.engine:
+            attempt.enter("generate")
+            try:
+                return await self._world.sampler.generate(
+                    ids,
+                    replace(attempt.sampling, max_tokens=max_tokens, stop=stop),
+                    episode_id=attempt.episode_id,
+                    seed=mix_seed(*seed),
+                    deadline=attempt.deadline,
+                )
+            except EngineError:
+                attempt.check_time()  # it was given no more time than the episode has
+                raise
+
+    async def _read(
+        self, text: str, parse: Callable[[str], list[ToolCall]] | None
+    ) -> list[ToolCall]:
+        if parse is not None:
+            return parse(text)
+        assert self._world.read is not None
+        calls = self._world.read(self._world.template.thinking.opened + text, self.schemas)
+        return await calls if isawaitable(calls) else calls
+
+    def _fit(self, result: ToolResult) -> ToolResult:
         """A tool's answer cut to `tools.max_result_tokens`, and saying so."""
-        limit = self._world.config.tools.max_result_tokens
-        if len(content.encode(errors="replace")) <= limit:  # a token is at least one byte
-            return content
-        ids = self._world.template.encode(content)
-        if len(ids) <= limit:
-            return content
-        kept = self._world.template.decode(ids[:limit]).rstrip("\ufffd")
-        return f"{kept}\n(the first {limit} of {len(ids)} tokens)"
-
-    def _check_time(self) -> None:
-        if time.monotonic() >= self.deadline:
-            raise EpisodeOver("time")
-
-    def enter(self, state: str) -> float:
-        """Note what the episode waits for, for the watchdog; returns the last state's seconds."""
-        now = time.monotonic()
-        seconds = now - self.since
-        self.state, self.since = state, now
-        return seconds
-
-
-def mix_seed(*parts: int) -> int:
-    """63 bits that depend on all of `parts`: seeds of turns, rollouts, rows."""
-    text = ",".join(map(str, parts)).encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+        tools, template = self._world.config.tools, self._world.template
+        limit, side = tools.max_result_tokens, tools.truncate
+        shown = truncate(result.content, limit, side, template.encode, template.decode_plain)
+        return result if shown is result.content else replace(result, content=shown)

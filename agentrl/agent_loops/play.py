@@ -10,8 +10,9 @@ import uuid
 from typing import Any
 
 from agentrl import registry
+from agentrl.agent_loops.attempt import World
 from agentrl.agent_loops.base import AgentLoop
-from agentrl.agent_loops.episode import Episode, World
+from agentrl.agent_loops.episode import Episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
@@ -55,7 +56,7 @@ async def play_episode(
             opened = True
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
-        episode = Episode(
+        episode = Episode.begin(
             world,
             sample,
             interaction,
@@ -130,7 +131,10 @@ def play(
         seed: the only source of randomness.
     """
     config = config or Config()
-    world = World(sampler, ChatTemplate(tokenizer), toolbox or LocalToolbox(), config)
+    template = ChatTemplate(
+        tokenizer, variables=config.model.template_kwargs, untrusted=config.data.untrusted
+    )
+    world = World(sampler, template, toolbox or LocalToolbox(), config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
     return asyncio.run(

@@ -1,7 +1,18 @@
 """Messages to tokens and back: the only reader of chat templates."""
 
 from agentrl.chat.formats import REACT_STOP, parse_hermes, parse_react
+from agentrl.chat.formats.reader import Reader, open_reader
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.tokenizer import load_tokenizer
+from agentrl.chat.truncate import truncate
 
-__all__ = ["REACT_STOP", "ChatTemplate", "load_tokenizer", "parse_hermes", "parse_react"]
+__all__ = [
+    "REACT_STOP",
+    "ChatTemplate",
+    "Reader",
+    "load_tokenizer",
+    "open_reader",
+    "parse_hermes",
+    "parse_react",
+    "truncate",
+]

@@ -6,34 +6,26 @@ tokenizer that owns no control tokens: there, `<|im_end|>` is ten characters of 
 `split_special_tokens` nor `encode_special_tokens` does that: they know only the tokens flagged
 special, and let `<tool_call>` through.
 
-In front of the copy stands a cache of what it makes of each word. Byte-level BPE first cuts a text
-into words by a regular expression and then merges within words only, so that the ids of a text are
-those of its words, one after another.
+In front of the copy stands a cache of what it makes of each word (`words.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any
-from unicodedata import is_normalized
 
 import regex
 from tokenizers import Tokenizer
 
+from agentrl.chat.words import Words
 from agentrl.errors import TemplateError
 
-MAX_WORDS = 1 << 17
-"""Words in the cache, some 20 MB; when it is full, it is emptied."""
 MAX_CONTROL = 256
 """No control token is longer."""
-MAX_WORD = 48
-"""Longer words (base64, minified code) are not kept."""
 
-# GPT-2's rule, which a tokenizer with a plain `ByteLevel` follows.
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 # What regular expressions are known to disagree about.
 _PROBES = (
     "The year 2024's  sum:\t12345.67 (or so)\r\n\r\n  don't I'LL we'd\n",
@@ -80,10 +72,11 @@ class Encoder:
         self.control = _pattern({t.content: (t.lstrip, t.rstrip) for t in added.values()})
         self._tags = _pattern(dict.fromkeys(tags, (False, False)))
         self._openers = "".join(sorted({content[0] for content in self._id_of}))
-        self._opaque = Tokenizer.from_str(json.dumps(_without_control(state, blank)))
-        self._findall = None if blank else _word_pattern(state)
-        self._normalized = bool(state["normalizer"])
-        self._words = _Words(self._opaque)
+        state = _without_control(state, blank)
+        self._opaque = Tokenizer.from_str(json.dumps(state))
+        self._words = None if blank else Words.of(self._opaque, state, self.control_ids)
+        # SentencePiece's bytes: to some vocabularies, the text `<0x0A>` is a newline.
+        self._owns_bytes = self._opaque.decode(self._opaque.encode("<0x41>").ids) != "<0x41>"
         self._check()
 
     def plain(self, text: str) -> list[int]:
@@ -92,11 +85,8 @@ class Encoder:
         Raises:
             TemplateError: the vocabulary itself knows no other way to write it.
         """
-        if self._findall and (not self._normalized or text.isascii() or is_normalized("NFC", text)):
-            words = self._findall(text)
-            if sum(map(len, words)) == len(text):
-                return list(chain.from_iterable(map(self._words.__getitem__, words)))
-        return self._whole(text)
+        ids = self._words.encode(text) if self._words is not None else None
+        return self._whole(text) if ids is None else ids
 
     def spoken(self, text: str) -> list[int]:
         """A prompt's text: it may speak of tags such as `<think>`, but makes no roles and turns."""
@@ -158,8 +148,7 @@ class Encoder:
         for found in tokens.finditer(text):
             if found.start() > position:
                 ids += self.plain(text[position : found.start()])
-            token = found[0]
-            ids.append(self._id_of[token] if token in self._id_of else self._id_of[token.strip()])
+            ids.append(self._id_of[found[0] if found[0] in self._id_of else found[0].strip()])
             position = found.end()
         return ids + self.plain(text[position:]) if position < len(text) else ids
 
@@ -170,32 +159,43 @@ class Encoder:
         except (UnicodeEncodeError, TypeError):  # a lone surrogate
             text = text.encode("utf-8", "replace").decode()
             ids = self._opaque.encode(text, add_special_tokens=False).ids
-        return ids if self.control_ids.isdisjoint(ids) else self._apart(text)
+        if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
+            return ids
+        return self._apart(text)
 
     def _apart(self, text: str) -> list[int]:
         """Encode where the vocabulary owns control strings: cut each after its first character."""
+        cuts = {m.start() + 1 for m in self.control.finditer(text, overlapped=True)}
+        if self._owns_bytes:
+            cuts |= {m.start() + 1 for m in _BYTE.finditer(text)}
+        return self._pieces(text, sorted(cuts))
+
+    def _pieces(self, text: str, cuts: Sequence[int]) -> list[int]:
         ids: list[int] = []
-        cuts = [m.start() + 1 for m in self.control.finditer(text, overlapped=True)]
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            if start < end:
-                ids += self._opaque.encode(text[start:end], add_special_tokens=False).ids
-        if self.control_ids.isdisjoint(ids):
-            return ids
-        # Something else than the control string becomes the token, a normalized form of it.
-        ids = [i for c in text for i in self._opaque.encode(c, add_special_tokens=False).ids]
-        if forged := self.control_ids.intersection(ids):
-            raise TemplateError(
-                f"the tokenizer turns text into the control token"
-                f" {self._backend.id_to_token(min(forged))!r} even without its added tokens:"
-                f" agentrl cannot keep {text[:80]!r} harmless."
-            )
+            piece = text[start:end]
+            made = self._opaque.encode(piece, add_special_tokens=False)
+            # Something else than the control string may become the token, a normalized form of it.
+            forged = [i for i, id in enumerate(made.ids) if id in self.control_ids]
+            if not forged:
+                ids += made.ids
+                continue
+            if len(piece) == 1:
+                raise TemplateError(
+                    f"the tokenizer turns text into the control token"
+                    f" {self._backend.id_to_token(made.ids[forged[0]])!r} even without its added"
+                    f" tokens: agentrl cannot keep {text[:80]!r} harmless."
+                )
+            starts = {made.offsets[i][0] for i in forged}
+            again = sorted(starts | {start + 1 for start in starts})
+            ids += self._pieces(piece, again)
         return ids
 
     def _check(self) -> None:
         """Compare the cache with the tokenizer, and what comes back with what went in."""
         texts = [*_PROBES, *self._id_of, "".join(self._id_of)]
-        if self._findall and any(self.plain(t) != self._whole(t) for t in texts):
-            self._findall = None
+        if self._words is not None and any(self.plain(t) != self._whole(t) for t in texts):
+            self._words = None
         for text in _PROBES[:5]:
             back, normal = self.decode_plain(self.plain(text)), self._normal(text)
             if back != normal:
@@ -207,32 +207,6 @@ class Encoder:
     def _normal(self, text: str) -> str:
         normalizer = self._opaque.normalizer
         return normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
-
-
-class _Words(dict[str, tuple[int, ...]]):
-    """What the copy makes of each word; a word not seen before is encoded."""
-
-    def __init__(self, opaque: Tokenizer):
-        self._tokenize: Callable[[str], list[Any]] = opaque.model.tokenize
-
-    def __missing__(self, word: str) -> tuple[int, ...]:
-        letters = word.encode("utf-8", "replace").decode("latin-1").translate(_LETTERS)
-        ids = tuple(token.id for token in self._tokenize(letters))
-        if len(word) <= MAX_WORD:
-            if len(self) >= MAX_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
-
-
-def _letters() -> dict[int, str]:
-    """The character that stands for each byte in byte-level BPE (GPT-2's table)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-_LETTERS = _letters()
 
 
 def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
@@ -263,37 +237,10 @@ def _without_prefix(part: Any) -> Any:
         return None
     if kind == "Metaspace":
         return {**part, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**part, "add_prefix_space": False}
     for name in ("normalizers", "pretokenizers", "decoders"):
         if kind == "Sequence" and name in part:
             kept = [p for p in map(_without_prefix, part[name]) if p is not None]
             return {**part, name: kept} if kept else None
     return part
-
-
-def _word_pattern(state: dict[str, Any]) -> Callable[[str], list[str]] | None:
-    """How a byte-level BPE cuts text into words, or None for any other tokenizer."""
-    model, normalizer, cut = state["model"], state["normalizer"], state["pre_tokenizer"]
-    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or not cut:
-        return None
-    if model.get("dropout") or model.get("end_of_word_suffix"):
-        return None
-    if normalizer and normalizer["type"] != "NFC":
-        return None
-    match cut:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            text = _GPT2
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": str(text)}, **how},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        } if (how.get("behavior"), how.get("invert")) in (("Isolated", False), ("Removed", True)):
-            pass
-        case _:
-            return None
-    try:
-        pattern = regex.compile(text)
-    except regex.error:
-        return None
-    return None if pattern.groups else pattern.findall

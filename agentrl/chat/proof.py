@@ -17,6 +17,7 @@ from agentrl.chat.between import ARGUMENT, SPOKEN, spoken
 from agentrl.chat.render import Schemas
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.thinking import thoughtful
+from agentrl.chat.truncate import truncate
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall
 
@@ -35,6 +36,8 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 _WAYS = 7
+_TEXT_ONLY = _WAYS - 1
+_ASKED = {"role": "user", "content": "How much is 3*4?"}
 _UNICODE = "Zoë: 日本語 🙂👍🏽 \u00a0e\u0301 \u2028 ½"
 
 
@@ -47,6 +50,8 @@ class Shape:
     """Per turn, `tool:TEXT` and `user:TEXT`; a turn before tools makes that many calls."""
     thinks: bool = False
     system: bool = True
+    cut: int = 0
+    """Most tokens of a tool's text; 0: it is never cut."""
 
 
 SHAPES = (
@@ -59,8 +64,12 @@ SHAPES = (
     Shape("unicode", ((f"tool:{_UNICODE}",), (f"user:{_UNICODE}",))),
     Shape("leading space and newline", (("tool: \n 12 \n\n",), ("user:\n  a \n",))),
     Shape("empty tool result", (("tool:",),)),
-    Shape("long result cut", (("tool:" + "word 12 " * 400 + "\n(400 of 900 tokens shown)",),)),
+    Shape("long result cut", ((f"tool:{(_UNICODE + chr(10)) * 100}",),), cut=64),
 )
+SWITCH = "enable_thinking"
+"""The variable by which templates are told whether the model is to think."""
+OPTIONAL = ("parallel tools", "tool then user", "thinking", "thinking on", "thinking off")
+"""Shapes that a template may refuse: results can be shown one after another, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +79,17 @@ class Verdict:
     shape: str
     status: Status
     detail: str = ""
+    """Where the ids differ, why it is not supported, or for which turns alone it is."""
 
     @property
     def ok(self) -> bool:
         """Whether episodes of this shape can be trained on."""
         return self.status in ("append-only", "drops thinking")
+
+    @property
+    def fails(self) -> bool:
+        """Whether the template is at fault: a shape that it may well refuse is none."""
+        return self.status == "differs" or (not self.ok and self.shape not in OPTIONAL)
 
 
 def prove(
@@ -84,53 +99,75 @@ def prove(
     return [_verdict(template, schemas, shape) for shape in shapes]
 
 
-def require(template: ChatTemplate, schemas: Schemas, names: Sequence[str]) -> None:
-    """Refuse a template that a run cannot be played with.
-
-    Args:
-        template: the policy's.
-        schemas: the tools of the rows.
-        names: the shapes that the run's loops make.
+def survey(
+    tokenizer: Any, end_ids: Sequence[int] = (), schemas: Schemas = (PROBE_TOOL,)
+) -> list[Verdict]:
+    """Judge a tokenizer's template on every shape, its thinking switched on and off.
 
     Raises:
-        TemplateError: naming the shape, and where the ids differ first.
+        TemplateError: no turns can be made with it at all.
     """
-    bad = [v for v in prove(template, schemas, [s for s in SHAPES if s.name in names]) if not v.ok]
-    if bad:
-        raise TemplateError(
-            "the model's chat template cannot be used for this run:\n"
-            + "\n".join(f"  {v.shape}: {v.detail}" for v in bad)
-            + "\nTake the model's training variant of it, a loop that does not need this (react"
-            " shows tools as text), or see `agentrl check-template MODEL --fix`."
-        )
+    template = ChatTemplate(tokenizer, end_ids)
+    verdicts = prove(template, schemas)
+    if SWITCH not in tokenizer.chat_template:
+        return verdicts
+    at = next(i for i, shape in enumerate(SHAPES) if shape.thinks)
+    switched = []
+    for name, on in (("thinking on", True), ("thinking off", False)):
+        shape = replace(SHAPES[at], name=name)
+        try:
+            switched += prove(
+                ChatTemplate(tokenizer, end_ids, variables={SWITCH: on}), schemas, [shape]
+            )
+        except TemplateError as e:
+            switched.append(Verdict(name, "unsupported", str(e)))
+    return [*verdicts[:at], *switched, *verdicts[at + 1 :]]
 
 
 def _verdict(template: ChatTemplate, schemas: Schemas, shape: Shape) -> Verdict:
     """The best of the ways in which an assistant's turn can be written down for a template."""
-    said = "no turn of this shape is shown"
     worst: Verdict | None = None
-    if template.thinking.end in template.thinking.extra:  # thinking is off: the prompt closes it
+    reasons: list[str] = []
+    if thinking_closed(template):
         shape = replace(shape, thinks=False)
     for way in range(_WAYS):
+        if way == _TEXT_ONLY and worst:
+            break  # the template writes calls, and writes them otherwise
         try:
             verdict = _compare(template, schemas, shape, way)
         except TemplateError as e:
-            said = str(e)
+            reasons.append(str(e))
             continue
         if verdict.ok:
-            return verdict
+            return replace(verdict, detail=_except(way, shape, reasons))
+        reasons.append(verdict.detail)
         worst = worst or verdict
-    return worst or Verdict(shape.name, "unsupported", said)
+    return worst or Verdict(shape.name, "unsupported", reasons[-1])
 
 
-def _turn(calls: int, thinks: bool, way: int) -> dict[str, Any]:
+def _except(way: int, shape: Shape, reasons: Sequence[str]) -> str:
+    """For which turns a shape does not hold, where it holds for those of this way."""
+    if way == _TEXT_ONLY:
+        return f"only with the calls as text of the turn: {reasons[0]}"
+    if way % 3 == 1 or (way % 3 == 2 and not shape.thinks):
+        return f"not with a text before a call: {reasons[0]}"
+    return ""
+
+
+def thinking_closed(template: ChatTemplate) -> bool:
+    """Whether the thinking is over before the model begins to write: it is switched off."""
+    fresh = template.render([_ASKED]).rpartition(_ASKED["content"])[2]
+    return template.thinking.end in fresh
+
+
+def _turn(name: str, calls: int, thinks: bool, way: int) -> dict[str, Any]:
     """An assistant's turn: with its content or calls alone, arguments as object or text, ...
 
     ... thoughts in a key or in tags; and at last as nothing but text.
     """
-    if way == _WAYS - 1:
+    if way == _TEXT_ONLY:
         return thoughtful()[-1] if thinks else spoken()
-    named = [("probe", f"{i:09d}") for i in range(calls)]
+    named = [(name, f"{i:09d}") for i in range(calls)]
     if thinks:
         forms = thoughtful(named)
         turn = forms[way % 3 % len(forms)]
@@ -144,31 +181,37 @@ def _turn(calls: int, thinks: bool, way: int) -> dict[str, Any]:
 
 
 def _compare(template: ChatTemplate, schemas: Schemas, shape: Shape, way: int) -> Verdict:
+    name = schemas[0]["function"]["name"] if schemas else "probe"
     said: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * shape.system
-    said.append({"role": "user", "content": "How much is 3*4?"})
+    said.append(_ASKED)
     messages = [Message(m["role"], m["content"]) for m in said]
     sampled: dict[int, list[int]] = {}
     status: Status = "append-only"
     for after in shape.after:
         tools = sum(text.startswith("tool:") for text in after)
-        calls = tuple(ToolCall("probe", {"x": ""}, id=f"{i:09d}") for i in range(tools))
-        turn, more = _turn(tools, shape.thinks, way), []
+        calls = tuple(ToolCall(name, {"x": ""}, id=f"{i:09d}") for i in range(tools))
+        turn, more = _turn(name, tools, shape.thinks, way), []
         for i, text in enumerate(after):
             role, _, content = text.partition(":")
-            keys = {"name": "probe", "tool_call_id": f"{i:09d}"} if role == "tool" else {}
+            if shape.cut:
+                content = truncate(content, shape.cut, "middle", template.encode, template.decode)
+            keys = {"name": name, "tool_call_id": f"{i:09d}"} if role == "tool" else {}
             more.append({"role": role, "content": content, **keys})
         sampled[len(said)] = _sampled(template, schemas, turn, () if shape.thinks else more)
         said += [turn, *more]
         messages.append(Message("assistant", "", calls))
         messages += [Message(m["role"], m["content"]) for m in more]
         want = template.encoder.literal(template.render(said, schemas))
-        got = list(template.conversation(messages, schemas, sampled))
-        if _same(template, got, want):
+        rows = [template.conversation(messages, schemas, sampled)]
+        if _same(template, rows[0], want):
             continue
-        if _same(template, template.conversation(messages, schemas, sampled, strip=True), want):
+        rows.append(template.conversation(messages, schemas, sampled, strip=True))
+        if _same(template, rows[1], want):
             status = "drops thinking"
             continue
-        return Verdict(shape.name, "differs", difference(template, got, want))
+        # The row that goes further shows what is wrong; the other, that thinking is dropped.
+        at = max((_first(row, want), i) for i, row in enumerate(rows))[1]
+        return Verdict(shape.name, "differs", difference(template, rows[at], want))
     return Verdict(shape.name, status)
 
 
@@ -188,15 +231,14 @@ def _sampled(
     Where the prompt opens no thought, a turn without one is what history shows: some templates put
     empty tags into the last turn alone.
     """
-    asked = [{"role": "user", "content": "How much is 3*4?"}]
-    before = template.render(asked, schemas)
-    alone = template.render([*asked, turn], schemas, ask=False)
+    before = template.render([_ASKED], schemas)
+    alone = template.render([_ASKED, turn], schemas, ask=False)
     shown = alone
     if more and not (template.thinking.extra and alone.startswith(before)):
-        shown = template.render([*asked, turn, *more], schemas)
-    own, closes = template.finder.own_end([*asked, turn])
+        shown = template.render([_ASKED, turn, *more], schemas)
+    own, closes = template.finder.own_end([_ASKED, turn])
     if own not in shown or own not in alone:
-        raise TemplateError(f"the chat template changes {own!r} when more is said")
+        raise TemplateError("the chat template shows the end of a turn otherwise once more is said")
     start, end = template.encoder.shared(before, shown), shown.rindex(own) + len(own)
     if turn["content"] and not start <= shown.rfind(SPOKEN) < end:
         raise TemplateError("the chat template does not show a text before a call")
@@ -208,13 +250,17 @@ def _sampled(
 
 def difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
     """The first token in which two rows differ, with what stands around it."""
-    at = next(
-        (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b),
-        min(len(got), len(want)),
-    )
+    at = _first(got, want)
     before = template.decode(got[max(0, at - 8) : at])
     ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
     return (
         f"token {at} differs: after {before!r} an episode has {ours!r}, the template, once more is"
         f" said, {theirs!r}"
+    )
+
+
+def _first(a: Sequence[int], b: Sequence[int]) -> int:
+    """Where two rows differ first."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -241,6 +241,14 @@ class ChatTemplate:
         """The text of sampled ids, control tokens included."""
         return self.encoder.decode(ids)
 
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """The text that `encode` was given."""
+        return self.encoder.decode_plain(ids)
+
+    def attempts(self, message: Message) -> int:
+        """How many control tokens a message spells that it must not have."""
+        return self.encoder.attempts(message.content)
+
     def decode_turn(self, ids: Sequence[int]) -> str:
         """The text of one sampled turn, less the token that closed it."""
         closed = len(ids) > 0 and ids[-1] in self._ends

@@ -46,6 +46,8 @@ class Thinking:
     """The answer is shown without the empty lines before it."""
     header: str = ""
     """What a turn begins with; a turn of several messages (gpt-oss) holds it again."""
+    opened: str = ""
+    """`<think>` where the prompt of a turn ends within a thought: for whoever reads its text."""
 
     def drops(self, turn: Sequence[int], *, later_user: bool) -> bool:
         """Whether a turn that something followed is shown without its thinking.
@@ -57,6 +59,10 @@ class Thinking:
         if self.always or (self.after_user and later_user):
             return True
         return self.blank and not self._thought(turn)
+
+    def may_drop(self, *, later_user: bool) -> bool:
+        """Whether `drops` can hold for any turn."""
+        return self.always or self.blank or (self.after_user and later_user)
 
     def _thought(self, turn: Sequence[int]) -> str:
         """What was thought in a turn, without the tags."""
@@ -121,6 +127,7 @@ class Thinking:
             extra=fresh[len(shared) :],
             instead=old[len(shared) :],
             header=shared[found[-1].start() :] if found else "",
+            opened="<think>" * (fresh.rfind("<think>") > fresh.rfind("</think>")),
         )
         for turn in thoughtful():
             try:

@@ -28,14 +28,14 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     plan = replace(plan, config=resolve(config))
     from transformers.utils import logging as transformers_logging
 
-    from agentrl.chat import ChatTemplate
+    from agentrl.agent_loops.attempt import load_template
     from agentrl.engine.local import LocalEngine
     from agentrl.plan import check_lengths
     from agentrl.rollout import open_rollouts
 
     transformers_logging.disable_progress_bar()
     path = plan.config.model.path
-    template = ChatTemplate.load(path)
+    template = load_template(plan.config)
     engine = LocalEngine.load(path, template.tokenizer, device=plan.config.trainer.device)
     try:
         check_lengths(plan, template, engine.max_length)

@@ -110,7 +110,7 @@ def _tell(plan: Plan) -> None:
 
 
 def _check(settings: Config) -> None:
-    from agentrl.chat import ChatTemplate
+    from agentrl.agent_loops.attempt import load_template
     from agentrl.demo import resolve
     from agentrl.engine.local.load import base_and_adapters
     from agentrl.plan import check_lengths, first_prompts, make_plan, wiring
@@ -118,7 +118,7 @@ def _check(settings: Config) -> None:
 
     plan = make_plan(settings)
     settings = resolve(settings)
-    template = ChatTemplate.load(settings.model.path)
+    template = load_template(settings)
     from transformers import AutoConfig
     from transformers.utils.import_utils import is_torch_cuda_available
 

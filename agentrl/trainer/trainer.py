@@ -20,7 +20,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from agentrl.chat import ChatTemplate
+from agentrl.agent_loops.attempt import load_template
 from agentrl.config import Config
 from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
@@ -261,7 +261,7 @@ class Trainer:
             (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())
         self.console.note(wiring(self.plan))
-        template = ChatTemplate.load(config.model.path)
+        template = load_template(config)
         self.tokenizer = template.tokenizer
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps)
         if checkpoint is not None:

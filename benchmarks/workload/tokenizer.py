@@ -1,9 +1,9 @@
 """A tokenizer of a real one's size, without a download.
 
 Byte-level BPE, 48,000 tokens, Qwen's pre-tokenizer and control tokens, trained on the sources of
-Python's standard library (code, and the prose of its docstrings and topics). It is trained once,
-under a minute, and kept in agentrl's home; the same Python gives the same tokenizer. The chat
-template is Qwen3's, from an installed TRL. `TOKENIZER=folder` takes another tokenizer.
+Python's standard library (code, and the prose of its docstrings and topics). It is trained once, in
+a quarter of a minute, and kept in agentrl's home; the same Python gives the same tokenizer. The
+chat template is Qwen3's, from an installed TRL. `TOKENIZER=folder` takes another tokenizer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def workload_tokenizer() -> PreTrainedTokenizerFast:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as made:
             train().save_pretrained(made)
-            # Whoever comes first; a folder with files in it is not replaced.
             Path(made).rename(kept)
-            Path(made).mkdir()
+            Path(made).mkdir()  # for the context manager to remove
     return load_tokenizer(kept)
 
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -75,7 +75,7 @@ class ForeignParser:
         # One thread: texts wait for their turn in it, and not in the event loop's own pool.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreign-parser")
 
-    async def __call__(self, text: str, schemas: Sequence[dict[str, Any]]) -> list[ToolCall]:
+    async def __call__(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """The calls of one assistant turn.
 
         Args:
@@ -84,12 +84,14 @@ class ForeignParser:
         """
         if len(text) > MAX_TEXT:
             return [broken(text, f"more than {MAX_TEXT} characters in one turn")]
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._parse, text, list(schemas))
+        loop, tools = asyncio.get_running_loop(), [dict(schema) for schema in schemas]
+        return await loop.run_in_executor(self._thread, self._parse, text, tools)
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.kill()  # the text at hand need not be waited for
+        self._thread.shutdown()
         self._process.close()
 
     def __enter__(self) -> Self:
@@ -113,7 +115,7 @@ class ForeignParser:
         except TimeoutError:
             error = f"not read within {self.seconds:g} s"
         except _TooLong:
-            error = "more was read from it than was written"
+            error = f"more than {MAX_ANSWER} bytes of calls came of it"
         except OSError:
             error = "the parser crashed"
         else:
@@ -212,7 +214,7 @@ class _Process:
         answer = bytearray()
         while not answer.endswith(b"\n"):
             self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-            piece = self._socket.recv(MAX_ANSWER)
+            piece = self._socket.recv(MAX_TEXT)
             if not piece:
                 raise ConnectionResetError("it ended by itself")
             answer += piece
@@ -221,7 +223,11 @@ class _Process:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Kill the process. Idempotent."""
+        """Kill the process and wait for its end. Idempotent."""
         self._socket.close()
-        self._child.kill()
+        self.kill()
         self._child.wait()
+
+    def kill(self) -> None:
+        """Have whoever waits for an answer told that there is none."""
+        self._child.kill()

@@ -112,9 +112,14 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
 
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     setattr(tokenizer, attribute, template)
+    takes = inspect.signature(tokenizer.parse_response).parameters
+    if attribute == "response_schema" and "prefix" in takes:
+        raise UserError(
+            "this transformers reads `tokenizer.response_template`, and the tokenizer has the older"
+            " `response_schema` alone"
+        )
     if attribute == "response_template":
         tokenizer.get_response_parser(prefix="")  # raises where the template is none
-    takes = inspect.signature(tokenizer.parse_response).parameters
 
     def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         options = {"prefix": "", "tools": schemas}

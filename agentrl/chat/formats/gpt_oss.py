@@ -40,7 +40,7 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
         stop, after = control.span() if control else (len(text), len(text))
         header, role = role + text[position:stop], ""
         begun = control is not None and control[0] == MESSAGE
-        if _ADDRESSED.search(header):
+        if "to=" in header and _ADDRESSED.search(header):
             if begun:
                 call, after = _call(text, header, after)
             else:

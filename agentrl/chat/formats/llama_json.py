@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from agentrl.chat.formats.strict_json import broken, end_of_object, read_call, read_object
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
 from agentrl.trajectory import ToolCall
 
 _KEYS = ("parameters", "arguments")
@@ -57,7 +57,7 @@ def _start_of_calls(text: str) -> int:
 
 def _end_of_calls(text: str, start: int) -> int:
     position = _start_of_calls(text)
-    if position < 0:
+    if not 0 <= position < first_tag(text):
         return start
     while True:
         begin = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
@@ -81,9 +81,10 @@ def _line_by_line(rest: str, first: bool) -> list[ToolCall]:
     calls: list[ToolCall] = []
     if not rest and not first:
         return calls
-    for part in _NEXT.split(rest, maxsplit=MAX_CALLS):
+    parts = _NEXT.split(rest, maxsplit=MAX_CALLS)
+    for part in parts:
         part = part.strip("; \r\n\t")
-        if part and end_of_object(part, 0) == len(part):
+        if len(parts) > 1 and part and end_of_object(part, 0) == len(part):
             calls.append(_read(part))
         else:
             prose = not first and part[:1] not in ("{", "[")

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from agentrl.chat.formats.strict_json import MAX_DEPTH, broken, is_sound
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
 from agentrl.trajectory import ToolCall
 
 _MARK = re.compile(r"<\|python_(?:start|tag)\|>\s*")
@@ -85,15 +85,15 @@ def _start_of_calls(text: str) -> int:
 
 def _end_of_calls(text: str, start: int) -> int:
     begin = _start_of_calls(text)
-    if begin < 0 or not text.startswith("[", begin):
+    if not 0 <= begin < first_tag(text) or not text.startswith("[", begin):
         return start
     return _end_of_brackets(text, begin) or len(text)  # one that is broken off holds what follows
 
 
 def _end_of_brackets(text: str, start: int) -> int:
     """Where the bracket at `start` is closed (exclusive), strings aside, or 0."""
-    depth, position = 0, start
-    while bracket := _TO_BRACKET.match(text, position):
+    depth, position, match = 0, start, _TO_BRACKET.match
+    while bracket := match(text, position):
         position = bracket.end()
         if bracket[1] in "([{":
             depth += 1

@@ -30,6 +30,8 @@ def parse_mistral(text: str) -> list[ToolCall]:
     no call is an error and the others are kept; where a list stops being JSON, what follows up to
     the next `[TOOL_CALLS]` is one error.
     """
+    if OPEN not in text:  # most turns, told in a tenth of the time
+        return []
     return read_calls(text, (OPEN, THINK), "", _read)
 
 

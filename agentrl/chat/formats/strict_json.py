@@ -33,8 +33,8 @@ def end_of_array(text: str, start: int) -> int:
 
 
 def _end_of_brackets(text: str, start: int) -> int:
-    depth, position = 0, start
-    while bracket := _TO_BRACKET.match(text, position):
+    depth, position, match = 0, start, _TO_BRACKET.match
+    while bracket := match(text, position):
         position = bracket.end()
         if bracket[1] in "{[":
             depth += 1

@@ -64,18 +64,17 @@ def read_calls(text: str, openings: tuple[str, ...], closing: str, read: Reader)
             calls += found
             if len(calls) > MAX_CALLS:
                 end = text.find(THOUGHT, position) if unthought else -1
-                if end < 0:
-                    return [
-                        *calls[:MAX_CALLS],
-                        broken("", f"more than {MAX_CALLS} calls in one turn"),
-                    ]
+                if end < 0 or text.find(THINK, position, end) >= 0:
+                    return [*calls[:MAX_CALLS], too_many()]
                 position = end  # the loop was thought
         elif unthought:  # begun in the prompt: what came before was thought
             unthought = False
             calls.clear()
             said, stray = position, 0
     if stray and not calls:
-        return [broken(text[said:stray], f"no {openings[0]} before {closing}")]
+        return [
+            broken(text[said if said < stray else 0 : stray], f"no {openings[0]} before {closing}")
+        ]
     return calls
 
 
@@ -122,24 +121,37 @@ def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str
 
 
 def answer_of(text: str, end_of_calls: Callable[[str, int], int]) -> str:
-    """What a turn says once it has thought, for formats in which a whole turn is the call.
+    """What a turn says besides its thoughts, for formats in which a whole turn is the call.
 
     Args:
         text: one assistant turn.
         end_of_calls: where the calls that begin at a place end, or something smaller where none
-            does: a `</think>` before that end is their text.
+            does: a tag before that end is their text.
 
     Returns:
-        The text behind the thought; "" where the thought is never closed.
+        The calls before a thought, if any, and what follows it; nothing behind a thought that is
+        never closed.
     """
-    lead = len(text) - len(text.lstrip())
-    if text.startswith(THINK, lead):
-        end = text.find(THOUGHT, lead)
-        return text[end + len(THOUGHT) :] if end >= 0 else ""
-    end = text.find(THOUGHT)
-    if end >= 0:
-        end = text.find(THOUGHT, max(0, end_of_calls(text, lead)))
-    return text[end + len(THOUGHT) :] if end >= 0 else text
+    for past in range(MAX_CALLS):  # thoughts so far; only the first can begin in the prompt
+        begin, end = text.find(THINK), text.find(THOUGHT)
+        if begin < 0 and (end < 0 or past):
+            return text
+        lead = len(text) - len(text.lstrip())
+        calls_end = lead if begin == lead else max(lead, end_of_calls(text, lead))
+        begin = text.find(THINK, calls_end)
+        end = text.find(THOUGHT, max(begin, 0) if past else calls_end)
+        if begin < 0 and (end < 0 or past):
+            return text
+        if end < 0:
+            return text[:begin]
+        called = calls_end > lead and 0 <= begin < end
+        text = (text[:begin] if called else "") + text[end + len(THOUGHT) :]
+    return ""
+
+
+def first_tag(text: str) -> int:
+    """Where the first `<think>` or `</think>` stands, or the end of the text."""
+    return min((p for t in (THINK, THOUGHT) if (p := text.find(t)) >= 0), default=len(text))
 
 
 @cache

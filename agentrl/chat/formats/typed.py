@@ -57,9 +57,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _types(schema: Any) -> set[str]:
     """The JSON types that a value may have; empty where the schema does not say."""
     schema = _mapping(schema)
-    types = schema.get("type", ())
-    found = {types} if isinstance(types, str) else set(types)
-    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+    types = schema.get("type") or ()
+    found: set[str] = {types} if isinstance(types, str) else set(types)
+    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         found |= _types(choice) or {"string"}  # one that does not say may well be a text
     return found
 

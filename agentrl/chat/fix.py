@@ -1,0 +1,299 @@
+"""The smallest change of a chat template that makes it append-only, where there is one.
+
+Templates rewrite what was said by conditions: they show a thought `if loop.index0 >
+ns.last_query_index`. So each condition of the template, and each part of one, is tried as true and
+as false, alone and then in pairs. A change is good where prompts and single turns stay as they
+were, letter by letter, and every turn is shown ever after as it was at first, with its thought.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import unified_diff
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
+
+from agentrl.chat.between import ARGUMENT, SPOKEN, turns
+from agentrl.chat.proof import PROBE_TOOL, SWITCH, survey
+from agentrl.chat.render import Renderer, Said, Schemas
+from agentrl.chat.thinking import THOUGHT, thoughtful
+from agentrl.errors import TemplateError
+
+_SYSTEM: Said = {"role": "system", "content": "Be brief."}
+_USER: Said = {"role": "user", "content": "How much is 3*4?"}
+_CALLS = [("probe", "000000000")]
+_TOOL: Said = {"role": "tool", "content": "12", "name": "probe", "tool_call_id": "000000000"}
+_TAG = re.compile(r"\{#.*?#\}|\{%[-+]?(.*?)[-+]?%\}|\{\{[-+]?(.*?)[-+]?\}\}", re.DOTALL)
+_WORD = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\w+|\S", re.DOTALL)
+
+
+class Edit(NamedTuple):
+    """A text that stands instead of what a template has from `start` to `end`."""
+
+    start: int
+    end: int
+    text: str
+
+    @property
+    def size(self) -> tuple[bool, int]:
+        """Rather something is left out than put in; then by the characters taken and given."""
+        return bool(self.text), self.end - self.start + len(self.text)
+
+
+def smallest_fix(
+    tokenizer: Any,
+    end_ids: Sequence[int] = (),
+    schemas: Schemas = (PROBE_TOOL,),
+    seconds: float = 20.0,
+) -> str | None:
+    """The tokenizer's chat template with the fewest characters changed that is append-only.
+
+    Args:
+        tokenizer: a fast transformers tokenizer with a chat template.
+        end_ids: as for `ChatTemplate`.
+        schemas: tools to show in prompts.
+        seconds: when to stop looking.
+
+    Returns:
+        The template's text, or None where no small change was found.
+    """
+    over = time.monotonic() + seconds
+    wanted = {v.shape for v in survey(tokenizer, end_ids, schemas) if v.status != "unsupported"}
+    for changed in _candidates(tokenizer, schemas, over):
+        try:
+            after = survey(_with(tokenizer, changed), end_ids, schemas)
+        except TemplateError:
+            continue
+        if wanted <= {v.shape for v in after if v.status == "append-only"}:
+            return changed
+    return None
+
+
+def diff(before: str, after: str) -> str:
+    """A change of a template, as `patch` takes it."""
+    name = "chat_template.jinja"
+    lines = unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+    )
+    unended = "\n\\ No newline at end of file\n"
+    return "".join(line if line.endswith("\n") else line + unended for line in lines)
+
+
+def _with(tokenizer: Any, template: str) -> Any:
+    other = copy.copy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def _candidates(tokenizer: Any, schemas: Schemas, over: float) -> Iterator[str]:
+    """Changed templates that pass what is quick to see, the smallest change first."""
+    source: str = tokenizer.chat_template
+    shown = _Shown(tokenizer, schemas)
+    harmless = []
+    for edit in sorted(set(_edits(source)), key=lambda e: (e.size, e.start)):
+        if time.monotonic() > over:
+            return
+        changed = _apply(source, [edit])
+        if shown.changes(changed) and shown.keeps(changed):
+            harmless.append(edit)
+            if shown.grows(changed):
+                yield changed
+    pairs = [(a, b) for a, b in combinations(sorted(harmless), 2) if a.end <= b.start]
+    for pair in sorted(pairs, key=lambda pair: sum(e.size[1] for e in pair)):
+        if time.monotonic() > over:
+            return
+        changed = _apply(source, pair)
+        if shown.keeps(changed) and shown.grows(changed):
+            yield changed
+
+
+def _apply(source: str, changes: Sequence[Edit]) -> str:
+    for edit in sorted(changes, reverse=True):
+        source = source[: edit.start] + edit.text + source[edit.end :]
+    return source
+
+
+# -- what a template shows ------------------------------------------------------------------------
+
+
+class _Shown:
+    """Conversations by which a changed template is compared with the original, as text."""
+
+    def __init__(self, tokenizer: Any, schemas: Schemas):
+        self._tokenizer = tokenizer
+        self._schemas = schemas
+        self._variables: list[dict[str, Any]] = [{}]
+        if SWITCH in tokenizer.chat_template:
+            self._variables += [{SWITCH: True}, {SWITCH: False}]
+        self._still = self._stills(tokenizer.chat_template)
+        self._long = [
+            (variables, chain)
+            for variables in self._variables
+            for chain in self._chains(variables)
+            if self._text(tokenizer.chat_template, chain, variables) is not None
+        ]
+        self._later = self._laters(tokenizer.chat_template)
+
+    def keeps(self, template: str) -> bool:
+        """Whether prompts and single turns are as they were."""
+        return self._stills(template) == self._still
+
+    def changes(self, template: str) -> bool:
+        """Whether longer conversations are not."""
+        return self._laters(template) != self._later
+
+    def grows(self, template: str) -> bool:
+        """Whether what is shown of a conversation begins with what was shown of it before."""
+        for variables, chain in self._long:
+            heads: list[str] = []
+            for i, said in enumerate(chain):
+                if said["role"] != "assistant":
+                    continue
+                prompt = self._text(template, chain[:i], variables)
+                alone = self._text(template, chain[: i + 1], variables, ask=False)
+                own = ARGUMENT if said.get("tool_calls") else SPOKEN
+                if prompt is None or alone is None or own not in alone:
+                    return False
+                if not all(prompt.startswith(head) for head in heads):
+                    return False
+                heads += [prompt, alone[: alone.rindex(own) + len(own)]]
+            last = self._text(template, chain, variables)
+            if last is None or not all(last.startswith(head) for head in heads):
+                return False
+        return True
+
+    def _stills(self, template: str) -> list[str | None]:
+        prompts = [[_USER], [_SYSTEM, _USER]]
+        single = [*thoughtful(), *thoughtful(_CALLS), *turns(()), *turns(_CALLS)]
+        return [
+            self._text(template, said, variables, schemas, ask)
+            for variables in self._variables
+            for conversations, schemas, ask in (
+                (prompts, (), True),
+                (prompts, self._schemas, True),
+                ([[_USER, turn] for turn in single], (), False),
+            )
+            for said in conversations
+        ]
+
+    def _laters(self, template: str) -> list[str | None]:
+        return [self._text(template, chain, variables) for variables, chain in self._long]
+
+    def _chains(self, variables: Mapping[str, Any]) -> list[list[Said]]:
+        said, called = self._turn(variables, ()), self._turn(variables, _CALLS)
+        tools = [_SYSTEM, _USER, called, _TOOL, called, _TOOL]
+        return [[_USER, said, _USER, said, _USER], tools, [*tools, said, _USER, said, _USER]]
+
+    def _turn(self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]) -> Said:
+        """The first way to write a turn that goes on from the prompt and is shown, thoughts too.
+
+        Where the prompt ends the thinking, that is a turn without.
+        """
+        source = self._tokenizer.chat_template
+        prompt = self._text(source, [_USER], variables, ()) or ""
+        shown = []
+        for turn in (*thoughtful(calls), *turns(calls)):
+            text = self._text(source, [_USER, turn], variables, (), ask=False) or ""
+            wants = [ARGUMENT] * bool(turn.get("tool_calls"))
+            wants += [THOUGHT] * (THOUGHT in str(turn))
+            if text and all(want in text for want in wants):
+                shown.append((text.startswith(prompt), turn))
+        going_on = [turn for goes_on, turn in shown if goes_on]
+        return [*going_on, *(turn for _, turn in shown), *turns(calls)][0]
+
+    def _text(
+        self,
+        template: str,
+        said: Sequence[Said],
+        variables: Mapping[str, Any],
+        schemas: Schemas | None = None,
+        ask: bool = True,
+    ) -> str | None:
+        render = Renderer(_with(self._tokenizer, template), variables)
+        try:
+            return render(said, self._schemas if schemas is None else schemas, ask)
+        except TemplateError:
+            return None
+
+
+# -- what can be changed --------------------------------------------------------------------------
+
+
+class _Word(NamedTuple):
+    text: str
+    start: int
+    end: int
+    depth: int
+
+
+def _edits(source: str) -> Iterator[Edit]:
+    """Every condition of a template, and every part of one, as true and as false."""
+    for tag in _TAG.finditer(source):
+        group = 1 if tag[1] is not None else 2
+        words = _words(tag[group] or "", tag.start(group))
+        if not words or words[0].text == "for":
+            continue
+        for i, word in enumerate(words):
+            if word.text in ("if", "elif"):
+                yield from _parts(_condition(words, i))
+
+
+def _words(text: str, offset: int) -> list[_Word]:
+    """The words of an expression, each with how many brackets it stands in."""
+    words, depth = [], 0
+    for found in _WORD.finditer(text):
+        depth -= found[0] in ")]}"
+        words.append(_Word(found[0], offset + found.start(), offset + found.end(), depth))
+        depth += found[0] in "([{"
+    return words
+
+
+def _condition(words: Sequence[_Word], at: int) -> Sequence[_Word]:
+    """What follows an `if`, up to its `else` or the end of what it stands in."""
+    depth = words[at].depth
+    end = next(
+        (
+            i
+            for i, word in enumerate(words[at + 1 :], at + 1)
+            if word.depth < depth or (word.depth == depth and word.text in ("else", ","))
+        ),
+        len(words),
+    )
+    return words[at + 1 : end]
+
+
+def _parts(words: Sequence[_Word]) -> Iterator[Edit]:
+    """A condition as true and as false, and less each part that `and` and `or` join to it."""
+    if words:
+        yield Edit(words[0].start, words[-1].end, "true")
+        yield Edit(words[0].start, words[-1].end, "false")
+        yield from _less(words)
+
+
+def _less(words: Sequence[_Word]) -> Iterator[Edit]:
+    while _enclosed(words):
+        words = words[1:-1]
+    depth = min((word.depth for word in words), default=0)
+    for joint in ("or", "and"):
+        at = [i for i, w in enumerate(words) if w.text == joint and w.depth == depth]
+        if not at:
+            continue
+        bounds = [-1, *at, len(words)]
+        operands = [words[a + 1 : b] for a, b in pairwise(bounds)]
+        for before, operand, after in zip(
+            [None, *operands], operands, [*operands[1:], None], strict=False
+        ):
+            yield from _less(operand)
+            start = before[-1].end if before else operand[0].start
+            yield Edit(start, after[0].start if after and not before else operand[-1].end, "")
+        return
+
+
+def _enclosed(words: Sequence[_Word]) -> bool:
+    """Whether one pair of brackets stands around all of it."""
+    if len(words) < 3 or words[0].text != "(" or words[-1].text != ")":
+        return False
+    return all(word.depth > words[0].depth for word in words[1:-1])

@@ -1,0 +1,63 @@
+"""Texts get the types that their tools' schemas ask for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentrl.chat.formats import typed
+from agentrl.trajectory import ToolCall
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "3", 3),
+        ({"type": "integer"}, " 3\n", 3),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "integer"}, "9" * 30, "9" * 30),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "1e-3", 0.001),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "0", "0"),
+        ({"type": "null"}, "None", None),
+        ({"type": "array"}, "[1, null]", [1, None]),
+        ({"type": "array"}, "[1,", "[1,"),
+        ({"type": "array"}, "{}", "{}"),
+        ({"type": "array"}, "[" * 70 + "]" * 70, "[" * 70 + "]" * 70),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "object"}, '{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ({"type": "string"}, "3", "3"),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "4", "4"),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["4"]}]}, "4", "4"),
+        ({"type": None, "anyOf": None}, "3", "3"),  # as parquet fills structs
+        ({}, "3", "3"),
+        (None, "3", "3"),
+    ],
+)
+def test_texts_get_the_type_their_schema_wants(schema, text, value):
+    parameters = {"type": "object", "properties": {} if schema is None else {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for shape in (tool, tool["function"]):
+        (call,) = typed([ToolCall("f", {"a": text})], [shape])
+        assert json.dumps([call.name, call.arguments, call.error]) == json.dumps(
+            ["f", {"a": value}, ""]
+        )
+
+
+def test_what_has_no_schema_or_is_no_text_stays():
+    calls = [
+        ToolCall("g", {"a": "1"}),
+        ToolCall("f", "raw", error="bad"),
+        ToolCall("f", {"a": 1.5}),
+    ]
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    assert typed(calls, [tool]) == calls
+    assert typed(calls, [{}, {"function": {"name": "f", "parameters": None}}]) == calls
