@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,14 +16,18 @@ from agentrl import registry
 from agentrl.agent_loops import AgentLoop
 from agentrl.agent_loops.base import Schemas
 from agentrl.chat import ChatTemplate
+from agentrl.chat.proof import CALLS_ALONE, SHAPES, Shape, Verdict, prove
 from agentrl.config import Config
 from agentrl.data import load_checked, load_samples
-from agentrl.errors import ConfigError, DataError, UserError, user_code
+from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample
 
 T = TypeVar("T")
+
+MAX_PROVEN = 8
+"""Kinds of rows that a template is proven on, those with the most rows first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
-    """Refuse rows whose prompt leaves no room to answer.
+    """Refuse rows whose conversations the template rewrites, or whose prompt leaves no room.
 
     Args:
         plan: the run.
@@ -85,8 +89,22 @@ def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
         max_length: the model's context, tokens.
 
     Raises:
+        TemplateError: naming the kinds of rows, and the first token that differs.
         DataError: naming the rows and their lengths.
     """
+    bad = [
+        f"  {count} rows of {name}, {v.shape}: {v.detail or v.status}"
+        for name, count, verdicts in proven(plan, template)
+        for v in verdicts
+        if v.fails
+    ]
+    if bad:
+        raise TemplateError(
+            "the model's chat template does not show these rows' conversations as they are"
+            " played:\n" + "\n".join(bad) + "\nTake a model or template that does (`agentrl"
+            f" check-template {plan.config.model.path} --fix` looks for a small change), or for"
+            " rows with tools the loop react, which shows them as text."
+        )
     toolbox = LocalToolbox()
     too_long = []
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
@@ -100,6 +118,64 @@ def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
             f"{len(too_long)} prompts do not fit the model's context of {max_length} tokens:\n"
             f"{shown}\nShorten or drop these rows."
         )
+
+
+def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:
+    """What the template does to the kinds of conversations that the rows may become.
+
+    A loop that opens with schemas answers calls with tool messages, any other (react) with user
+    messages, as an interaction does.
+
+    Returns:
+        For each kind of rows: its loop, how many rows it has, and the verdicts.
+    """
+    toolbox = LocalToolbox()
+    kinds: Counter[tuple[str, tuple[str, ...], bool]] = Counter()
+    opened: dict[tuple[str, tuple[str, ...], bool], tuple[bool, Schemas]] = {}
+    for sample in (*plan.train, *plan.val):
+        kind = (sample.agent_name, sample.tools, bool(sample.interaction))
+        kinds[kind] += 1
+        if kind not in opened:
+            messages, schemas = _opening(sample, toolbox)
+            opened[kind] = any(m.role == "system" for m in messages), schemas
+    found = []
+    for kind, count in kinds.most_common(MAX_PROVEN):
+        name, tools, heard = kind
+        system, schemas = opened[kind]
+        shapes = _shapes(bool(tools), bool(schemas), heard)
+        if shapes:
+            shapes = [replace(shape, system=system) for shape in shapes]
+            found.append((name, count, prove(template, schemas, shapes)))
+    return found
+
+
+def _shapes(tools: bool, shown: bool, heard: bool) -> Sequence[Shape]:
+    """What rows may become, by whether they have tools, shown by the template, and interactions."""
+    names = ["user only"] if heard or (tools and not shown) else []
+    if tools and shown:
+        names += ["one tool", "parallel tools"]
+        if heard:
+            names += ["five turns", "tool then user", "thinking"]
+    shapes = [s for s in SHAPES if s.name in names]
+    return [*shapes, *CALLS_ALONE] if tools and shown and not heard else shapes
+
+
+def history(plan: Plan, template: ChatTemplate) -> str:
+    """What becomes of the thinking of earlier turns in this run."""
+    statuses = {v.status for _, _, verdicts in proven(plan, template) for v in verdicts}
+    if not statuses:
+        return "chat template: nothing follows a turn of these rows"
+    if "drops thinking" not in statuses:
+        return "chat template: append-only on these rows: an episode is one row of tokens"
+    meaning = {
+        "keep": "all of it stays in one row, as it was sampled",
+        "strip": "it is left out, as the template does, and a new row of tokens begins there",
+    }
+    chosen = plan.config.rollout.history_thinking
+    return (
+        "chat template: drops the thinking of earlier turns;"
+        f" rollout.history_thinking={chosen}: {meaning[chosen]}"
+    )
 
 
 def wiring(plan: Plan) -> str:

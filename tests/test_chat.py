@@ -137,12 +137,12 @@ def test_delta_costs_the_new_text_only(template):
     [
         # Earlier turns change when more is said, as thinking models' do.
         (lambda t: t.replace("message.content + '<|im", "(message.content if loop.last or "
-                             "message.role != 'assistant' else '') + '<|im"), "changes 'zqspokenqz'"),
+                             "message.role != 'assistant' else '') + '<|im"), "when more is said"),
         # A content is shown as no known function of it, or twice, or not at all.
         (lambda t: t.replace("message.content + '<|im", "message.content|upper + '<|im"), "show"),
         (lambda t: t.replace("message.content + '<|im", "message.content|title + '<|im"), "show"),
         (lambda t: t.replace("message.content + '<|im", "message.content|truncate(9) + '<|im"),
-         "does not show"),
+         "changes the content of a user message"),
         (lambda t: t.replace("message.content + '<|im", "message.content * (1 + (message.role == "
                              "'user')) + '<|im"), "user message 2 times"),
         (lambda t: t.replace("message.content + '<|im", "message.content|e + '<|im"),

@@ -346,7 +346,8 @@ async def test_the_tools_schemas_reach_transformers():
 if HAS_SGLANG:
 
     @pytest.mark.sglang
-    async def test_the_real_sglang():
+    async def test_the_real_sglang(on_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(on_path)])
         with ForeignParser("sglang:qwen25") as parse:
             assert await parse(WITH_A, SCHEMAS) == [ADD]
             assert (await parse(call("rm"), SCHEMAS))[0].error

@@ -66,9 +66,17 @@ SHAPES = (
     Shape("empty tool result", (("tool:",),)),
     Shape("long result cut", ((f"tool:{(_UNICODE + chr(10)) * 100}",),), cut=64),
 )
+CALLS_ALONE = (
+    Shape("calls alone", (("tool:1",), ("tool:2",), ("tool:3",))),
+    Shape("calls with thoughts", (("tool:1",), ("tool:2",), ("tool:3",)), thinks=True),
+)
+"""What an episode with tools and nobody to talk to becomes."""
 SWITCH = "enable_thinking"
 """The variable by which templates are told whether the model is to think."""
-OPTIONAL = ("parallel tools", "tool then user", "thinking", "thinking on", "thinking off")
+OPTIONAL = (
+    *("parallel tools", "tool then user", "calls with thoughts"),
+    *("thinking", "thinking on", "thinking off"),
+)
 """Shapes that a template may refuse: results can be shown one after another, and so on."""
 
 

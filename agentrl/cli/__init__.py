@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agentrl import __version__
-from agentrl.cli import evaluate, init, play, sft, tools, train
+from agentrl.cli import check_template, evaluate, init, play, sft, tools, train
 
 app = typer.Typer(
     name="agentrl",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("check")(train.check)
+app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
 app.command("eval")(evaluate.eval_)
 app.command("generate")(evaluate.generate)

@@ -113,7 +113,7 @@ def _check(settings: Config) -> None:
     from agentrl.agent_loops.attempt import load_template
     from agentrl.demo import resolve
     from agentrl.engine.local.load import base_and_adapters
-    from agentrl.plan import check_lengths, first_prompts, make_plan, wiring
+    from agentrl.plan import check_lengths, first_prompts, history, make_plan, wiring
     from agentrl.tools import open_toolbox
 
     plan = make_plan(settings)
@@ -128,6 +128,7 @@ def _check(settings: Config) -> None:
         _check_tools(plan, toolbox)
         typer.echo(wiring(plan))
         typer.echo(_judges(plan))
+        typer.echo(history(plan, template))
         typer.echo(first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
     typer.echo("config, where it differs from the defaults:")

@@ -22,6 +22,8 @@ from workload.tokenizer import PIECES
 BEFORE = "\n<|im_start|>user\n<tool_response>\n"
 AFTER = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 MARK = "\u2603"
+ONE, ZERO, NOTHING = token_array([1]), token_array([0]), float_array([0.0])
+"""Repeated, an array is made ten times sooner than from a list."""
 
 
 class Row(NamedTuple):
@@ -120,7 +122,7 @@ class Floor:
         await asyncio.sleep(self._engine_s)
         out = turn.token_ids
         ids.extend(out)
-        mask.extend([1] * len(out))
+        mask.extend(ONE * len(out))
         logprobs.extend(turn.logprobs)
         try:
             begin = out.index(self._open)
@@ -135,8 +137,8 @@ class Floor:
         delta: array[int], ids: array[int], mask: array[int], logprobs: array[float]
     ) -> None:
         ids.extend(delta)
-        mask.extend([0] * len(delta))
-        logprobs.extend([0.0] * len(delta))
+        mask.extend(ZERO * len(delta))
+        logprobs.extend(NOTHING * len(delta))
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self._tokenizer.apply_chat_template(

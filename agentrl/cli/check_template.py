@@ -1,0 +1,172 @@
+"""`agentrl check-template`: what a chat template does to conversations, and what would mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.options import Files
+
+if TYPE_CHECKING:
+    from agentrl.chat import ChatTemplate
+    from agentrl.chat.proof import Verdict
+
+_DROPS = (
+    "drops thinking: a turn's thinking is not shown once more was said."
+    " rollout.history_thinking=keep trains on one row with all of it, as it was sampled; strip"
+    " begins a new segment there, as a deployment that renders anew would show it."
+)
+_REFUSED = (
+    "unsupported, and no fault: the template refuses these conversations, so rows must not need"
+    " them. Results of several calls are then shown one after another."
+)
+_TEXT_TOOLS = (
+    "rows with tools need the loop `react`, which shows tools and results as text; rows without"
+    " tools can be played."
+)
+
+
+def check_template(
+    model: Annotated[str, typer.Argument(help="A model folder or hub name.")],
+    file: Files = None,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="Look for the smallest change that makes it append-only."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="With --fix: where to write the changed template; else it is printed."),
+    ] = None,
+) -> None:
+    """Prove a model's chat template on conversations of many shapes.
+
+    Per shape: append-only, drops thinking, unsupported, or differs, with the first token that
+    does. Loads no weights. Exit code 1 if the template is at fault, 2 if there is none at MODEL.
+    The change that --fix finds is printed as a diff; a file `chat_template.jinja` in the model's
+    folder stands instead of any other template there.
+
+    Examples:
+        agentrl check-template Qwen/Qwen3-0.6B
+
+        agentrl check-template models/mine -f my_tools.py
+
+        agentrl check-template models/mine --fix --output models/mine/chat_template.jinja
+    """
+    from agentrl.chat import ChatTemplate, load_tokenizer
+    from agentrl.chat.formats import detect
+    from agentrl.chat.proof import survey
+    from agentrl.chat.tokenizer import end_of_turn_ids
+    from agentrl.errors import UserError
+
+    if output and not fix:
+        raise UserError("--output is where --fix writes to: give both")
+    schemas = _schemas(file or [])
+    try:
+        tokenizer, ends = load_tokenizer(model), end_of_turn_ids(model)
+    except UserError as e:
+        typer.echo(f"error: {e}", err=True)
+        raise typer.Exit(2) from None
+    template = ChatTemplate(tokenizer, ends)
+    verdicts = survey(tokenizer, ends, schemas)
+    for line in report(verdicts):
+        typer.echo(line)
+    typer.echo(f"tool calls are read as: {detect(tokenizer.chat_template)} (rollout.tool_format)")
+    stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
+    typer.echo(f"a turn ends with: {stops}")
+    typer.echo(_word_cache(template))
+    if other := _other_ids(template):
+        typer.echo(other)
+    if fix:
+        _fix(tokenizer, ends, schemas, verdicts, output)
+    if any(v.fails for v in verdicts):
+        raise typer.Exit(1)
+
+
+def report(verdicts: Sequence[Verdict]) -> list[str]:
+    """The verdicts as a table, then what they mean, each meaning once."""
+    width = max(len(v.shape) for v in verdicts)
+    lines = [f"{v.shape:{width}}  {v.status}" for v in verdicts]
+    for detail in dict.fromkeys(v.detail for v in verdicts if v.detail):
+        shapes = ", ".join(v.shape for v in verdicts if v.detail == detail)
+        lines += ["", f"{shapes}:", f"  {detail}"]
+    lines.append("")
+    if any(v.status == "drops thinking" for v in verdicts):
+        lines.append(_DROPS)
+    if any(v.status == "unsupported" and not v.fails for v in verdicts):
+        lines.append(_REFUSED)
+    by_shape = {v.shape: v for v in verdicts}
+    if not by_shape["one tool"].ok and by_shape["user only"].ok:
+        lines.append(_TEXT_TOOLS)
+    bad = [v.shape for v in verdicts if v.fails]
+    usable = "every shape that the template takes can be trained on"
+    lines.append(f"cannot be trained on: {', '.join(bad)}" if bad else usable)
+    return lines
+
+
+def _schemas(files: list[str]) -> Sequence[Any]:
+    """The schemas of the files' tools; without files, of a tool that stands for any."""
+    from agentrl.chat.proof import PROBE_TOOL
+    from agentrl.errors import UserError
+    from agentrl.registry import load_file, tools
+
+    for name in files:
+        load_file(name)
+    if not files:
+        return (PROBE_TOOL,)
+    if not tools.names():
+        raise UserError(f"no @tool in {', '.join(files)}")
+    return [f.schema for name in tools.names() for f in tools.get(name).functions]
+
+
+def _word_cache(template: ChatTemplate) -> str:
+    if template.encoder._words is not None:
+        return "word cache: on"
+    return "word cache: off, for this tokenizer does not cut text into words by itself (slower)"
+
+
+def _other_ids(template: ChatTemplate) -> str:
+    """Whether the tokenizer makes other ids of a rendered conversation than agentrl does."""
+    said = [
+        {"role": "user", "content": "How much is 3*4?"},
+        {"role": "assistant", "content": "It is 12."},
+        {"role": "user", "content": "Are you sure?"},
+    ]
+    text = template.render(said)
+    theirs = template.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    ours = template.encoder.literal(text)
+    if theirs == ours:
+        return ""
+    at = next(i for i, (a, b) in enumerate(zip([*theirs, -1], [*ours, -1], strict=False)) if a != b)
+    shown = [template.tokenizer.convert_ids_to_tokens(ids[at : at + 3]) for ids in (ours, theirs)]
+    return (
+        f"note: given this conversation as text, the tokenizer makes other ids of it: at token {at}"
+        f" {shown[1]} instead of {shown[0]}. It puts a space before each text that follows a"
+        " control token (SentencePiece's legacy prefix); agentrl never does. Sampling and training"
+        " agree; a server that renders and encodes by itself would show the model other tokens."
+    )
+
+
+def _fix(
+    tokenizer: Any,
+    ends: Sequence[int],
+    schemas: Sequence[Any],
+    verdicts: Sequence[Verdict],
+    output: Path | None,
+) -> None:
+    from agentrl.chat.fix import diff, smallest_fix
+
+    if all(v.status in ("append-only", "unsupported") for v in verdicts):
+        typer.echo("nothing to fix: whatever the template takes is append-only")
+        return
+    changed = smallest_fix(tokenizer, ends, schemas)
+    if changed is None:
+        typer.echo("no small change found that makes the template append-only")
+        return
+    typer.echo("the smallest change found that makes every such shape append-only:\n")
+    typer.echo(diff(tokenizer.chat_template, changed), nl=False)
+    if output:
+        output.write_text(changed, encoding="utf-8")
+        typer.echo(f"\nthe changed template is written to {output}")
