@@ -2,62 +2,100 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from agentrl.tools.quick import quick_check
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
-    max_leaves=6,
-)
-NAMES = st.sampled_from(["a", "b", "c"])
-SIMPLE = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])
-# Keywords that forbid something, beside the ones that @tool writes for plain annotations.
-MORE = st.sampled_from(
-    [
-        {},
-        {"description": "a text"},
-        {"default": 3},
-        {"minimum": 1},
-        {"maxLength": 1},
-        {"minItems": 1},
-        {"enum": ["a", 1]},
-        {"const": None},
-        {"not": {"type": "string"}},
-    ]
-)
-PROPERTIES = st.recursive(
-    st.booleans() | st.builds(lambda t, m: {"type": t, **m}, SIMPLE, MORE) | MORE,
-    lambda inner: (
-        st.builds(lambda i, m: {"type": "array", "items": i, **m}, inner, MORE)
-        | st.builds(lambda c, m: {"anyOf": c, **m}, st.lists(inner, min_size=1, max_size=2), MORE)
-        | st.builds(lambda i: {"type": "object", "properties": {"a": i}}, inner)
-        | st.lists(SIMPLE, min_size=1, unique=True).map(lambda t: {"type": t})
-    ),
-    max_leaves=3,
-)
-SCHEMAS = st.fixed_dictionaries(
-    {"type": st.just("object"), "properties": st.dictionaries(NAMES, PROPERTIES)},
-    optional={
-        "required": st.lists(NAMES, unique=True),
-        "additionalProperties": st.booleans() | st.just({"type": "string"}),
-        "description": st.just("text"),
-        "minProperties": st.integers(0, 3),
-        "patternProperties": st.just({"a": {"type": "string"}}),
-        "dependentRequired": st.just({"a": ["b"]}),
-        "propertyNames": st.just({"const": "a"}),
-    },
-)
+SCALARS: list[Any] = [None, True, False, 0, 1, 2**70, 0.0, 1.5, float("nan"), "", "a", "ab"]
+VALUES = [*SCALARS, [], *([s] for s in SCALARS), ["a", 1], [[1]], ["a", "a"], {}, {"a": 1}]
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+PLAIN: list[dict[str, Any]] = [{"type": t} for t in TYPES]
+PROPERTIES: list[dict[str, Any]] = [
+    {},
+    *PLAIN,
+    *({"type": "array", "items": p} for p in (*PLAIN, {}, True, False)),
+    *({"anyOf": [p, {"type": "null"}]} for p in (*PLAIN, False)),
+    {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "integer"}]},
+    {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+    {"type": ["string", "null"]},
+]
+# What may stand in a property's schema beside these: the first few forbid nothing.
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"description": "a text"},
+    {"default": 3},
+    {"minimum": 1},
+    {"maxLength": 1},
+    {"minItems": 1},
+    {"uniqueItems": True},
+    {"prefixItems": [{"type": "string"}]},
+    {"enum": ["a", 1]},
+    {"const": None},
+    {"not": {"type": "string"}},
+]
+# And beside the properties of the whole.
+WHOLE: list[dict[str, Any]] = [
+    {},
+    {"description": "a text"},
+    {"required": ["b"]},
+    {"required": ["c"]},
+    {"additionalProperties": False},
+    {"additionalProperties": {"type": "string"}},
+    {"minProperties": 2},
+    {"maxProperties": 1},
+    {"patternProperties": {"a": {"type": "string"}}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"propertyNames": {"const": "b"}},
+    {"not": {"required": ["a"]}},
+]
 
 
-@given(SCHEMAS, st.lists(st.dictionaries(NAMES | st.text(max_size=1), VALUES), max_size=4))
-def test_what_passes_is_valid(schema, candidates):
+def agrees(schema: dict[str, Any], candidates: list[dict[str, Any]]) -> int:
+    """How many of the arguments pass; each of those must be valid."""
     check, validator = quick_check(schema), Draft202012Validator(schema)
-    for arguments in ({}, *candidates):
-        assert not check(arguments) or validator.is_valid(arguments)
+    passed = [a for a in candidates if check(a)]
+    for arguments in passed:
+        assert validator.is_valid(arguments), (schema, arguments)
+    return len(passed)
+
+
+def test_every_kind_of_property():
+    candidates: list[dict[str, Any]] = [{"a": value} for value in VALUES]
+    passed = 0
+    for described, beside in itertools.product(PROPERTIES, BESIDE):
+        schema = {"type": "object", "properties": {"a": {**described, **beside}}}
+        passed += agrees(schema, candidates)
+    assert passed > 100
+
+
+def test_every_kind_of_object():
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    values = {"a": (1, "x"), "b": ("x", 1), "c": ("x", 1)}
+    candidates = [
+        dict(zip(names, chosen, strict=True))
+        for n in range(4)
+        for names in itertools.combinations(values, n)
+        for chosen in itertools.product(*(values[name] for name in names))
+    ]
+    passed = sum(
+        agrees({"type": "object", "properties": properties, **beside}, candidates)
+        for beside in WHOLE
+    )
+    assert passed > 10
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from(PROPERTIES)),
+    st.sampled_from(WHOLE),
+    st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from(VALUES)), max_size=8),
+)
+def test_what_passes_is_valid(properties, beside, candidates):
+    agrees({"type": "object", "properties": properties, **beside}, [{}, *candidates])
 
 
 def test_plain_arguments_pass():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -65,6 +65,7 @@ class Attempt:
     spawned: int = 0
     control_token_attempts: int = 0
     """Control tokens that prompts, tools and interactions spelled out."""
+    last_sampling: Sampling | None = None
     state: str = "opening"
     since: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
@@ -80,6 +81,14 @@ class Attempt:
         """Raises EpisodeOver("time") after the deadline."""
         if time.monotonic() >= self.deadline:
             raise EpisodeOver("time")
+
+    def sampling_of(self, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
+        """How the next turn is sampled; as the last one was, where nothing differs."""
+        last = self.last_sampling or self.sampling
+        if (last.max_tokens, last.stop) != (max_tokens, stop):
+            last = replace(last, max_tokens=max_tokens, stop=stop)
+        self.last_sampling = last
+        return last
 
     def enter(self, state: str) -> float:
         """Note what the episode waits for, for the watchdog; returns the last state's seconds."""

@@ -402,7 +402,7 @@ class Episode:
             try:
                 return await self._world.sampler.generate(
                     ids,
-                    replace(attempt.sampling, max_tokens=max_tokens, stop=stop),
+                    attempt.sampling_of(max_tokens, stop),
                     episode_id=attempt.episode_id,
                     seed=mix_seed(*seed),
                     deadline=attempt.deadline,

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, Segment, float_array, token_array
 
+# An array times n is memory copied; a list would be n objects looked at.
+_SAMPLED, _UNSAMPLED, _NO_VERSION = token_array([1]), token_array([0]), token_array([-1])
+_CERTAIN = float_array([0.0])
+
 
 class Row:
     """What will be one segment: a prompt, then sampled and observed tokens in turn."""
@@ -30,9 +34,9 @@ class Row:
         """Add tokens that the policy did not sample."""
         n = len(ids)
         self.ids.extend(ids)
-        self._mask.extend([0] * n)
-        self._logprobs.extend([0.0] * n)
-        self._versions.extend([-1] * n)
+        self._mask.extend(_UNSAMPLED * n)
+        self._logprobs.extend(_CERTAIN * n)
+        self._versions.extend(_NO_VERSION * n)
 
     def sample(self, generation: Generation, max_tokens: int) -> None:
         """Add what the engine sampled after all of this row.
@@ -54,7 +58,7 @@ class Row:
                 f" {len(generation.versions)} versions; at most {max_tokens} were asked for"
             )
         self.ids.extend(generation.token_ids)
-        self._mask.extend([1] * n)
+        self._mask.extend(_SAMPLED * n)
         self._logprobs.extend(generation.logprobs)
         self._versions.extend(generation.versions)
 

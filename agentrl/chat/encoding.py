@@ -19,6 +19,7 @@ from typing import Any
 import regex
 from tokenizers import Tokenizer
 
+from agentrl.chat.decoding import Pieces
 from agentrl.chat.words import Words
 from agentrl.errors import TemplateError
 
@@ -56,6 +57,7 @@ class Encoder:
         """
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         state = json.loads(self._backend.to_str())
+        self._bytes = Pieces.of(self._backend, state)
         added = self._backend.get_added_tokens_decoder()
         blank = [
             i
@@ -134,6 +136,8 @@ class Encoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control tokens included."""
+        if self._bytes is not None:
+            return self._bytes.decode(ids)
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_plain(self, ids: Sequence[int]) -> str:

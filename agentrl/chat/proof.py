@@ -56,7 +56,7 @@ class Shape:
 
 SHAPES = (
     Shape("one tool", (("tool:12",),)),
-    Shape("parallel tools", (("tool:12", "tool:13"),)),
+    Shape("parallel tools", (("tool:12", "tool:13"), ("tool:14", "tool:15"))),
     Shape("five turns", (("tool:1",), ("tool:2",), ("user:3",), ("tool:4",), ("user:5",))),
     Shape("tool then user", (("tool:12", "user:Go on."),)),
     Shape("user only", (("user:Sure?",), ("user:Really?",)), system=False),
@@ -136,8 +136,7 @@ def _verdict(template: ChatTemplate, schemas: Schemas, shape: Shape) -> Verdict:
     """The best of the ways in which an assistant's turn can be written down for a template."""
     worst: Verdict | None = None
     reasons: list[str] = []
-    if thinking_closed(template):
-        shape = replace(shape, thinks=False)
+    shape = replace(shape, thinks=_thinks(template, shape))
     for way in range(_WAYS):
         if way == _TEXT_ONLY and worst:
             break  # the template writes calls, and writes them otherwise
@@ -156,16 +155,17 @@ def _verdict(template: ChatTemplate, schemas: Schemas, shape: Shape) -> Verdict:
 def _except(way: int, shape: Shape, reasons: Sequence[str]) -> str:
     """For which turns a shape does not hold, where it holds for those of this way."""
     if way == _TEXT_ONLY:
-        return f"only with the calls as text of the turn: {reasons[0]}"
+        return f"with the calls as text of the turn; otherwise: {reasons[0]}"
     if way % 3 == 1 or (way % 3 == 2 and not shape.thinks):
         return f"not with a text before a call: {reasons[0]}"
     return ""
 
 
-def thinking_closed(template: ChatTemplate) -> bool:
-    """Whether the thinking is over before the model begins to write: it is switched off."""
+def _thinks(template: ChatTemplate, shape: Shape) -> bool:
+    """Whether turns have thoughts: where the prompt opens one they do, where it ends one not."""
     fresh = template.render([_ASKED]).rpartition(_ASKED["content"])[2]
-    return template.thinking.end in fresh
+    end = template.thinking.end
+    return end not in fresh and (shape.thinks or end.replace("/", "") in fresh)
 
 
 def _turn(name: str, calls: int, thinks: bool, way: int) -> dict[str, Any]:

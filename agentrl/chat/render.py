@@ -8,6 +8,7 @@ them, writes them as JSON), by giving it contents that would show it.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class Frame:
     itself would: the contents' words may run into the template's.
     """
 
-    parts: tuple[list[int] | tuple[str | Slot, ...], ...]
+    parts: tuple[array[int] | tuple[str | Slot, ...], ...]
 
     def fill(self, contents: Sequence[str], encode: Callable[[str, Sequence[int]], list[int]]):
         """The ids with these contents.
@@ -97,8 +98,8 @@ class Frame:
         """
         ids = token_array()
         for part in self.parts:
-            if isinstance(part, list):
-                ids.fromlist(part)
+            if isinstance(part, array):
+                ids.extend(part)
                 continue
             text, inside = [], []
             for piece in part:
@@ -113,13 +114,13 @@ class Frame:
     @property
     def ids(self) -> set[int]:
         """The ids that do not depend on contents."""
-        return {i for part in self.parts if isinstance(part, list) for i in part}
+        return {i for part in self.parts if isinstance(part, array) for i in part}
 
     @property
     def first(self) -> int:
         """The first id, or -1 where a region stands first."""
         head = self.parts[0] if self.parts else ()
-        return head[0] if isinstance(head, list) and head else -1
+        return head[0] if isinstance(head, array) and head else -1
 
 
 def cut(
@@ -172,18 +173,20 @@ def cut(
 
 def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> Frame:
     """Encode what does not change, and leave the regions that do."""
-    parts: list[list[int] | tuple[str | Slot, ...]] = []
+    parts: list[array[int] | tuple[str | Slot, ...]] = []
     region: list[str | Slot] = []
+
+    def add(ids: list[int]) -> None:
+        if parts and isinstance(parts[-1], array):
+            parts[-1] = parts[-1] + token_array(ids)
+        else:
+            parts.append(token_array(ids))
 
     def close() -> None:
         if any(isinstance(piece, Slot) for piece in region):
             parts.append(tuple(region))
         elif text := "".join(map(str, region)):
-            ids = encoder.literal(text)
-            if parts and isinstance(parts[-1], list):
-                parts[-1] = parts[-1] + ids
-            else:
-                parts.append(ids)
+            add(encoder.literal(text))
         region.clear()
 
     for i, text in enumerate(texts):
@@ -191,10 +194,7 @@ def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> F
         region += [before] * bool(before)
         if ids:
             close()
-            if parts and isinstance(parts[-1], list):
-                parts[-1] = parts[-1] + ids
-            else:
-                parts.append(ids)
+            add(ids)
             region += [after] * bool(after)
         if i < len(slots):
             region.append(slots[i])

@@ -86,7 +86,7 @@ class Words(dict[str, tuple[int, ...]]):
             return None
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        letters = word.encode().decode("latin-1").translate(_LETTERS)
+        letters = word.encode().decode("latin-1").translate(LETTERS)
         ids = tuple([token.id for token in self._tokenize(letters)])
         if not self._never.isdisjoint(ids):
             raise _ForgedError
@@ -104,7 +104,7 @@ def _letters() -> dict[int, str]:
     return {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-_LETTERS = _letters()
+LETTERS = _letters()
 
 
 @cache

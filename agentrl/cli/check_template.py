@@ -95,10 +95,10 @@ def report(verdicts: Sequence[Verdict]) -> list[str]:
     lines.append("")
     if any(v.status == "drops thinking" for v in verdicts):
         lines.append(_DROPS)
-    if any(v.status == "unsupported" and not v.fails for v in verdicts):
+    ok = {v.shape for v in verdicts if v.ok}
+    if "one tool" in ok and any(v.status == "unsupported" and not v.fails for v in verdicts):
         lines.append(_REFUSED)
-    by_shape = {v.shape: v for v in verdicts}
-    if not by_shape["one tool"].ok and by_shape["user only"].ok:
+    if "one tool" not in ok and "user only" in ok:
         lines.append(_TEXT_TOOLS)
     bad = [v.shape for v in verdicts if v.fails]
     usable = "every shape that the template takes can be trained on"
@@ -143,9 +143,9 @@ def _other_ids(template: ChatTemplate) -> str:
     shown = [template.tokenizer.convert_ids_to_tokens(ids[at : at + 3]) for ids in (ours, theirs)]
     return (
         f"note: given this conversation as text, the tokenizer makes other ids of it: at token {at}"
-        f" {shown[1]} instead of {shown[0]}. It puts a space before each text that follows a"
-        " control token (SentencePiece's legacy prefix); agentrl never does. Sampling and training"
-        " agree; a server that renders and encodes by itself would show the model other tokens."
+        f" {shown[1]} instead of {shown[0]}. Legacy SentencePiece vocabularies put a space before"
+        " each text that follows a control token; agentrl never does. Sampling and training agree;"
+        " a server that renders and encodes by itself would show the model other tokens."
     )
 
 

@@ -6,12 +6,14 @@ import re
 
 from agentrl.chat.formats.strict_json import broken, end_of_object, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, read_calls
+from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 _TAG = re.compile("|".join((CALLS, CALLS_END, CALL, CALL_END, "</?think>")))
+_THOUGHT = re.compile("</think>")
 # V3 and R1 write the kind of tool, then name and arguments in a fence; V3.1 writes them alone.
 _HEAD = re.compile(
     rf"\s*(?:function{SEPARATOR}\s*(?P<fenced>[\w.\-]+)\s*```json\s*"
@@ -76,7 +78,8 @@ def _call(text: str, start: int) -> tuple[ToolCall, int]:
     end = end_of_object(text, head.end())
     tail = (_FENCED_END if head["fenced"] else _PLAIN_END).match(text, end) if end else None
     if not tail:
-        stop, closed = _end(text, end or head.end())
+        given_up = end or end_of_broken_json(text, head.end(), _TAG, _THOUGHT)
+        stop, closed = _end(text, given_up)
         why = _why(closed, "the arguments are not one JSON object")
         return broken(text[start:stop], why, name), closed or stop
     body = text[head.end() : end]

@@ -154,6 +154,8 @@ class _Reader:
         start = self.position + len(QUOTE)
         end = self.text.find(QUOTE, start)
         if end < 0:
+            thought = self.text.find(THOUGHT, start)
+            self.position = thought if thought >= 0 else len(self.text)
             raise ValueError(f"a string without its closing {QUOTE}")
         self.position = end + len(QUOTE)
         return self.text[start:end]

@@ -6,6 +6,7 @@ import re
 
 from agentrl.chat.formats.strict_json import broken, end_of_object, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, too_many
+from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
 
 MESSAGE = "<|message|>"
@@ -13,6 +14,7 @@ MESSAGE = "<|message|>"
 _CONTROL = re.compile(r"<\|(?:start|message|end|call|return)\|>")
 _END = re.compile(r"<\|(?:start|end|call|return)\|>")
 _OVER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|\Z)")
+_NEVER = re.compile(r"(?!)")  # a thought has a message of its own
 _SPACE = re.compile(r"\s*")
 # Written to somebody else than the assistant itself: a call, or what tries to be one.
 _ADDRESSED = re.compile(r"\bto=(?!assistant\b)")
@@ -62,7 +64,7 @@ def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
     end = end_of_object(text, body)
     over = _OVER.match(text, end) if end else None
     if not over:
-        after = _next_message(text, end or start)
+        after = _next_message(text, end or end_of_broken_json(text, body, _END, _NEVER))
         error = error or "the message is not one whole JSON object"
         return broken(text[start:after], error, name), after
     arguments, why = read_object(text[body:end])

@@ -6,6 +6,7 @@ import re
 
 from agentrl.chat.formats.strict_json import broken, end_of_object, read_call, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, read_calls
+from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
 
 OPEN = "[TOOL_CALLS]"
@@ -15,6 +16,7 @@ _SPACE = re.compile(r"\s*")
 _NAMED = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?\[ARGS\]\s*")
 _SCALAR = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[0-9.eE+\-a-z]+', re.DOTALL)
 _TAG = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
+_THOUGHT = re.compile(r"\[/THINK\]|</think>")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _BAD_ID = "a call's id must be nine letters or digits"
 
@@ -61,7 +63,7 @@ def _listed(text: str, position: int) -> tuple[list[ToolCall], int]:
             end = scalar.end()
         after = _after_space(text, end) if end else len(text)
         if text[after : after + 1] not in {",", "]"}:
-            stop = _next_tag(text, start)
+            stop = end_of_broken_json(text, start, _TAG, _THOUGHT)
             return [*calls, broken(text[start:stop], "not a closed JSON list of calls")], stop
         body = text[start:end]
         calls.append(broken(body, "a call must be a JSON object") if scalar else _from_json(body))
@@ -91,6 +93,7 @@ def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
     name, identity = head[1], head[2]
     end = end_of_object(text, head.end())
     if not end:
+        stop = end_of_broken_json(text, head.end(), _TAG, _THOUGHT)
         why = "what follows [ARGS] is not a whole JSON object"
         return [broken(text[start:stop], why, name)], stop
     after = _after_space(text, end)

@@ -1,0 +1,442 @@
+"""The verdicts on chat templates, and what mends them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import trl
+from families import FAMILIES, family_names, family_tokenizer
+from typer.testing import CliRunner
+
+from agentrl import load_config
+from agentrl.chat import ChatTemplate
+from agentrl.chat.fix import diff, smallest_fix
+from agentrl.chat.proof import SHAPES, SWITCH, Shape, prove, survey
+from agentrl.cli import app
+from agentrl.errors import TemplateError
+from agentrl.plan import check_lengths, history, make_plan
+
+ROWS = [shape.name for shape in SHAPES]
+TOOLS = [name for name in ROWS if name != "user only"]
+AFTER_USER = ["unicode", "leading space and newline"]
+"""A tool's result, and later a user."""
+
+NO_TOOLS = {"unsupported": TOOLS}
+QWEN3_5 = {
+    "drops thinking": [
+        *("five turns", "tool then user", "user only", "thinking on", "thinking off", *AFTER_USER)
+    ]
+}
+# Tools and the system prompt stand before the last user message.
+MISTRAL = {"differs": ["five turns", "tool then user", "user only", "thinking", *AFTER_USER]}
+# What is not append-only.
+VERDICTS: dict[str, dict[str, list[str]]] = {
+    "qwen2_5": {},
+    "qwen3": {"drops thinking": ["thinking on", "thinking off"]},
+    "qwen3_instruct_2507": {},
+    "qwen3_5_think": QWEN3_5,
+    "qwen3_5_nothink": QWEN3_5,
+    "llama3": {},
+    "llama3_1": {},
+    "llama3_2": {},
+    "glm4moe": {"drops thinking": ["thinking on"]},
+    "gemma3": NO_TOOLS,
+    "gemma3_unigram": NO_TOOLS,
+    # The prompt opens a thought after a tool's result only.
+    "gemma4": {"differs": ["thinking on"], "drops thinking": ["thinking off"]},
+    "gptoss": {"drops thinking": ["five turns", "user only", "thinking", *AFTER_USER]},
+    # A second round of calls is written as if the first had not been answered.
+    "deepseekv3": {
+        "drops thinking": [
+            *("one tool", "tool then user", "user only", "empty tool result", "long result cut")
+        ],
+        "differs": ["parallel tools", "five turns"],
+        "unsupported": ["thinking", *AFTER_USER],
+    },
+    # A turn after a tool's result keeps its thought, others do not.
+    "deepseek_r1_distill": {
+        "drops thinking": [
+            *("one tool", "tool then user", "user only", "empty tool result", "long result cut")
+        ],
+        "differs": ["parallel tools", "five turns", "thinking", *AFTER_USER],
+    },
+    "phi3": NO_TOOLS,
+    "phi3_5": NO_TOOLS,
+    "chatml": {},
+    "bpe_owning": {},
+    "mistral_v3": MISTRAL,
+    "mistral_v3_legacy": MISTRAL,
+    "lfm2": {"drops thinking": ["thinking"]},
+    "nemotron_3_nano": {
+        "drops thinking": ["five turns", "tool then user", "user only", "thinking on", *AFTER_USER]
+    },
+    "cohere2": NO_TOOLS,
+}
+
+# Qwen2.5's template, changed for the worse.
+BROKEN = {
+    # No line break between turns from the sixth message on.
+    "separator": (
+        "<|im_end|>' + '\\n' }}",
+        "<|im_end|>' + ('\\n' if loop.index0 < 5 else '') }}",
+        "five turns",
+        "'<|im_start|>user\\n",
+    ),
+    # The system prompt again before every message of a user's but the first.
+    "system": (
+        '{%- if (message.role == "user")',
+        '{%- if message.role == "user" and loop.index0 > 1 and messages[0].role == "system" %}'
+        "{{- '<|im_start|>system\\nAgain.<|im_end|>\\n' }}{%- endif %}\n"
+        '    {%- if (message.role == "user")',
+        "tool then user",
+        "'<|im_start|>system\\nAgain.",
+    ),
+    # Each of several results as a message of its own.
+    "grouping": (
+        '(messages[loop.index0 - 1].role != "tool")',
+        '(messages[loop.index0 - 1].role != "tool" or loop.index0 > 3)',
+        "parallel tools",
+        "'<|im_start|>user\\n<tool_response>",
+    ),
+}
+
+
+def ends(name: str) -> list[int]:
+    return [family_tokenizer(name).convert_tokens_to_ids(t) for t in FAMILIES[name].end_ids]
+
+
+def with_template(name: str, text: str):
+    tokenizer = copy.copy(family_tokenizer(name))
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def trained(file: str) -> str:
+    folder = Path(next(iter(trl.__path__))) / "chat_templates"
+    return (folder / file).read_text(encoding="utf-8")
+
+
+def broken(kind: str):
+    old, new, *_ = BROKEN[kind]
+    text = family_tokenizer("qwen2_5").chat_template
+    assert isinstance(text, str) and old in text
+    return with_template("qwen2_5", text.replace(old, new))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A family's tokenizer as a model's folder."""
+
+    def save(name: str, tokenizer=None) -> str:
+        folder = tmp_path / name
+        (tokenizer or family_tokenizer(name)).save_pretrained(folder)
+        ids = json.dumps({"eos_token_id": ends(name)})
+        (folder / "generation_config.json").write_text(ids)
+        return str(folder)
+
+    return save
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["check-template", *words])
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The table of a command's output."""
+    lines = [line.rpartition("  ") for line in text.split("\n\n")[0].splitlines()]
+    return {name.strip(): status for name, _, status in lines}
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_the_verdicts(name):
+    verdicts = survey(family_tokenizer(name), ends(name))
+    switched = SWITCH in family_tokenizer(name).chat_template
+    rows = ["thinking on", "thinking off"] if switched else ["thinking"]
+    at = ROWS.index("thinking")
+    assert [v.shape for v in verdicts] == [*ROWS[:at], *rows, *ROWS[at + 1 :]]
+    expected = {row: status for status, rows in VERDICTS[name].items() for row in rows}
+    assert {v.shape: v.status for v in verdicts if v.status != "append-only"} == expected
+    assert all(v.detail for v in verdicts if not v.ok)
+
+
+def test_all_families_have_verdicts():
+    assert list(VERDICTS) == family_names()
+
+
+def test_what_holds_for_some_turns_alone_is_said():
+    """Llama's template takes one call a turn, Mistral's drops what is said before one."""
+    by_shape = {v.shape: v for v in survey(family_tokenizer("llama3_1"), ends("llama3_1"))}
+    assert "calls as text of the turn" in by_shape["parallel tools"].detail
+    assert "only supports single tool-calls at once" in by_shape["parallel tools"].detail
+    assert by_shape["one tool"].detail.startswith("not with a text before a call: ")
+    assert not by_shape["user only"].detail
+    assert {v.detail for v in survey(family_tokenizer("qwen2_5"), ends("qwen2_5"))} == {""}
+
+
+@pytest.mark.parametrize(
+    ("file", "family", "switches"),
+    [
+        ("qwen2_5_training.jinja", "qwen2_5", [None]),
+        ("qwen3_training.jinja", "qwen3", [None, True, False]),
+        ("qwen3_vl_training.jinja", "qwen3", [None]),
+        ("qwen3_instruct_2507_training.jinja", "qwen3_instruct_2507", [None]),
+        ("qwen3_5_think_training.jinja", "qwen3_5_think", [None, True, False]),
+        ("qwen3_5_nothink_training.jinja", "qwen3_5_nothink", [None, True, False]),
+        ("qwen3_6_training.jinja", "qwen3_5_think", [None, True, False]),
+        ("qwen3_8_training.jinja", "qwen3_5_think", [None, True, False]),
+        ("llama3_training.jinja", "llama3", [None]),
+        ("lfm2_training.jinja", "lfm2", [None]),
+        ("lfm2_v2_training.jinja", "lfm2", [None]),
+        ("glm4moe_training.jinja", "glm4moe", [False]),
+        ("nemotron_3_nano_training.jinja", "nemotron_3_nano", [False]),
+    ],
+)
+def test_templates_made_for_training_are_append_only(file, family, switches):
+    tokenizer = with_template(family, trained(file))
+    for on in switches:
+        variables = {} if on is None else {SWITCH: on}
+        verdicts = prove(ChatTemplate(tokenizer, ends(family), variables=variables))
+        assert {v.status for v in verdicts} == {"append-only"}, (on, verdicts)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_template_is_caught_with_the_token_that_differs(kind):
+    *_, shape, shown = BROKEN[kind]
+    by_shape = {v.shape: v for v in survey(broken(kind), ends("qwen2_5"))}
+    assert by_shape[shape].status == "differs"
+    assert by_shape[shape].fails
+    assert shown in by_shape[shape].detail
+    assert by_shape["one tool"].status == "append-only"
+
+
+def test_a_long_result_is_cut_before_it_is_shown():
+    template = ChatTemplate(family_tokenizer("qwen2_5"), ends("qwen2_5"))
+    shown = []
+    render = template.render
+
+    class Watching:
+        def __call__(self, messages, *args, **kwargs):
+            shown.extend(m["content"] for m in messages if m["role"] == "tool")
+            return render(messages, *args, **kwargs)
+
+    template.render = Watching()  # pyright: ignore[reportAttributeAccessIssue]
+    prove(template, shapes=[s for s in SHAPES if s.cut])
+    assert any("tokens shown)" in text for text in shown)
+    assert max(len(template.encode(text)) for text in shown) < 100
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [("qwen2_5", 0), ("qwen3", 0), ("mistral_v3", 1)])
+def test_the_command_and_its_exit_code(saved, name, code):
+    result = run(saved(name))
+    assert result.exit_code == code, result.output
+    expected = {row: status for status, rows in VERDICTS[name].items() for row in rows}
+    table = rows_of(result.output)
+    assert {row: status for row, status in table.items() if status != "append-only"} == expected
+    assert ("rollout.history_thinking=keep" in result.output) == ("drops thinking" in str(expected))
+    assert ("token 1 differs: after '<s>' an episode has" in result.output) == bool(code)
+    first = {"qwen2_5": "hermes", "qwen3": "hermes", "mistral_v3": "mistral"}[name]
+    assert f"tool calls are read as: {first} (" in result.output
+    (closing,) = {token for token in FAMILIES[name].end_ids if token in ("<|im_end|>", "</s>")}
+    assert f"a turn ends with: '{closing}' (" in result.output
+    assert ("word cache: on" in result.output) == (name != "mistral_v3")
+
+
+def test_no_such_model(tmp_path):
+    result = run(str(tmp_path / "nothing"))
+    assert result.exit_code == 2
+    assert "no tokenizer at" in result.output
+
+
+def test_a_template_without_tools_is_at_fault_and_react_is_named(saved):
+    result = run(saved("phi3"))
+    assert result.exit_code == 1
+    assert "rows with tools need the loop `react`" in result.output
+    assert "shows a tool message not at all" in result.output
+
+
+def test_a_tokenizer_that_encodes_otherwise_is_named(saved):
+    legacy, plain = (run(saved(name)).output for name in ("mistral_v3_legacy", "mistral_v3"))
+    assert "note: given this conversation as text, the tokenizer makes other ids" in legacy
+    assert "makes other ids" not in plain
+
+
+def test_the_users_own_tools_are_shown(saved, tmp_path):
+    """A template that fails on a tool without parameters passes with the tool that stands in."""
+    file = tmp_path / "mine.py"
+    file.write_text('from agentrl import tool\n\n\n@tool\ndef ping() -> str:\n    "Ping."\n')
+    text = family_tokenizer("qwen2_5").chat_template
+    picky = text.replace(
+        "{%- for tool in tools %}",
+        "{%- for tool in tools %}{%- if not tool.function.parameters.properties %}"
+        "{{- raise_exception('a tool needs parameters') }}{%- endif %}",
+    )
+    assert picky != text
+    folder = saved("qwen2_5", with_template("qwen2_5", picky))
+    assert run(folder).exit_code == 0
+    result = run(folder, "-f", str(file))
+    assert result.exit_code == 1
+    assert "a tool needs parameters" in result.output
+
+
+# -- mending --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "removed"),
+    [
+        ("qwen3_5_think", "ns.multi_step_tool and"),
+        ("qwen3_5_nothink", "ns.multi_step_tool and"),
+        ("glm4moe", "loop.index0 > ns.last_user_index and"),
+        ("lfm2", "loop.index0 > ns.last_user_index"),
+    ],
+)
+def test_the_smallest_fix(name, removed):
+    tokenizer = family_tokenizer(name)
+    source = tokenizer.chat_template
+    assert isinstance(source, str)
+    changed = smallest_fix(tokenizer, ends(name))
+    assert changed is not None
+    lines = diff(source, changed).splitlines()
+    minus = [line for line in lines if line[0] == "-" and not line.startswith("---")]
+    plus = [line for line in lines if line[0] == "+" and not line.startswith("+++")]
+    assert len(minus) == len(plus) == 1
+    assert removed in minus[0] and removed not in plus[0]
+    verdicts = survey(with_template(name, changed), ends(name))
+    assert {v.status for v in verdicts} == {"append-only"}
+
+
+def test_a_fix_leaves_prompts_and_last_turns_alone_and_keeps_thoughts():
+    tokenizer = family_tokenizer("glm4moe")
+    changed = smallest_fix(tokenizer, ends("glm4moe"))
+    assert changed is not None
+    user = {"role": "user", "content": "Why?"}
+    said = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
+
+    def render(text: str, messages: list, ask: bool) -> str:
+        shown = with_template("glm4moe", text).apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=ask
+        )
+        assert isinstance(shown, str)
+        return shown
+
+    source = tokenizer.chat_template
+    assert isinstance(source, str)
+    for messages, ask in (([user], True), ([user, said], False)):
+        assert render(changed, messages, ask) == render(source, messages, ask)
+    assert "Hm." not in render(source, [user, said, user], True)
+    assert "Hm." in render(changed, [user, said, user], True)
+
+
+def test_the_command_prints_a_diff_that_mends_the_template(saved, tmp_path):
+    folder, file = Path(saved("qwen3")), tmp_path / "changed.jinja"
+    result = run(str(folder), "--fix", "--output", str(file))
+    assert result.exit_code == 0, result.output
+    shown = "--- a/chat_template.jinja" + result.output.partition("--- a/chat_template.jinja")[2]
+    shown = shown.partition("\n\nthe changed template")[0] + "\n"
+    subprocess.run(["git", "apply", "-"], cwd=folder, input=shown, text=True, check=True)
+    assert (folder / "chat_template.jinja").read_text() == file.read_text()
+    again = run(str(folder), "--fix")
+    assert set(rows_of(again.output).values()) == {"append-only"}
+    assert "nothing to fix" in again.output
+
+
+def test_where_no_small_change_helps_it_is_said(saved):
+    result = run(saved("mistral_v3"), "--fix")
+    assert result.exit_code == 1
+    assert "no small change found" in result.output
+
+
+def test_output_needs_fix(saved, tmp_path):
+    result = run(saved("qwen2_5"), "--output", str(tmp_path / "x"))
+    assert "--output is where --fix writes to" in str(result.exception)
+
+
+# -- a run's own rows -----------------------------------------------------------------------------
+
+ROW = {
+    "prompt": "How much is 3*4?",
+    "data_source": "openai/gsm8k",
+    "ground_truth": "12",
+    "agent_name": "single_turn",
+}
+CALLS = {**ROW, "agent_name": "tool_agent", "tools": ["calculator"]}
+TALKS = {**ROW, "agent_name": "tool_agent", "interaction": "gsm8k"}
+REACTS = {**CALLS, "agent_name": "react"}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def make(*rows: dict, **more: str):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        flags = {"data.train": str(file), "model.path": "mine", "files": ["shelf:calculator"]}
+        return make_plan(load_config(overrides=[f"{k}={v}" for k, v in more.items()], flags=flags))
+
+    return make
+
+
+def load(tokenizer, name: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer, ends(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "shape"),
+    [
+        ("qwen2_5", CALLS, ""),
+        ("qwen3", {**CALLS, "interaction": "gsm8k"}, ""),
+        # Only who may hear a user again needs what Mistral's template does not do.
+        ("mistral_v3", CALLS, ""),
+        ("mistral_v3", TALKS, ""),
+        ("mistral_v3", {**CALLS, "interaction": "gsm8k"}, "five turns"),
+        # Its system prompt, which react needs, stands before the last user message.
+        ("mistral_v3", REACTS, "user only"),
+        ("gemma3", CALLS, "one tool"),
+        ("gemma3", REACTS, ""),
+        ("phi3", TALKS, ""),
+        ("deepseekv3", CALLS, "calls alone"),
+        ("deepseekv3", ROW, ""),
+    ],
+)
+def test_a_run_is_refused_where_its_own_rows_need_more(plan, name, row, shape):
+    template = load(family_tokenizer(name), name)
+    if not shape:
+        check_lengths(plan(row, ROW), template, 10_000)
+        return
+    with pytest.raises(TemplateError, match=f"1 rows of {row['agent_name']}, {shape}: ") as e:
+        check_lengths(plan(row, ROW), template, 10_000)
+    assert "agentrl check-template mine --fix" in str(e.value)
+
+
+def test_a_run_is_told_what_becomes_of_thinking(plan):
+    template = load(family_tokenizer("qwen3"), "qwen3")
+    talks = {**CALLS, "interaction": "gsm8k"}
+    assert "nothing follows a turn" in history(plan(ROW), template)
+    assert "append-only on these rows" in history(plan(CALLS), template)
+    assert "history_thinking=keep: all of it stays" in history(plan(talks), template)
+    stripped = plan(talks, **{"rollout.history_thinking": "strip"})
+    assert "history_thinking=strip: it is left out" in history(stripped, template)
+
+
+def test_proving_a_run_is_quick(plan):
+    template = load(family_tokenizer("qwen3"), "qwen3")
+    made = plan(*([CALLS, TALKS, REACTS, {**CALLS, "interaction": "gsm8k"}] * 50))
+    check_lengths(made, template, 10_000)
+    begin = time.process_time()
+    check_lengths(made, template, 10_000)
+    assert time.process_time() - begin < 1.0
+
+
+def test_a_shape_of_ones_own():
+    """Shapes are data: a user of the library proves what their loop does."""
+    template = load(family_tokenizer("qwen2_5"), "qwen2_5")
+    mine = Shape("mine", (("user:a", "user:b"), ("tool:1", "tool:2", "user:c")))
+    (verdict,) = prove(template, shapes=[mine])
+    assert verdict.ok
