@@ -107,7 +107,8 @@ BROKEN = {
 
 
 def ends(name: str) -> list[int]:
-    return [family_tokenizer(name).convert_tokens_to_ids(t) for t in FAMILIES[name].end_ids]
+    vocabulary = family_tokenizer(name).get_vocab()
+    return [vocabulary[token] for token in FAMILIES[name].end_ids]
 
 
 def with_template(name: str, text: str):
@@ -273,6 +274,7 @@ def test_the_users_own_tools_are_shown(saved, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text('from agentrl import tool\n\n\n@tool\ndef ping() -> str:\n    "Ping."\n')
     text = family_tokenizer("qwen2_5").chat_template
+    assert isinstance(text, str)
     picky = text.replace(
         "{%- for tool in tools %}",
         "{%- for tool in tools %}{%- if not tool.function.parameters.properties %}"
@@ -368,7 +370,9 @@ ROW = {
     "agent_name": "single_turn",
 }
 CALLS = {**ROW, "agent_name": "tool_agent", "tools": ["calculator"]}
-TALKS = {**ROW, "agent_name": "tool_agent", "interaction": "gsm8k"}
+HEARD = {"interaction": "gsm8k", "interaction_kwargs": {"ground_truth": "12"}}
+TALKS = {**ROW, **HEARD, "agent_name": "tool_agent"}
+BOTH = {**CALLS, **HEARD}
 REACTS = {**CALLS, "agent_name": "react"}
 
 
@@ -391,11 +395,11 @@ def load(tokenizer, name: str) -> ChatTemplate:
     ("name", "row", "shape"),
     [
         ("qwen2_5", CALLS, ""),
-        ("qwen3", {**CALLS, "interaction": "gsm8k"}, ""),
+        ("qwen3", BOTH, ""),
         # Only who may hear a user again needs what Mistral's template does not do.
         ("mistral_v3", CALLS, ""),
         ("mistral_v3", TALKS, ""),
-        ("mistral_v3", {**CALLS, "interaction": "gsm8k"}, "five turns"),
+        ("mistral_v3", BOTH, "five turns"),
         # Its system prompt, which react needs, stands before the last user message.
         ("mistral_v3", REACTS, "user only"),
         ("gemma3", CALLS, "one tool"),
@@ -417,17 +421,16 @@ def test_a_run_is_refused_where_its_own_rows_need_more(plan, name, row, shape):
 
 def test_a_run_is_told_what_becomes_of_thinking(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
-    talks = {**CALLS, "interaction": "gsm8k"}
     assert "nothing follows a turn" in history(plan(ROW), template)
     assert "append-only on these rows" in history(plan(CALLS), template)
-    assert "history_thinking=keep: all of it stays" in history(plan(talks), template)
-    stripped = plan(talks, **{"rollout.history_thinking": "strip"})
+    assert "history_thinking=keep: all of it stays" in history(plan(BOTH), template)
+    stripped = plan(BOTH, **{"rollout.history_thinking": "strip"})
     assert "history_thinking=strip: it is left out" in history(stripped, template)
 
 
 def test_proving_a_run_is_quick(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
-    made = plan(*([CALLS, TALKS, REACTS, {**CALLS, "interaction": "gsm8k"}] * 50))
+    made = plan(*([CALLS, TALKS, REACTS, BOTH] * 50))
     check_lengths(made, template, 10_000)
     begin = time.process_time()
     check_lengths(made, template, 10_000)

@@ -25,6 +25,7 @@ PAGES = (
     "interactions",
     "rewards",
     "run_folder",
+    "tokens",
     "tools",
     "verl",
 )
