@@ -118,10 +118,11 @@ class Rollouts:
             raise
 
     def close(self) -> None:
-        """Close the toolbox's connections and stop the thread."""
+        """Close the toolbox's connections and a foreign parser, and stop the thread."""
         if not self._thread.is_alive():
             return
         self.run(self._drain())
+        self.world.close()
         self._watchdog.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)

@@ -94,14 +94,14 @@ BROKEN = {
         "{{- '<|im_start|>system\\nAgain.<|im_end|>\\n' }}{%- endif %}\n"
         '    {%- if (message.role == "user")',
         "tool then user",
-        "'<|im_start|>system\\nAgain.",
+        "the template, once more is said, 'system\\nAga",
     ),
     # Each of several results as a message of its own.
     "grouping": (
         '(messages[loop.index0 - 1].role != "tool")',
         '(messages[loop.index0 - 1].role != "tool" or loop.index0 > 3)',
         "parallel tools",
-        "'<|im_start|>user\\n<tool_response>",
+        "the template, once more is said, '<|im_start|>user\\n<tool",
     ),
 }
 

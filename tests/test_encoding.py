@@ -41,6 +41,14 @@ ALIKE = {
 }  # fmt: skip
 
 
+anything = st.lists(
+    st.text(max_size=12)
+    | st.text("aB'sſ \n\r\t1½٣é\u0301ʕ日の-/.|<", max_size=20)
+    | st.sampled_from(PIECES),
+    max_size=6,
+).map("".join)
+
+
 @cache
 def chat(name: str, untrusted: bool = False) -> ChatTemplate:
     tokenizer = family_tokenizer(name)
@@ -251,17 +259,24 @@ def test_attempts_are_counted(name):
     assert encoder.attempts("Nothing of it: a < b, [i], 3|4 /x " + tokens[0][:-1]) == 0
 
 
+@families
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):
+    """Also half characters, and ids that there are not."""
+    encoder, backend = chat(name).encoder, family_tokenizer(name).backend_tokenizer
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=40))
+    assert encoder.decode(ids) == backend.decode(ids, skip_special_tokens=False)
+    text = data.draw(anything)
+    ids = [i for i in encoder.plain(text) if data.draw(st.booleans())] if len(text) < 40 else ids
+    assert encoder.decode(ids) == backend.decode(ids, skip_special_tokens=False)
+
+
 # -- the cache ------------------------------------------------------------------------------------
 
 words = pytest.mark.parametrize(
     "name", ["qwen3", "qwen3_5_think", "llama3", "gptoss", "deepseekv3", "cohere2"]
 )
-anything = st.lists(
-    st.text(max_size=12)
-    | st.text("aB'sſ \n\r\t1½٣é\u0301ʕ日の-/.|<", max_size=20)
-    | st.sampled_from(PIECES),
-    max_size=6,
-).map("".join)
 
 
 @words

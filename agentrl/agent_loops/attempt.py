@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from agentrl.agent_loops.row import Row
-from agentrl.chat import ChatTemplate, Reader, open_reader
+from agentrl.chat import ChatTemplate, ForeignParser, Reader, open_reader
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EpisodeOver
@@ -32,6 +32,11 @@ class World:
         if self.read is None:
             read = open_reader(self.config.rollout.tool_format, self.template.tokenizer)
             object.__setattr__(self, "read", read)
+
+    def close(self) -> None:
+        """End the process of a foreign parser, if there is one."""
+        if isinstance(self.read, ForeignParser):
+            self.read.close()
 
 
 def load_template(config: Config) -> ChatTemplate:

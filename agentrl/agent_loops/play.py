@@ -137,13 +137,15 @@ def play(
     world = World(sampler, template, toolbox or LocalToolbox(), config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
-    return asyncio.run(
-        play_episode(
-            world,
-            sample,
-            episode_id=episode_id,
-            rollout=0,
-            sampling=Sampling(temperature=config.rollout.temperature),
-            seed=seed,
-        )
+    played = play_episode(
+        world,
+        sample,
+        episode_id=episode_id,
+        rollout=0,
+        sampling=Sampling(temperature=config.rollout.temperature),
+        seed=seed,
     )
+    try:
+        return asyncio.run(played)
+    finally:
+        world.close()

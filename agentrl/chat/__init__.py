@@ -1,6 +1,7 @@
 """Messages to tokens and back: the only reader of chat templates."""
 
 from agentrl.chat.formats import REACT_STOP, parse_hermes, parse_react
+from agentrl.chat.formats.adapters import ForeignParser
 from agentrl.chat.formats.reader import Reader, open_reader
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.tokenizer import load_tokenizer
@@ -9,6 +10,7 @@ from agentrl.chat.truncate import truncate
 __all__ = [
     "REACT_STOP",
     "ChatTemplate",
+    "ForeignParser",
     "Reader",
     "load_tokenizer",
     "open_reader",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from agentrl.chat.between import ARGUMENT, SPOKEN, spoken
 from agentrl.chat.render import Schemas
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.thinking import thoughtful
+from agentrl.chat.thinking import THOUGHT, thoughtful
 from agentrl.chat.truncate import truncate
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall
@@ -162,10 +162,24 @@ def _except(way: int, shape: Shape, reasons: Sequence[str]) -> str:
 
 
 def _thinks(template: ChatTemplate, shape: Shape) -> bool:
-    """Whether turns have thoughts: where the prompt opens one they do, where it ends one not."""
+    """Whether turns have thoughts: where a prompt opens one they do, where it ends one not."""
     fresh = template.render([_ASKED]).rpartition(_ASKED["content"])[2]
     end = template.thinking.end
-    return end not in fresh and (shape.thinks or end.replace("/", "") in fresh)
+    if end in fresh:
+        return False
+    if shape.thinks or end.replace("/", "") in fresh:
+        return True
+    result = {"role": "tool", "content": "12", "name": "probe", "tool_call_id": "000000000"}
+    for turn in thoughtful([("probe", "000000000")]):
+        try:
+            before, found, _ = template.render([_ASKED, turn], ask=False).partition(THOUGHT)
+            after = template.render([_ASKED, turn, result])
+        except TemplateError:
+            continue
+        control = [m.start() for m in template.encoder.control.finditer(before)]
+        if found and control:
+            return after.endswith(before[control[-1] :])  # Gemma opens one after results alone
+    return False
 
 
 def _turn(name: str, calls: int, thinks: bool, way: int) -> dict[str, Any]:
@@ -178,7 +192,7 @@ def _turn(name: str, calls: int, thinks: bool, way: int) -> dict[str, Any]:
     named = [(name, f"{i:09d}") for i in range(calls)]
     if thinks:
         forms = thoughtful(named)
-        turn = forms[way % 3 % len(forms)]
+        turn = forms[way % 3 if calls else way % 3 // 2]
     else:
         turn = spoken(named)
         turn["content"] = (SPOKEN, "", None)[way % 3] if calls else SPOKEN
@@ -205,7 +219,9 @@ def _compare(template: ChatTemplate, schemas: Schemas, shape: Shape, way: int) -
                 content = truncate(content, shape.cut, "middle", template.encode, template.decode)
             keys = {"name": name, "tool_call_id": f"{i:09d}"} if role == "tool" else {}
             more.append({"role": role, "content": content, **keys})
-        sampled[len(said)] = _sampled(template, schemas, turn, () if shape.thinks else more)
+        asked = max(i for i, m in enumerate(said) if m["role"] == "user")
+        hidden = () if shape.thinks else more
+        sampled[len(said)] = _sampled(template, schemas, said[asked:], turn, hidden)
         said += [turn, *more]
         messages.append(Message("assistant", "", calls))
         messages += [Message(m["role"], m["content"]) for m in more]
@@ -231,20 +247,21 @@ def _same(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> bo
 def _sampled(
     template: ChatTemplate,
     schemas: Schemas,
+    asked: Sequence[Mapping[str, Any]],
     turn: Mapping[str, Any],
-    more: Sequence[Any],
+    more: Sequence[Mapping[str, Any]],
 ) -> list[int]:
     """The turn as the model writes it: as the template shows it to be imitated.
 
     Where the prompt opens no thought, a turn without one is what history shows: some templates put
     empty tags into the last turn alone.
     """
-    before = template.render([_ASKED], schemas)
-    alone = template.render([_ASKED, turn], schemas, ask=False)
+    before = template.render(asked, schemas)
+    alone = template.render([*asked, turn], schemas, ask=False)
     shown = alone
     if more and not (template.thinking.extra and alone.startswith(before)):
-        shown = template.render([_ASKED, turn, *more], schemas)
-    own, closes = template.finder.own_end([_ASKED, turn])
+        shown = template.render([*asked, turn, *more], schemas)
+    own, closes = template.finder.own_end([*asked, turn])
     if own not in shown or own not in alone:
         raise TemplateError("the chat template shows the end of a turn otherwise once more is said")
     start, end = template.encoder.shared(before, shown), shown.rindex(own) + len(own)

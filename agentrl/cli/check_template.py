@@ -30,7 +30,7 @@ _TEXT_TOOLS = (
 
 
 def check_template(
-    model: Annotated[str, typer.Argument(help="A model folder or hub name.")],
+    model: Annotated[str, typer.Argument(help="A model folder or hub name, or `tiny`.")],
     file: Files = None,
     fix: Annotated[
         bool,
@@ -59,13 +59,17 @@ def check_template(
     from agentrl.chat.formats import detect
     from agentrl.chat.proof import survey
     from agentrl.chat.tokenizer import end_of_turn_ids
+    from agentrl.demo import resolve_model
     from agentrl.errors import UserError
 
     if output and not fix:
         raise UserError("--output is where --fix writes to: give both")
     schemas = _schemas(file or [])
+    folder = Path(model).expanduser()
     try:
-        tokenizer, ends = load_tokenizer(model), end_of_turn_ids(model)
+        alone = (folder / "tokenizer_config.json").is_file()  # weights are not asked for
+        path = str(folder) if alone else resolve_model(model, say=typer.echo)
+        tokenizer, ends = load_tokenizer(path), end_of_turn_ids(path)
     except UserError as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from None

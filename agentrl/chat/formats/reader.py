@@ -8,6 +8,8 @@ from typing import Any
 from agentrl.chat.formats import FORMATS, detect
 from agentrl.chat.formats.adapters import ForeignParser
 from agentrl.chat.formats.typed import typed
+from agentrl.errors import UserError
+from agentrl.registry import did_you_mean
 from agentrl.trajectory import ToolCall
 
 Calls = list[ToolCall]
@@ -30,8 +32,13 @@ def open_reader(name: str, tokenizer: Any) -> Reader:
     """
     if name == "auto":
         name = detect(str(tokenizer.chat_template))
-    if name not in FORMATS:
+    if name == "hf" or name.startswith("sglang:"):
         return ForeignParser(name, tokenizer)
+    if name not in FORMATS:
+        raise UserError(
+            f"no tool format {name!r}.{did_you_mean(name, FORMATS)} Formats: auto,"
+            f" {', '.join(sorted(FORMATS))}, sglang:NAME, hf"
+        )
     parse = FORMATS[name]
     if name in _UNTYPED:
         return lambda text, schemas: typed(parse(text), schemas)
