@@ -47,7 +47,7 @@ VERDICTS: dict[str, dict[str, list[str]]] = {
     "glm4moe": {"drops thinking": ["thinking on"]},
     "gemma3": NO_TOOLS,
     "gemma3_unigram": NO_TOOLS,
-    # The prompt opens a thought after a tool's result only.
+    # The prompt opens a thought after a tool's result, and that stays where thoughts are dropped.
     "gemma4": {"differs": ["thinking on"], "drops thinking": ["thinking off"]},
     "gptoss": {"drops thinking": ["five turns", "user only", "thinking", *AFTER_USER]},
     # A second round of calls is written as if the first had not been answered.
@@ -253,7 +253,15 @@ def test_the_command_and_its_exit_code(saved, name, code):
 def test_no_such_model(tmp_path):
     result = run(str(tmp_path / "nothing"))
     assert result.exit_code == 2
-    assert "no tokenizer at" in result.output
+    assert "no model folder at" in result.output
+
+
+def test_a_model_without_a_template(saved):
+    tokenizer = copy.copy(family_tokenizer("qwen2_5"))
+    tokenizer.chat_template = None
+    result = run(saved("qwen2_5", tokenizer))
+    assert result.exit_code == 2
+    assert "has no chat template" in result.output
 
 
 def test_a_template_without_tools_is_at_fault_and_react_is_named(saved):
