@@ -80,7 +80,7 @@ def make_plan(config: Config) -> Plan:
     return Plan(config, rows[0], rows[1], scorer)
 
 
-def check_lengths(plan: Plan, template: ChatTemplate, max_length: int) -> None:
+def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> None:
     """Refuse rows whose conversations the template rewrites, or whose prompt leaves no room.
 
     Args:

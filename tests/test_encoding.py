@@ -8,6 +8,7 @@ import random
 import unicodedata
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from families import FAMILIES, control_tokens, family_names, family_tokenizer
@@ -19,7 +20,7 @@ from agentrl.chat.encoding import Encoder
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.words import MAX_WORD, Words
 from agentrl.errors import TemplateError
-from agentrl.trajectory import Message, ToolCall
+from agentrl.trajectory import Message, Role, ToolCall
 
 N = 20_000
 CACHED = {"byte_level", "tiktoken"}
@@ -52,7 +53,7 @@ anything = st.lists(
 @cache
 def chat(name: str, untrusted: bool = False) -> ChatTemplate:
     tokenizer = family_tokenizer(name)
-    ends = tokenizer.convert_tokens_to_ids(list(FAMILIES[name].end_ids))
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].end_ids]
     return ChatTemplate(tokenizer, ends, untrusted=untrusted)
 
 
@@ -132,7 +133,8 @@ def test_no_text_becomes_a_control_token_and_all_text_comes_back(name):
 @families
 def test_the_tokenizers_own_ways_let_control_tokens_through(name):
     """The same texts, encoded as one would."""
-    tokenizer, control = family_tokenizer(name), chat(name).encoder.control_ids
+    tokenizer: Any = family_tokenizer(name)
+    control = chat(name).encoder.control_ids
     texts = [t for t in fuzz(name)[:2_000] if "\ud800" not in t and "\udfff" not in t]
     let = {i for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for i in ids}
     # All but those that are always part of a longer one.
@@ -149,11 +151,11 @@ def test_the_tokenizers_own_ways_let_control_tokens_through(name):
             assert not control.isdisjoint(split)
 
 
-def after(name: str) -> list[tuple[list[Message], list[str]]]:
+def after(name: str) -> list[tuple[list[Message], list[Role]]]:
     """Conversations, and the roles that may speak next."""
     asked, family = Message("user", "Q"), FAMILIES[name]
     calls = (ToolCall("calculator", {}, id="call00000"), ToolCall("search", {}, id="call00001"))
-    told = [([asked, Message("assistant", "A")], ["user"])]
+    told: list[tuple[list[Message], list[Role]]] = [([asked, Message("assistant", "A")], ["user"])]
     if family.results not in ("refused", "dropped"):
         told.append(([asked, Message("assistant", "A", calls[:1])], ["tool"]))
         told.append(([asked, Message("assistant", "A", calls)], ["tool", "tool"]))
@@ -190,7 +192,7 @@ def test_a_delta_holds_the_templates_control_tokens_alone(name):
 @families
 def test_a_prompt_makes_no_roles_and_turns(name):
     family, template, trusting = FAMILIES[name], chat(name, untrusted=True), chat(name)
-    roles = ["system", "user"] if family.system else ["user"]
+    roles: list[Role] = ["system", "user"] if family.system else ["user"]
 
     def control(template: ChatTemplate, text: str) -> list[int]:
         return control_of(template, template.prompt([Message(r, text) for r in roles]))
@@ -344,7 +346,8 @@ def test_a_word_of_the_vocabulary_that_is_a_control_token_is_cut():
         assert 256 not in encoder.plain(text)
         assert encoder.decode_plain(encoder.plain(text)) == text
     # Not called: the cache itself knows.
-    assert Words.of(encoder._opaque, state_of(encoder), {256}).encode("a<|%|>b") is None
+    cache = Words.of(encoder._opaque, state_of(encoder), {256})
+    assert cache is not None and cache.encode("a<|%|>b") is None
 
 
 def test_a_control_token_that_is_made_by_normalizing_is_cut_and_no_more():

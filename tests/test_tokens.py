@@ -17,7 +17,7 @@ import agentrl
 from agentrl.chat import ChatTemplate
 from agentrl.chat.proof import SHAPES, Shape, prove
 from agentrl.chat.template import MAX_CACHED
-from agentrl.trajectory import Message, ToolCall
+from agentrl.trajectory import Message, Role, ToolCall
 
 families = pytest.mark.parametrize("name", family_names())
 # What templates keep as it is: no white space around it, and nothing that speaks of thinking.
@@ -38,9 +38,10 @@ THINKING = [
 ]  # fmt: skip
 
 
-def follow_ups(name: str) -> list[tuple[str, ...]]:
+def follow_ups(name: str) -> list[tuple[Role, ...]]:
     """Who may speak after a turn of the assistant."""
-    family, legal = FAMILIES[name], [("user",)]
+    family = FAMILIES[name]
+    legal: list[tuple[Role, ...]] = [("user",)]
     if family.results not in ("refused", "dropped"):
         legal += [("tool",), ("tool", "tool")]
         if family.tool_then_user:
@@ -67,7 +68,7 @@ class Talk:
     sampled: dict[int, list[int]]
 
 
-def calls(roles: tuple[str, ...]) -> tuple[ToolCall, ...]:
+def calls(roles: tuple[Role, ...]) -> tuple[ToolCall, ...]:
     return tuple(ToolCall("calculator", {}, id=f"call{i:05}") for i in range(roles.count("tool")))
 
 
@@ -81,7 +82,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
     sampled = {}
     legal = follow_ups(name)
     if not own and name in ("gemma4", "gptoss"):  # they show no result without a written call
-        legal = [("user",)]
+        legal = legal[:1]
     for _ in range(draw(st.integers(1, 4))):
         roles = draw(st.sampled_from(legal))
         said = draw(benign)
@@ -159,7 +160,7 @@ def test_prove_says_which_families_are_append_only(name):
 
 
 @cache
-def proven(name: str) -> list[tuple[str, ...]]:
+def proven(name: str) -> list[tuple[Role, ...]]:
     """What may follow a turn, by the proof."""
     legal = follow_ups(name)
     shapes = [Shape("", (tuple(f"{role}:12" for role in roles),) * 2) for roles in legal]
@@ -218,7 +219,7 @@ def test_a_stripped_row_is_the_rendered_conversation(name, data):
 Q, A = Message("user", "Q"), Message("assistant", "A")
 
 
-def delta_text(name: str, roles: tuple[str, ...], last: int = -1) -> str:
+def delta_text(name: str, roles: tuple[Role, ...], last: int = -1) -> str:
     said = [Message(role, f"said {i}") for i, role in enumerate(roles)]
     turn = Message("assistant", "A", calls(roles))
     return chat(name).decode(chat(name).delta([Q, turn], said, last))

@@ -8,7 +8,7 @@ front of them that the true conversation lacks.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,8 @@ class Finder:
         named = [(c.name or "tool", c.id or f"{i:09d}") for i, c in enumerate(calls)]
         named += [(_NAME, _ID)] * (tools - len(named))
         error = None
-        for way, turn in enumerate(turns(named[:tools])):
+        for context, turn in self._heads(before, turns(named[:tools])):
             try:
-                context = self._context(before, way)
                 own, closes = self.own_end([*context, turn])
 
                 def render(
@@ -89,6 +88,16 @@ class Finder:
                 error = e
         assert error is not None
         raise error
+
+    def _heads(
+        self, before: Sequence[Message], ways: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[list[Said], Said]]:
+        """What may stand before the new messages, its turns written in any of the ways."""
+        called = any(m.role == "tool" for m in before)
+        for way, turn in enumerate(ways):
+            others = range(len(turns([(_NAME, _ID)]))) if called else [0]
+            for other in sorted(others, key=lambda o: o != way):  # mostly all in the same way
+                yield self._context(before, other), turn
 
     def own_end(self, head: Sequence[Said]) -> tuple[str, bool]:
         """The end of the turn that ends `head`, less its close; and whether there is one.

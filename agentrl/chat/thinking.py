@@ -37,6 +37,8 @@ class Thinking:
     """A turn without a thought is shown without the tags around it as soon as anything follows."""
     extra: str = ""
     """What the template puts before a turn to sample (`<think>\\n`) and not before an old one."""
+    also: str = ""
+    """The same after a tool's result, where it differs (Gemma 4)."""
     instead: str = ""
     """What it puts before an old turn instead."""
     end: str = "</think>"
@@ -80,9 +82,11 @@ class Thinking:
         """
         encoder = self.template.encoder
         body = list(turn[:-1] if len(turn) and turn[-1] in self.template.stop_ids else turn)
-        extra = encoder.literal(self.extra)
-        if extra and list(ids[-len(extra) :]) == extra:
-            del ids[-len(extra) :]
+        for text in (self.extra, self.also):
+            extra = encoder.literal(text)
+            if len(extra) and list(ids[-len(extra) :]) == list(extra):
+                del ids[-len(extra) :]
+                break
         text = self.template.decode(body)
         _, found, answer = text.rpartition(self.end)  # the text itself where nothing is found
         instead = self.instead
@@ -153,7 +157,11 @@ class Thinking:
                 trims=before_answer(later) == old,
             )
             break
-        return replace(thinking, blank=bool(thinking.extra) and _untagged(template, thinking.extra))
+        return replace(
+            thinking,
+            blank=bool(thinking.extra) and _untagged(template),
+            also=_after_a_result(template),
+        )
 
 
 def thoughtful(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
@@ -182,7 +190,21 @@ def _gone(template: ChatTemplate, turns: Callable[..., list[dict[str, Any]]]) ->
     return False
 
 
-def _untagged(template: ChatTemplate, extra: str) -> bool:
+def _after_a_result(template: ChatTemplate) -> str:
+    """What the template puts before a turn to sample after a tool's result, but not later."""
+    for turn in turns(_CALL):
+        try:
+            head = [_ASKED, turn, {**_RESULT, "content": THOUGHT}]
+            fresh = template.render(head).partition(THOUGHT)[2]
+            old = template.render([*head, spoken(), _MORE]).partition(THOUGHT)[2]
+        except TemplateError:
+            continue
+        if SPOKEN in old and SPOKEN not in fresh:
+            return fresh[template.encoder.shared(fresh, old.partition(SPOKEN)[0]) :]
+    return ""
+
+
+def _untagged(template: ChatTemplate) -> bool:
     """Whether a tool's result is enough for what opened the turn before it to go."""
     for turn in turns(_CALL):
         try:

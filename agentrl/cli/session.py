@@ -30,7 +30,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
 
     from agentrl.agent_loops.attempt import load_template
     from agentrl.engine.local import LocalEngine
-    from agentrl.plan import check_lengths
+    from agentrl.plan import check_model_fits
     from agentrl.rollout import open_rollouts
 
     transformers_logging.disable_progress_bar()
@@ -38,7 +38,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     template = load_template(plan.config)
     engine = LocalEngine.load(path, template.tokenizer, device=plan.config.trainer.device)
     try:
-        check_lengths(plan, template, engine.max_length)
+        check_model_fits(plan, template, engine.max_length)
         with (
             _no_word_on_training(),
             open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,

@@ -113,7 +113,7 @@ def _check(settings: Config) -> None:
     from agentrl.agent_loops.attempt import load_template
     from agentrl.demo import resolve
     from agentrl.engine.local.load import base_and_adapters
-    from agentrl.plan import check_lengths, first_prompts, history, make_plan, wiring
+    from agentrl.plan import check_model_fits, first_prompts, history, make_plan, wiring
     from agentrl.tools import open_toolbox
 
     plan = make_plan(settings)
@@ -123,7 +123,7 @@ def _check(settings: Config) -> None:
     from transformers.utils.import_utils import is_torch_cuda_available
 
     base, _ = base_and_adapters(settings.model.path)
-    check_lengths(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
+    check_model_fits(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
         typer.echo(wiring(plan))

@@ -28,7 +28,7 @@ from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import Plan, check_lengths, make_plan, wiring
+from agentrl.plan import Plan, check_model_fits, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import ALGORITHMS
@@ -278,7 +278,7 @@ class Trainer:
             patience=config.rollout.timeout_s / 4,
         )
         stack.callback(self.engine.close)
-        check_lengths(self.plan, template, self.engine.max_length)
+        check_model_fits(self.plan, template, self.engine.max_length)
         publish(self.learner, self.engine, self.global_step)
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
