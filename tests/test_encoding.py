@@ -53,7 +53,8 @@ anything = st.lists(
 @cache
 def chat(name: str, untrusted: bool = False) -> ChatTemplate:
     tokenizer = family_tokenizer(name)
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].end_ids]
+    vocab = tokenizer.get_vocab()
+    ends = [vocab[token] for token in FAMILIES[name].end_ids]
     return ChatTemplate(tokenizer, ends, untrusted=untrusted)
 
 
@@ -167,7 +168,7 @@ def after(name: str) -> list[tuple[list[Message], list[Role]]]:
 @families
 def test_a_delta_holds_the_templates_control_tokens_alone(name):
     """Whatever the contents are, also two halves of a token in two contents."""
-    template, texts = chat(name), iter(fuzz(name)[: 2_000 if name != "gemma4" else 500])
+    template, texts = chat(name), iter(fuzz(name)[: 1_000 if name != "gemma4" else 500])
     shapes = after(name)
     empty = [
         control_of(template, template.delta(h, [Message(r, "") for r in roles], -1))
@@ -199,7 +200,7 @@ def test_a_prompt_makes_no_roles_and_turns(name):
 
     empty = control(template, "")
     tags = trusting.encoder.tags
-    for text in fuzz(name)[::40]:
+    for text in fuzz(name)[::80]:
         assert control(template, text) == empty
         # Tags are text of a turn; they stay where a prompt speaks of them.
         assert [i for i in control(trusting, text) if i not in tags] == [
@@ -262,7 +263,7 @@ def test_attempts_are_counted(name):
 
 
 @families
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):
     """Also half characters, and ids that there are not."""
@@ -282,7 +283,7 @@ words = pytest.mark.parametrize(
 
 
 @words
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=anything)
 def test_the_cache_is_the_tokenizer(name, text):
     warm = chat(name).encoder

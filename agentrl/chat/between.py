@@ -8,19 +8,19 @@ front of them that the true conversation lacks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.encoding import Encoder
-from agentrl.chat.render import Frame, Renderer, Said, cut, frame_of
+from agentrl.chat.render import Frame, Renderer, Said, Slot, cut, frame_of
 from agentrl.errors import TemplateError
-from agentrl.trajectory import Message, ToolCall
+from agentrl.trajectory import Message
 
-SPOKEN = "zqspokenqz"
-_NAME, ARGUMENT = "zqnameqz", "zqargumentqz"
-_ID = "zq0000id0"
-"""Mistral's templates want nine letters or digits."""
+SPOKEN, ARGUMENT = "zqspokenqz", "zqargumentqz"
+_NAMED = re.compile(r"zqname(\d+)qz|zq(\d{5})id")
+"""A call's name or id, to be found again; Mistral's templates want nine letters or digits."""
 ASKED: Said = {"role": "user", "content": "Q"}
 
 
@@ -28,11 +28,13 @@ ASKED: Said = {"role": "user", "content": "Q"}
 class Between:
     """What a template writes between two turns of the assistant, and whether it closes the first.
 
-    Where it does not, the first token already belongs to the next role.
+    Where it does not, the first token already belongs to the next role. The frame's contents are
+    those of the messages, then each call's name and id, where `names` says that it shows them.
     """
 
     frame: Frame
     closes: bool
+    names: bool
 
 
 class Finder:
@@ -43,17 +45,11 @@ class Finder:
         self.encoder = encoder
         self.ends = ends
 
-    def between(
-        self,
-        before: Sequence[Message],
-        calls: Sequence[ToolCall],
-        messages: Sequence[Message],
-    ) -> Between:
+    def between(self, before: Sequence[Message], messages: Sequence[Message]) -> Between:
         """What stands between an assistant's turn and its next one.
 
         Args:
             before: the conversation before the turn, where that matters.
-            calls: of the turn, where their names or ids matter.
             messages: what follows it.
 
         Raises:
@@ -61,10 +57,9 @@ class Finder:
         """
         roles = [m.role for m in messages]
         tools = sum(role == "tool" for role in roles)
-        named = [(c.name or "tool", c.id or f"{i:09d}") for i, c in enumerate(calls)]
-        named += [(_NAME, _ID)] * (tools - len(named))
+        named = _named(tools)
         error = None
-        for context, turn in self._heads(before, turns(named[:tools])):
+        for context, turn in self._heads(before, turns(named)):
             try:
                 own, closes = self.own_end([*context, turn])
 
@@ -82,8 +77,9 @@ class Finder:
                         raise TemplateError(f"the chat template changes {own!r} when more is said")
                     return text[text.rindex(own) + len(own) :]
 
-                texts, slots = cut(render, roles, "user, assistant, ")
-                return Between(frame_of(self.encoder, texts, slots), closes)
+                texts, slots = _with_names(*cut(render, roles, "user, assistant, "), len(roles))
+                names = len(slots) > len(roles)
+                return Between(frame_of(self.encoder, texts, slots), closes, names)
             except TemplateError as e:
                 error = e
         assert error is not None
@@ -95,7 +91,7 @@ class Finder:
         """What may stand before the new messages, its turns written in any of the ways."""
         called = any(m.role == "tool" for m in before)
         for way, turn in enumerate(ways):
-            others = range(len(turns([(_NAME, _ID)]))) if called else [0]
+            others = range(len(turns([_OTHER]))) if called else [0]
             for other in sorted(others, key=lambda o: o != way):  # mostly all in the same way
                 yield self._context(before, other), turn
 
@@ -139,10 +135,10 @@ class Finder:
                 tools = 0
                 while i + 1 + tools < len(before) and before[i + 1 + tools].role == "tool":
                     tools += 1
-                context.append(turns([(_NAME, _ID)] * tools)[way if tools else 0])
+                context.append(turns([_OTHER] * tools)[way if tools else 0])
             else:
                 said = {"role": m.role, "content": "Q"}
-                context.append(said | ({"tool_call_id": _ID} if m.role == "tool" else {}))
+                context.append(said | ({"tool_call_id": _OTHER[1]} if m.role == "tool" else {}))
         return context or [ASKED]
 
 
@@ -174,6 +170,31 @@ def turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
             c["function"]["arguments"] = json.dumps(c["function"]["arguments"])
         ways.append(text)
     return [*ways, spoken()]  # where calls are text of the turn
+
+
+_OTHER = ("tool", "000000000")
+
+
+def _named(calls: int) -> list[tuple[str, str]]:
+    """Names and ids that are found again."""
+    return [(f"zqname{i}qz", f"zq{i:05}id") for i in range(calls)]
+
+
+def _with_names(
+    texts: Sequence[str], slots: Sequence[Slot], contents: int
+) -> tuple[list[str], list[Slot]]:
+    """Slots for the calls' names and ids too: the model wrote them, not the template."""
+    more, found = [], []
+    for i, text in enumerate(texts):
+        position = 0
+        for m in _NAMED.finditer(text):
+            more.append(text[position : m.start()])
+            is_id = m[1] is None
+            found.append(Slot(contents + 2 * int(m[2] if is_id else m[1]) + is_id, str))
+            position = m.end()
+        more.append(text[position:])
+        found += slots[i : i + 1]
+    return more, found
 
 
 def _answers(i: int, named: Sequence[tuple[str, str]], roles: Sequence[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from agentrl.chat.render import Frame, Renderer, Schemas, cut, frame_of
 from agentrl.chat.thinking import Thinking
 from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
 from agentrl.errors import TemplateError
-from agentrl.trajectory import Message, ToolCall, token_array
+from agentrl.trajectory import Message, Role, ToolCall, token_array
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class ChatTemplate:
         self._deltas: dict[Any, Between] = {}
         self._ends = {i for i in (tokenizer.eos_token_id, *end_ids) if i is not None}
         self.finder = Finder(self.render, self.encoder, self._ends)
-        user = self.finder.between((), (), (Message("user", ""),))
+        user = self.finder.between((), (Message("user", ""),))
         if user.frame.first not in self.encoder.control_ids:
             raise TemplateError(
                 "the chat template does not put a control token after an assistant message:"
@@ -81,7 +82,7 @@ class ChatTemplate:
         self.closes = user.closes
         self.close_id = self.finder.last_close() if self.closes else user.frame.first
         self._ends.add(self.close_id)
-        self._uses_calls = self._positional = False
+        self._positional = False
         self._look_at_tools()
         ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
@@ -89,6 +90,7 @@ class ChatTemplate:
         opened = self.encoder.literal(self.thinking.extra)
         self.encoder.guard({i for b in self._shown for i in b.frame.ids} - set(opened))
         self.encoder.guard(self.stop_ids)
+        self.encoder.guard(self._roles() - set(opened))
 
     @classmethod
     def load(
@@ -139,18 +141,21 @@ class ChatTemplate:
             messages: what was said since (tool, user), in order.
             last_id: the last sampled token; where it closes the turn itself, it is not repeated.
         """
-        calls = history[-1].tool_calls if self._uses_calls else ()
-        roles = tuple([m.role for m in messages])
-        key: Any = roles
-        if self._uses_calls:
-            key = (roles, tuple((c.name, c.id) for c in calls))
+        key: Any = tuple([m.role for m in messages])
         if self._positional:
-            key = (key, tuple((m.role, bool(m.tool_calls)) for m in history))
+            history = [*_without_repeats(history[:-1]), history[-1]]
+            key = (key, _shape(history))
         between = self._deltas.get(key)
         if between is None:
             before = history[:-1] if self._positional else ()
-            between = _keep(self._deltas, key, self.finder.between(before, calls, messages))
-        ids = between.frame.fill([m.content for m in messages], self._encode_foreign)
+            between = _keep(self._deltas, key, self.finder.between(before, messages))
+        contents = [m.content for m in messages]
+        if between.names:
+            calls = history[-1].tool_calls
+            for i in range(len(messages)):  # of the calls, at least those that are answered
+                name, id = (calls[i].name, calls[i].id) if i < len(calls) else ("", "")
+                contents += [name or "tool", id or f"{i:09d}"]
+        ids = between.frame.fill(contents, self._encode_foreign)
         # A token of the next role (GLM's `<|user|>`) is left standing where another role follows.
         if last_id == between.frame.first or (between.closes and last_id in self._ends):
             return ids[1:]
@@ -178,15 +183,16 @@ class ChatTemplate:
         if not own:
             return self.prompt(messages, schemas)
         ids = self.prompt(messages[: own[0]], schemas)
-        users = [i for i, m in enumerate(messages) if m.role == "user"]
         for i, end in zip(own, [*own[1:], len(messages)], strict=True):
-            turn = sampled[i]
-            later_user = bool(users) and users[-1] > i
-            if strip and self.thinking.drops(turn, later_user=later_user):
+            turn, start = sampled[i], len(ids)
+            calls = bool(messages[i].tool_calls)
+            if strip and self.thinking.drops(turn, calls, messages[i + 1 :]):
                 self.thinking.strip(ids, turn)
             else:
                 ids.extend(turn)
-            ids.extend(self.delta(messages[: i + 1], messages[i + 1 : end], ids[-1]))
+            # A turn of no tokens: what the prompt ends with may be Phi's `<|assistant|>`, an EOS.
+            last_id = ids[-1] if len(ids) > start else -1
+            ids.extend(self.delta(messages[: i + 1], messages[i + 1 : end], last_id))
         return ids
 
     def trace(
@@ -272,23 +278,49 @@ class ChatTemplate:
         texts, slots = cut(render, [messages[i].role for i in foreign])
         return frame_of(self.encoder, texts, slots)
 
+    def _roles(self) -> set[int]:
+        """The template's own tokens in prompts: Cohere's for the system is not called special."""
+        ids: set[int] = set()
+        shapes: tuple[tuple[Role, ...], ...] = (("user",), ("system", "user"))
+        for roles in shapes:
+            try:
+                ids |= self._opening([Message(role, "") for role in roles], ()).ids
+            except TemplateError:
+                continue
+        return ids
+
     def _look_at_tools(self) -> None:
-        """Whether what follows a call holds the call's name or id, or depends on earlier turns."""
+        """Whether what follows a call depends on earlier turns."""
         call, result = ToolCall("zqa", {}, id="zq0000001"), Message("tool", "")
-        other = ToolCall("zqb", {}, id="zq0000002")
         try:
-            once = self.finder.between((), (call,), (result,))
+            once = self.finder.between((), (result,))
         except TemplateError:
             return  # said when a tool's result is to be shown
         self._shown.append(once)
         self._ends.add(once.frame.first)
-        self._uses_calls = once != self.finder.between((), (other,), (result,))
         asked, called = Message("user", "Q"), Message("assistant", "", (call,))
         try:
-            later = self.finder.between((asked, called, result), (call,), (result,))
+            later = self.finder.between((asked, called, result), (result,))
         except TemplateError:
             return
         self._positional = once != later
+
+
+def _shape(messages: Sequence[Message]) -> tuple[tuple[str, bool], ...]:
+    return tuple([(m.role, bool(m.tool_calls)) for m in messages])
+
+
+def _without_repeats(history: Sequence[Message]) -> list[Message]:
+    """A history less its third round and later ones that are like the two before."""
+    starts = [i for i, m in enumerate(history) if m.role == "assistant"]
+    rounds = [history[a:b] for a, b in pairwise([*starts, len(history)])]
+    kept = list(history[: starts[0]] if starts else history)
+    last: list[Any] = []
+    for messages in rounds:
+        if last[-2:] != [shape := _shape(messages)] * 2:
+            kept += messages
+            last.append(shape)
+    return kept
 
 
 def _keep(cache: dict[Any, T], key: Any, value: T) -> T:

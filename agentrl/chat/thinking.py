@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.between import SPOKEN, spoken, turns
 from agentrl.errors import TemplateError
+from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
     from agentrl.chat.template import ChatTemplate
@@ -33,6 +34,8 @@ class Thinking:
     """The thinking of turns before the last user message is dropped."""
     always: bool = False
     """It is dropped as soon as anything follows."""
+    until_answer: bool = False
+    """That of a turn that calls stays until a later one does not (gpt-oss), whatever users say."""
     blank: bool = False
     """A turn without a thought is shown without the tags around it as soon as anything follows."""
     extra: str = ""
@@ -51,13 +54,17 @@ class Thinking:
     opened: str = ""
     """`<think>` where the prompt of a turn ends within a thought: for whoever reads its text."""
 
-    def drops(self, turn: Sequence[int], *, later_user: bool) -> bool:
+    def drops(self, turn: Sequence[int], calls: bool, later: Sequence[Message]) -> bool:
         """Whether a turn that something followed is shown without its thinking.
 
         Args:
             turn: the sampled ids.
-            later_user: whether a user message came after it.
+            calls: whether it calls tools.
+            later: what came after it.
         """
+        later_user = any(m.role == "user" for m in later)
+        if self.until_answer and calls:
+            return any(m.role == "assistant" and not m.tool_calls for m in later)
         if self.always or (self.after_user and later_user):
             return True
         return self.blank and not self._thought(turn)
@@ -161,6 +168,7 @@ class Thinking:
             thinking,
             blank=bool(thinking.extra) and _untagged(template),
             also=_after_a_result(template),
+            until_answer=thinking.after_user and _until_answer(template),
         )
 
 
@@ -185,6 +193,17 @@ def _gone(template: ChatTemplate, turns: Callable[..., list[dict[str, Any]]]) ->
             if THOUGHT not in template.render([_ASKED, turn], ask=False):
                 continue
             return THOUGHT not in template.render([_ASKED, turn, _RESULT])
+        except TemplateError:
+            continue
+    return False
+
+
+def _until_answer(template: ChatTemplate) -> bool:
+    """Whether a user message after a tool's result leaves the thought before the call standing."""
+    for turn in thoughtful(_CALL):
+        try:
+            if THOUGHT in template.render([_ASKED, turn, _RESULT]):
+                return THOUGHT in template.render([_ASKED, turn, _RESULT, _MORE])
         except TemplateError:
             continue
     return False
