@@ -50,7 +50,7 @@ def follow_ups(name: str) -> list[tuple[Role, ...]]:
 
 
 def literal(name: str, text: str) -> list[int]:
-    return chat(name).encoder.literal(text)
+    return list(chat(name).encoder.literal(text))
 
 
 def same(name: str, row: list[int], want: list[int]) -> bool:
@@ -86,7 +86,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
     for _ in range(draw(st.integers(1, 4))):
         roles = draw(st.sampled_from(legal))
         said = draw(benign)
-        ids = template.encoder.plain(said)
+        ids = list(template.encoder.plain(said))
         if own:
             # One token a character, single bytes, anything at all; any stop token or none.
             ids = draw(
@@ -176,8 +176,6 @@ def test_shapes_of_any_kind_are_as_those_of_the_proof(name, data):
     family, legal = FAMILIES[name], proven(name)
     if name.startswith("mistral"):  # what was said first moves to the last user message
         legal = [roles for roles in legal if "user" not in roles]
-    if name == "gptoss":  # it keeps a thought until an answer follows, not until a user does
-        legal = [roles for roles in legal if roles != ("tool", "user")]
     after = data.draw(st.lists(st.sampled_from(legal), min_size=1, max_size=4))
     said = tuple(tuple(f"{role}:{data.draw(benign)}" for role in roles) for roles in after)
     (verdict,) = prove(chat(name), TOOLS, [Shape("", said, system=family.system)])
@@ -206,7 +204,7 @@ def test_a_stripped_row_is_the_rendered_conversation(name, data):
         sampled[len(messages)] = [*template.encoder.literal(alone[start:end]), template.close_id]
         shown += [turn, {"role": "user", "content": data.draw(benign)}]
         messages += [Message("assistant", answer), Message("user", shown[-1]["content"])]
-    want = template.encoder.literal(template.render(shown))
+    want = list(template.encoder.literal(template.render(shown)))
     row = template.conversation(messages, (), sampled, strip=True)
     assert same(name, list(row), want)
     # Dropped it is: another row than the one that keeps it.

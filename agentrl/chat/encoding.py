@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 from agentrl.chat.decoding import Pieces
 from agentrl.chat.words import Words
 from agentrl.errors import TemplateError
+from agentrl.trajectory import token_array
 
 MAX_CONTROL = 256
 """No control token is longer."""
@@ -81,7 +83,7 @@ class Encoder:
         self._owns_bytes = self._opaque.decode(self._opaque.encode("<0x41>").ids) != "<0x41>"
         self._check()
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str) -> array[int]:
         """Text as ids, none of which is a control token, whatever the text holds.
 
         Raises:
@@ -90,7 +92,7 @@ class Encoder:
         ids = self._words.encode(text) if self._words is not None else None
         return self._whole(text) if ids is None else ids
 
-    def spoken(self, text: str) -> list[int]:
+    def spoken(self, text: str) -> array[int]:
         """A prompt's text: it may speak of tags such as `<think>`, but makes no roles and turns."""
         return self._around(self._tags, text)
 
@@ -100,18 +102,18 @@ class Encoder:
         texts = [text for text, i in self._id_of.items() if i in self.tags]
         self._tags = _pattern(dict.fromkeys(texts, (False, False)))
 
-    def literal(self, text: str) -> list[int]:
+    def literal(self, text: str) -> array[int]:
         """A template's own text: control tokens are what they are."""
         return self._around(self.control, text)
 
-    def split(self, text: str) -> tuple[str, list[int], str]:
+    def split(self, text: str) -> tuple[str, array[int], str]:
         """A template's text as what stands before its first control token, ids, and the rest.
 
         Where it holds none, all of it is "before".
         """
         found = list(self.control.finditer(text))
         if not found:
-            return text, [], ""
+            return text, token_array(), ""
         start, end = found[0].start(), found[-1].end()
         return text[:start], self.literal(text[start:end]), text[end:]
 
@@ -146,17 +148,19 @@ class Encoder:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _around(self, tokens: regex.Pattern[str], text: str) -> list[int]:
-        ids: list[int] = []
+    def _around(self, tokens: regex.Pattern[str], text: str) -> array[int]:
+        ids = token_array()
         position = 0
         for found in tokens.finditer(text):
             if found.start() > position:
-                ids += self.plain(text[position : found.start()])
+                ids.extend(self.plain(text[position : found.start()]))
             ids.append(self._id_of[found[0] if found[0] in self._id_of else found[0].strip()])
             position = found.end()
-        return ids + self.plain(text[position:]) if position < len(text) else ids
+        if position < len(text):
+            ids.extend(self.plain(text[position:]))
+        return ids
 
-    def _whole(self, text: str) -> list[int]:
+    def _whole(self, text: str) -> array[int]:
         """Encode without the cache."""
         try:
             ids = self._opaque.encode(text, add_special_tokens=False).ids
@@ -164,8 +168,8 @@ class Encoder:
             text = text.encode("utf-8", "replace").decode()
             ids = self._opaque.encode(text, add_special_tokens=False).ids
         if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
-            return ids
-        return self._apart(text)
+            return token_array(ids)
+        return token_array(self._apart(text))
 
     def _apart(self, text: str) -> list[int]:
         """Encode where the vocabulary owns control strings: cut each after its first character."""

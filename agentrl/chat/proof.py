@@ -207,7 +207,7 @@ def _compare(template: ChatTemplate, schemas: Schemas, shape: Shape, way: int) -
     said: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * shape.system
     said.append(_ASKED)
     messages = [Message(m["role"], m["content"]) for m in said]
-    sampled: dict[int, list[int]] = {}
+    sampled: dict[int, Sequence[int]] = {}
     status: Status = "append-only"
     for after in shape.after:
         tools = sum(text.startswith("tool:") for text in after)
@@ -250,7 +250,7 @@ def _sampled(
     asked: Sequence[Mapping[str, Any]],
     turn: Mapping[str, Any],
     more: Sequence[Mapping[str, Any]],
-) -> list[int]:
+) -> Sequence[int]:
     """The turn as the model writes it: as the template shows it to be imitated.
 
     Where the prompt opens no thought, a turn without one is what history shows: some templates put

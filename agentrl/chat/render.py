@@ -89,7 +89,9 @@ class Frame:
 
     parts: tuple[array[int] | tuple[str | Slot, ...], ...]
 
-    def fill(self, contents: Sequence[str], encode: Callable[[str, Sequence[int]], list[int]]):
+    def fill(
+        self, contents: Sequence[str], encode: Callable[[str, Sequence[int]], array[int]]
+    ) -> array[int]:
         """The ids with these contents.
 
         Args:
@@ -108,7 +110,7 @@ class Frame:
                 else:
                     text.append(piece.write(contents[piece.index]))
                     inside.append(piece.index)
-            ids.fromlist(encode("".join(text), inside))
+            ids.extend(encode("".join(text), inside))
         return ids
 
     @property
@@ -176,11 +178,11 @@ def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> F
     parts: list[array[int] | tuple[str | Slot, ...]] = []
     region: list[str | Slot] = []
 
-    def add(ids: list[int]) -> None:
+    def add(ids: array[int]) -> None:
         if parts and isinstance(parts[-1], array):
-            parts[-1] = parts[-1] + token_array(ids)
+            parts[-1] = parts[-1] + ids
         else:
-            parts.append(token_array(ids))
+            parts.append(ids)
 
     def close() -> None:
         if any(isinstance(piece, Slot) for piece in region):

@@ -125,7 +125,7 @@ class ChatTemplate:
             frame = _keep(self._prompts, key, self._opening(messages, schemas))
         foreign = [m for m in messages if m.role != "assistant"]
 
-        def encode(text: str, inside: Sequence[int]) -> list[int]:
+        def encode(text: str, inside: Sequence[int]) -> array[int]:
             tool = any(foreign[i].role == "tool" for i in inside)
             return self.encoder.plain(text) if tool else self._encode_prompt(text)
 
@@ -229,7 +229,7 @@ class ChatTemplate:
                     ids[-1], delta = delta[0], delta[1:]
                 append(delta, 0)
             closed = not (stop and message.content.endswith(stop))
-            append(self.encoder.literal(message.content) + [self.close_id] * closed, 1)
+            append([*self.encoder.literal(message.content), *[self.close_id] * closed], 1)
             spoken = i
         if spoken != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")
@@ -239,7 +239,7 @@ class ChatTemplate:
 
     # -- ids and text -----------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> array[int]:
         """Foreign text as ids, free of control tokens whatever it contains."""
         return self.encoder.plain(text)
 
@@ -260,7 +260,7 @@ class ChatTemplate:
         closed = len(ids) > 0 and ids[-1] in self._ends
         return self.encoder.decode(ids[:-1] if closed else ids)
 
-    def _encode_foreign(self, text: str, inside: Sequence[int]) -> list[int]:
+    def _encode_foreign(self, text: str, inside: Sequence[int]) -> array[int]:
         return self.encoder.plain(text)
 
     # -- what the template writes -----------------------------------------------------------------

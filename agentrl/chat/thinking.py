@@ -118,8 +118,8 @@ class Thinking:
                 high = middle
         said = decode(ids[low:])
         if not text.endswith(said):  # cut within a character
-            return self.template.encode(text)
-        return self.template.encode(text[: len(text) - len(said)]) + ids[low:]
+            return list(self.template.encode(text))
+        return [*self.template.encode(text[: len(text) - len(said)]), *ids[low:]]
 
     @classmethod
     def of(cls, template: ChatTemplate) -> Thinking:

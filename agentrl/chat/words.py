@@ -8,14 +8,16 @@ characters is left to the tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from array import array
+from collections.abc import Callable, Sequence, Set
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 from unicodedata import category, is_normalized, ucd_3_2_0
 
 import regex
 from tokenizers import Tokenizer
+
+from agentrl.trajectory import token_array
 
 MAX_WORDS = 1 << 17
 """Words in the cache, some 20 MB; when it is full, it is emptied."""
@@ -32,13 +34,17 @@ class _ForgedError(Exception):
     """A word has become what no text may become."""
 
 
-class Words(dict[str, tuple[int, ...]]):
-    """What a tokenizer makes of each word; a word not seen before is encoded."""
+class Words(dict[str, bytes]):
+    """What a tokenizer makes of each word, as the bytes of an array of ids.
+
+    A word not seen before is encoded. Joining bytes is faster than joining lists of numbers.
+    """
 
     def __init__(
         self,
         tokenize: Callable[[str], list[Any]],
         cut: Cut,
+        cut_ascii: Cut,
         never: Set[int] = frozenset(),
         *,
         normalized: bool,
@@ -48,11 +54,13 @@ class Words(dict[str, tuple[int, ...]]):
         Args:
             tokenize: a byte-level BPE's, for one word.
             cut: a text into words.
+            cut_ascii: the same for a text of ASCII alone.
             never: the ids that no text may become.
             normalized: the tokenizer normalizes text (NFC) before it cuts it.
         """
         self._tokenize = tokenize
         self._cut = cut
+        self._cut_ascii = cut_ascii
         self._never = never
         self._normalized = normalized
 
@@ -69,32 +77,35 @@ class Words(dict[str, tuple[int, ...]]):
         cut = _cut_of(state["pre_tokenizer"])
         if not cut:
             return None
-        return cls(tokenizer.model.tokenize, cut, never, normalized=bool(normalizer))
+        return cls(tokenizer.model.tokenize, *cut, never, normalized=bool(normalizer))
 
-    def encode(self, text: str) -> list[int] | None:
+    def encode(self, text: str) -> array[int] | None:
         """A text's ids, or None where only the tokenizer itself can tell."""
-        if not text.isascii() and (
-            _unsettled().search(text) or (self._normalized and not is_normalized("NFC", text))
-        ):
+        if text.isascii():
+            words = self._cut_ascii(text)
+        elif _unsettled().search(text) or (self._normalized and not is_normalized("NFC", text)):
             return None
-        words = self._cut(text)
-        if sum(map(len, words)) != len(text):
+        else:
+            words = self._cut(text)
+        if "".join(words) != text:
             return None
+        ids = token_array()
         try:
-            return list(chain.from_iterable(map(self.__getitem__, words)))
+            ids.frombytes(b"".join(map(self.__getitem__, words)))
         except _ForgedError:
             return None
+        return ids
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
+    def __missing__(self, word: str) -> bytes:
         letters = word.encode().decode("latin-1").translate(LETTERS)
-        ids = tuple([token.id for token in self._tokenize(letters)])
+        ids = token_array([token.id for token in self._tokenize(letters)])
         if not self._never.isdisjoint(ids):
             raise _ForgedError
         if len(word) <= MAX_WORD:
             if len(self) >= MAX_WORDS:
                 self.clear()
-            self[word] = ids
-        return ids
+            self[word] = ids.tobytes()
+        return ids.tobytes()
 
 
 def _letters() -> dict[int, str]:
@@ -128,8 +139,8 @@ def _unsettled() -> re.Pattern[str]:
     )
 
 
-def _cut_of(pre_tokenizer: dict[str, Any] | None) -> Cut | None:
-    """How a byte-level tokenizer cuts text into words, or None for any other."""
+def _cut_of(pre_tokenizer: dict[str, Any] | None) -> tuple[Cut, Cut] | None:
+    """How a byte-level tokenizer cuts text, and ASCII, into words; None for any other tokenizer."""
     match pre_tokenizer:
         case {"type": "ByteLevel"}:
             steps = [pre_tokenizer]
@@ -156,16 +167,56 @@ def _cut_of(pre_tokenizer: dict[str, Any] | None) -> Cut | None:
         case _:
             return None
     try:
-        compiled = [regex.compile(p) for p in patterns]
-        around = [regex.compile(f"({p})") for p in patterns]
+        cut = _cutter(patterns, regex.compile)
+        return (cut, _ascii_cutter(patterns) or cut) if cut else None
     except regex.error:
         return None
+
+
+def _ascii_cutter(patterns: Sequence[str]) -> Cut | None:
+    """The same rules for the standard library's expressions: twice as fast, where they suffice."""
+    try:
+        return _cutter([_in_ascii(p) for p in patterns], partial(re.compile, flags=re.ASCII))
+    except (re.error, KeyError):
+        return None
+
+
+# What each class of characters has in ASCII.
+_ASCII = {
+    **{"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "Mn": ""},
+    **{"N": "0-9", "Nd": "0-9", "Nl": "", "No": ""},
+    "P": re.escape("!\"#%&'()*,-./:;?@[\\]_{}"),
+    "S": re.escape("$+<=>^`|~"),
+}
+_CLASSES = re.compile(r"\\p\{(\w+)\}|\\p(\w)|(\\.|\[\^?|\])", re.DOTALL)
+
+
+def _in_ascii(pattern: str) -> str:
+    """An expression with the characters of ASCII in place of Unicode's classes."""
+    parts, position, within = [], 0, False
+    for found in _CLASSES.finditer(pattern):
+        parts.append(pattern[position : found.start()])
+        position = found.end()
+        if found[3]:
+            within = (within or found[3][0] == "[") and found[3] != "]"
+            parts.append(found[3])
+        else:
+            letters = _ASCII[found[1] or found[2]]
+            parts.append(letters if within else f"[{letters}]" if letters else "(?!)")
+    return "".join([*parts, pattern[position:]])
+
+
+def _cutter(patterns: Sequence[str], compile: Callable[[str], Any]) -> Cut | None:
+    """Cut by one rule after another, each within what the one before has left."""
+    compiled = [compile(p) for p in patterns]
     if not compiled or any(p.groups for p in compiled):
         return None
-    return compiled[0].findall if len(compiled) == 1 else partial(_cut_again, around)
+    if len(compiled) == 1:
+        return compiled[0].findall
+    return partial(_cut_again, [compile(f"({p})") for p in patterns])
 
 
-def _cut_again(patterns: list[regex.Pattern[str]], text: str) -> list[str]:
+def _cut_again(patterns: Sequence[Any], text: str) -> list[str]:
     """Cut by one rule after another, each within what the one before has left."""
     words = [text]
     for pattern in patterns:
