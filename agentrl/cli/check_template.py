@@ -140,7 +140,7 @@ def _other_ids(template: ChatTemplate) -> str:
     ]
     text = template.render(said)
     theirs = template.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    ours = template.encoder.literal(text)
+    ours = list(template.encoder.literal(text))
     if theirs == ours:
         return ""
     at = next(i for i, (a, b) in enumerate(zip([*theirs, -1], [*ours, -1], strict=False)) if a != b)
