@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from agentrl.chat.formats.strict_json import is_sound
+from agentrl.chat.formats.tagged import read_values
 from agentrl.chat.formats.thinking import broken_call, read_calls
 from agentrl.trajectory import ToolCall
 
@@ -36,22 +37,10 @@ def _call_at(text: str, start: int) -> tuple[list[ToolCall], int]:
     head = _NAME.match(text, body)
     if not head:
         return broken_call(text, body, (OPEN,), CLOSE, f"no name behind {OPEN}")
-    name, position = head[1], head.end()
-    arguments: dict[str, str] = {}
-    why = ""
-    while not why and (pair := _KEY.match(text, position)):
-        key, begin = pair[1].strip(), pair.end()
-        end = _VALUE_END.search(text, begin)
-        if not end or end[0] != "</arg_value>":
-            why = f"no </arg_value> for {key[:80]}"
-            break
-        value = text[begin : end.start()]
-        if key in arguments:
-            why = f"argument {key[:80]} is given twice"
-        elif not is_sound(value + key + name):
-            why = "lone surrogate"
-        arguments[key] = value
-        position = end.end()
+    name = head[1]
+    arguments, why, position = read_values(text, head.end(), _KEY, _VALUE_END, "</arg_value>")
+    if not is_sound(name):
+        why = "lone surrogate"
     if not why and (end := _END.match(text, position)):
         return [ToolCall(name, arguments)], end.end()
     why = why or f"not <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>, then {CLOSE}"

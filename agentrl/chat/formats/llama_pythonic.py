@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from agentrl.chat.formats.strict_json import MAX_DEPTH, broken, is_sound
+from agentrl.chat.formats.strict_json import broken, end_of_brackets, is_sound
 from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
 from agentrl.trajectory import ToolCall
 
@@ -58,7 +58,7 @@ def parse_llama_pythonic(text: str) -> list[ToolCall]:
     position += 1
     while len(calls) <= MAX_CALLS:
         name = _NAME.match(text, position)
-        end = _end_of_brackets(text, name.end()) if name else 0
+        end = end_of_brackets(text, name.end(), _TO_BRACKET) if name else 0
         if not name or not end:
             calls.append(broken(text[position:], "not NAME(KEY=VALUE), or cut off"))
             return calls
@@ -87,23 +87,9 @@ def _end_of_calls(text: str, start: int) -> int:
     begin = _start_of_calls(text)
     if not 0 <= begin < first_tag(text) or not text.startswith("[", begin):
         return start
-    return _end_of_brackets(text, begin) or len(text)  # one that is broken off holds what follows
-
-
-def _end_of_brackets(text: str, start: int) -> int:
-    """Where the bracket at `start` is closed (exclusive), strings aside, or 0."""
-    depth, position, match = 0, start, _TO_BRACKET.match
-    while bracket := match(text, position):
-        position = bracket.end()
-        if bracket[1] in "([{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return 0
-        else:
-            depth -= 1
-            if depth == 0:
-                return position
-    return 0
+    return end_of_brackets(text, begin, _TO_BRACKET) or len(
+        text
+    )  # one that is broken off holds what follows
 
 
 def _call(name: str, body: str) -> ToolCall:

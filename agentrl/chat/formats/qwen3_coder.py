@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from agentrl.chat.formats.strict_json import is_sound
+from agentrl.chat.formats.tagged import read_values
 from agentrl.chat.formats.thinking import broken_call, read_calls
 from agentrl.trajectory import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
+FUNCTION, FUNCTION_END, VALUE_END = "<function=", "</function>", "</parameter>"
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
@@ -44,23 +45,12 @@ def _call_at(text: str, start: int) -> tuple[list[ToolCall], int]:
     head = _FUNCTION.match(text, body)
     if not head:
         return broken_call(text, body, (OPEN,), CLOSE, f"no {FUNCTION}NAME> in {OPEN}")
-    name, position = head[1], head.end()
-    arguments: dict[str, str] = {}
-    why = ""
-    while not why and (parameter := _PARAMETER.match(text, position)):
-        key, begin = parameter[1], parameter.end()
-        end = _VALUE_END.search(text, begin)
-        if not end or end[0] != "</parameter>":
-            why = f"no </parameter> for {key[:80]}"
-            break
-        value = text[begin : end.start()].removeprefix("\n").removesuffix("\n")
-        if key in arguments:
-            why = f"parameter {key[:80]} is given twice"
-        elif not is_sound(value + key + name):
-            why = "lone surrogate"
-        arguments[key] = value
-        position = end.end()
+    name = head[1]
+    arguments, why, position = read_values(text, head.end(), _PARAMETER, _VALUE_END, VALUE_END)
+    if not is_sound(name):
+        why = "lone surrogate"
     if not why and (end := _END.match(text, position)):
-        return [ToolCall(name, arguments)], end.end()
+        lines = {k: v.removeprefix("\n").removesuffix("\n") for k, v in arguments.items()}
+        return [ToolCall(name, lines)], end.end()
     why = why or f"not <parameter=KEY> VALUE </parameter>, then {FUNCTION_END} {CLOSE}"
     return broken_call(text, body, (OPEN,), CLOSE, why, name, read=position)

@@ -24,19 +24,26 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def end_of_object(text: str, start: int) -> int:
     """Where the JSON object at `start` ends (exclusive), or 0 where there is none."""
-    return _end_of_brackets(text, start) if text.startswith("{", start) else 0
+    return end_of_brackets(text, start) if text.startswith("{", start) else 0
 
 
 def end_of_array(text: str, start: int) -> int:
     """Where the JSON array at `start` ends (exclusive), or 0 where there is none."""
-    return _end_of_brackets(text, start) if text.startswith("[", start) else 0
+    return end_of_brackets(text, start) if text.startswith("[", start) else 0
 
 
-def _end_of_brackets(text: str, start: int) -> int:
-    depth, position, match = 0, start, _TO_BRACKET.match
+def end_of_brackets(text: str, start: int, to_bracket: re.Pattern[str] = _TO_BRACKET) -> int:
+    """Where the bracket at `start` is closed (exclusive), or 0.
+
+    Args:
+        text: where it stands.
+        start: at the bracket.
+        to_bracket: matches up to the next bracket, group 1, that does not stand in a string.
+    """
+    depth, position, match = 0, start, to_bracket.match
     while bracket := match(text, position):
         position = bracket.end()
-        if bracket[1] in "{[":
+        if bracket[1] in "([{":
             depth += 1
             if depth > MAX_DEPTH:
                 return 0
