@@ -59,9 +59,13 @@ class Attempt:
     world: World
     sample: Sample
     episode_id: str
+    """Unique: a retry is another attempt."""
     rollout: int
+    """Which of the sample's n rollouts."""
     sampling: Sampling
+    """How turns are sampled; how long they are and what ends them is filled in."""
     seed: int
+    """With rollout and turn, the only source of randomness."""
     messages: list[Message] = field(default_factory=list)
     """All that was said, in the order in which it was."""
     turns: list[Turn] = field(default_factory=list)
@@ -76,6 +80,13 @@ class Attempt:
     started: float = field(default_factory=time.monotonic)
     engine: asyncio.Lock = field(default_factory=asyncio.Lock)
     """An engine answers one request of an episode at a time."""
+
+    def __post_init__(self):
+        self.sampling = replace(
+            self.sampling,
+            max_tokens=self.world.config.rollout.max_turn_tokens,
+            stop_ids=self.world.template.stop_ids,
+        )
 
     @property
     def deadline(self) -> float:

@@ -17,16 +17,15 @@ earlier turns. What earlier rows sampled stands in its prompt and is trained the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
 
-from agentrl.agent_loops.attempt import Attempt, World, mix_seed
-from agentrl.agent_loops.row import Row
+from agentrl.agent_loops.attempt import Attempt, mix_seed
+from agentrl.agent_loops.context import Context
 from agentrl.agent_loops.stop import cut_at_stop
 from agentrl.chat import truncate
-from agentrl.engine.base import Sampling
 from agentrl.errors import EngineError, EpisodeOver, UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
@@ -37,7 +36,6 @@ from agentrl.trajectory import (
     ToolResult,
     Trajectory,
     Turn,
-    token_array,
 )
 
 
@@ -61,61 +59,16 @@ class Episode:
             interaction: the row's, if it has one.
             thread: 0 for the agent loop's own conversation, n for the n-th that it spawned.
         """
-        self.schemas = schemas
-        self.messages: list[Message] = list(opening)
-        """The conversation as the policy sees it."""
         self._attempt = attempt
         self._world = attempt.world
         self._interaction = interaction
         self._thread = thread
-        self._turn = -1
-        """This conversation's last turn."""
-        self._spoken = 0
-        self._ids: dict[int, array[int]] = {}
-        """Of messages that were sampled, by `id`; they are all alive in the attempt."""
-        self._waiting: list[Message] = []
+        self._context = Context(self._world.template, opening, schemas)
+        self._first = self._context.row
+        self._turn, self._spoken = -1, 0
+        """This conversation's last turn, and how many it had."""
         attempt.messages.extend(opening)
-        self._row = Row(self._world.template.prompt(opening, schemas))
-        self._first = self._row
-        self._branched = False
-        for message in opening:
-            if message.role != "assistant":
-                self._attempt.control_token_attempts += self._world.template.attempts(message)
-
-    @classmethod
-    def begin(
-        cls,
-        world: World,
-        sample: Sample,
-        interaction: Interaction | None,
-        *,
-        episode_id: str,
-        rollout: int,
-        sampling: Sampling,
-        seed: int,
-        opening: Sequence[Message],
-        schemas: Sequence[Any],
-    ) -> Episode:
-        """A new attempt at a sample.
-
-        Args:
-            world: engine, template, toolbox, config.
-            sample: the row.
-            interaction: the row's, if it has one.
-            episode_id: unique per attempt.
-            rollout: which of the sample's n rollouts.
-            sampling: how turns are sampled.
-            seed: with rollout and turn, the only source of randomness.
-            opening: the first messages, as the agent loop shows them.
-            schemas: the tools the chat template shows.
-        """
-        sampling = replace(
-            sampling,
-            max_tokens=world.config.rollout.max_turn_tokens,
-            stop_ids=world.template.stop_ids,
-        )
-        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
-        return cls(attempt, opening, schemas, interaction)
+        self._count(m for m in opening if m.role != "assistant")
 
     @property
     def sample(self) -> Sample:
@@ -133,28 +86,24 @@ class Episode:
         return self._attempt.rollout
 
     @property
+    def messages(self) -> list[Message]:
+        """The conversation as the policy sees it."""
+        return self._context.messages
+
+    @property
+    def schemas(self) -> Sequence[Any]:
+        """The tools that the chat template shows."""
+        return self._context.schemas
+
+    @property
     def turns(self) -> list[Turn]:
         """All turns of the attempt so far."""
         return self._attempt.turns
 
     @property
-    def state(self) -> str:
-        """What the attempt waits for."""
-        return self._attempt.state
-
-    @property
-    def since(self) -> float:
-        """When it began to, in `time.monotonic()` seconds."""
-        return self._attempt.since
-
-    @property
     def deadline(self) -> float:
         """When the attempt's time is over, in `time.monotonic()` seconds."""
         return self._attempt.deadline
-
-    def enter(self, state: str) -> float:
-        """See `Attempt.enter`."""
-        return self._attempt.enter(state)
 
     # -- the verbs --------------------------------------------------------------------------------
 
@@ -181,7 +130,7 @@ class Episode:
         attempt.check_time()
         if len(attempt.turns) >= rollout.max_turns:
             raise EpisodeOver("turns")
-        row, delta = self._next()
+        row, delta = self._context.next(strip=rollout.history_thinking == "strip")
         room = attempt.room(row, len(delta))
         if room < 1:
             raise EpisodeOver("trajectory_tokens")
@@ -192,12 +141,11 @@ class Episode:
         row.observe(delta)
         start = len(row)
         row.sample(generation, max_tokens)
-        self._row, self._branched = row, False
-        self._waiting.clear()
+        self._context.begun(row)
         attempt.register(row)
         message = Message("assistant", text, tuple(await self._read(text, parse)))
-        self._ids[id(message)] = generation.token_ids
-        self._say(message)
+        self._context.spoke(message, generation.token_ids)
+        attempt.messages.append(message)
         self._turn, self._spoken = len(attempt.turns), self._spoken + 1
         attempt.turns.append(
             Turn(
@@ -231,10 +179,10 @@ class Episode:
                     f" ep.generate(); got a message of role {message.role!r} after"
                     f" {self._spoken} turns"
                 )
+        self._count(messages)
         for message in messages:
-            self._attempt.control_token_attempts += self._world.template.attempts(message)
-            self._say(message)
-        self._waiting.extend(messages)
+            self._context.observe(message)
+            self._attempt.messages.append(message)
 
     async def call_tools(
         self, answer_as: Callable[[str], Message] | None = None
@@ -284,9 +232,9 @@ class Episode:
         if self._interaction is None:
             return False
         self._attempt.check_time()
-        self.enter("interaction")
+        self._attempt.enter("interaction")
         reply = await respond(self._interaction, tuple(self.messages), self.deadline)
-        self.enter("loop")
+        self._attempt.enter("loop")
         if reply is None:
             return False
         if reply.score:
@@ -325,10 +273,10 @@ class Episode:
                 )
         if not messages or messages[-1].role == "assistant":
             raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
-        self._attempt.messages.extend(m for m in messages if id(m) not in known)
-        self.messages = list(messages)
-        self._waiting.clear()
-        self._branched = True
+        new = [m for m in messages if id(m) not in known]
+        self._count(new)
+        self._attempt.messages.extend(new)
+        self._context.edit(messages)
 
     def spawn(
         self, prompt: str | Sequence[Message], schemas: Sequence[Any] | None = None
@@ -365,32 +313,10 @@ class Episode:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
-        self.messages.append(message)
-        self._attempt.messages.append(message)
-
-    def _next(self) -> tuple[Row, array[int]]:
-        """The row that the next turn is sampled in, and what is to be added to it before."""
-        template, row = self._world.template, self._row
-        if self._spoken == 0:
-            return (row, token_array()) if not self._branched else (self._anew(), token_array())
-        strips = self._world.config.rollout.history_thinking == "strip"
-        if self._branched:
-            return self._anew(strips), token_array()
-        history = self.messages[: len(self.messages) - len(self._waiting)]
-        delta = template.delta(history, self._waiting, row.ids[-1])
-        users = any(m.role == "user" for m in self._waiting)
-        if strips and template.thinking.may_drop(later_user=users):
-            anew = self._anew(strip=True)
-            if anew.ids != row.ids + delta:
-                return anew, token_array()
-        return row, delta
-
-    def _anew(self, strip: bool = False) -> Row:
-        """A row whose prompt is the conversation as it stands now."""
-        sampled = {i: self._ids[id(m)] for i, m in enumerate(self.messages) if id(m) in self._ids}
-        template = self._world.template
-        return Row(template.conversation(self.messages, self.schemas, sampled, strip=strip))
+    def _count(self, messages: Iterable[Message]) -> None:
+        """Note what control tokens others have spelled out."""
+        attempts = self._world.template.attempts
+        self._attempt.control_token_attempts += sum(map(attempts, messages))
 
     async def _ask(self, ids: array[int], max_tokens: int, stop: tuple[str, ...]) -> Generation:
         attempt = self._attempt

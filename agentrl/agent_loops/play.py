@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Attempt, World
 from agentrl.agent_loops.base import AgentLoop
 from agentrl.agent_loops.episode import Episode
 from agentrl.chat import ChatTemplate
@@ -56,19 +56,10 @@ async def play_episode(
             opened = True
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
-        episode = Episode.begin(
-            world,
-            sample,
-            interaction,
-            episode_id=episode_id,
-            rollout=rollout,
-            sampling=sampling,
-            seed=seed,
-            opening=opening,
-            schemas=schemas,
-        )
+        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        episode = Episode(attempt, opening, schemas, interaction)
         if watchdog:
-            watchdog.watch(episode)
+            watchdog.watch(attempt)
         try:
             await _run_loop(loop, episode)
         except EpisodeOver as over:
