@@ -26,6 +26,8 @@ from agentrl.trajectory import Message, Sample
 
 T = TypeVar("T")
 
+SHIPPED = ("single_turn", "tool_agent", "react")
+"""Loops that are known to say nothing of their own; any other may observe a user at any time."""
 MAX_PROVEN = 8
 """Kinds of rows that a template is proven on, those with the most rows first."""
 
@@ -124,7 +126,7 @@ def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verd
     """What the template does to the kinds of conversations that the rows may become.
 
     A loop that opens with schemas answers calls with tool messages, any other (react) with user
-    messages, as an interaction does.
+    messages, as an interaction does, and as a loop of the user's own may after any turn.
 
     Returns:
         For each kind of rows: its loop, how many rows it has, and the verdicts.
@@ -142,19 +144,26 @@ def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verd
     for kind, count in kinds.most_common(MAX_PROVEN):
         name, tools, heard = kind
         system, schemas = opened[kind]
-        shapes = _shapes(bool(tools), bool(schemas), heard)
+        shapes = _shapes(bool(tools), bool(schemas), heard, own=name not in SHIPPED)
         if shapes:
             shapes = [replace(shape, system=system) for shape in shapes]
             found.append((name, count, prove(template, schemas, shapes)))
     return found
 
 
-def _shapes(tools: bool, shown: bool, heard: bool) -> Sequence[Shape]:
-    """What rows may become, by whether they have tools, shown by the template, and interactions."""
-    names = ["user only"] if heard or (tools and not shown) else []
+def _shapes(tools: bool, shown: bool, heard: bool, own: bool) -> Sequence[Shape]:
+    """What rows may become.
+
+    Args:
+        tools: whether they have any.
+        shown: whether the template shows these.
+        heard: whether an interaction answers.
+        own: whether their loop is the user's.
+    """
+    names = ["user only"] if heard or own or (tools and not shown) else []
     if tools and shown:
         names += ["one tool", "parallel tools"]
-        if heard:
+        if heard or own:
             names += ["five turns", "tool then user", "thinking"]
     shapes = [s for s in SHAPES if s.name in names]
     return [*shapes, *CALLS_ALONE] if tools and shown and not heard else shapes

@@ -119,14 +119,15 @@ class Rollouts:
             raise
 
     def close(self) -> None:
-        """Close the toolbox's connections and a foreign parser, and stop the thread."""
-        if not self._thread.is_alive():
-            return
-        self.run(self._drain())
-        self.world.close()
-        self._watchdog.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        """Close the toolbox's connections and a foreign parser, and stop the thread. Idempotent."""
+        try:
+            if self._thread.is_alive():
+                self.run(self._drain())
+        finally:  # a parser's process would outlive a thread that died
+            self.world.close()
+            self._watchdog.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
 
     async def _drain(self) -> None:
         """Let cancelled episodes clean up, then close the toolbox."""

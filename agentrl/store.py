@@ -289,7 +289,7 @@ def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
         stop_reason=row["stop_reason"],
         tool_reward=row["tool_reward"],
         seconds=row["seconds"],
-        control_token_attempts=row["control_token_attempts"],
+        control_token_attempts=row.get("control_token_attempts", 0),  # older files lack it
     )
     scored = Scored(
         trajectory,

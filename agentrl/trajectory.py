@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 def token_array(values: Sequence[int] = ()) -> array[int]:
@@ -65,6 +66,10 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+
+    def __post_init__(self):
+        if self.role not in _ROLES:
+            raise ValueError(f"no role {self.role!r}: a message is of {', '.join(_ROLES)}")
 
     def as_dict(self) -> dict[str, str]:
         """The message as chat templates hold it; an assistant's calls stay in its text."""

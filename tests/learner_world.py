@@ -52,8 +52,8 @@ def scored(
     return Scored(trajectory, {"outcome": reward}, reward, masked=masked)
 
 
-def turn(segment: int, start: int, end: int, **rewards: float) -> Turn:
-    return Turn(segment, start, end, "stop", rewards=rewards)
+def turn(segment: int, start: int, end: int, thread: int = 0, **rewards: float) -> Turn:
+    return Turn(segment, start, end, "stop", rewards=rewards, thread=thread)
 
 
 def group(*members: Scored) -> Group:

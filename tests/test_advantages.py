@@ -18,6 +18,12 @@ def by_definition(rewards, values, gamma, lam, last=0.0):
     return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
 
 
+def by_rows(rewards, values, mask, rollout, gamma, lam, bootstrap):
+    """GAE of rollouts whose rows stand in the order in which they were sampled."""
+    turn = torch.zeros_like(mask).long()
+    return gae(rewards, values, mask, rollout, turn, gamma, lam, bootstrap)
+
+
 # --- grpo ---------------------------------------------------------------------------------------
 
 
@@ -62,7 +68,7 @@ def test_gae_equals_its_definition_with_observations_in_between():
     mask = tensor([[True, False, False, True, True, False]])
     rewards = tensor([[0.5, NAN, NAN, -1.0, 2.0, NAN]])
     values = tensor([[0.1, NAN, NAN, 0.2, 0.3, NAN]])
-    advantages, returns = gae(
+    advantages, returns = by_rows(
         rewards, values, mask, tensor([0]), gamma=0.9, lam=0.8, bootstrap=torch.zeros(1)
     )
     expected = by_definition([0.5, -1.0, 2.0], [0.1, 0.2, 0.3], 0.9, 0.8)
@@ -77,13 +83,13 @@ def test_gae_runs_through_all_segments_of_a_rollout():
     rewards = tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])
     values = torch.zeros(3, 2)
     rollout = tensor([0, 0, 1])
-    _, returns = gae(rewards, values, mask, rollout, 1.0, 1.0, bootstrap=torch.zeros(2))
+    _, returns = by_rows(rewards, values, mask, rollout, 1.0, 1.0, bootstrap=torch.zeros(2))
     assert returns.tolist() == [[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]]
 
 
 def test_a_terminal_rollout_is_not_bootstrapped_and_a_cut_one_is():
     mask = torch.ones(2, 1, dtype=torch.bool)
-    _, returns = gae(
+    _, returns = by_rows(
         torch.zeros(2, 1), torch.zeros(2, 1), mask, tensor([0, 1]), 0.5, 1.0, tensor([0.0, 4.0])
     )
     assert returns.tolist() == [[0.0], [2.0]]
@@ -91,7 +97,7 @@ def test_a_terminal_rollout_is_not_bootstrapped_and_a_cut_one_is():
 
 def test_gamma_zero_sees_only_the_tokens_own_reward():
     mask = tensor([[True, False, True]])
-    advantages, _ = gae(
+    advantages, _ = by_rows(
         tensor([[1.0, 9.0, 3.0]]),
         tensor([[0.5, 9.0, 0.25]]),
         mask,
@@ -105,7 +111,7 @@ def test_gamma_zero_sees_only_the_tokens_own_reward():
 
 def test_gae_without_any_chosen_token_is_zero():
     empty = torch.zeros(2, 3)
-    advantages, returns = gae(
+    advantages, returns = by_rows(
         empty, empty, empty.bool(), tensor([0, 1]), 1.0, 1.0, bootstrap=torch.zeros(2)
     )
     assert not advantages.any() and not returns.any()
@@ -138,14 +144,63 @@ def test_observations_change_no_bit(steps, trailing, filler, gamma, lam):
     mask += [False] * trailing
     m = tensor([mask])
     args = (tensor([0]), gamma, lam, torch.zeros(1))
-    with_gaps = gae(tensor([rewards]), tensor([values]), m, *args)
+    with_gaps = by_rows(tensor([rewards]), tensor([values]), m, *args)
     bare = torch.ones(1, len(steps), dtype=torch.bool)
-    without = gae(
+    without = by_rows(
         tensor([[r for _, r, _ in steps]]), tensor([[v for _, _, v in steps]]), bare, *args
     )
     for a, b in zip(with_gaps, without, strict=True):
         assert torch.equal(a[m], b[0])
         assert not a[~m].any()
+
+
+def test_gae_walks_in_the_order_of_turns():
+    """A loop spoke, asked a sub-agent (row 1), and went on in its own row."""
+    mask = tensor([[True, True, False, True, True], [True, True, True, False, False]])
+    turn = tensor([[0, 0, -1, 2, 2], [1, 1, 1, -1, -1]])
+    rewards = tensor([[0.0, 1.0, NAN, 0.0, 8.0], [0.0, 0.0, 4.0, NAN, NAN]])
+    advantages, returns = gae(
+        rewards, torch.zeros(2, 5), mask, tensor([0, 0]), turn, 0.5, 1.0, torch.zeros(1)
+    )
+    # In time: 0 1 | 0 0 4 | 0 8, halved at each step back.
+    expected = tensor([[0.875, 1.75, 0, 4, 8], [1.5, 3, 6, 0, 0]])
+    assert torch.equal(advantages, expected) and torch.equal(returns, expected)
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=7),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=150, deadline=None)
+def test_in_which_rows_turns_stand_changes_no_bit(turns, seed):
+    """Turns (row, tokens) of one rollout in any rows, against one row in the order of time.
+
+    Another rollout's row stands beside them, so that none may take from a neighbour.
+    """
+    g = torch.Generator().manual_seed(seed)
+    n = sum(length for _, length in turns)
+    stream, other = torch.randn(2, n, generator=g), torch.randn(2, 1, 2, generator=g)
+    laid = torch.full((2, 5, 30), NAN)
+    mask, turn = torch.zeros(5, 30, dtype=torch.bool), torch.full((5, 30), -1)
+    laid[:, 4, :2], mask[4, :2], turn[4, :2] = other[:, 0], True, 0
+    ends, place, at = [0] * 4, [], 0
+    for k, (row, length) in enumerate(turns):
+        here = slice(ends[row], ends[row] + length)
+        laid[:, row, here], mask[row, here], turn[row, here] = stream[:, at : at + length], True, k
+        place += [(row, column) for column in range(here.start, here.stop)]
+        at, ends[row] = at + length, here.stop + 1  # and an observation after it
+    rows, columns = tensor(place).T
+    rollout = tensor([0, 0, 0, 0, 1])
+    several = gae(laid[0], laid[1], mask, rollout, turn, 0.9, 0.8, torch.zeros(2))
+    alone = torch.ones(1, n, dtype=torch.bool)
+    plain = by_rows(stream[:1], stream[1:], alone, tensor([0]), 0.9, 0.8, torch.zeros(1))
+    beside = by_rows(
+        other[0], other[1], torch.ones(1, 2).bool(), tensor([0]), 0.9, 0.8, torch.zeros(1)
+    )
+    for found, expected, neighbour in zip(several, plain, beside, strict=True):
+        assert torch.equal(found[rows, columns], expected[0])
+        assert torch.equal(found[4, :2], neighbour[0])
+        assert not found[~mask].any()
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 7))
@@ -154,10 +209,12 @@ def test_a_rollouts_neighbours_do_not_matter(seed, rollouts, width):
     g = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, rollouts, width, generator=g)
     mask = torch.rand(rollouts, width, generator=g) < 0.6
-    together = gae(rewards, values, mask, torch.arange(rollouts), 0.9, 0.8, torch.zeros(rollouts))
+    together = by_rows(
+        rewards, values, mask, torch.arange(rollouts), 0.9, 0.8, torch.zeros(rollouts)
+    )
     for r in range(rollouts):
         one = slice(r, r + 1)
-        alone = gae(rewards[one], values[one], mask[one], tensor([0]), 0.9, 0.8, torch.zeros(1))
+        alone = by_rows(rewards[one], values[one], mask[one], tensor([0]), 0.9, 0.8, torch.zeros(1))
         assert torch.equal(together[0][one], alone[0])
         assert torch.equal(together[1][one], alone[1])
 

@@ -27,6 +27,7 @@ def test_collate_pads_prompts_left_and_responses_right():
     assert batch.rollout_logprobs.tolist() == [[-0.5, -0.625, 0, -0.875], [-1.125, 0, 0, 0]]
     assert batch.versions.tolist() == [[0, 0, -1, 0], [0, -1, -1, -1]]
     assert batch.token_rewards.tolist() == [[0, 0, 0, 1.0], [0, 0, 0, 0]]
+    assert batch.turn.tolist() == [[-1] * 4] * 2  # written without turns
     assert batch.rewards.tolist() == [1.0, 0.0]
     assert batch.rollout.tolist() == [0, 1]
     assert batch.group.tolist() == [0, 1]
@@ -60,9 +61,64 @@ def test_turn_rewards_are_paid_where_the_turn_ends():
 
 def test_a_zeroed_rollout_takes_back_what_its_turns_earned():
     row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]), ("E", [5]))
-    zeroed = scored([row], 0.0, [turn(0, 0, 1, turn=2.0)])
+    zeroed = scored([row], 0.0, [turn(0, 0, 1, turn=2.0), turn(0, 2, 3)])
     batch = collate([group(zeroed)], PAD, turn_weight=1.0)
     assert batch.token_rewards.tolist() == [[2.0, 0.0, -2.0, 0.0]]
+
+
+def interleaved(reward: float, *, late: bool = False):
+    """A loop speaks, asks a sub-agent (row 1), goes on in row 0; `late`: asks it once more."""
+    own = segment([1], ("A", [2, 3]), ("E", [4]), ("A", [5, 6]), ("E", [7]))
+    spawned = segment([8], ("A", [9]), ("E", [10]), ("A", [11]))
+    turns = [turn(0, 0, 2), turn(1, 0, 1, thread=1, turn=0.5), turn(0, 3, 5, turn=0.25)]
+    again = turn(1, 2, 3, thread=1)
+    return scored([own, spawned], reward, [*turns, again] if late else [again, *turns])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_that_interleave_are_paid_where_the_last_turn_ends(late):
+    batch = collate([group(interleaved(2.0, late=late))], PAD, turn_weight=1.0)
+    paid = [[0, 0, 0, 0, 0.25, 0], [0.5, 0, 1.25, 0, 0, 0]]
+    if not late:
+        paid = [[0, 0, 0, 0, 1.5, 0], [0.5, 0, 0, 0, 0, 0]]
+    assert batch.token_rewards.tolist() == paid
+    order = [[0, 0, -1, 2, 2, -1], [1, -1, 3, -1, -1, -1]]
+    if not late:
+        order = [[1, 1, -1, 3, 3, -1], [2, -1, 0, -1, -1, -1]]
+    assert batch.turn.tolist() == order
+    unweighted = collate([group(interleaved(2.0, late=late))], PAD)
+    assert unweighted.token_rewards.nonzero().tolist() == [[1, 2] if late else [0, 4]]
+
+
+def test_the_reward_is_paid_on_the_last_turn_that_sampled_a_token():
+    rows = [segment([1]), segment([2], ("A", [3, 4])), segment([5], ("A", [6]))]
+    turns = [turn(2, 0, 1, thread=2), turn(1, 0, 2, thread=1)]
+    batch = collate([group(scored(rows, 1.0, turns))], PAD)
+    assert batch.token_rewards.tolist() == [[0, 0], [0, 1.0], [0, 0]]
+    # A turn without a sampled token carries nothing: the turn before it does.
+    silent = [*turns, turn(0, 0, 0)]
+    again = collate([group(scored(rows, 1.0, silent))], PAD)
+    assert torch.equal(again.token_rewards, batch.token_rewards)
+
+
+def test_ppo_walks_interleaved_rows_in_time():
+    """As if the same tokens stood in one row; `turn` is what tells."""
+    own = segment([1], ("A", [2, 3, 9, 5, 6]))
+    turns = [turn(0, 0, 2), turn(0, 2, 3, turn=0.5), turn(0, 3, 5, turn=0.25)]
+    one = collate([group(scored([own], 2.0, turns))], PAD, turn_weight=1.0)
+    row = segment([1], ("A", [2, 3]), ("E", [4]), ("A", [5, 6]))
+    turns = [turn(0, 0, 2), turn(1, 0, 1, thread=1, turn=0.5), turn(0, 3, 5, turn=0.25)]
+    rows = [row, segment([8], ("A", [9]))]
+    two = collate([group(scored(rows, 2.0, turns))], PAD, turn_weight=1.0)
+    rows_at, columns = tensor([0, 0, 1, 0, 0]), tensor([0, 1, 0, 3, 4])
+    values = torch.full((2, 5), float("nan"))
+    values[rows_at, columns] = one_values = tensor([0.1, -0.2, 0.3, 0.7, -0.4])
+    config = AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8)
+    expected = ALGORITHMS["ppo"].targets(one, config, None, one_values[None], None)
+    found = ALGORITHMS["ppo"].targets(two, config, None, values, None)
+    assert found.returns is not None and expected.returns is not None
+    assert torch.equal(found.returns[rows_at, columns], expected.returns[0])
+    torch.testing.assert_close(found.advantages[rows_at, columns], expected.advantages[0])
 
 
 SIXTYFOURTHS = st.integers(-640, 640).map(lambda k: k / 64)
@@ -86,7 +142,7 @@ def test_token_rewards_sum_to_the_rollouts_reward(rows, reward, weight):
     for s, row in enumerate(rows):
         pieces, at = [], 0
         for sampled, observed, earned in row:
-            turns.append(turn(s, at, at + sampled, turn=earned))
+            turns.append(turn(s, at, at + sampled, thread=s % 2, turn=earned))
             pieces += [("A", [1] * sampled), ("E", [2] * observed)]
             at += sampled + observed
         segments.append(segment([3], *pieces))
@@ -96,6 +152,7 @@ def test_token_rewards_sum_to_the_rollouts_reward(rows, reward, weight):
     carried = reward if one.trajectory.sampled_tokens else 0.0
     assert paid.tolist() == [carried, carried]
     assert not batch.token_rewards[~batch.response_mask].any()
+    assert torch.equal(batch.turn >= 0, batch.response_mask)
     # Each sampled token stands in one row, once.
     assert batch.response_mask.sum() == 2 * one.trajectory.sampled_tokens
 

@@ -13,13 +13,14 @@ import trl
 from families import FAMILIES, family_names, family_tokenizer
 from typer.testing import CliRunner
 
-from agentrl import load_config
+from agentrl import agent_loop, load_config, registry
 from agentrl.chat import ChatTemplate
 from agentrl.chat.fix import diff, smallest_fix
 from agentrl.chat.proof import SHAPES, SWITCH, Shape, prove, survey
 from agentrl.cli import app
 from agentrl.errors import TemplateError
-from agentrl.plan import check_model_fits, history, make_plan
+from agentrl.plan import SHIPPED, check_model_fits, history, make_plan, proven
+from agentrl.trajectory import Message
 
 ROWS = [shape.name for shape in SHAPES]
 TOOLS = [name for name in ROWS if name != "user only"]
@@ -94,14 +95,14 @@ BROKEN = {
         "{{- '<|im_start|>system\\nAgain.<|im_end|>\\n' }}{%- endif %}\n"
         '    {%- if (message.role == "user")',
         "tool then user",
-        "the template, once more is said, 'system\\nAga",
+        "template: 'system\\nAga",
     ),
     # Each of several results as a message of its own.
     "grouping": (
         '(messages[loop.index0 - 1].role != "tool")',
         '(messages[loop.index0 - 1].role != "tool" or loop.index0 > 3)',
         "parallel tools",
-        "the template, once more is said, '<|im_start|>user\\n<tool",
+        "template: '<|im_start|>user\\n<tool",
     ),
 }
 
@@ -172,7 +173,7 @@ def test_all_families_have_verdicts():
 def test_what_holds_for_some_turns_alone_is_said():
     """Llama's template takes one call a turn, Mistral's drops what is said before one."""
     by_shape = {v.shape: v for v in survey(family_tokenizer("llama3_1"), ends("llama3_1"))}
-    assert "calls as text of the turn" in by_shape["parallel tools"].detail
+    assert by_shape["parallel tools"].detail.startswith("nothing to do: with calls as text of the")
     assert "only supports single tool-calls at once" in by_shape["parallel tools"].detail
     assert by_shape["one tool"].detail.startswith("not with a text before a call: ")
     assert not by_shape["user only"].detail
@@ -242,7 +243,10 @@ def test_the_command_and_its_exit_code(saved, name, code):
     table = rows_of(result.output)
     assert {row: status for row, status in table.items() if status != "append-only"} == expected
     assert ("rollout.history_thinking=keep" in result.output) == ("drops thinking" in str(expected))
-    assert ("token 1 differs: after '<s>' an episode has" in result.output) == bool(code)
+    shown = (
+        "  token 1 differs (zq... are placeholders for what messages say)\n      after:    '<s>'\n"
+    )
+    assert (shown in result.output) == bool(code)
     first = {"qwen2_5": "hermes", "qwen3": "hermes", "mistral_v3": "mistral"}[name]
     assert f"tool calls are read as: {first} (" in result.output
     (closing,) = {token for token in FAMILIES[name].end_ids if token in ("<|im_end|>", "</s>")}
@@ -364,6 +368,37 @@ def test_where_no_small_change_helps_it_is_said(saved):
     assert "no small change found" in result.output
 
 
+def test_where_only_tools_are_lacking_no_change_is_looked_for(saved):
+    result = run(saved("phi3"), "--fix")
+    assert result.exit_code == 1
+    assert "no change of conditions helps" in result.output
+    assert "nothing to fix" not in result.output
+
+
+def test_output_is_looked_at_before_the_work(saved, tmp_path):
+    folder = saved("qwen3")
+    result = run(folder, "--fix", "--output", folder)
+    said = str(result.exception)
+    assert f"is a folder: name a file, such as {folder}/chat_template.jinja" in said
+    (tmp_path / "file").touch()
+    under = run(folder, "--fix", "--output", str(tmp_path / "file" / "x.jinja"))
+    assert "no folder can be made there" in str(under.exception)
+    assert "append-only" not in result.output + under.output
+
+
+def test_missing_folders_of_the_output_are_made(saved, tmp_path):
+    file = tmp_path / "a" / "b" / "x.jinja"
+    assert run(saved("qwen3"), "--fix", "--output", str(file)).exit_code == 0
+    assert file.read_text()
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    result = run(str(tmp_path))
+    assert result.exit_code == 2
+    assert "the folder holds no tokenizer.json and no tokenizer_config.json" in result.output
+
+
 def test_output_needs_fix(saved, tmp_path):
     result = run(saved("qwen2_5"), "--output", str(tmp_path / "x"))
     assert "--output is where --fix writes to" in str(result.exception)
@@ -382,6 +417,18 @@ HEARD = {"interaction": "gsm8k", "interaction_kwargs": {"ground_truth": "12"}}
 TALKS = {**ROW, **HEARD, "agent_name": "tool_agent"}
 BOTH = {**CALLS, **HEARD}
 REACTS = {**CALLS, "agent_name": "react"}
+SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ROW["prompt"]}]
+TOLD = {**ROW, "prompt": SYSTEM}
+CHECKS = {**TOLD, "agent_name": "checks_itself"}
+CHECKS_CALLS = {**CALLS, "agent_name": "checks_itself"}
+
+
+@agent_loop("checks_itself")
+async def checks_itself(ep):
+    await ep.generate()
+    await ep.call_tools()
+    ep.observe(Message("user", "Check your work, then give the final answer."))
+    await ep.generate()
 
 
 @pytest.fixture
@@ -410,6 +457,11 @@ def load(tokenizer, name: str) -> ChatTemplate:
         ("mistral_v3", BOTH, "five turns"),
         # Its system prompt, which react needs, stands before the last user message.
         ("mistral_v3", REACTS, "user only"),
+        # A loop of the user's own may hear one at any time.
+        ("mistral_v3", TOLD, ""),
+        ("mistral_v3", CHECKS, "user only"),
+        ("mistral_v3", CHECKS_CALLS, "five turns"),
+        ("qwen2_5", CHECKS_CALLS, ""),
         ("gemma3", CALLS, "one tool"),
         ("gemma3", REACTS, ""),
         ("phi3", TALKS, ""),
@@ -434,6 +486,32 @@ def test_a_run_is_told_what_becomes_of_thinking(plan):
     assert "history_thinking=keep: all of it stays" in history(plan(BOTH), template)
     stripped = plan(BOTH, **{"rollout.history_thinking": "strip"})
     assert "history_thinking=strip: it is left out" in history(stripped, template)
+
+
+def test_what_rows_are_proven_on(plan):
+    template = load(family_tokenizer("qwen2_5"), "qwen2_5")
+    shapes = {
+        (name, bool(kind.get("tools"))): [v.shape for v in verdicts]
+        for kind in (ROW, CALLS, REACTS, CHECKS, CHECKS_CALLS)
+        for name, _, verdicts in proven(plan(kind), template)
+    }
+    alone = ["calls alone", "calls with thoughts"]
+    several = ["five turns", "tool then user", "user only", "thinking"]
+    assert shapes == {
+        ("tool_agent", True): ["one tool", "parallel tools", *alone],
+        ("react", True): ["user only"],
+        ("checks_itself", False): ["user only"],
+        ("checks_itself", True): ["one tool", "parallel tools", *several, *alone],
+    }
+
+
+def test_the_shipped_loops_are_those_that_say_nothing_of_their_own():
+    ours = {
+        name
+        for name in registry.agent_loops.names()
+        if registry.agent_loops.get(name).target.__module__.startswith("agentrl.agent_loops.")
+    }
+    assert ours == set(SHIPPED)
 
 
 def test_proving_a_run_is_quick(plan):

@@ -79,6 +79,34 @@ def test_check_says_who_judges_and_what_may_not_be_meant(said, rows, random_mode
     assert "data.batch_size" not in said(*check(rows, random_model, "data.batch_size=3"))[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "shown", "note"),
+    [
+        ("auto", "hermes (auto)", ""),
+        ("hermes", "hermes (rollout.tool_format)", ""),
+        (
+            "glm",
+            "glm (rollout.tool_format)",
+            "note: rollout.tool_format=glm, but as far as",
+        ),
+    ],
+)
+def test_check_says_how_calls_are_read(said, rows, random_model, name, shown, note):
+    out, err = said(*check(rows, random_model), f"rollout.tool_format={name}")
+    assert f"\ntool calls are read as: {shown}\n" in f"\n{out}"
+    assert note in err and ("teaches hermes" in err) == bool(note)
+
+
+def test_check_refuses_a_parser_that_is_not_there(said, rows, random_model):
+    _, err = said(*check(rows, random_model), "rollout.tool_format=sglang:foo")
+    assert "sglang" in err and "all is wired" not in err
+
+
+def test_check_refuses_variables_that_the_template_never_reads(said, rows, random_model):
+    _, err = said(*check(rows, random_model), "model.template_kwargs.enable_thinkin=false")
+    assert "model.template_kwargs: the chat template never reads 'enable_thinkin'. It reads:" in err
+
+
 def test_check_notes_that_there_is_no_gpu(said, rows, random_model):
     import torch
 

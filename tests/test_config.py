@@ -222,6 +222,16 @@ def test_diff_against_another_config():
             "verl's name. Here: tools.truncate, head (verl's left), tail (right) or middle",
         ),
         ("data.apply_chat_template_kwargs=x", "verl's name. Here: model.template_kwargs"),
+        (
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+            "verl's name. Here: model.template_kwargs.enable_thinking",
+        ),
+        ("custom_reward_function.reward_kwargs={a: 1}", "verl's name. Here: reward.kwargs.a"),
+        ("actor_rollout_ref.rollout.n.m=5", "verl's name. Here: rollout.n"),
+        ("data.apply_chat_template_kwarg.x=1", "no such key. Sections: files, data"),
+        ("rollout.tool_format=x", "no such format. It must be auto"),
+        ("rollout.tool_format=hermez", "Did you mean 'hermes'? It must be auto"),
+        ("rollout.budget_policy.turns=drop", "turns=drop is no policy. It must be"),
         ("trainer.n_gpus_per_node=8", "verl's name. Not here yet: a run is one process"),
     ],
 )

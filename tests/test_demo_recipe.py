@@ -100,6 +100,34 @@ def test_names_of_models(hasty, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"no model folder at \./nowhere"):
         resolve_model("./nowhere")
+    (tmp_path / "model_a" / "weights.pt").touch()
+    with pytest.raises(UserError, match=r"weights\.pt is a file: give its folder, model_a"):
+        resolve_model("model_a/weights.pt")
+
+
+@pytest.mark.parametrize("name", ["tinny", "Tiny"])
+def test_nearly_the_preset_is_refused(name):
+    with pytest.raises(UserError, match=rf"no model '{name}'\. Did you mean 'tiny'\?"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("models/mime", "note: no folder 'models/mime' here, so the hub is asked for it. Did you"),
+        ("models/other", "note: no folder 'models/other' here, so the hub is asked for it."),
+        ("modles", "Did you mean 'models'?"),
+        ("Qwen/Qwen3-0.6B", ""),
+        ("gpt2", ""),
+    ],
+)
+def test_what_may_be_a_misspelt_folder_is_said(tmp_path, monkeypatch, name, note):
+    """And no more than that: a folder may be named as an owner on the hub is."""
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    said = []
+    assert resolve_model(name, say=said.append) == name
+    assert note in "".join(said) and bool(said) == bool(note)
 
 
 def test_the_tool_is_shown_as_the_shelf_s_is():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -582,6 +583,110 @@ async def test_a_cancelled_turn_frees_its_row(deterministic: bool):
         engine.end("a")
         answer = await ask(engine, tokens(5), Sampling(max_tokens=5), episode_id="b", seconds=20)
         assert len(answer.token_ids) == 5
+
+
+class Gate:
+    """Holds the engine's thread in a forward pass from the next one on, until opened."""
+
+    def __init__(self, model: Qwen2ForCausalLM):
+        self.inside, self._open = threading.Event(), threading.Event()
+        self._hook = model.lm_head.register_forward_hook(self._stop)
+
+    def _stop(self, *_) -> None:
+        self.inside.set()
+        self._open.wait(20)
+
+    def open(self) -> None:
+        self._hook.remove()
+        self._open.set()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("left", [1, 400])
+async def test_an_episode_asks_again_while_its_cancelled_turn_is_being_sampled(
+    deterministic: bool, left: int
+):
+    """Also where the turn that nobody awaits ends (`left=1`) in the very step it was given up.
+
+    The row comes free in the end, for the other episode.
+    """
+    model, sampling = random_model(), Sampling(max_tokens=9)
+    with running(model, deterministic=deterministic, slots=1) as engine:
+        engine.begin("a")
+        engine.begin("b")
+        gate = Gate(model)
+        first = ask(engine, tokens(5), Sampling(max_tokens=left), episode_id="a")
+        lost = [asyncio.create_task(first)]
+        await asyncio.to_thread(gate.inside.wait, 20)
+        for seed in (2, 3):  # the second takes the place of one that is not sampled yet
+            lost[-1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lost[-1]
+            turn = ask(engine, tokens(7), sampling, episode_id="a", seed=seed, seconds=20)
+            lost.append(asyncio.create_task(turn))
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="in flight already"):
+            await ask(engine, tokens(7), sampling, episode_id="a")
+        turn = ask(engine, tokens(7), sampling, episode_id="b", seed=3, seconds=20)
+        waiting = asyncio.create_task(turn)
+        waiting.add_done_callback(lambda _: engine.end("b"))
+        lost[-1].add_done_callback(lambda _: engine.end("a"))
+        gate.open()
+        answer, other = await asyncio.gather(lost[-1], waiting)
+    assert answer.token_ids == other.token_ids and len(answer.token_ids) == 9
+    full = plain_logprobs(random_model(), tokens(7) + answer.token_ids)
+    np.testing.assert_allclose(full[7:], answer.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["end", "close", "deadline"])
+async def test_a_turn_asked_for_after_a_cancelled_one_is_answered_whatever_comes(how: str):
+    model = random_model(max_position_embeddings=100_000)
+    with running(model) as engine:
+        engine.begin("a")
+        gate, long = Gate(model), Sampling(max_tokens=90_000)
+        lost = asyncio.create_task(ask(engine, tokens(5), long, episode_id="a"))
+        await asyncio.to_thread(gate.inside.wait, 20)
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        seconds = 0.1 if how == "deadline" else 60
+        again = asyncio.create_task(ask(engine, tokens(5), long, episode_id="a", seconds=seconds))
+        await asyncio.sleep(0)
+        if how == "end":
+            engine.end("a")
+        elif how == "close":
+            threading.Timer(0.1, gate.open).start()
+            await asyncio.to_thread(engine.close)
+        gate.open()
+        with pytest.raises(EngineError, match={"end": "ended", "close": "closed"}.get(how, how)):
+            await asyncio.wait_for(again, 20)
+
+
+async def test_a_turn_that_was_cancelled_before_it_joined_changes_no_bit():
+    """Whether it is asked for again before the engine's thread has noticed, or long after."""
+    runs = []
+    for pause in (None, 0.0, 0.05):
+        with running() as engine:
+
+            async def one(episode_id: str, length: int) -> list[Generation]:
+                row, said = tokens(length), []
+                for turn in range(2):
+                    sampling = Sampling(max_tokens=5 + length)
+                    said.append(await ask(engine, row, sampling, episode_id=episode_id, seed=turn))
+                    row.extend(said[-1].token_ids)
+                engine.end(episode_id)
+                return said
+
+            for episode_id in "abc":
+                engine.begin(episode_id)
+            a, b = (asyncio.create_task(one(e, n)) for e, n in (("a", 9), ("b", 15)))
+            await asyncio.sleep(0.02)  # both wait for c
+            if pause is not None:
+                a.cancel()
+                await asyncio.gather(a, return_exceptions=True)
+                await asyncio.sleep(pause)
+                a = asyncio.create_task(one("a", 9))
+            runs.append(await asyncio.gather(a, b, one("c", 30)))
+    assert runs[0] == runs[1] == runs[2]
 
 
 async def test_a_deadline_passes_while_the_engine_waits():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.chat.formats.adapters import MAX_TEXT, ForeignParser
+from agentrl.chat.formats.strict_json import MAX_DEPTH
 from agentrl.errors import Infrastructure, UserError
 from agentrl.testing import byte_tokenizer, call
 from agentrl.trajectory import ToolCall
@@ -23,6 +24,7 @@ SCHEMAS = [
     for name in ("add", "run")
 ]
 ADD = ToolCall("add", {"a": 1})
+DEEPEST = ToolCall("add", json.loads('{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH))
 
 # The surface of SGLang's parsers, on one that does whatever a text says.
 FAKE = """
@@ -134,6 +136,11 @@ GOOD = written("add", '{"a": 1}')
         ("<call>cut", ["1 of 1 calls"]),
         (written("add", "{1"), ["not JSON"]),
         (written("add", "[1]"), ["not a JSON object"]),
+        (written("add", '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH), [DEEPEST]),
+        (written("add", '{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)), ["deeper than"]),
+        (written("add", '{"a":' + "[" * 1000 + "]" * 1000 + "}"), ["deeper than"]),
+        (written("add", '{"a": 1, "a": 2}'), ["'a' is given twice"]),
+        (written("add", '{"a": 123456789012345678901}'), ["number out of range"]),
         (written("add", '{"a": NaN}'), ["not JSON"]),
         (written("add", '{"a": "\\ud800"}'), ["not JSON"]),
         (written("add", '{"a": "\ud800"}'), ["not JSON"]),

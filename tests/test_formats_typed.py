@@ -21,6 +21,8 @@ from agentrl.trajectory import ToolCall
         ({"type": "number"}, "3", 3),
         ({"type": "number"}, "1e-3", 0.001),
         ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e30", 1e30),
+        ({"type": "number"}, "9" * 30, "9" * 30),  # a float would be another number
         ({"type": "boolean"}, "false", False),
         ({"type": "boolean"}, "False", False),
         ({"type": "boolean"}, "0", "0"),
@@ -30,6 +32,7 @@ from agentrl.trajectory import ToolCall
         ({"type": "array"}, "{}", "{}"),
         ({"type": "array"}, "[" * 70 + "]" * 70, "[" * 70 + "]" * 70),
         ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "object"}, '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
         ({"type": "object"}, '{"a": "\\ud800"}', '{"a": "\\ud800"}'),
         ({"type": "string"}, "3", "3"),
         ({"type": ["string", "null"]}, "null", "null"),

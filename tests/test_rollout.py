@@ -355,6 +355,29 @@ def test_pass_at_k_is_the_unbiased_estimate(rollouts):
     assert [pass_at_k(group, k) for k in (1, 2, 4)] == [0.5, pytest.approx(5 / 6), 1.0]
 
 
+@pytest.mark.parametrize("fault", ["none", "the thread died", "the toolbox raises"])
+def test_closing_ends_the_parser_and_the_thread_whatever_fails(monkeypatch, fault):
+    closed = []
+    monkeypatch.setattr(World, "close", lambda self: closed.append(1))
+    toolbox = LocalToolbox()
+    world = World(Failing(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
+    rollouts = Rollouts(world, make_scorer(Config().reward), seed=0)
+    if fault == "the toolbox raises":
+
+        async def fails():
+            raise OSError("connection lost")
+
+        monkeypatch.setattr(toolbox, "aclose", fails)
+        with pytest.raises(OSError, match="connection lost"):
+            rollouts.close()
+    else:
+        if fault == "the thread died":
+            rollouts._loop.call_soon_threadsafe(rollouts._loop.stop)
+            rollouts._thread.join(timeout=5)
+        rollouts.close()
+    assert closed == [1] and not rollouts._thread.is_alive()
+
+
 def test_the_watchdog_names_who_waits_for_what():
     class Stuck:
         episode_id, state, turns = "train-3-1", "tools http://127.0.0.1:9", [1, 2]

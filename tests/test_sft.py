@@ -72,12 +72,27 @@ TALK = [
 ]
 
 
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
 def test_the_assistant_s_tokens_and_ends_are_imitated(template, tmp_path):
     (e,) = load(template, tmp_path, {"messages": TALK})
     asked = [257, *b"user\nHi", END, *b"\n", 257, *b"assistant\n"]
     again = [*b"\n", 257, *b"user\n2+2", END, *b"\n", 257, *b"assistant\n"]
     assert list(e.ids) == [*asked, *b"Yes?", END, *again, *b"4", END]
     assert list(e.mask) == [0] * len(asked) + [1] * 5 + [0] * len(again) + [1] * 2
+
+
+def test_an_empty_list_of_calls_is_none(template, tmp_path):
+    """A column of a Parquet file has the same keys in every row."""
+    said = [{**message, "tool_calls": []} for message in TALK]
+    assert load(template, tmp_path, {"messages": said}) == load(
+        template, tmp_path, {"messages": TALK}
+    )
 
 
 def test_a_cell_may_be_json(template, tmp_path):
@@ -111,6 +126,8 @@ def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, t
         ({"messages": []}, "must be a list of"),
         ({"messages": [{"role": "assistant"}]}, "must be a list of"),
         ({"messages": [*TALK, {"role": "bot", "content": ""}]}, "message 4 must have a role"),
+        ({"messages": [*TALK[:3], CALL]}, "message 3: write tool calls into the content"),
+        ({"messages": [CALL, *TALK]}, "message 0: write tool calls into the content"),
         ({"messages": TALK[:3]}, "must end with an assistant message"),
         ({"messages": TALK, "tools": ["calculater"]}, "no tool named 'calculater'"),
         ({"messages": TALK[1:], "agent_name": "reakt"}, "no agent loop named 'reakt'"),

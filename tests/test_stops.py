@@ -11,6 +11,7 @@ from agentrl.agent_loops.stop import cut_at_stop
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
+from agentrl.errors import UserCodeError
 from agentrl.testing import byte_tokenizer, react_call
 from agentrl.tools import tool
 from agentrl.trajectory import Generation, Message, Sample, float_array, token_array
@@ -39,11 +40,15 @@ class Ends(Scripted):
         return (ids if end is None else [*ids, self._tokenizer.convert_tokens_to_ids(end)]), True
 
 
-@agent_loop("says_twice")
 async def says_twice(ep):
     await ep.generate()
     ep.observe(Message("user", "Sure?"))
     await ep.generate()
+
+
+@pytest.fixture(autouse=True)
+def loops():
+    agent_loop("says_twice")(says_twice)
 
 
 def test_every_eos_ends_a_turn_and_stands_alone():
@@ -148,6 +153,33 @@ def test_react_never_trains_on_an_observation_it_made_up():
     assert t.turns[0].finish_reason == "stop"
     row = BYTES.decode(segment.response_ids)
     assert "Observation:<|im_end|>\n<|im_start|>user\nObservation: 12<|im_end|>" in row
+
+
+def test_react_is_told_that_it_gave_no_action():
+    t = react(["Thought: hm\nObservation: 13", "Final Answer: 12"])
+    assert "no `Action:`" in t.messages[-2].content and t.final_text == "Final Answer: 12"
+
+
+def test_one_stop_text_may_be_a_text():
+    @agent_loop("stops_at_end")
+    async def stops_at_end(ep):
+        await ep.generate(stop="END")
+
+    t = play(
+        Sample("s", (ASK,), agent_name="stops_at_end"),
+        Scripted(["The Number is 3 END more"], BYTES),
+        BYTES,
+    )
+    assert t.final_text == "The Number is 3 END"
+
+
+def test_a_loop_that_never_speaks_is_a_mistake():
+    @agent_loop("forgets_to_await")
+    async def forgets(ep):
+        pass
+
+    with pytest.raises(UserCodeError, match="ended without a turn"):
+        play(Sample("s", (ASK,), agent_name="forgets_to_await"), Scripted([], BYTES), BYTES)
 
 
 def generation(ids):

@@ -204,10 +204,29 @@ def test_damage_is_named(tmp_path):
         list(load_trajectories(tmp_path))
 
 
+def test_files_from_before_a_field_was_there_are_read(tmp_path):
+    path = TrajectoryStore(tmp_path).write(1, [group(scored(0), scored(1))])
+    table = pq.read_table(path).drop_columns(["control_token_attempts"])
+    turns = [json.loads(cell) for cell in table.column("turns").to_pylist()]
+    for turn in (turn for row in turns for turn in row):
+        del turn["thread"]
+    at = table.schema.get_field_index("turns")
+    table = table.set_column(at, "turns", pa.array([json.dumps(row) for row in turns]))
+    pq.write_table(table, path)
+    back = list(load_trajectories(tmp_path))
+    assert back == [scored(0), scored(1)]
+    assert [s.trajectory.control_token_attempts for s in back] == [0, 0]
+    assert {turn.thread for s in back for turn in s.trajectory.turns} == {0}
+    pq.write_table(table.drop_columns(["stop_reason"]), path)  # which was always there
+    with pytest.raises(DataError, match="stop_reason"):
+        list(load_trajectories(tmp_path))
+
+
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
         Trajectory: 11,
+        Turn: 10,
         Scored: 5,
         Sample: 11,
         Segment: 5,
@@ -263,6 +282,7 @@ turns = st.builds(
     numbers,
     number,
     number,
+    st.integers(0, 9),
 )
 samples = st.builds(
     Sample,
@@ -290,6 +310,7 @@ trajectories = st.builds(
     text,
     number,
     number,
+    st.integers(0, 100),
 )
 groups = st.builds(
     Group,

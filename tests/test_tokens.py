@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import FAMILIES, TOOLS, family_names, family_tokenizer
@@ -400,3 +401,35 @@ def test_a_turn_of_no_tokens_is_closed(name):
     template = chat(name)
     row = list(template.conversation([Q, Message("assistant", ""), Q], (), {1: []}))
     assert row == [*template.prompt([Q]), *template.delta([Q, A], [Q], -1)]
+
+
+# -- thoughts that a prompt has begun --------------------------------------------------------------
+
+
+def opened(name: str, said: str, after: list[Message], **variables: Any) -> str:
+    template = ChatTemplate(family_tokenizer(name), variables=variables)
+    call = ToolCall("calculator", {}, id="call00000")
+    history = [Message("user", "Q"), Message("assistant", said, (call,))]
+    return template.thinking.opened(template.delta(history, after, -1))
+
+
+def test_a_thought_is_begun_where_the_prompt_of_this_very_turn_begins_one():
+    asked, told = [Message("user", "Q")], [Message("tool", "12", tool_call_id="call00000")]
+    assert opened("qwen3", "A", asked) == opened("qwen3", "A", told) == ""
+    assert opened("qwen3_5_think", "A", asked) == opened("qwen3_5_think", "A", told) == "<think>\n"
+    assert opened("qwen3_5_nothink", "A", asked) == ""
+    # DeepSeek's goes on without after a tool's result, Gemma's begins one there alone.
+    assert opened("deepseekv3", "A", asked) == "<think>\n"
+    assert opened("deepseekv3", "A", told) == ""
+    assert opened("gemma4", "A", asked, enable_thinking=True) == ""
+    assert opened("gemma4", "A", told, enable_thinking=True) == "<|channel>thought\n"
+
+
+@pytest.mark.parametrize("text", ["an answer </think> with a tag", '{"x": "a </think> b"}'])
+def test_an_answer_may_speak_of_the_end_of_a_thought(text):
+    template = chat("qwen3")
+    for said in (text, f"<think>\nhm\n</think>\n\n{text}"):
+        ids = template.prompt([Message("user", "Q")])
+        start = len(ids)
+        template.thinking.strip(ids, family_tokenizer("qwen3").encode(said))
+        assert template.decode(ids[start:]) == text

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from inspect import isawaitable
 from typing import Any
 
 from agentrl.agent_loops.row import Row
-from agentrl.chat import ChatTemplate, ForeignParser, Reader, open_reader
+from agentrl.chat import ChatTemplate, ForeignParser, Reader, open_reader, truncate
+from agentrl.chat.variables import check_variables
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import EpisodeOver
+from agentrl.errors import EngineError, EpisodeOver
 from agentrl.tools import Toolbox
-from agentrl.trajectory import Message, Sample, Trajectory, Turn
+from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,19 @@ class World:
             read = open_reader(self.config.rollout.tool_format, self.template.tokenizer)
             object.__setattr__(self, "read", read)
 
+    async def calls(self, text: str, schemas: Sequence[Any]) -> list[ToolCall]:
+        """The tool calls in a turn's text."""
+        assert self.read is not None
+        calls = self.read(text, schemas)
+        return await calls if isawaitable(calls) else calls
+
+    def fit(self, result: ToolResult) -> ToolResult:
+        """A tool's answer cut to `tools.max_result_tokens`, and saying so."""
+        tools, template = self.config.tools, self.template
+        limit, side = tools.max_result_tokens, tools.truncate
+        shown = truncate(result.content, limit, side, template.encode, template.decode_plain)
+        return result if shown is result.content else replace(result, content=shown)
+
     def close(self) -> None:
         """End the process of a foreign parser, if there is one."""
         if isinstance(self.read, ForeignParser):
@@ -43,13 +61,16 @@ def load_template(config: Config) -> ChatTemplate:
     """The policy's chat template, as the run uses it.
 
     Raises:
-        UserError: no tokenizer there, or a template that no turns can be made with.
+        UserError: no tokenizer there, a template that no turns can be made with, or variables
+            that it never reads.
     """
-    return ChatTemplate.load(
+    template = ChatTemplate.load(
         config.model.path,
         variables=config.model.template_kwargs,
         untrusted=config.data.untrusted,
     )
+    check_variables(str(template.tokenizer.chat_template), config.model.template_kwargs)
+    return template
 
 
 @dataclass(slots=True)
@@ -70,6 +91,8 @@ class Attempt:
     """All that was said, in the order in which it was."""
     turns: list[Turn] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    sampled: dict[int, array[int]] = field(default_factory=dict)
+    """The ids of messages that were sampled, by `id`; `messages` keeps them alive."""
     tool_calls: int = 0
     spawned: int = 0
     control_token_attempts: int = 0
@@ -78,8 +101,12 @@ class Attempt:
     state: str = "opening"
     since: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
+    spent: str = ""
+    """The budget that ended it, also where the agent loop went on; or "done" once it is over."""
     engine: asyncio.Lock = field(default_factory=asyncio.Lock)
     """An engine answers one request of an episode at a time."""
+    busy: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks within a verb."""
 
     def __post_init__(self):
         self.sampling = replace(
@@ -93,10 +120,67 @@ class Attempt:
         """`time.monotonic()` seconds."""
         return self.started + self.world.config.rollout.timeout_s
 
-    def check_time(self) -> None:
-        """Raises EpisodeOver("time") after the deadline."""
+    def over(self, reason: str) -> EpisodeOver:
+        """End it: whatever the loop does about the exception, no verb works any more."""
+        self.spent = self.spent or reason
+        return EpisodeOver(self.spent)
+
+    def check(self) -> None:
+        """Raises EpisodeOver once a budget is spent, or the time is."""
+        if self.spent:
+            raise EpisodeOver(self.spent)
         if time.monotonic() >= self.deadline:
-            raise EpisodeOver("time")
+            raise self.over("time")
+
+    @contextlib.contextmanager
+    def verb(self) -> Iterator[None]:
+        """A verb is at work in the current task."""
+        self.check()
+        task = asyncio.current_task()
+        new = task is not None and task not in self.busy
+        if task is not None:
+            self.busy.add(task)
+        try:
+            yield
+        finally:
+            if new and task is not None:
+                self.busy.discard(task)
+
+    async def end(self) -> None:
+        """Nothing is played any more: what a loop has left running is cancelled and waited for."""
+        self.spent = self.spent or "done"
+        left = self.busy - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def ask(
+        self, ids: array[int], max_tokens: int, stop: tuple[str, ...], seed: Sequence[int]
+    ) -> Generation:
+        """Let the engine continue a row.
+
+        Args:
+            ids: the row.
+            max_tokens: for this turn.
+            stop: texts that end it.
+            seed: with those of the run, row and rollout, the turn's randomness.
+
+        Raises:
+            EpisodeOver: "time".
+            EngineError: the engine failed; the episode may be played again.
+        """
+        self.enter("generate")
+        try:
+            return await self.world.sampler.generate(
+                ids,
+                self.sampling_of(max_tokens, stop),
+                episode_id=self.episode_id,
+                seed=mix_seed(self.seed, self.rollout, *seed),
+                deadline=self.deadline,
+            )
+        except EngineError:
+            self.check()  # it was given no more time than the episode has
+            raise
 
     def sampling_of(self, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
         """How the next turn is sampled; as the last one was, where nothing differs."""

@@ -8,19 +8,38 @@ from typing import Any
 
 from agentrl.agent_loops.row import Row
 from agentrl.chat import ChatTemplate
+from agentrl.errors import UserCodeError
 from agentrl.trajectory import Message, token_array
 
 
 class Context:
     """A conversation that grows, or is edited; what was observed waits for the next turn."""
 
-    def __init__(self, template: ChatTemplate, opening: Sequence[Message], schemas: Sequence[Any]):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        opening: Sequence[Message],
+        schemas: Sequence[Any],
+        sampled: dict[int, array[int]],
+        *,
+        given: bool,
+    ):
+        """Open it.
+
+        Args:
+            template: the policy's.
+            opening: the first messages.
+            schemas: the tools that the template shows.
+            sampled: by `id`, the ids of all messages that were sampled in this attempt.
+            given: whether the opening is a dataset row's, whose prompts may speak of tags.
+        """
         self.schemas = schemas
         self.messages: list[Message] = list(opening)
-        self.row = Row(template.prompt(opening, schemas))
         self._template = template
-        self._ids: dict[int, array[int]] = {}
-        """Of messages that were sampled, by `id`: the attempt keeps them all alive."""
+        self._sampled = sampled
+        self._opening = list(opening)
+        self._given = {id(m) for m in opening} if given else set()
+        self.row = Row(template.prompt(opening, schemas, self.is_given))
         self._waiting: list[Message] = []
         self._edited = False
 
@@ -29,13 +48,35 @@ class Context:
         self.messages.append(message)
         self._waiting.append(message)
 
-    def spoke(self, message: Message, ids: array[int]) -> None:
-        """The policy has; the ids are in the row already."""
-        self._ids[id(message)] = ids
+    def spoke(self, row: Row, message: Message, ids: array[int]) -> None:
+        """The policy has; the ids are in the row already, and so is what waited."""
+        self.row, self._edited = row, False
+        self._waiting.clear()
+        self._sampled[id(message)] = ids
         self.messages.append(message)
 
+    def is_given(self, message: Message) -> bool:
+        """Whether a message is the dataset row's own."""
+        return id(message) in self._given
+
     def edit(self, messages: Sequence[Message]) -> None:
-        """The next turn sees these messages, in a row of its own."""
+        """The next turn sees these messages, in a row of its own.
+
+        Raises:
+            UserCodeError: an assistant message that was not said here, or one at the end.
+        """
+        examples = {id(m) for m in self._opening}
+        for message in messages:
+            if message.role == "assistant" and id(message) in self._sampled:
+                examples.clear()  # the row's examples stand before whatever was sampled
+            elif message.role == "assistant" and id(message) not in examples:
+                raise UserCodeError(
+                    "ep.branch takes the very messages that ep.generate() returned in this episode"
+                    " (or that ep.messages holds), and the row's own examples before them. What the"
+                    f" policy did not say goes into a user message: {message.content[:60]!r}"
+                )
+        if not messages or messages[-1].role == "assistant":
+            raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
         self.messages = list(messages)
         self._waiting.clear()
         self._edited = True
@@ -60,13 +101,12 @@ class Context:
                 return anew, token_array()
         return self.row, delta
 
-    def begun(self, row: Row) -> None:
-        """A turn is sampled in this row: what waited is in it now."""
-        self.row, self._edited = row, False
-        self._waiting.clear()
-
     def _anew(self, strip: bool) -> Row:
         """A row whose prompt is the conversation as it stands now."""
-        sampled = {i: self._ids[id(m)] for i, m in enumerate(self.messages) if id(m) in self._ids}
-        ids = self._template.conversation(self.messages, self.schemas, sampled, strip=strip)
-        return Row(ids)
+        known = self._sampled
+        sampled = {i: known[id(m)] for i, m in enumerate(self.messages) if id(m) in known}
+        return Row(
+            self._template.conversation(
+                self.messages, self.schemas, sampled, strip=strip, given=self.is_given
+            )
+        )

@@ -16,20 +16,19 @@ earlier turns. What earlier rows sampled stands in its prompt and is trained the
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from inspect import isawaitable
 from typing import Any
 
-from agentrl.agent_loops.attempt import Attempt, mix_seed
+from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context
+from agentrl.agent_loops.given import checked
 from agentrl.agent_loops.stop import cut_at_stop
-from agentrl.chat import truncate
-from agentrl.errors import EngineError, EpisodeOver, UserCodeError
+from agentrl.config import RolloutConfig
+from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
-    Generation,
     Message,
     Sample,
     ToolCall,
@@ -40,7 +39,7 @@ from agentrl.trajectory import (
 
 
 class Episode:
-    """See the module. Loops read `sample`, `messages`, `turns`, `schemas`; verbs write."""
+    """See the module. Loops read `sample`, `messages`, `turns`, `schemas`."""
 
     def __init__(
         self,
@@ -63,12 +62,14 @@ class Episode:
         self._world = attempt.world
         self._interaction = interaction
         self._thread = thread
-        self._context = Context(self._world.template, opening, schemas)
+        given, template = thread == 0, self._world.template
+        self._context = Context(template, opening, schemas, attempt.sampled, given=given)
         self._first = self._context.row
         self._turn, self._spoken = -1, 0
         """This conversation's last turn, and how many it had."""
+        self._speaks = False
         attempt.messages.extend(opening)
-        self._count(m for m in opening if m.role != "assistant")
+        self._count((m for m in opening if m.role != "assistant"), given)
 
     @property
     def sample(self) -> Sample:
@@ -86,9 +87,9 @@ class Episode:
         return self._attempt.rollout
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation as the policy sees it."""
-        return self._context.messages
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation as the policy sees it; `observe` and `branch` change it."""
+        return tuple(self._context.messages)
 
     @property
     def schemas(self) -> Sequence[Any]:
@@ -110,7 +111,7 @@ class Episode:
     async def generate(
         self,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         parse: Callable[[str], list[ToolCall]] | None = None,
     ) -> Message:
         """Let the policy speak once.
@@ -127,24 +128,46 @@ class Episode:
             EpisodeOver: a budget is spent. Loops let it pass.
         """
         attempt, rollout = self._attempt, self._world.config.rollout
-        attempt.check_time()
+        self._not_while_speaking("generate")
+        self._speaks = True
+        try:
+            with attempt.verb():
+                async with attempt.engine:
+                    attempt.check()  # others may have spent the budget meanwhile
+                    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+                    return await self._speak(rollout, stops, parse)
+        finally:
+            self._speaks = False
+
+    async def _speak(
+        self,
+        rollout: RolloutConfig,
+        stop: tuple[str, ...],
+        parse: Callable[[str], list[ToolCall]] | None,
+    ) -> Message:
+        attempt, template = self._attempt, self._world.template
         if len(attempt.turns) >= rollout.max_turns:
-            raise EpisodeOver("turns")
+            raise attempt.over("turns")
         row, delta = self._context.next(strip=rollout.history_thinking == "strip")
         room = attempt.room(row, len(delta))
         if room < 1:
-            raise EpisodeOver("trajectory_tokens")
-        max_tokens = min(room, rollout.max_turn_tokens)
-        generation = await self._ask(row.ids + delta, max_tokens, tuple(stop))
+            raise attempt.over("trajectory_tokens")
+        max_tokens, prompt = min(room, rollout.max_turn_tokens), row.ids + delta
+        seed = (self._spoken, *([self._thread] if self._thread else []))
+        generation = await attempt.ask(prompt, max_tokens, stop, seed)
         seconds = attempt.enter("loop")
-        generation, text = cut_at_stop(generation, self._world.template, stop)
-        row.observe(delta)
-        start = len(row)
-        row.sample(generation, max_tokens)
-        self._context.begun(row)
+        generation, text = cut_at_stop(generation, template, stop)
+        if parse:
+            calls = parse(text)
+        else:
+            said = template.thinking.opened(prompt) + text
+            calls = await self._world.calls(said, self.schemas)
+        # Nothing waits and nothing of the user's runs from here on: all of the turn, or none.
+        start = len(row) + len(delta)
+        row.extend(delta, generation, max_tokens)
         attempt.register(row)
-        message = Message("assistant", text, tuple(await self._read(text, parse)))
-        self._context.spoke(message, generation.token_ids)
+        message = Message("assistant", text, tuple(calls))
+        self._context.spoke(row, message, generation.token_ids)
         attempt.messages.append(message)
         self._turn, self._spoken = len(attempt.turns), self._spoken + 1
         attempt.turns.append(
@@ -159,7 +182,7 @@ class Episode:
             )
         )
         if generation.finish_reason == "length":
-            raise EpisodeOver("turn_tokens" if max_tokens < room else "trajectory_tokens")
+            raise attempt.over("turn_tokens" if max_tokens < room else "trajectory_tokens")
         return message
 
     def observe(self, *messages: Message) -> None:
@@ -168,16 +191,14 @@ class Episode:
         Raises:
             UserCodeError: before the first turn, an assistant message, or no message at all.
         """
-        for message in messages:
-            if not isinstance(message, Message):
-                raise UserCodeError(
-                    f'ep.observe takes messages: Message("user", {message!r}), not {message!r}'
-                )
-            if message.role == "assistant" or self._turn < 0:
+        self._attempt.check()
+        self._not_while_speaking("observe")
+        for message in checked("observe", messages):
+            if message.role not in ("user", "tool") or self._turn < 0:
                 raise UserCodeError(
                     "ep.observe takes what answers a turn (user, tool), after the first"
                     f" ep.generate(); got a message of role {message.role!r} after"
-                    f" {self._spoken} turns"
+                    f" {self._spoken} turns. To begin otherwise: ep.branch, or messages in ep.spawn"
                 )
         self._count(messages)
         for message in messages:
@@ -196,16 +217,16 @@ class Episode:
             EpisodeOver: the budget of calls is spent; none of this turn's calls ran.
             Infrastructure: the tool server is down.
         """
-        attempt, at = self._attempt, self._turn
-        attempt.check_time()
+        attempt, at = self._attempt, self._last_turn("call_tools")
         calls = attempt.turns[at].tool_calls
-        if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
-            raise EpisodeOver("tool_calls")
-        attempt.tool_calls += len(calls)
-        attempt.enter(f"tools {self._world.toolbox.where}")
-        results = await self._world.toolbox.run(calls, self.episode_id, at)
+        with attempt.verb():
+            if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
+                raise attempt.over("tool_calls")
+            attempt.tool_calls += len(calls)
+            attempt.enter(f"tools {self._world.toolbox.where}")
+            results = await self._world.toolbox.run(calls, self.episode_id, at)
         seconds = attempt.enter("loop")
-        results = [self._fit(r) for r in results]
+        results = [self._world.fit(r) for r in results]
         reward = sum(r.reward for r in results if r.reward is not None)
         turn = attempt.turns[at]
         attempt.turns[at] = replace(
@@ -231,9 +252,10 @@ class Episode:
         """
         if self._interaction is None:
             return False
-        self._attempt.check_time()
-        self._attempt.enter("interaction")
-        reply = await respond(self._interaction, tuple(self.messages), self.deadline)
+        self._last_turn("interact")
+        with self._attempt.verb():
+            self._attempt.enter("interaction")
+            reply = await respond(self._interaction, tuple(self.messages), self.deadline)
         self._attempt.enter("loop")
         if reply is None:
             return False
@@ -246,9 +268,12 @@ class Episode:
 
     def reward(self, value: float) -> None:
         """Give the last turn a reward of its own (weighed by `reward.turn_weight`)."""
-        turn = self._attempt.turns[self._turn]
+        at = self._last_turn("reward")
+        if isinstance(value, str) or not math.isfinite(value):
+            raise UserCodeError(f"ep.reward takes a finite number, not {value!r}")
+        turn = self._attempt.turns[at]
         rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + float(value)}
-        self._attempt.turns[self._turn] = replace(turn, rewards=rewards)
+        self._attempt.turns[at] = replace(turn, rewards=rewards)
 
     def branch(self, messages: Sequence[Message]) -> None:
         """Go on from an edited history: the next turn sees these messages, in a row of its own.
@@ -256,27 +281,20 @@ class Episode:
             ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
 
         Args:
-            messages: the conversation, ending with what is to be answered. Assistant messages must
-                be this episode's own; they stand there as they were sampled.
+            messages: ending with what is to be answered. Assistant messages must be this episode's
+                own; they stand there as they were sampled.
 
         Raises:
             UserCodeError: another assistant message, or one at the end.
         """
+        self._attempt.check()
+        self._not_while_speaking("branch")
+        messages = checked("branch", messages)
         known = {id(m) for m in self._attempt.messages}
-        for message in messages:
-            if not isinstance(message, Message):
-                raise UserCodeError(f"ep.branch takes messages, not {message!r}")
-            if message.role == "assistant" and id(message) not in known:
-                raise UserCodeError(
-                    "ep.branch takes assistant messages of this episode only, as it got them; put"
-                    f" {message.content[:60]!r} into a user message: the policy did not say it"
-                )
-        if not messages or messages[-1].role == "assistant":
-            raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
+        self._context.edit(messages)
         new = [m for m in messages if id(m) not in known]
         self._count(new)
         self._attempt.messages.extend(new)
-        self._context.edit(messages)
 
     def spawn(
         self, prompt: str | Sequence[Message], schemas: Sequence[Any] | None = None
@@ -296,9 +314,10 @@ class Episode:
         Raises:
             UserCodeError: something else than messages, or an assistant's.
         """
-        opening = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
-        if not opening or not all(isinstance(m, Message) for m in opening):
-            raise UserCodeError(f"ep.spawn takes a text or messages, not {prompt!r:.80}")
+        opening = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+        opening = checked("spawn", opening)
+        if not opening:
+            raise UserCodeError("ep.spawn takes a text or messages, not nothing")
         if any(m.role == "assistant" for m in opening):
             raise UserCodeError(
                 "ep.spawn takes system and user messages: put examples of answers into their text"
@@ -313,42 +332,21 @@ class Episode:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _count(self, messages: Iterable[Message]) -> None:
+    def _count(self, messages: Iterable[Message], given: bool = False) -> None:
         """Note what control tokens others have spelled out."""
-        attempts = self._world.template.attempts
-        self._attempt.control_token_attempts += sum(map(attempts, messages))
+        attempts = (self._world.template.attempts(m, given) for m in messages)
+        self._attempt.control_token_attempts += sum(attempts)
 
-    async def _ask(self, ids: array[int], max_tokens: int, stop: tuple[str, ...]) -> Generation:
-        attempt = self._attempt
-        seed = (attempt.seed, attempt.rollout, self._spoken)
-        if self._thread:
-            seed = (*seed, self._thread)
-        async with attempt.engine:
-            attempt.enter("generate")
-            try:
-                return await self._world.sampler.generate(
-                    ids,
-                    attempt.sampling_of(max_tokens, stop),
-                    episode_id=attempt.episode_id,
-                    seed=mix_seed(*seed),
-                    deadline=attempt.deadline,
-                )
-            except EngineError:
-                attempt.check_time()  # it was given no more time than the episode has
-                raise
+    def _not_while_speaking(self, verb: str) -> None:
+        if self._speaks:
+            raise UserCodeError(
+                f"ep.{verb}: this conversation's ep.generate() has not returned yet. Await it"
+                " first, or ep.spawn another conversation"
+            )
 
-    async def _read(
-        self, text: str, parse: Callable[[str], list[ToolCall]] | None
-    ) -> list[ToolCall]:
-        if parse is not None:
-            return parse(text)
-        assert self._world.read is not None
-        calls = self._world.read(self._world.template.thinking.opened + text, self.schemas)
-        return await calls if isawaitable(calls) else calls
-
-    def _fit(self, result: ToolResult) -> ToolResult:
-        """A tool's answer cut to `tools.max_result_tokens`, and saying so."""
-        tools, template = self._world.config.tools, self._world.template
-        limit, side = tools.max_result_tokens, tools.truncate
-        shown = truncate(result.content, limit, side, template.encode, template.decode_plain)
-        return result if shown is result.content else replace(result, content=shown)
+    def _last_turn(self, verb: str) -> int:
+        """This conversation's last turn."""
+        self._not_while_speaking(verb)
+        if self._turn < 0:
+            raise UserCodeError(f"ep.{verb} is about a turn: call ep.generate() first")
+        return self._turn

@@ -47,6 +47,7 @@ async def play_episode(
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     interaction = None
     opened = False
+    playing: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
         interaction = build_interaction(sample)
@@ -56,7 +57,7 @@ async def play_episode(
             opened = True
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
-        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        attempt = playing = Attempt(world, sample, episode_id, rollout, sampling, seed)
         episode = Episode(attempt, opening, schemas, interaction)
         if watchdog:
             watchdog.watch(attempt)
@@ -64,11 +65,19 @@ async def play_episode(
             await _run_loop(loop, episode)
         except EpisodeOver as over:
             stop_reason = over.reason
+        stop_reason = attempt.spent or stop_reason
+        await attempt.end()
+        if not attempt.turns and stop_reason == "done":
+            raise UserCodeError(
+                f"agent loop {loop.name!r} ended without a turn: write `await ep.generate()`"
+            )
         if opened:
             opened = False
             tool_reward = await world.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
+        if playing:
+            await playing.end()
         world.sampler.end(episode_id)
         # Nothing that fails while cleaning up may hide why the episode ended.
         if opened:

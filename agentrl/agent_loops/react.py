@@ -54,6 +54,8 @@ async def react(ep: Episode) -> None:
         turn = await ep.generate(stop=(REACT_STOP,), parse=parse_react)
         if turn.tool_calls:
             await ep.call_tools(answer_as=_observation)
+        elif turn.content.endswith(REACT_STOP):
+            ep.observe(_observation("no `Action:` was given, so there is nothing to observe"))
         elif not await ep.interact():
             return
 

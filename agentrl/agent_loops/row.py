@@ -30,44 +30,43 @@ class Row:
         """Tokens of the response."""
         return len(self._mask)
 
-    def observe(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy did not sample."""
-        n = len(ids)
-        self.ids.extend(ids)
-        self._mask.extend(_UNSAMPLED * n)
-        self._logprobs.extend(_CERTAIN * n)
-        self._versions.extend(_NO_VERSION * n)
-
-    def sample(self, generation: Generation, max_tokens: int) -> None:
-        """Add what the engine sampled after all of this row.
+    def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
+        """Add what was observed, and what the engine sampled after it: both, or nothing.
 
         Always checked, at the cost of the new tokens only: the engine continued this very row.
 
         Raises:
             EngineError: it continued another row, or answered something that cannot be.
         """
-        n = len(generation.token_ids)
-        if generation.prompt_tokens != len(self.ids):
+        n, prompt = len(generation.token_ids), len(self.ids) + len(delta)
+        if generation.prompt_tokens != prompt:
             raise EngineError(
-                f"the engine continued {generation.prompt_tokens} tokens, but the row has"
-                f" {len(self.ids)}"
+                f"the engine continued {generation.prompt_tokens} tokens, but the row has {prompt}"
             )
         if not (n == len(generation.logprobs) == len(generation.versions) and 0 < n <= max_tokens):
             raise EngineError(
                 f"the engine answered {n} tokens, {len(generation.logprobs)} logprobs and"
                 f" {len(generation.versions)} versions; at most {max_tokens} were asked for"
             )
+        self._observe(delta)
         self.ids.extend(generation.token_ids)
         self._mask.extend(_SAMPLED * n)
         self._logprobs.extend(generation.logprobs)
         self._versions.extend(generation.versions)
 
+    def _observe(self, ids: Sequence[int]) -> None:
+        n = len(ids)
+        self.ids.extend(ids)
+        self._mask.extend(_UNSAMPLED * n)
+        self._logprobs.extend(_CERTAIN * n)
+        self._versions.extend(_NO_VERSION * n)
+
     def segment(self) -> Segment:
-        """The row, frozen."""
+        """The row as it stands now, copied: whatever comes later is not in it."""
         return Segment(
             prompt_ids=self.prompt,
             response_ids=self.ids[len(self.prompt) :],
-            response_mask=self._mask,
-            logprobs=self._logprobs,
-            versions=self._versions,
+            response_mask=self._mask[:],
+            logprobs=self._logprobs[:],
+            versions=self._versions[:],
         )

@@ -27,12 +27,11 @@ def cut_at_stop(
     found = text[:end]
     ids = generation.token_ids
     n = 1 + bisect_left(range(1, len(ids)), True, key=lambda k: found in template.decode(ids[:k]))
-    if n < len(ids):
-        generation = replace(
-            generation,
-            token_ids=ids[:n],
-            logprobs=generation.logprobs[:n],
-            versions=generation.versions[:n],
-            finish_reason="stop",
-        )
-    return generation, found
+    cut = replace(
+        generation,
+        token_ids=ids[:n],
+        logprobs=generation.logprobs[:n],
+        versions=generation.versions[:n],
+        finish_reason="stop",
+    )
+    return cut, found

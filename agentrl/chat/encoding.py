@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import regex
@@ -28,6 +28,7 @@ from agentrl.trajectory import token_array
 MAX_CONTROL = 256
 """No control token is longer."""
 
+_LIKE_A_ROLE = re.compile(r"<[|｜].*[|｜]>|\[[A-Z_]+\]")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 # What regular expressions are known to disagree about.
 _PROBES = (
@@ -70,8 +71,13 @@ class Encoder:
             del added[i]
         self._id_of = {token.content: i for i, token in added.items()}
         self.control_ids = frozenset([*added, *tokenizer.all_special_ids])
-        # Those a prompt may speak of: they are text of a turn, such as `<think>`.
-        tags = [token.content for token in added.values() if not token.special]
+        # Those a prompt may speak of: they are text of a turn, such as `<think>`. What looks like a
+        # token of roles and turns counts as one, though some tokenizers do not call it special.
+        tags = [
+            token.content
+            for token in added.values()
+            if not (token.special or _LIKE_A_ROLE.fullmatch(token.content))
+        ]
         self.tags = frozenset(self._id_of[tag] for tag in tags)
         self.control = _pattern({t.content: (t.lstrip, t.rstrip) for t in added.values()})
         self._tags = _pattern(dict.fromkeys(tags, (False, False)))
@@ -130,11 +136,12 @@ class Encoder:
         )
         return min(cut, default=n)
 
-    def attempts(self, text: str) -> int:
-        """How many control tokens a text spells."""
+    def attempts(self, text: str, allowed: Set[int] = frozenset()) -> int:
+        """How many control tokens a text spells, some ids aside."""
         if not any(c in text for c in self._openers):
             return 0
-        return sum(1 for _ in self.control.finditer(text))
+        found = (m[0] if m[0] in self._id_of else m[0].strip() for m in self.control.finditer(text))
+        return sum(self._id_of[token] not in allowed for token in found)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control tokens included."""

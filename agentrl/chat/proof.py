@@ -155,7 +155,10 @@ def _verdict(template: ChatTemplate, schemas: Schemas, shape: Shape) -> Verdict:
 def _except(way: int, shape: Shape, reasons: Sequence[str]) -> str:
     """For which turns a shape does not hold, where it holds for those of this way."""
     if way == _TEXT_ONLY:
-        return f"with the calls as text of the turn; otherwise: {reasons[0]}"
+        return (
+            "nothing to do: with calls as text of the turn, as episodes have them, it holds;"
+            f" as `tool_calls` it does not: {reasons[0]}"
+        )
     if way % 3 == 1 or (way % 3 == 2 and not shape.thinks):
         return f"not with a text before a call: {reasons[0]}"
     return ""
@@ -265,9 +268,15 @@ def _sampled(
     if own not in shown or own not in alone:
         raise TemplateError("the chat template shows the end of a turn otherwise once more is said")
     start, end = template.encoder.shared(before, shown), shown.rindex(own) + len(own)
+    said = shown[start:end]
+    marks = bool(turn["content"]) + len(turn.get("tool_calls", ()))
+    if said.count(SPOKEN) + said.count(ARGUMENT) > marks and len(asked) > 1:
+        # Earlier turns are shown otherwise now: read it where there are none.
+        asked = [m for m in asked if m["role"] == "user"][-1:]
+        return _sampled(template, schemas, asked, turn, more)
     if turn["content"] and not start <= shown.rfind(SPOKEN) < end:
         raise TemplateError("the chat template does not show a text before a call")
-    ids = template.encoder.literal(shown[start:end])
+    ids = template.encoder.literal(said)
     if closes:
         ids.append(template.encoder.split(alone[alone.rindex(own) + len(own) :])[1][0])
     return ids
@@ -279,8 +288,8 @@ def difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) 
     before = template.decode(got[max(0, at - 8) : at])
     ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
     return (
-        f"token {at} differs: after {before!r} an episode has {ours!r}, the template, once more is"
-        f" said, {theirs!r}"
+        f"token {at} differs (zq... are placeholders for what messages say)"
+        f"\n    after:    {before!r}\n    episode:  {ours!r}\n    template: {theirs!r}"
     )
 
 

@@ -8,6 +8,7 @@ them, writes them as JSON), by giving it contents that would show it.
 from __future__ import annotations
 
 import json
+import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ Schemas = Sequence[Mapping[str, Any]]
 Said = Mapping[str, Any]
 """A message as templates see it: `{"role": ..., "content": ..., ...}`."""
 Write = Callable[[str], str]
+
+_SALT = f"{random.randrange(1 << 32):08x}"
+"""So that no text of a row can be taken for a mark."""
 
 # What templates do to a content, the commonest first.
 _WRITERS: tuple[Write, ...] = (
@@ -63,12 +67,12 @@ class Renderer:
 
 def mark(i: int) -> str:
     """A content that can be found again, whatever is done to it."""
-    return f"zq{i}content{i}qz"
+    return f"zq{_SALT}{i}content{i}qz"
 
 
 def _telling(i: int) -> str:
     """A content that shows what is done to it."""
-    return f' \n\t zq{i}"telling"\\ é😀 <a>&\' {{{{ x }}}}{i}qz \n\n'
+    return f' \n\t zq{_SALT}{i}"telling"\\ é😀 <a>&\' {{{{ x }}}}{i}qz \n\n'
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,7 +67,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
         self.render = Renderer(tokenizer, variables or {})
-        self._encode_prompt = self.encoder.plain if untrusted else self.encoder.spoken
+        self._untrusted = untrusted
         self._prompts: dict[Any, Frame] = {}
         self._deltas: dict[Any, Between] = {}
         self._ends = {i for i in (tokenizer.eos_token_id, *end_ids) if i is not None}
@@ -87,10 +87,9 @@ class ChatTemplate:
         ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.thinking = Thinking.of(self)
-        opened = self.encoder.literal(self.thinking.extra)
-        self.encoder.guard({i for b in self._shown for i in b.frame.ids} - set(opened))
-        self.encoder.guard(self.stop_ids)
-        self.encoder.guard(self._roles() - set(opened))
+        thought = self.encoder.literal(self.thinking.begin + self.thinking.end)
+        shown = {i for b in self._shown for i in b.frame.ids} | self._roles()
+        self.encoder.guard((shown | self._ends) - set(thought))
 
     @classmethod
     def load(
@@ -111,11 +110,21 @@ class ChatTemplate:
 
     # -- messages to ids --------------------------------------------------------------------------
 
-    def prompt(self, messages: Sequence[Message], schemas: Schemas = ()) -> array[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        schemas: Schemas = (),
+        given: Callable[[Message], bool] = bool,
+    ) -> array[int]:
         """The tokens of a conversation up to where the assistant speaks next.
 
         Contents are encoded apart from the template, free of its role and turn tokens; only
         assistant messages (few-shot turns the user wrote) may hold those.
+
+        Args:
+            messages: the conversation.
+            schemas: the tools that the template shows.
+            given: whether a message is a dataset row's own, and may speak of tags (`<think>`).
         """
         said = [m.content if m.role == "assistant" else "" for m in messages]
         shown = json.dumps(schemas, sort_keys=True) if schemas else ""
@@ -126,8 +135,8 @@ class ChatTemplate:
         foreign = [m for m in messages if m.role != "assistant"]
 
         def encode(text: str, inside: Sequence[int]) -> array[int]:
-            tool = any(foreign[i].role == "tool" for i in inside)
-            return self.encoder.plain(text) if tool else self._encode_prompt(text)
+            speaks = all(self._may_speak(foreign[i]) and given(foreign[i]) for i in inside)
+            return self.encoder.spoken(text) if speaks else self.encoder.plain(text)
 
         return frame.fill([m.content for m in foreign], encode)
 
@@ -152,8 +161,11 @@ class ChatTemplate:
         contents = [m.content for m in messages]
         if between.names:
             calls = history[-1].tool_calls
-            for i in range(len(messages)):  # of the calls, at least those that are answered
-                name, id = (calls[i].name, calls[i].id) if i < len(calls) else ("", "")
+            by_id = {c.id: c for c in calls if c.id}
+            results = [m for m in messages if m.role == "tool"]
+            for i, result in enumerate(results):
+                call = by_id.get(result.tool_call_id) or (calls[i] if i < len(calls) else None)
+                name, id = (call.name, call.id) if call else ("", "")
                 contents += [name or "tool", id or f"{i:09d}"]
         ids = between.frame.fill(contents, self._encode_foreign)
         # A token of the next role (GLM's `<|user|>`) is left standing where another role follows.
@@ -168,6 +180,7 @@ class ChatTemplate:
         sampled: Mapping[int, Sequence[int]] | None = None,
         *,
         strip: bool = False,
+        given: Callable[[Message], bool] = bool,
     ) -> array[int]:
         """The tokens of a conversation with sampled turns, up to where the assistant speaks next.
 
@@ -177,12 +190,13 @@ class ChatTemplate:
             sampled: the ids of assistant messages by their place in `messages`; those before the
                 first of them are few-shot turns.
             strip: leave out what the template drops of earlier turns (their thinking).
+            given: see `prompt`.
         """
         sampled = sampled or {}
         own = [i for i, m in enumerate(messages) if m.role == "assistant" and i in sampled]
         if not own:
-            return self.prompt(messages, schemas)
-        ids = self.prompt(messages[: own[0]], schemas)
+            return self.prompt(messages, schemas, given)
+        ids = self.prompt(messages[: own[0]], schemas, given)
         for i, end in zip(own, [*own[1:], len(messages)], strict=True):
             turn, start = sampled[i], len(ids)
             calls = bool(messages[i].tool_calls)
@@ -251,14 +265,24 @@ class ChatTemplate:
         """The text that `encode` was given."""
         return self.encoder.decode_plain(ids)
 
-    def attempts(self, message: Message) -> int:
-        """How many control tokens a message spells that it must not have."""
-        return self.encoder.attempts(message.content)
+    def attempts(self, message: Message, given: bool = False) -> int:
+        """How many control tokens a message spells that it must not have.
+
+        Args:
+            message: not the assistant's.
+            given: whether it is a dataset row's own.
+        """
+        speaks = given and self._may_speak(message)
+        return self.encoder.attempts(message.content, self.encoder.tags if speaks else frozenset())
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """The text of one sampled turn, less the token that closed it."""
         closed = len(ids) > 0 and ids[-1] in self._ends
         return self.encoder.decode(ids[:-1] if closed else ids)
+
+    def _may_speak(self, message: Message) -> bool:
+        """Whether a row's own message may hold tags."""
+        return message.role != "tool" and not self._untrusted
 
     def _encode_foreign(self, text: str, inside: Sequence[int]) -> array[int]:
         return self.encoder.plain(text)

@@ -51,8 +51,8 @@ class Thinking:
     """The answer is shown without the empty lines before it."""
     header: str = ""
     """What a turn begins with; a turn of several messages (gpt-oss) holds it again."""
-    opened: str = ""
-    """`<think>` where the prompt of a turn ends within a thought: for whoever reads its text."""
+    begin: str = "<think>\n"
+    """What begins the thinking."""
 
     def drops(self, turn: Sequence[int], calls: bool, later: Sequence[Message]) -> bool:
         """Whether a turn that something followed is shown without its thinking.
@@ -68,6 +68,11 @@ class Thinking:
         if self.always or (self.after_user and later_user):
             return True
         return self.blank and not self._thought(turn)
+
+    def opened(self, ids: array[int]) -> str:
+        """What the prompt of a turn has begun to think, or ""."""
+        end = self.template.decode(ids[-16:]).rstrip()
+        return self.begin if end.endswith(self.begin.strip()) else ""
 
     def may_drop(self, *, later_user: bool) -> bool:
         """Whether `drops` can hold for any turn."""
@@ -88,24 +93,38 @@ class Thinking:
             turn: the sampled ids.
         """
         encoder = self.template.encoder
-        body = list(turn[:-1] if len(turn) and turn[-1] in self.template.stop_ids else turn)
+        opened = bool(self.opened(ids))
         for text in (self.extra, self.also):
             extra = encoder.literal(text)
-            if len(extra) and list(ids[-len(extra) :]) == list(extra):
+            if len(extra) and ids[-len(extra) :] == extra:
                 del ids[-len(extra) :]
                 break
-        text = self.template.decode(body)
-        _, found, answer = text.rpartition(self.end)  # the text itself where nothing is found
-        instead = self.instead
-        if self.gap.strip() and answer.startswith(self.gap):
-            answer = answer[len(self.gap) :]
-        elif found and self.header and answer.startswith(self.header):
-            answer, instead = answer[len(self.header) :], ""
-        elif found and self.trims:
-            answer = answer.lstrip("\n")
-        if not (instead and answer.startswith(instead)):
-            ids.extend(encoder.literal(instead))
+        body = list(turn[:-1] if len(turn) and turn[-1] in self.template.stop_ids else turn)
+        answer, instead = self._answer(self.template.decode(body), opened)
+        ids.extend(encoder.literal(instead))
         ids.extend(self._last(body, answer))
+
+    def _answer(self, text: str, opened: bool) -> tuple[str, str]:
+        """What is left of a turn's text, and what the template puts before it.
+
+        Only a thought that was begun can end: an answer may speak of `</think>`.
+        """
+        begin = self.begin.strip()
+        while opened or text.lstrip().startswith(begin):
+            _, found, rest = text.partition(self.end)
+            if not found:
+                break
+            opened = False
+            if self.gap.strip() and rest.startswith(self.gap):
+                text = rest[len(self.gap) :]
+                break
+            if not (self.header and rest.startswith(self.header)):
+                text = rest.lstrip("\n") if self.trims else rest
+                break
+            text = rest[len(self.header) :]
+            if not text.lstrip().startswith(begin):  # a message of its own, with its own head
+                return text, ""
+        return text, "" if self.instead and text.startswith(self.instead) else self.instead
 
     def _last(self, ids: list[int], text: str) -> list[int]:
         """The ids that stand for the end of a turn: as sampled, where they begin with a token."""
@@ -138,7 +157,6 @@ class Thinking:
             extra=fresh[len(shared) :],
             instead=old[len(shared) :],
             header=shared[found[-1].start() :] if found else "",
-            opened="<think>" * (fresh.rfind("<think>") > fresh.rfind("</think>")),
         )
         for turn in thoughtful():
             try:
@@ -149,20 +167,23 @@ class Thinking:
             tagged = THOUGHT in turn["content"]
             if not tagged and THOUGHT not in alone:
                 continue  # it does not read this key
-            if THOUGHT in later:
-                break
             gap = alone.partition(THOUGHT)[2].partition(turn["content"])[0] if not tagged else ""
             gap = gap or _TAGGED
             mark = template.encoder.control.search(gap)
             end = mark[0] if mark else "</think>"
             thinking = replace(
                 thinking,
-                after_user=True,
-                always=THOUGHT not in alone or _gone(template, thoughtful),
+                begin=_begin(template, alone, len(shared)),
                 end=end,
                 gap=gap.partition(end)[2],
-                trims=before_answer(later) == old,
             )
+            if THOUGHT not in later:
+                thinking = replace(
+                    thinking,
+                    after_user=True,
+                    always=THOUGHT not in alone or _gone(template, thoughtful),
+                    trims=before_answer(later) == old,
+                )
             break
         return replace(
             thinking,
@@ -170,6 +191,16 @@ class Thinking:
             also=_after_a_result(template),
             until_answer=thinking.after_user and _until_answer(template),
         )
+
+
+def _begin(template: ChatTemplate, alone: str, header: int) -> str:
+    """What stands before the thought in a turn, after the turn's header."""
+    before = alone.partition(_ASKED["content"])[2].partition(THOUGHT)[0]
+    control = [m.start() for m in template.encoder.control.finditer(before)]
+    if THOUGHT not in alone or not control:
+        return "<think>\n"
+    # Where a template puts empty tags before every old turn, the header seems to hold the first.
+    return before[min(header, control[-1]) :]
 
 
 def thoughtful(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:

@@ -7,6 +7,13 @@ from typing import Any
 
 from agentrl.errors import UserError
 
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+"""A tokenizer that transformers can load has one of these."""
+
 
 def end_of_turn_ids(path: str | Path) -> list[int]:
     """The `eos_token_id`s of a model's generation_config.json; none where it has no such file.
@@ -30,6 +37,12 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    folder = Path(path)
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(
+            f"no tokenizer at {str(path)!r}: the folder holds no {' and no '.join(missing)}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:

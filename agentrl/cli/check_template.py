@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +27,11 @@ _REFUSED = (
 _TEXT_TOOLS = (
     "rows with tools need the loop `react`, which shows tools and results as text; rows without"
     " tools can be played."
+)
+_NOTHING_TO_FIX = "nothing to fix: whatever the template takes is append-only"
+_NOT_TO_BE_FIXED = (
+    "no change of conditions helps: what the template takes is append-only, and the rest it has no"
+    " text for. Rows with tools need the loop `react`, or a model whose template shows tools."
 )
 
 
@@ -64,11 +70,13 @@ def check_template(
 
     if output and not fix:
         raise UserError("--output is where --fix writes to: give both")
+    if output:
+        _make_room(output)
     schemas = _schemas(file or [])
     folder = Path(model).expanduser()
     try:
-        alone = (folder / "tokenizer_config.json").is_file()  # weights are not asked for
-        path = str(folder) if alone else resolve_model(model, say=typer.echo)
+        # Of a folder no weights are asked for.
+        path = str(folder) if folder.is_dir() else resolve_model(model, say=typer.echo)
         tokenizer, ends = load_tokenizer(path), end_of_turn_ids(path)
     except UserError as e:
         typer.echo(f"error: {e}", err=True)
@@ -95,7 +103,7 @@ def report(verdicts: Sequence[Verdict]) -> list[str]:
     lines = [f"{v.shape:{width}}  {v.status}" for v in verdicts]
     for detail in dict.fromkeys(v.detail for v in verdicts if v.detail):
         shapes = ", ".join(v.shape for v in verdicts if v.detail == detail)
-        lines += ["", f"{shapes}:", f"  {detail}"]
+        lines += ["", f"{shapes}:", indent(detail, "  ")]
     lines.append("")
     if any(v.status == "drops thinking" for v in verdicts):
         lines.append(_DROPS)
@@ -108,6 +116,20 @@ def report(verdicts: Sequence[Verdict]) -> list[str]:
     usable = "every shape that the template takes can be trained on"
     lines.append(f"cannot be trained on: {', '.join(bad)}" if bad else usable)
     return lines
+
+
+def _make_room(output: Path) -> None:
+    """Refuse where no file can be written, before the work that it would hold."""
+    from agentrl.errors import UserError
+
+    if output.is_dir():
+        raise UserError(
+            f"--output {output} is a folder: name a file, such as {output / 'chat_template.jinja'}"
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--output {output}: no folder can be made there ({e.strerror})") from e
 
 
 def _schemas(files: list[str]) -> Sequence[Any]:
@@ -161,9 +183,11 @@ def _fix(
     output: Path | None,
 ) -> None:
     from agentrl.chat.fix import diff, smallest_fix
+    from agentrl.errors import UserError
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
-        typer.echo("nothing to fix: whatever the template takes is append-only")
+        fails = any(v.fails for v in verdicts)
+        typer.echo(_NOT_TO_BE_FIXED if fails else _NOTHING_TO_FIX)
         return
     changed = smallest_fix(tokenizer, ends, schemas)
     if changed is None:
@@ -172,5 +196,8 @@ def _fix(
     typer.echo("the smallest change found that makes every such shape append-only:\n")
     typer.echo(diff(tokenizer.chat_template, changed), nl=False)
     if output:
-        output.write_text(changed, encoding="utf-8")
+        try:
+            output.write_text(changed, encoding="utf-8")
+        except OSError as e:
+            raise UserError(f"--output {output} cannot be written: {e.strerror}") from e
         typer.echo(f"\nthe changed template is written to {output}")

@@ -43,6 +43,10 @@ def sft(
     A conversation that begins with an assistant message goes on from the row's prompt, as the
     row's agent loop shows it; any other is taken whole. Tools that the row names are shown too.
 
+    A tool call is text in the assistant's content, as the model is to write it: for Qwen2.5
+    <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, a line each. Structured
+    `tool_calls` are refused. `agentrl check-template MODEL` names the model's format.
+
     Examples:
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat
 

@@ -20,6 +20,7 @@ from agentrl.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from agentrl.chat import ChatTemplate
     from agentrl.config import Config
     from agentrl.plan import Plan
     from agentrl.tools import Toolbox
@@ -124,6 +125,7 @@ def _check(settings: Config) -> None:
 
     base, _ = base_and_adapters(settings.model.path)
     check_model_fits(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
+    _tell_format(settings.rollout.tool_format, template)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
         typer.echo(wiring(plan))
@@ -138,6 +140,29 @@ def _check(settings: Config) -> None:
     if settings.trainer.device == "cuda" and not is_torch_cuda_available():
         typer.echo("note: trainer.device=cuda, but there is no GPU here", err=True)
     typer.echo("all is wired.")
+
+
+def _tell_format(name: str, template: ChatTemplate) -> None:
+    """How tool calls are read, and a word where the chat template teaches another format.
+
+    Raises:
+        UserError: a parser that is not installed or not known.
+    """
+    from agentrl.chat import ForeignParser, open_reader
+    from agentrl.chat.formats import FORMATS, detect
+
+    taught = detect(str(template.tokenizer.chat_template))
+    reader = open_reader(name, template.tokenizer)
+    if isinstance(reader, ForeignParser):
+        reader.close()
+    shown = f"{taught} (auto)" if name == "auto" else f"{name} (rollout.tool_format)"
+    typer.echo(f"tool calls are read as: {shown}")
+    if name in FORMATS and name != taught:
+        typer.echo(
+            f"note: rollout.tool_format={name}, but as far as its text shows the chat template"
+            f" teaches {taught} (auto)",
+            err=True,
+        )
 
 
 def _check_tools(plan: Plan, toolbox: Toolbox) -> None:

@@ -119,5 +119,6 @@ def _bad_value(setting: Setting, info: FieldInfo, words: str) -> str:
     """What was given, what is wrong with it, what is allowed, and what the key means."""
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     hint = did_you_mean(str(setting.value), choices)
-    wrong = f"{words}. It must be" if words else "must be"
+    end = "" if words.endswith((".", "?")) else "."  # a hint may have ended it
+    wrong = f"{words}{end} It must be" if words else "must be"
     return f"{setting}: {wrong} {allowed(info)} ({info.description}).{hint}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.verl_names import VERL_NAMES, VERL_SECTIONS
+from agentrl.config.verl_names import VERL_SECTIONS, verl_name
 
 
 class _Loader(yaml.SafeLoader):
@@ -221,9 +221,9 @@ def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
         yield from _leaves(Setting(f"{path}.{key}", value, setting.source), fields)
 
 
-def _no_such_key(path: str, fields: Collection[str]) -> str:
-    if path in VERL_NAMES:
-        return f"verl's name. {VERL_NAMES[path]}"
+def _no_such_key(path: str, fields: Mapping[str, type]) -> str:
+    if word := verl_name(path, [f for f, kind in fields.items() if kind is dict]):
+        return f"verl's name. {word}"
     if path.startswith(VERL_SECTIONS):
         return "verl's name, and nothing here does the same"
     section, _, leaf = path.rpartition(".")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -114,3 +116,18 @@ VERL_NAMES = {
 
 VERL_SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
 """Sections that only verl has."""
+
+
+def verl_name(path: str, mappings: Collection[str]) -> str:
+    """The word on a key of verl's, or on one below it; empty if verl has none of that name.
+
+    Args:
+        path: the key.
+        mappings: the keys here below which there are keys of the user's own.
+    """
+    above, below = path, ""
+    while above and above not in VERL_NAMES:
+        above, _, name = above.rpartition(".")
+        below = f".{name}{below}"
+    own = below if _RENAMED.get(above) in mappings else ""
+    return f"{VERL_NAMES[above]}{own}" if above else ""

@@ -25,6 +25,8 @@ COLUMNS = (
     *("tools", "tools_kwargs", "interaction", "interaction_kwargs", *MEDIA),
 )
 """The columns that mean something; others are kept in `Sample.extra`."""
+CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows them"
+"""Said of messages with `tool_calls`: what is imitated or shown is text, as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that name none."""
 
@@ -128,7 +130,7 @@ class _Reader:
         if role not in get_args(Role):
             self.wrong(field, f"role {role!r} must be one of {', '.join(get_args(Role))}")
         if message.get("tool_calls"):
-            self.wrong(field, "write tool calls into the content, as the chat template shows them")
+            self.wrong(field, CALLS_ARE_TEXT)
         if isinstance(content, list) and all(isinstance(p, dict) for p in content):
             if any(part.get("type") != "text" for part in content):
                 self.wrong(field, "agentrl trains on text only, but a part is not text")

@@ -41,21 +41,25 @@ def gae(
     values: Tensor,
     mask: Tensor,
     rollout: Tensor,
+    turn: Tensor,
     gamma: float,
     lam: float,
     bootstrap: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates (arXiv:1506.02438) over the tokens the policy chose.
 
-    The tokens in `mask`, across all rows of a rollout, are the steps of the decision process: the
-    observations between two of them belong to the environment, take no time and are not read. So
-    any number of observation tokens, whatever values stand there, changes no bit of the result.
+    The tokens in `mask`, across all rows of a rollout, are the steps of the decision process, in
+    the order of their turns and, within a turn, of their places: so in time, whatever rows they
+    stand in. The observations between two of them belong to the environment, take no time and are
+    not read: any number of them, whatever values stand there, changes no bit of the result.
 
     Args:
         token_rewards: (B, T), each earned by choosing the token.
         values: (B, T), of the state before the token.
         mask: (B, T) bool.
-        rollout: (B,) int64, ascending.
+        rollout: (B,) int64.
+        turn: (B, T) int64, when each token was sampled: which of its rollout's turns did. Tokens
+            of equal turns follow each other by row and column.
         gamma: discount per chosen token.
         lam: 0 is one-step temporal differences, 1 the whole return.
         bootstrap: (R,), the value of the state after a rollout's last token: 0 where it ended. A
@@ -65,6 +69,9 @@ def gae(
         advantages and returns, (B, T) each, 0 outside the mask.
     """
     row, column = mask.nonzero(as_tuple=True)
+    order = turn[row, column].argsort(stable=True)
+    order = order[rollout[row[order]].argsort(stable=True)]  # by rollout, then turn, then place
+    row, column = row[order], column[order]
     owner = rollout[row]
     steps = torch.bincount(owner, minlength=len(bootstrap))
     first = steps.cumsum(0) - steps

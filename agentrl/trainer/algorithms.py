@@ -88,7 +88,7 @@ def _group_relative(
 def _critic_based(
     batch: Batch, config: AlgorithmConfig, penalty: Tensor, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """GAE over each rollout's chosen tokens, whitened over the batch.
+    """GAE over each rollout's chosen tokens in the order of its turns, whitened over the batch.
 
     Every rollout here was scored, so its last token ends it: nothing is bootstrapped.
     """
@@ -99,6 +99,7 @@ def _critic_based(
         values,
         mask,
         batch.rollout,
+        batch.turn,
         config.gamma,
         config.lam,
         bootstrap=ended,

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.errors import RunStopped
-from agentrl.trajectory import Group, Scored, Segment
+from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,11 @@ class Batch:
     """(B, T) int64: the policy version that sampled each token; -1 elsewhere."""
     token_rewards: Tensor
     """(B, T) float32: turn rewards on each turn's last sampled token, the rest of the rollout's
-    reward on its last one. Their sum over a rollout is its entry in `rewards`."""
+    reward where its own conversation ends. Their sum over a rollout is its entry in `rewards`."""
+    turn: Tensor
+    """(B, T) int64: which of its rollout's turns sampled each token, counted in the order in which
+    they were taken; -1 elsewhere. Rows alone do not tell: a loop that spawned a conversation may go
+    on in a row before it."""
     rewards: Tensor
     """(R,) float32: the weighted total of each rollout, budget policy included."""
     rollout: Tensor
@@ -99,7 +103,7 @@ def collate(
         groups: the step's groups, in the order of their rows.
         pad_id: fills what is no token.
         turn_weight: what a turn's own reward counts in `Scored.reward`: that share is paid where
-            the turn ends, all else where the rollout ends.
+            the turn ends, all else where the loop's own conversation ends.
         tool_weight: the same for rewards of tools.
 
     Raises:
@@ -112,17 +116,20 @@ def collate(
     weights = {"turn": turn_weight, "tool": tool_weight}
     segments = [segment for s in scored for segment in s.trajectory.segments]
     paid = [row for s in scored for row in _token_rewards(s, weights)]
+    turns = [row for s in scored for row in _turns(s.trajectory)]
     prompts = [_tensor(s.prompt_ids) for s in segments]
     responses = [_tensor(s.response_ids) for s in segments]
+    mask = _pad([_tensor(s.response_mask) for s in segments], 0).bool()
     batch = Batch(
         prompt_ids=_pad(prompts, pad_id, side="left").long(),
         prompt_lengths=torch.tensor([len(p) for p in prompts]),
         response_ids=_pad(responses, pad_id).long(),
         response_lengths=torch.tensor([len(r) for r in responses]),
-        response_mask=_pad([_tensor(s.response_mask) for s in segments], 0).bool(),
+        response_mask=mask,
         rollout_logprobs=_pad([_tensor(s.logprobs) for s in segments], 0.0),
         versions=_pad([_tensor(s.versions) for s in segments], -1).long(),
         token_rewards=_pad([torch.tensor(row) for row in paid], 0.0),
+        turn=_pad(turns, -1).masked_fill(~mask, -1),
         rewards=torch.tensor([s.reward for s in scored]),
         rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
@@ -155,26 +162,35 @@ def _check(batch: Batch, episodes: Sequence[str]) -> None:
         )
 
 
+def _turns(trajectory: Trajectory) -> list[Tensor]:
+    """One tensor per segment: which turn each token lies in, or -1."""
+    which = [torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments]
+    for k, turn in enumerate(trajectory.turns):
+        which[turn.segment][turn.start : turn.end] = k
+    return which
+
+
 def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
     """Where a rollout's reward is paid: one list of floats per segment.
 
-    What no sampled token can carry (a turn without any) goes to the end with the rest; a rollout
+    What no turn earned is paid at the end of the last turn, also where that was spawned: all that
+    was sampled came before it, and has its share in it. What no sampled token can carry (a turn without any) goes to the end with the rest; a rollout
     without sampled tokens carries nothing.
     """
-    segments = scored.trajectory.segments
+    segments, turns = scored.trajectory.segments, scored.trajectory.turns
     paid = [[0.0] * len(segment.response_ids) for segment in segments]
-    ends = [_last_sampled(segment, 0, len(segment.response_ids)) for segment in segments]
-    last = max((k for k, end in enumerate(ends) if end >= 0), default=-1)
-    if last < 0:
+    ends = [(t.segment, _last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
+    places = [(k, _last_sampled(row, 0, len(row.response_ids))) for k, row in enumerate(segments)]
+    last = next((place for place in reversed([*places, *ends]) if place[1] >= 0), None)
+    if last is None:
         return paid
     placed = 0.0
-    for turn in scored.trajectory.turns:
+    for turn, (row, at) in zip(turns, ends, strict=True):
         earned = sum(weights.get(source, 0.0) * r for source, r in turn.rewards.items())
-        at = _last_sampled(segments[turn.segment], turn.start, turn.end)
         if earned and at >= 0:
-            paid[turn.segment][at] += earned
+            paid[row][at] += earned
             placed += earned
-    paid[last][ends[last]] += scored.reward - placed
+    paid[last[0]][last[1]] += scored.reward - placed
     return paid
 
 

@@ -13,6 +13,7 @@ from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.data import load_samples
 from agentrl.data.mistakes import Mistakes
+from agentrl.data.rows import CALLS_ARE_TEXT
 from agentrl.errors import RegistryError
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Role, Sample
@@ -73,6 +74,9 @@ def _messages(cell: Any) -> list[Message]:
             cell = json.loads(cell)
         except json.JSONDecodeError as e:
             raise ValueError(f"is not JSON: {e}") from None
+    for i, said in enumerate(cell if isinstance(cell, list) else ()):
+        if isinstance(said, dict) and said.get("tool_calls"):
+            raise ValueError(f"message {i}: {CALLS_ARE_TEXT}")
     match cell:
         case [{"role": str(), "content": str()}, *_]:
             pass

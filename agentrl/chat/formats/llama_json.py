@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import broken, end_of_object, read_call, read_object
+from agentrl.chat.formats.strict_json import broken, end_of_object, load_object, read_call
 from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
 from agentrl.trajectory import ToolCall
 
@@ -72,7 +72,7 @@ def _read(body: str) -> ToolCall:
 
 
 def _is_answer(body: str) -> bool:
-    value, error = read_object(body)
+    value, error = load_object(body)
     return not error and value.keys().isdisjoint(("name", "function", *_KEYS))
 
 

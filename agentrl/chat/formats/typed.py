@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.chat.formats.strict_json import MAX_DEPTH
+from agentrl.chat.formats.strict_json import lossy
 from agentrl.trajectory import ToolCall
 
 _FITS: dict[str, tuple[type, ...]] = {
@@ -78,12 +78,4 @@ def _value(text: str, types: set[str]) -> Any:
     fits = any(isinstance(value, _FITS.get(t, ())) for t in types)
     if isinstance(value, bool):
         fits = "boolean" in types
-    return value if fits and not _deeper(value, MAX_DEPTH) else text
-
-
-def _deeper(value: Any, depth: int) -> bool:
-    """Whether objects and arrays lie in one another more than `depth` times."""
-    if not isinstance(value, dict | list):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return depth == 0 or any(_deeper(v, depth - 1) for v in inner)
+    return value if fits and not lossy(stripped, value) else text

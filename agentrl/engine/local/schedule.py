@@ -42,6 +42,8 @@ class Entry:
     awaited: bool = True
     """When it is due, the others wait until it has asked or ended."""
     turn: Turn | None = None
+    next: Turn | None = None
+    """What it asked for since `turn` lost its caller; it takes that one's place when it is over."""
     decoding: bool = False
     ended: bool = False
 
@@ -82,16 +84,24 @@ class Schedule:
         self._begun += 1
 
     def ask(self, turn: Turn) -> None:
-        """An episode asks for a turn."""
+        """An episode asks for a turn.
+
+        One in flight that nobody awaits any more is in nobody's way; but the engine's thread may be
+        sampling it, so the new one waits until that has dropped or finished it.
+        """
         entry = self._entries.get(turn.episode_id)
         if entry is None or entry.ended:
             raise EngineError(
                 f"episode {turn.episode_id!r} is unknown: announce it by begin() before generate(),"
                 " and do not generate after end()"
             )
-        if entry.turn is not None:
+        latest = entry.next or entry.turn
+        if latest is not None and not latest.caller.gone:
             raise EngineError(f"episode {turn.episode_id!r} has a turn in flight already")
-        entry.turn = turn
+        if entry.turn is None:
+            entry.turn = turn
+        else:
+            entry.next = turn
 
     def end(self, episode_id: str) -> Turn | None:
         """An episode is over. It keeps its row until it is due, for time must not leak in here.
@@ -103,7 +113,8 @@ class Schedule:
         if entry is None:
             return None
         entry.ended = True
-        return entry.turn
+        latest, entry.next = entry.next or entry.turn, None
+        return latest
 
     # -- what the engine does ----------------------------------------------------------------------
 
@@ -188,22 +199,30 @@ class Schedule:
         return outside, holes
 
     def finish(self, entry: Entry) -> None:
-        """The entry's turn has ended: it is owed."""
+        """The entry's turn has ended: it is owed, unless it has asked for the next already."""
         if entry.decoding:
             self.decoding.remove(entry)
-        entry.turn = None
+        entry.turn, entry.next = entry.next, None
         entry.decoding = False
         entry.due = self._next_due(entry)
 
     def drop(self, entry: Entry) -> None:
-        """The entry's turn has failed or was given up: its row is free at once."""
-        self._free_row(entry)
-        self.finish(entry)
+        """The entry's turn has failed or was given up: its row is free at once.
+
+        One that has not joined yet is taken back as if never asked for: it must not matter for the
+        others whether the engine's thread drops it before the episode asks again or after.
+        """
+        if entry.decoding:
+            self._free_row(entry)
+            self.finish(entry)
+        else:
+            entry.turn, entry.next = entry.next, None
 
     @property
     def in_flight(self) -> list[tuple[Entry, Turn]]:
-        """Who has asked and not been answered."""
-        return [(e, e.turn) for e in self._entries.values() if e.turn is not None]
+        """Who has asked and not been answered; of one episode, the turn that comes first first."""
+        asked = [(e, t) for e in self._entries.values() for t in (e.turn, e.next)]
+        return [(e, t) for e, t in asked if t is not None]
 
     def decoding_in(self, row: int) -> tuple[Entry, Turn]:
         """Whose turn is being sampled in a row."""
