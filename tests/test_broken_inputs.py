@@ -59,7 +59,7 @@ def rewriting_template(case):
     shutil.copytree(case.model, folder)
     template = (folder / "chat_template.jinja").read_text()
     edited = template.replace(
-        "message.content + '<|im_end|>", "message.content | trim + '<|im_end|>"
+        "message.content + '<|im_end|>", "message.content | replace('é', 'e') + '<|im_end|>"
     )
     assert edited != template
     (folder / "chat_template.jinja").write_text(edited)
@@ -132,7 +132,7 @@ CASES = {
     "no model": (lambda c: ["train", "--dataset", c.rows(GOOD), "-f", "shelf:calculator"], ["--model"]),
     "no such model": (lambda c: c.train(model="./nowhere"), ["./nowhere"]),
     "no chat template": (lambda c: c.train(model=no_template(c)), ["chat template"]),
-    "a template that changes contents": (lambda c: c.train(model=rewriting_template(c)), ["append-only", "content"]),
+    "a template that changes contents": (lambda c: c.train(model=rewriting_template(c)), ["changes the content of a"]),
     "prompt beyond the context": (lambda c: c.train(row={"prompt": "x " * 3000}), ["row 0", "512"]),
     "port in use": (busy_port, ["port"]),
     "folder in use": (locked, ["in use", "--output"]),

@@ -423,12 +423,16 @@ CHECKS = {**TOLD, "agent_name": "checks_itself"}
 CHECKS_CALLS = {**CALLS, "agent_name": "checks_itself"}
 
 
-@agent_loop("checks_itself")
 async def checks_itself(ep):
     await ep.generate()
     await ep.call_tools()
     ep.observe(Message("user", "Check your work, then give the final answer."))
     await ep.generate()
+
+
+@pytest.fixture(autouse=True)
+def loops():
+    agent_loop("checks_itself")(checks_itself)
 
 
 @pytest.fixture

@@ -13,7 +13,15 @@ from inspect import isawaitable
 from typing import Any
 
 from agentrl.agent_loops.row import Row
-from agentrl.chat import ChatTemplate, ForeignParser, Reader, open_reader, truncate
+from agentrl.chat import (
+    ChatTemplate,
+    ForeignParser,
+    Reader,
+    load_tokenizer,
+    open_reader,
+    truncate,
+)
+from agentrl.chat.tokenizer import end_of_turn_ids
 from agentrl.chat.variables import check_variables
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
@@ -64,13 +72,15 @@ def load_template(config: Config) -> ChatTemplate:
         UserError: no tokenizer there, a template that no turns can be made with, or variables
             that it never reads.
     """
-    template = ChatTemplate.load(
-        config.model.path,
-        variables=config.model.template_kwargs,
-        untrusted=config.data.untrusted,
-    )
-    check_variables(str(template.tokenizer.chat_template), config.model.template_kwargs)
-    return template
+    path = config.model.path
+    return template_of(load_tokenizer(path), config, end_of_turn_ids(path))
+
+
+def template_of(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> ChatTemplate:
+    """A tokenizer's chat template, as the run uses it; see `load_template`."""
+    variables = config.model.template_kwargs
+    check_variables(str(tokenizer.chat_template), variables)
+    return ChatTemplate(tokenizer, end_ids, variables=variables, untrusted=config.data.untrusted)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,9 @@ import uuid
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import Attempt, World
+from agentrl.agent_loops.attempt import Attempt, World, template_of
 from agentrl.agent_loops.base import AgentLoop
 from agentrl.agent_loops.episode import Episode
-from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
@@ -131,9 +130,7 @@ def play(
         seed: the only source of randomness.
     """
     config = config or Config()
-    template = ChatTemplate(
-        tokenizer, variables=config.model.template_kwargs, untrusted=config.data.untrusted
-    )
+    template = template_of(tokenizer, config)
     world = World(sampler, template, toolbox or LocalToolbox(), config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)

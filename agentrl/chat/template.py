@@ -92,21 +92,13 @@ class ChatTemplate:
         self.encoder.guard((shown | self._ends) - set(thought))
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        untrusted: bool = False,
-    ) -> ChatTemplate:
+    def load(cls, path: str | Path) -> ChatTemplate:
         """The template of a model's folder or hub name.
 
         Raises:
             UserError: no tokenizer there, or one that cannot be used.
         """
-        return cls(
-            load_tokenizer(path), end_of_turn_ids(path), variables=variables, untrusted=untrusted
-        )
+        return cls(load_tokenizer(path), end_of_turn_ids(path))
 
     # -- messages to ids --------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ class _Reader:
         content = message.get("content")
         if role not in get_args(Role):
             self.wrong(field, f"role {role!r} must be one of {', '.join(get_args(Role))}")
+            role = "user"
         if message.get("tool_calls"):
             self.wrong(field, CALLS_ARE_TEXT)
         if isinstance(content, list) and all(isinstance(p, dict) for p in content):
