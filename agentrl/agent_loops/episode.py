@@ -310,9 +310,6 @@ class Episode:
         Args:
             prompt: the first user message, or all first messages.
             schemas: the tools it is shown; by default this conversation's.
-
-        Raises:
-            UserCodeError: something else than messages, or an assistant's.
         """
         opening = [Message("user", prompt)] if isinstance(prompt, str) else prompt
         opening = checked("spawn", opening)

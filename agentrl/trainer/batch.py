@@ -174,8 +174,8 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
     """Where a rollout's reward is paid: one list of floats per segment.
 
     What no turn earned is paid at the end of the last turn, also where that was spawned: all that
-    was sampled came before it, and has its share in it. What no sampled token can carry (a turn without any) goes to the end with the rest; a rollout
-    without sampled tokens carries nothing.
+    was sampled came before it, and has its share in it. What no sampled token can carry (a turn
+    without any) goes there, too; a rollout without sampled tokens carries nothing.
     """
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
     paid = [[0.0] * len(segment.response_ids) for segment in segments]

@@ -121,9 +121,12 @@ class _Reader:
             raise ValueError(f"no value at {text[position : position + 20]!r}")
         self.position = atom.end()
         try:  # null, true, false and numbers are JSON's
-            return orjson.loads(atom[0])
+            value = orjson.loads(atom[0])
         except orjson.JSONDecodeError:
             raise ValueError(f"{atom[0][:40]!r} is not a value; strings stand in {QUOTE}") from None
+        if isinstance(value, float) and not set(atom[0]) & set(".eE"):
+            raise ValueError(f"number out of range: {atom[0][:40]}")  # it would come rounded
+        return value
 
     def _items(self, opening: str, closing: str) -> Iterator[None]:
         """Once for each item between brackets, standing at the item."""

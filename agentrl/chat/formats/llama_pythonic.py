@@ -144,6 +144,8 @@ def _dict(text: str, position: int) -> tuple[dict[str, Any], int]:
         colon = _COLON.match(text, position)
         if not isinstance(key, str) or not colon:
             raise _Fault("a dictionary must be {TEXT: VALUE}")
+        if key in values:
+            raise _Fault(f"{key[:80]!r} is given twice")
         values[key], position = _value(text, colon.end())
         position = _next(text, position, "}")
     return values, end
