@@ -141,7 +141,7 @@ def test_delta_costs_the_new_text_only(template):
         # A content is shown as no known function of it, or twice, or not at all.
         (lambda t: t.replace("message.content + '<|im", "message.content|upper + '<|im"), "show"),
         (lambda t: t.replace("message.content + '<|im", "message.content|title + '<|im"), "show"),
-        (lambda t: t.replace("message.content + '<|im", "message.content|truncate(9) + '<|im"),
+        (lambda t: t.replace("message.content + '<|im", "message.content|truncate(25) + '<|im"),
          "changes the content of a user message"),
         (lambda t: t.replace("message.content + '<|im", "message.content * (1 + (message.role == "
                              "'user')) + '<|im"), "user message 2 times"),
