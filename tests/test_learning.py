@@ -72,6 +72,7 @@ def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):
     assert max(quarters) <= quarters[0] + 0.10
 
 
+@pytest.mark.slow
 def test_ppo_learns(tiny_model, tmp_path):
     quarters = learn(tiny_model, tmp_path, 24, "algorithm.name=ppo", "optim.critic_lr=1e-3")
     print(f"ppo {quarters}")
