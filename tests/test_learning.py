@@ -79,6 +79,7 @@ def test_ppo_learns(tiny_model, tmp_path):
     assert quarters[3] >= quarters[0] + 0.20
 
 
+@pytest.mark.slow
 def test_lora_learns(tiny_model, tmp_path):
     quarters = learn(tiny_model, tmp_path, 20, "model.lora_rank=8", "optim.lr=2e-3")
     print(f"lora {quarters}")
