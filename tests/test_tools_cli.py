@@ -111,6 +111,8 @@ def test_serve():
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "AGENTRL_TOOLS_TOKEN": "t"},
+        # A shell lets what it runs in the background ignore Ctrl-C, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     said = process.stdout.readline()
