@@ -119,13 +119,14 @@ class Finder:
 
     def last_close(self) -> int:
         """What the model closes a turn with: gpt-oss has a token for it that no history shows."""
-        text = self.render([ASKED, spoken()], ask=False).rpartition(SPOKEN)[2]
-        return self.encoder.split(text)[1][0]
+        return self.encoder.split(self._after_the_last())[1][0]
 
     def _closes(self) -> bool:
         """Whether a turn that stands last is closed."""
-        text = self.render([ASKED, spoken()], ask=False).rpartition(SPOKEN)[2]
-        return self.encoder.control.search(text) is not None
+        return self.encoder.control.search(self._after_the_last()) is not None
+
+    def _after_the_last(self) -> str:
+        return self.render([ASKED, spoken()], ask=False).rpartition(SPOKEN)[2]
 
     def _context(self, before: Sequence[Message], way: int) -> list[Said]:
         """A conversation of the same shape, its turns written in one of the ways of `turns`."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from agentrl.chat.words import LETTERS
 
-_BYTES = {letter: bytes([b]) for b in range(256) if (letter := LETTERS.get(b, chr(b)))}
+_BYTES = {letter: bytes([b]) for b, letter in LETTERS.items()}
 
 
 class Pieces(dict[int, bytes]):

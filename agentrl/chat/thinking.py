@@ -8,7 +8,7 @@ of one conversation, with and without something after the turn.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,7 @@ class Thinking:
                 thinking = replace(
                     thinking,
                     after_user=True,
-                    always=THOUGHT not in alone or _gone(template, thoughtful),
+                    always=THOUGHT not in alone or _outlives(template, [], [_RESULT]) is False,
                     trims=before_answer(later) == old,
                 )
             break
@@ -189,7 +189,8 @@ class Thinking:
             thinking,
             blank=bool(thinking.extra) and _untagged(template),
             also=_after_a_result(template),
-            until_answer=thinking.after_user and _until_answer(template),
+            until_answer=thinking.after_user
+            and _outlives(template, [_RESULT], [_RESULT, _MORE]) is True,
         )
 
 
@@ -217,27 +218,20 @@ _CALL = [("tool", "000000000")]
 _RESULT = {"role": "tool", "content": "R", "tool_call_id": "000000000", "name": "tool"}
 
 
-def _gone(template: ChatTemplate, turns: Callable[..., list[dict[str, Any]]]) -> bool:
-    """Whether a tool's result is enough for the thought before it to go."""
-    for turn in turns(_CALL):
-        try:
-            if THOUGHT not in template.render([_ASKED, turn], ask=False):
-                continue
-            return THOUGHT not in template.render([_ASKED, turn, _RESULT])
-        except TemplateError:
-            continue
-    return False
+def _outlives(
+    template: ChatTemplate, first: list[dict[str, Any]], then: list[dict[str, Any]]
+) -> bool | None:
+    """Whether a call's thought that is shown before some messages is shown before others, too.
 
-
-def _until_answer(template: ChatTemplate) -> bool:
-    """Whether a user message after a tool's result leaves the thought before the call standing."""
+    None where no way of writing the turn shows it before the first.
+    """
     for turn in thoughtful(_CALL):
         try:
-            if THOUGHT in template.render([_ASKED, turn, _RESULT]):
-                return THOUGHT in template.render([_ASKED, turn, _RESULT, _MORE])
+            if THOUGHT in template.render([_ASKED, turn, *first], ask=bool(first)):
+                return THOUGHT in template.render([_ASKED, turn, *then])
         except TemplateError:
             continue
-    return False
+    return None
 
 
 def _after_a_result(template: ChatTemplate) -> str:

@@ -109,13 +109,16 @@ class Words(dict[str, bytes]):
 
 
 def _letters() -> dict[int, str]:
-    """The character that stands for each byte in byte-level BPE (GPT-2's table)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(256 + i) for i, b in enumerate(others)}
+    return {b: chr(b if b in printable else 256 + others.index(b)) for b in range(256)}
 
 
 LETTERS = _letters()
+"""The character that stands for each byte in byte-level BPE (GPT-2's table), in their order.
+
+Printable bytes stand for themselves, the others for characters from 256 on.
+"""
 
 
 @cache

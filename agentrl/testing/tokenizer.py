@@ -66,7 +66,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(_letters())}, merges=[]))
+    from agentrl.chat.words import LETTERS
+
+    tokenizer = Tokenizer(BPE({letter: byte for byte, letter in LETTERS.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
@@ -78,13 +80,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-
-
-def _letters() -> list[str]:
-    """The character that stands for each byte in byte-level BPE (GPT-2's table).
-
-    Printable bytes stand for themselves, the others for characters from 256 on, in order.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(b if b in printable else 256 + others.index(b)) for b in range(256)]
