@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check lint format docs
+.PHONY: help demo test test-all test-gpu check lint format sglang docs
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -37,6 +37,8 @@ format: $(VENV)/.installed-dev  ## ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+sglang: .venv-sglang/.installed  ## an environment with SGLang for a CPU, which its tests need
+
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
 
@@ -55,3 +57,13 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what its tests need into $(VENV) (some minutes, once)"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(VENV)/.installed $@
+
+# SGLang pins torch exactly, and without a GPU it wants only a part of what it names.
+.venv-sglang/.installed: tests/sglang_cpu/requirements.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later; name one with: make PYTHON=..."; exit 1; }
+	@echo "installing SGLang for a CPU into .venv-sglang (2.7 GB, some minutes, once)"
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet -r tests/sglang_cpu/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.18 xgrammar==0.2.1 \
+		compressed-tensors torchvision==0.28.0
+	@touch $@

@@ -10,6 +10,10 @@
     ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is
     │   │                        played again, then dropped; never a reward of 0
     │   ├── EngineError
+    │   │   ├── PromptTooLong    more tokens than the engine takes
+    │   │   ├── EngineOverloaded it has no place for the request now
+    │   │   ├── EngineDead       its process is gone; with the last lines it said
+    │   │   └── EngineNonsense   an answer that cannot be
     │   └── ToolServerError
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
     └── RunStopped               the run cannot go on (too many dropped episodes, a dead engine)
@@ -64,6 +68,22 @@ class Infrastructure(AgentRLError, RuntimeError):
 
 class EngineError(Infrastructure):
     """The inference engine failed or answered nonsense."""
+
+
+class PromptTooLong(EngineError):
+    """The engine takes fewer tokens than the row has."""
+
+
+class EngineOverloaded(EngineError):
+    """The engine has no place for the request now."""
+
+
+class EngineDead(EngineError):
+    """The engine's process is gone; the message holds the last lines it said."""
+
+
+class EngineNonsense(EngineError):
+    """The engine's answer cannot be: too few logprobs, NaN, a version nobody published."""
 
 
 class ToolServerError(Infrastructure):

@@ -212,7 +212,8 @@ class Rollouts:
 
 
 def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:
-    log.warning("row %s: %s (attempt %d of %d)", sample.id, error, attempt + 1, ATTEMPTS)
+    first = str(error).partition("\n")[0]  # of a dead engine's last lines every row would tell
+    log.warning("row %s: %s (attempt %d of %d)", sample.id, first, attempt + 1, ATTEMPTS)
     return f"{type(error).__name__}: {error}"
 
 

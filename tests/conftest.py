@@ -91,3 +91,25 @@ def tiny_tokenizer(tiny_model):
     from agentrl.chat import load_tokenizer
 
     return load_tokenizer(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def sglang_python():
+    """The Python of an environment with SGLang that runs on a CPU; `make sglang` makes one."""
+    from pathlib import Path
+
+    folder = Path(__file__).parent
+    real = os.environ.get("AGENTRL_SGLANG_PYTHON") or folder.parent / ".venv-sglang/bin/python"
+    if not Path(real).exists():
+        pytest.skip(f"no SGLang at {real}: `make sglang`, or set AGENTRL_SGLANG_PYTHON")
+    return str(folder / "sglang_cpu/python")
+
+
+@pytest.fixture(scope="session")
+def sglang_server(sglang_python, tiny_model):
+    """One SGLang server for all tests, with the tiny model."""
+    from agentrl.engine.sglang import SGLangServer
+
+    server = SGLangServer(str(tiny_model), python=sglang_python, cpu=True)
+    yield server
+    server.stop()

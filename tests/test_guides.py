@@ -21,6 +21,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (
     "agent_loops",
     "commands",
+    "engines",
     "index",
     "interactions",
     "rewards",

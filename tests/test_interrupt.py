@@ -9,6 +9,7 @@ import time
 import pytest
 
 from agentrl.config import load_config
+from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped
 from agentrl.trainer import Trainer
 from agentrl.trainer import trainer as trainer_module
@@ -127,7 +128,7 @@ def test_two_signals_within_an_update_save_nothing_of_it(start, straight, tmp_pa
 
 
 def test_an_outage_saves_what_was_reached(start, straight, tmp_path, monkeypatch):
-    real, begun = trainer_module.LocalEngine.generate, []
+    real, begun = LocalEngine.generate, []
 
     async def generate(self, *args, **kwargs):
         if kwargs["episode_id"].startswith("train-3-"):
@@ -136,7 +137,7 @@ def test_an_outage_saves_what_was_reached(start, straight, tmp_path, monkeypatch
         return await real(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.LocalEngine, "generate", generate)
+        patch.setattr(LocalEngine, "generate", generate)
         with pytest.raises(RunStopped, match=r"is down[^$]*saved after step 3"):
             start(tmp_path, "trainer.save_freq=0")
     start(tmp_path, "trainer.save_freq=0")

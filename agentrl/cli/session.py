@@ -29,14 +29,13 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     from transformers.utils import logging as transformers_logging
 
     from agentrl.agent_loops.attempt import load_template
-    from agentrl.engine.local import LocalEngine
+    from agentrl.engine.open import open_engine
     from agentrl.plan import check_model_fits
     from agentrl.rollout import open_rollouts
 
     transformers_logging.disable_progress_bar()
-    path = plan.config.model.path
     template = load_template(plan.config)
-    engine = LocalEngine.load(path, template.tokenizer, device=plan.config.trainer.device)
+    engine = open_engine(plan.config, template.tokenizer)
     try:
         check_model_fits(plan, template, engine.max_length)
         with (

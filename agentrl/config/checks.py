@@ -58,7 +58,10 @@ def without_effect(c: Config) -> list[str]:
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
     critic = "" if a.name == "ppo" else f"algorithm.name is {a.name}"
     ratio_is_1 = "" if a.ppo_epochs > 1 or a.mini_batch_size else "one optimizer step a batch"
+    local = "" if c.rollout.name == "sglang" else f"rollout.name is {c.rollout.name}"
     reasons = {
+        "rollout.python": local,
+        "rollout.launch": local,
         "model.lora_alpha": lora,
         "model.lora_target_modules": lora,
         "algorithm.gamma": critic,

@@ -31,6 +31,11 @@ TOOL_FORMATS = (
     "gpt_oss", "gemma", "hf",
 )  # fmt: skip
 """How models write tool calls; besides, `sglang:NAME`."""
+OUR_ARGUMENTS = (
+    "--admin-api-key", "--api-key", "--config", "--host", "--model", "--model-path", "--port",
+    "--weight-version",
+)  # fmt: skip
+"""Of an SGLang server that the run starts."""
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "return_dict", "return_tensors", "tokenize", "tools",
@@ -109,6 +114,19 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How episodes are played for training."""
 
+    name: Literal["local", "sglang"] = key(
+        "local",
+        "the engine that samples: local is transformers in this process, sglang a server that the"
+        " run starts and stops",
+    )
+    python: str = key(
+        "", "the Python of the environment that has SGLang; empty: the one that runs agentrl"
+    )
+    launch: list[str] = key(
+        [],
+        "further arguments of the SGLang server, such as `[--mem-fraction-static, 0.3]`",
+        allowed="a list of arguments of `sglang.launch_server`",
+    )
     n: int = key(8, "rollouts of each prompt", ge=1)
     temperature: float = key(1.0, "sampling temperature; the trainer uses the same", gt=0)
     max_turn_tokens: int = key(512, "most tokens sampled in one turn", ge=1)
@@ -134,6 +152,14 @@ class RolloutConfig(Section):
         "what becomes of the thinking of earlier turns where the chat template drops it: keep it as"
         " it was sampled, or strip it and begin a new segment",
     )
+
+    @field_validator("launch")
+    @classmethod
+    def _not_ours(cls, arguments: list[str]) -> list[str]:
+        for argument in arguments:
+            if argument.partition("=")[0] in OUR_ARGUMENTS:
+                raise ValueError(f"{argument} is set by agentrl")
+        return arguments
 
     @field_validator("budget_policy")
     @classmethod

@@ -27,6 +27,7 @@ _RENAMED = {
     f"{_ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
     f"{_ACTOR}.grad_clip": "optim.max_grad_norm",
     f"{_ACTOR}.optim.lr": "optim.lr",
+    f"{_ROLLOUT}.name": "rollout.name",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
     f"{_ROLLOUT}.n": "rollout.n",
     f"{_ROLLOUT}.response_length": "rollout.max_trajectory_tokens",
@@ -68,7 +69,6 @@ _OTHERWISE = {
     f"{_ACTOR}.loss_agg_mode": "Not here: the loss is the mean over tokens (token-mean)",
     f"{_ACTOR}.optim.lr_warmup_steps": "Not here; optim.lr_final lets the rate fall",
     f"{_ACTOR}.optim.weight_decay": "Not here: there is no weight decay",
-    f"{_ROLLOUT}.name": "Not here: the engine is part of agentrl",
     f"{_ROLLOUT}.mode": "Not needed: rollouts are always asynchronous",
     f"{_ROLLOUT}.top_p": "Not here: training samples from the whole distribution. For validation:"
     " val.top_p",

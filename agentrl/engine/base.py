@@ -121,3 +121,7 @@ class EngineControl(Protocol):
     def close(self) -> None:
         """Free everything; requests in flight fail with `EngineError`."""
         ...
+
+
+class Engine(Sampler, EngineControl, Protocol):
+    """Both faces: what a command opens and closes."""

@@ -17,6 +17,7 @@ MAY_CHANGE = frozenset(
     {
         "data.val",
         "tools.transport",
+        "rollout.python",
         "trainer.logger",
         "trainer.output",
         "trainer.resume",

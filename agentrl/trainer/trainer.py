@@ -24,7 +24,7 @@ from agentrl.agent_loops.attempt import load_template
 from agentrl.config import Config
 from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
-from agentrl.engine.local import LocalEngine
+from agentrl.engine.open import open_engine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
@@ -271,12 +271,7 @@ class Trainer:
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
-        self.engine = LocalEngine.load(
-            config.model.path,
-            self.tokenizer,
-            device=config.trainer.device,
-            patience=config.rollout.timeout_s / 4,
-        )
+        self.engine = open_engine(config, self.tokenizer)
         stack.callback(self.engine.close)
         check_model_fits(self.plan, template, self.engine.max_length)
         publish(self.learner, self.engine, self.global_step)

@@ -18,13 +18,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.local.decoder import Decoder
-from agentrl.engine.local.load import load_causal_lm
+from agentrl.engine.local.load import load_causal_lm, resolve_device
 from agentrl.engine.local.patience import Patience
 from agentrl.engine.local.schedule import Entry, Schedule
 from agentrl.engine.local.stepper import Stepper
 from agentrl.engine.local.stops import StopTexts
-from agentrl.engine.local.turn import Caller, Turn, check_sampling, checked_row
+from agentrl.engine.local.turn import Caller, Turn
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
@@ -116,8 +117,7 @@ class LocalEngine:
         Raises:
             UserError: there is no such model, or it cannot be decoded by this engine.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device(device)
         on_cpu = device == "cpu"
         model = load_causal_lm(path, torch.float32 if on_cpu else "auto", device)
         return cls(

@@ -18,6 +18,13 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from agentrl.errors import ConfigError
 
 
+def resolve_device(device: str) -> str:
+    """The device that `trainer.device` means here: "auto" is the GPU where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
 def load_causal_lm(
     path: str | Path, dtype: torch.dtype | str, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:

@@ -1,0 +1,120 @@
+"""What an SGLang server answers, as ours; or why it is no answer.
+
+Ids and logprobs are read from `output_token_logprobs`, never from the text. Nothing is guessed: a
+field that is missing or cannot be is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+from agentrl.trajectory import Generation, float_array, token_array
+
+_TOO_LONG = re.compile(r"longer than the model's context|maximum allowed length|context length")
+
+
+def refusal(status: int, answer: Any, where: str) -> EngineError:
+    """The error behind a status that is not 200."""
+    said = _message(answer)
+    text = f"{where}: status {status}: {said[:2000]}"
+    if status in (429, 503):
+        return EngineOverloaded(text)
+    if status == 400 and _TOO_LONG.search(said):
+        return PromptTooLong(text)
+    return EngineError(text)
+
+
+def read_generation(answer: Any, limit: int, version: int, where: str) -> Generation:
+    """A turn from an answer of `/generate`.
+
+    Args:
+        answer: parsed.
+        limit: how many tokens were asked for.
+        version: of the weights when it was sent.
+        where: for messages.
+
+    Raises:
+        EngineNonsense: the answer cannot be.
+        EngineError: the request was aborted, or sampled by two policies and the server does not say
+            which token by which.
+    """
+    try:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]["type"]
+        if reason == "abort":
+            status = meta["finish_reason"].get("status_code") or 500
+            raise refusal(int(status), meta["finish_reason"].get("message", "aborted"), where)
+        if reason not in ("stop", "length"):
+            raise ValueError(f"finish reason {reason!r}")
+        ids, logprobs = _tokens(meta["output_token_logprobs"])
+        if not 0 < len(ids) <= limit or len(ids) != meta["completion_tokens"]:
+            raise ValueError(
+                f"{len(ids)} tokens of {limit} asked for, and it counts {meta['completion_tokens']}"
+            )
+        return Generation(
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=_versions(meta, len(ids), version, where),
+            finish_reason=reason,
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta["cached_tokens"]),
+        )
+    except (LookupError, TypeError, ValueError, OverflowError) as e:
+        raise EngineNonsense(f"{where}: not SGLang's answer: {type(e).__name__}: {e}") from e
+
+
+def read_scores(answer: Any, row: Sequence[int], where: str) -> array[float]:
+    """Logprobs of a whole row, the first token's as 0.
+
+    Raises:
+        EngineNonsense: the answer cannot be, or is of another row.
+    """
+    try:
+        (_, first, *_), *rest = answer["meta_info"]["input_token_logprobs"]
+        ids, logprobs = _tokens(rest)
+        if [first, *ids] != list(row):
+            raise ValueError("logprobs of another row")
+    except (LookupError, TypeError, ValueError, OverflowError) as e:
+        raise EngineNonsense(f"{where}: not SGLang's answer: {type(e).__name__}: {e}") from e
+    return float_array([0.0, *logprobs])
+
+
+def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]:
+    """Ids and logprobs of `[logprob, id, text]`."""
+    logprobs = float_array([entry[0] for entry in entries])
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a logprob that is not finite")
+    return token_array([entry[1] for entry in entries]), logprobs
+
+
+def _versions(meta: dict[str, Any], n: int, version: int, where: str) -> array[int]:
+    """The policy version of each of n tokens."""
+    if spans := meta.get("weight_versions"):
+        versions = token_array()
+        for span in spans:
+            if span["start"] != len(versions):
+                raise ValueError(f"spans of versions with gaps: {spans}")
+            versions.extend([int(span["version"])] * (span["end"] - span["start"]))
+        if len(versions) != n:
+            raise ValueError(f"spans of versions for {len(versions)} of {n} tokens")
+        return versions
+    now = int(meta["weight_version"])
+    if now != version:
+        raise EngineError(
+            f"{where}: version {version} was published when this turn began and {now} when it"
+            " ended, and this SGLang does not say which sampled which token"
+        )
+    return token_array([now] * n)
+
+
+def _message(answer: Any) -> str:
+    """The text in one of the shapes that SGLang's errors have."""
+    while isinstance(answer, dict):
+        found = [answer[key] for key in ("error", "message", "detail") if key in answer]
+        answer = found[0] if found else str(answer)
+    return str(answer)

@@ -1,0 +1,346 @@
+"""The engine against a real SGLang server on a CPU: what it samples is what the model says."""
+
+import asyncio
+import copy
+import os
+import signal
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.config import load_config
+from agentrl.demo import TINY_SETTINGS
+from agentrl.engine.base import Sampling
+from agentrl.engine.sglang import SGLangEngine, SGLangServer, client
+from agentrl.engine.sglang import weights as sglang_weights
+from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
+from agentrl.http import fetch_json
+from agentrl.store import load_trajectories
+from agentrl.trainer import Trainer
+from agentrl.trainer.tracking import read_metrics
+
+pytestmark = pytest.mark.sglang
+
+DATA = Path(__file__).parent.parent / "datasets"
+GREEDY = Sampling(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def close(found, expected, temperature=1.0):
+    """Logits within 1e-5: SGLang's float32 is nearer to float64 than transformers' own is."""
+    found = torch.tensor(found, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, atol=1e-5 / min(1, temperature), rtol=0)
+
+
+@pytest.fixture
+def engine(sglang_server, model):
+    """The server with the tiny model's weights as version 0, and an empty cache."""
+    server = sglang_server
+    engine = SGLangEngine(
+        server.url, vocabulary=model.config.vocab_size, token=server.token, server=server
+    )
+    engine.publish(weights(model), 0)
+    return engine
+
+
+def weights(model):
+    return ((name, p.detach()) for name, p in model.named_parameters())
+
+
+def question(tokenizer, text="What is 12*13?"):
+    chat = [{"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return array("i", ids)
+
+
+async def ask(engine, prompt, sampling, tag="e", seconds=120.0):
+    return await engine.generate(
+        prompt, sampling, episode_id=tag, seed=1, deadline=time.monotonic() + seconds
+    )
+
+
+@torch.inference_mode()
+def logprobs_of(model, prompt, sampled, temperature=1.0):
+    """By transformers in float64, of what was sampled after a prompt: (N)."""
+    ids = torch.tensor([[*prompt, *sampled]])
+    exact = copy.deepcopy(model).double()
+    logits = exact(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@torch.inference_mode()
+def greedy_of(model, prompt, n):
+    ids = [*prompt]
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == model.config.eos_token_id:
+            break
+    return array("i", ids[len(prompt) :])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_are_the_models(engine, model, tiny_tokenizer, temperature):
+    prompts = [question(tiny_tokenizer, f"What is {i} + {i}?") for i in range(8)]
+    sampling = Sampling(temperature=temperature, max_tokens=48)
+    for prompt in prompts:
+        found = await ask(engine, prompt, sampling)
+        expected = logprobs_of(model, prompt, found.token_ids, temperature)
+        close(found.logprobs, expected, temperature)
+        assert found.prompt_tokens == len(prompt)
+        assert set(found.versions) == {0} and len(found.versions) == len(found.token_ids)
+
+
+async def test_narrowed_sampling_keeps_the_full_vocabularys_logprobs(engine, model, tiny_tokenizer):
+    prompt = question(tiny_tokenizer)
+    only = await ask(engine, prompt, Sampling(temperature=2.0, top_k=1, max_tokens=16))
+    assert only.token_ids == greedy_of(model, prompt, 16)
+    expected = logprobs_of(model, prompt, only.token_ids, 2.0)
+    close(only.logprobs, expected)
+    nucleus = await ask(engine, prompt, Sampling(top_p=0.0001, max_tokens=16))
+    assert nucleus.token_ids == only.token_ids
+
+
+async def test_greedy_and_its_end(engine, model, tiny_tokenizer):
+    prompt = question(tiny_tokenizer)
+    found = await ask(engine, prompt, GREEDY)
+    assert found.token_ids == greedy_of(model, prompt, GREEDY.max_tokens)
+    expected = logprobs_of(model, prompt, found.token_ids)
+    close(found.logprobs, expected)
+    cut = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=3))
+    assert cut.token_ids == found.token_ids[:3] and cut.finish_reason == "length"
+
+
+async def test_stop_ids_and_texts_stay_in_the_ids(engine, tiny_tokenizer):
+    prompt = question(tiny_tokenizer)
+    ids = (await ask(engine, prompt, GREEDY)).token_ids
+    at = max(i for i in range(len(ids) - 1) if ids[i] not in ids[:i])
+    assert at > 1
+    by_id = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=24, stop_ids=(ids[at],)))
+    assert (by_id.token_ids, by_id.finish_reason) == (ids[: at + 1], "stop")
+    texts = [tiny_tokenizer.decode(ids[:n]) for n in range(at + 2)]
+    stop = texts[at + 1][len(texts[at - 1]) :]  # the text of two tokens
+    first = next(n for n, text in enumerate(texts) if stop in text)
+    by_text = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=24, stop=(stop,)))
+    assert (by_text.token_ids, by_text.finish_reason) == (ids[:first], "stop")
+    assert len(by_text.logprobs) == first
+
+
+async def test_a_row_ends_at_the_longest_the_server_takes(engine):
+    row = array("i", [5] * (engine.max_length - 3))
+    found = await ask(engine, row, Sampling(temperature=0.0, max_tokens=64, stop_ids=()))
+    assert len(found.token_ids) <= 3
+    assert len(found.token_ids) == 3 or found.finish_reason == "stop"
+    with pytest.raises(PromptTooLong, match="must be 1 to"):
+        await ask(engine, array("i", [5] * engine.max_length), GREEDY)
+    engine.max_length = 100_000  # now it is the server that refuses
+    with pytest.raises(PromptTooLong, match="status 400"):
+        await ask(engine, array("i", [5] * 5_000), GREEDY)
+    assert (await ask(engine, array("i", [5]), GREEDY)).prompt_tokens == 1
+
+
+async def test_tokens_that_would_crash_the_server_do_not_reach_it(engine, model):
+    with pytest.raises(EngineError, match="vocabulary"):
+        await ask(engine, array("i", [1, model.config.vocab_size]), GREEDY)
+    with pytest.raises(EngineError, match="1 to"):
+        await ask(engine, array("i"), GREEDY)
+
+
+async def test_scores(engine, model, tiny_tokenizer):
+    row = question(tiny_tokenizer)
+    await ask(engine, row, GREEDY)  # what is cached is scored all the same
+    found = await engine.score(row)
+    assert found[0] == 0
+    expected = logprobs_of(model, row[:1], row[1:])
+    close(found[1:], expected)
+    with pytest.raises(EngineError, match=r"temperature 1, not 0\.6"):
+        await engine.score(row, 0.6)
+
+
+def without_end(model):
+    """All logits 0: greedy says token 0 for ever."""
+    return [("model.norm.weight", torch.zeros(model.config.hidden_size))]
+
+
+def in_flight(engine):
+    _, loads = fetch_json(engine._url, "/get_load", token=engine._token, timeout=10)
+    return sum(load["num_reqs"] for load in loads)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+async def test_who_no_longer_waits_is_not_served(engine, model, how):
+    await asyncio.to_thread(engine.publish, without_end(model), 1)
+    endless = Sampling(temperature=0.0, max_tokens=2_000)
+    seconds = 1.0 if how == "deadline" else 120.0
+    task = asyncio.create_task(ask(engine, array("i", [5, 6]), endless, seconds=seconds))
+    begun = time.monotonic()
+    while not await asyncio.to_thread(in_flight, engine):
+        assert time.monotonic() < begun + 0.9
+    if how == "cancelled":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        with pytest.raises(EngineError, match="deadline"):
+            await task
+    # Neither is the turn over by now, nor would SGLang have looked for broken connections.
+    end = time.monotonic() + 1.5
+    while await asyncio.to_thread(in_flight, engine):
+        assert time.monotonic() < end, "the turn was not aborted"
+
+
+async def test_64_at_once(engine, model, tiny_tokenizer):
+    prompts = [question(tiny_tokenizer, f"What is {i} * {i + 1}?") for i in range(64)]
+    sampling = Sampling(max_tokens=32)
+    found = await asyncio.gather(
+        *(ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(prompts))
+    )
+    for prompt, turn in zip(prompts, found, strict=True):
+        expected = logprobs_of(model, prompt, turn.token_ids)
+        close(turn.logprobs, expected)
+
+
+async def test_a_second_turn_finds_the_first_in_the_cache(engine, tiny_tokenizer):
+    first = question(tiny_tokenizer)
+    turn = await ask(engine, first, GREEDY)
+    second = first + turn.token_ids + array("i", [5, 6, 7])
+    again = await ask(engine, second, GREEDY)
+    # The last sampled token has not been through the model.
+    assert again.cached_tokens == len(first) + len(turn.token_ids) - 1
+
+
+async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer):
+    prompt = question(tiny_tokenizer)
+    before = await ask(engine, prompt, GREEDY)
+    torch.manual_seed(3)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    await asyncio.to_thread(engine.publish, weights(other), 7)
+    after = await ask(engine, prompt, GREEDY)
+    assert after.token_ids == greedy_of(other, prompt, GREEDY.max_tokens) != before.token_ids
+    assert set(after.versions) == {7} and after.cached_tokens == 0
+    expected = logprobs_of(other, prompt, after.token_ids)
+    close(after.logprobs, expected)
+    # What is not named stays: as merged adapters are published.
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensor = model.get_parameter(name).detach()
+    await asyncio.to_thread(engine.publish, [(name, tensor)], 8)
+    with torch.no_grad():
+        other.get_parameter(name).copy_(tensor)
+    mixed = await ask(engine, prompt, GREEDY)
+    expected = logprobs_of(other, prompt, mixed.token_ids)
+    close(mixed.logprobs, expected)
+
+
+async def test_weights_in_many_files_are_the_same_weights(
+    engine, model, tiny_tokenizer, monkeypatch
+):
+    prompt = question(tiny_tokenizer)
+    scores = await engine.score(prompt)
+    await asyncio.to_thread(engine.publish, without_end(model), 1)
+    assert await engine.score(prompt) != scores
+    monkeypatch.setattr(sglang_weights, "FILE_BYTES", 1)
+    await asyncio.to_thread(engine.publish, weights(model), 2)
+    assert await engine.score(prompt) == scores
+
+
+def test_the_server_is_ours_alone(sglang_server):
+    for path in ("/model_info", "/server_info"):
+        assert fetch_json(sglang_server.url, path, timeout=10)[0] == 401
+        assert fetch_json(sglang_server.url, path, token="wrong", timeout=10)[0] == 401
+    assert fetch_json(sglang_server.url, "/generate", {}, timeout=10)[0] == 401
+    assert sglang_server.url.startswith("http://127.0.0.1:")
+    group = [p for p in Path("/proc").glob("[0-9]*") if in_group(int(p.name), sglang_server.pid)]
+    assert len(group) >= 3  # the leash, the server and its scheduler
+    for process in group:
+        for file in ("cmdline", "environ"):
+            assert sglang_server.token.encode() not in (process / file).read_bytes()
+
+
+def in_group(pid, group):
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def test_a_publication_that_did_nothing_is_noticed(engine):
+    with pytest.raises(EngineError, match="127 tokens are still in the cache"):
+        engine._prove()  # nothing was published since the last
+    engine._version = 5
+    with pytest.raises(EngineError, match=r"version 5 was published when .* and 0"):
+        engine._prove()
+    with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
+        engine.publish([], 6)
+
+
+async def test_a_pause_loses_nothing(engine, model, monkeypatch):
+    await asyncio.to_thread(engine.publish, without_end(model), 1)
+    turn = Sampling(temperature=0.0, max_tokens=300)
+    task = asyncio.create_task(ask(engine, array("i", [5, 6]), turn))
+    while not await asyncio.to_thread(in_flight, engine):
+        pass
+    await asyncio.to_thread(engine.pause)
+    with pytest.raises(EngineError, match="resume it before publishing"):
+        engine.publish(weights(model), 2)
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="/flush_cache: status"):
+        patch.setattr(client, "CONTROL_SECONDS", 0.5)
+        engine._flush()  # refused, and the server lives
+    await asyncio.sleep(2)  # several times what the turn takes
+    assert not task.done()
+    await asyncio.to_thread(engine.resume)
+    assert (await task).token_ids == array("i", [0] * 300)
+
+
+def test_a_server_that_does_not_start_says_why(sglang_python, tiny_model):
+    with pytest.raises(EngineDead, match=r"no-such-flag(?s:.)*ended with code 2"):
+        SGLangServer(str(tiny_model), python=sglang_python, cpu=True, arguments=["--no-such-flag"])
+
+
+class Sabotage(Trainer):
+    """After two steps the server's process is killed."""
+
+    def step(self):
+        if self.global_step == 2:
+            held = self.engine._server.pid
+            children = Path(f"/proc/{held}/task/{held}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+        return super().step()
+
+
+def test_two_steps_and_a_death(sglang_python, tiny_model, tmp_path):
+    config = load_config(
+        None,
+        ["rollout.name=sglang", f"rollout.python={sglang_python}", "trainer.device=cpu",
+         "trainer.total_steps=4", "data.batch_size=6", "rollout.n=4", "trainer.save_freq=0",
+         "optim.lr=0.001"],
+        {
+            "data.train": str(DATA / "arithmetic_train.parquet"),
+            "model.path": str(tiny_model),
+            "trainer.output": str(tmp_path),
+        },
+        preset=TINY_SETTINGS,
+    )  # fmt: skip
+    trainer = Sabotage(config)
+    with pytest.raises(RunStopped, match=r"EngineDead(?s:.)*ended with code -9") as stopped:
+        trainer.run()
+    assert "saved after step 2" in str(stopped.value)
+    history = read_metrics(tmp_path / "metrics.jsonl")
+    assert [step for step, _ in history] == [1, 2]
+    for step, metrics in history:
+        # The second step's tokens were sampled by the weights that the first published.
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4, step
+        assert metrics["actor/grad_norm"] > 0
+    played = load_trajectories(tmp_path / "trajectories")
+    versions = {v for s in played for g in s.trajectory.segments for v in g.versions if v >= 0}
+    assert versions == {0, 1}
+    assert not trainer.engine._server.running

@@ -1,0 +1,118 @@
+"""What SGLang may answer, read without a server: turns, spans of versions, refusals, nonsense."""
+
+import copy
+from array import array
+
+import pytest
+
+from agentrl.engine.sglang.answers import read_generation, read_scores, refusal
+from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+
+ANSWER = {
+    "text": "is never read",
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 9},
+        "prompt_tokens": 5,
+        "cached_tokens": 4,
+        "completion_tokens": 3,
+        "weight_version": "7",
+        "output_token_logprobs": [[-0.5, 3, None], [-0.25, 4, None], [0.0, 9, None]],
+    },
+}
+
+
+def answer(**changes):
+    changed = copy.deepcopy(ANSWER)
+    changed["meta_info"] |= changes
+    return changed
+
+
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
+def test_a_turn():
+    found = read_generation(ANSWER, 3, 7, "here")
+    assert found.token_ids == array("i", [3, 4, 9])
+    assert found.logprobs == array("f", [-0.5, -0.25, 0.0])
+    assert found.versions == array("i", [7, 7, 7])
+    assert (found.finish_reason, found.prompt_tokens, found.cached_tokens) == ("stop", 5, 4)
+
+
+def test_versions_by_token_where_the_server_says_them():
+    spans = answer(weight_versions=[span("6", 0, 2), span("7", 2, 3)])
+    assert read_generation(spans, 3, 6, "here").versions == array("i", [6, 6, 7])
+
+
+def test_versions_are_never_guessed():
+    with pytest.raises(EngineError, match=r"version 6 was published when .* and 7 when it ended"):
+        read_generation(ANSWER, 3, 6, "here")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_token_logprobs": [[float("nan"), 3, None]] * 3},
+        {"output_token_logprobs": [[None, 3, None]] * 3},
+        {"output_token_logprobs": [[float("-inf"), 3, None]] * 3},
+        {"output_token_logprobs": [[-0.5, 2**40, None]] * 3},
+        {"output_token_logprobs": [[-0.5, "3", None]] * 3},
+        {"output_token_logprobs": [[-0.5]] * 3},
+        {"output_token_logprobs": None},
+        {"output_token_logprobs": [], "completion_tokens": 0},
+        {"completion_tokens": 4},
+        {"output_token_logprobs": [[-0.5, 3, None]] * 4, "completion_tokens": 4},
+        {"finish_reason": {"type": "tool_calls"}},
+        {"finish_reason": None},
+        {"prompt_tokens": None},
+        {"weight_version": "default"},
+        {"weight_versions": [span("7", 0, 2)]},
+        {"weight_versions": [span("6", 0, 1), span("7", 2, 3)]},
+    ],
+)
+def test_nonsense_is_no_turn(changes):
+    with pytest.raises(EngineNonsense, match="here: not SGLang's answer"):
+        read_generation(answer(**changes), 3, 7, "here")
+
+
+@pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"meta_info": None}])
+def test_another_servers_answer(nonsense):
+    with pytest.raises(EngineNonsense):
+        read_generation(nonsense, 3, 7, "here")
+    with pytest.raises(EngineNonsense):
+        read_scores(nonsense, [1], "here")
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind"),
+    [
+        (503, {"detail": "The request queue is full."}, EngineOverloaded),
+        (429, None, EngineOverloaded),
+        (
+            400,
+            {"error": {"message": "The input is longer than the model's context length"}},
+            PromptTooLong,
+        ),
+        (400, {"error": {"message": "temperature must be non-negative"}}, EngineError),
+        (401, {"error": "Unauthorized"}, EngineError),
+        (500, "not an object", EngineError),
+    ],
+)
+def test_refusals_have_types(status, said, kind):
+    error = refusal(status, said, "here")
+    assert type(error) is kind and f"status {status}" in str(error)
+
+
+def test_an_aborted_turn_is_no_turn():
+    reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+    with pytest.raises(EngineOverloaded, match="queue is full"):
+        read_generation(answer(finish_reason=reason), 3, 7, "here")
+    with pytest.raises(EngineError, match="aborted"):
+        read_generation(answer(finish_reason={"type": "abort"}), 3, 7, "here")
+
+
+def test_scores():
+    scores = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}
+    assert read_scores(scores, [5, 6], "here") == array("f", [0.0, -0.5])
+    with pytest.raises(EngineNonsense, match="another row"):
+        read_scores(scores, [5, 7], "here")
