@@ -6,10 +6,22 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $p)))
 # What pytest is given besides: make test PYTEST_ARGS='tests/test_chat.py -k prompt'
-PYTEST_ARGS ?=
+# All of the tests go to two processes, whose maths keep to one core each.
+PYTEST_ARGS ?= -n 2
+
+# The tests' real SGLang lives in the user's cache, where a fresh checkout finds it again: one
+# environment for each list of what it needs and each Python. AGENTRL_SGLANG_PYTHON names another.
+CACHE := $(or $(AGENTRL_HOME),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/agentrl)
+SGLANG_PYTHON ?= $(firstword $(foreach p,$(PYTHON) python3.13 python3.12 python3.11,\
+	$(shell $p -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+		2>/dev/null && echo $p)))
+SGLANG_NEEDS := $(sort $(wildcard tests/sglang_cpu/*.txt))
+SGLANG := $(CACHE)/sglang-$(firstword $(shell \
+	{ cat $(SGLANG_NEEDS); $(SGLANG_PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | cksum))
+SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname)),sglang))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check lint format sglang docs
+.PHONY: help demo test test-all test-gpu check lint format setup sglang docs
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -17,11 +29,11 @@ help:  ## this list
 demo: $(VENV)/.installed  ## a policy learns to use a calculator: minutes on two CPU cores
 	$(BIN)/agentrl train --dataset datasets/arithmetic_train.parquet --val-dataset datasets/arithmetic_val.parquet --model tiny --output runs/demo
 
-test: $(VENV)/.installed-dev  ## the tests, all but `slow` and `gpu`
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+test: setup  ## the tests, all but `slow` and `gpu`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev  ## the tests, all but `gpu`
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test-all: setup  ## the tests, all but `gpu`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -37,7 +49,10 @@ format: $(VENV)/.installed-dev  ## ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sglang: .venv-sglang/.installed  ## an environment with SGLang for a CPU, which its tests need
+setup: $(VENV)/.installed-dev $(SGLANG_READY)  ## what the tests need: .venv, and SGLang for a CPU
+
+sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the user's cache
+	@ln -sfn $(SGLANG) .venv-sglang
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
@@ -50,20 +65,20 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what it needs into $(VENV) (some minutes, once)"
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what its tests need into $(VENV) (some minutes, once)"
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	@touch $(VENV)/.installed $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.
-.venv-sglang/.installed: tests/sglang_cpu/requirements.txt
-	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later; name one with: make PYTHON=..."; exit 1; }
-	@echo "installing SGLang for a CPU into .venv-sglang (2.7 GB, some minutes, once)"
-	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet -r tests/sglang_cpu/requirements.txt
-	.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.18 xgrammar==0.2.1 \
-		compressed-tensors torchvision==0.28.0
+$(SGLANG)/.installed:
+	@test -n "$(SGLANG_PYTHON)" || { echo "SGLang needs Python 3.11, 3.12 or 3.13; name one with:" \
+		"make SGLANG_PYTHON=... (or AGENTRL_SGLANG_PYTHON=, of an environment that has it)"; exit 1; }
+	@echo "installing SGLang for a CPU into $(SGLANG) (2.4 GB, some minutes, once)"
+	$(SGLANG_PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --no-compile -r tests/sglang_cpu/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang_cpu/bare.txt
 	@touch $@

@@ -17,6 +17,7 @@ import asyncio
 import re
 import ssl
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 from urllib.parse import SplitResult, urlsplit
@@ -33,6 +34,7 @@ MAX_IDLE_SECONDS = 60.0
 """Shorter than our servers' keep-alive, so that a connection is rarely found dead."""
 
 _UNSAFE = re.compile(r"[^\x21-\x7e]")
+_HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
 
 class _Dropped(Exception):
@@ -190,7 +192,14 @@ class HttpClient:
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def request_json(
-        self, method: str, path: str, body: Any = None, *, deadline: float, retries: int = 0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        deadline: float,
+        retries: int = 0,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Send `body` as JSON; the status and the parsed answer, whatever the status.
 
@@ -201,14 +210,15 @@ class HttpClient:
             deadline: `time.monotonic()` seconds after which to give up, connecting included.
             retries: how often to send it again after the connection failed. Only for a request that
                 may be handled twice; one that ran into its deadline is never sent again.
+            headers: of this request alone.
 
         Raises:
             Infrastructure: (the client's `error`) no connection, no answer in time, or an answer
                 that is not JSON.
-            ValueError: the path holds characters that no request line can.
+            ValueError: the path or a header holds characters that none can.
             TypeError: JSON cannot hold the body.
         """
-        request = self._write(method, path, body)
+        request = self._write(method, path, body, headers)
         where = f"{method} {self.base_url}{path}"
         try:
             # The loop's clock need not be `time.monotonic`, so the deadline travels as a duration.
@@ -237,12 +247,16 @@ class HttpClient:
     ) -> None:
         await self.aclose()
 
-    def _write(self, method: str, path: str, body: Any) -> bytes:
+    def _write(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> bytes:
         """The request's bytes."""
         target = self._prefix + path
         if _UNSAFE.search(target) or not target.startswith("/"):
             raise ValueError(f"not a path that can be requested: {target!r}")
         head = f"{method} {target} HTTP/1.1\r\n{self._headers}"
+        for name, value in (headers or {}).items():
+            if not _HEADER.fullmatch(line := f"{name}: {value}"):
+                raise ValueError(f"not a header that can be sent: {line!r}")
+            head += line + "\r\n"
         if body is None:
             length = "" if method == "GET" else "content-length: 0\r\n"
             return f"{head}{length}\r\n".encode("ascii")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from agentrl.trajectory import Group, Scored, Trajectory
+from agentrl.trajectory import Group, Scored, Trajectory, Turn
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -47,6 +47,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "waste/dead_group_frac": _dead(groups),
         **_per_agent("rollout", scored),
         **_errors(trajectories),
+        **_cached(trajectories),
     }
     for reason, count in sorted(Counter(t.stop_reason for t in trajectories).items()):
         metrics[f"stop/{reason}"] = count / len(scored)
@@ -80,6 +81,28 @@ def _errors(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     classes = Counter(r.error for r in results if r.error)
     return {f"tool_error/{name}": n / len(results) for name, n in sorted(classes.items())}
+
+
+def _cached(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of prompt tokens that the engine had cached.
+
+    Of all turns, and of all but each conversation's first, since those have mostly been seen.
+    """
+    later: list[Turn] = []
+    for t in trajectories:
+        begun: set[int] = set()
+        later += [turn for turn in t.turns if turn.thread in begun or begun.add(turn.thread)]
+    name = "rollout/cached_token_ratio"
+    return {
+        **_ratio(name, [turn for t in trajectories for turn in t.turns]),
+        **_ratio(f"{name}/later_turns", later),
+    }
+
+
+def _ratio(name: str, turns: Sequence[Turn]) -> dict[str, float]:
+    """Nothing where the engine reported no prompts."""
+    total = sum(turn.prompt_tokens for turn in turns)
+    return {name: sum(turn.cached_tokens for turn in turns) / total} if total else {}
 
 
 def _dead(groups: Sequence[Group]) -> float:

@@ -6,10 +6,12 @@ row of the validation set costs seconds, not a GPU's bring-up.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import TypeVar
 
 from agentrl import registry
@@ -22,12 +24,14 @@ from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Message, Sample, token_array
 
 T = TypeVar("T")
 
 SHIPPED = ("single_turn", "tool_agent", "react")
 """Loops that are known to say nothing of their own; any other may observe a user at any time."""
+FIXED_ROW = 256
+"""Tokens of the row that an engine is asked about after each update."""
 MAX_PROVEN = 8
 """Kinds of rows that a template is proven on, those with the most rows first."""
 
@@ -120,6 +124,20 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
             f"{len(too_long)} prompts do not fit the model's context of {max_length} tokens:\n"
             f"{shown}\nShorten or drop these rows."
         )
+
+
+def fixed_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
+    """Token ids of the run's own prompts, one after the other: what its canary scores.
+
+    Of rows, since those are the tokens that matter; of several, since a mean over more is less
+    noisy.
+    """
+    row, toolbox = token_array(), LocalToolbox()
+    for sample in islice(chain(plan.train, plan.val), FIXED_ROW):
+        row.extend(template.prompt(*_opening(sample, toolbox)))
+        if len(row) >= FIXED_ROW:
+            break
+    return row[: min(FIXED_ROW, max_length - 1)]
 
 
 def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:

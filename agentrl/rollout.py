@@ -172,6 +172,7 @@ class Rollouts:
                     episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
                     self.world.sampler.begin(episode_id)
                 try:
+                    await self.world.sampler.ready()
                     trajectory = await play_episode(
                         self.world,
                         sample,

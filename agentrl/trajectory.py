@@ -154,6 +154,10 @@ class Turn:
     tool_seconds: float = 0.0
     thread: int = 0
     """0: the agent loop's own conversation; n: the n-th that it spawned."""
+    prompt_tokens: int = 0
+    """How many tokens the engine was given, all of the row so far."""
+    cached_tokens: int = 0
+    """How many of them it had computed before."""
 
 
 @dataclass(frozen=True, slots=True)

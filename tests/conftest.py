@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -33,6 +36,35 @@ def own_registries():
     for name in set(sys.modules) - modules:
         if name.startswith("agentrl_user_"):
             del sys.modules[name]
+
+
+@cache
+def meets_sglang(file: Path) -> bool:
+    """Whether a file of tests names the marker `sglang`."""
+    return "mark.sglang" in file.read_text()
+
+
+def pytest_collection_modifyitems(items):
+    """The longest work comes first; the many other files fill the time beside it."""
+    items.sort(key=lambda item: not meets_sglang(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Shares the tests out among processes by file, since those of a file have fixtures in common.
+
+    All files with tests of a real SGLang go to one process, so that there is one server. (xdist's
+    own groups, `--dist loadgroup`, are without effect under pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return "sglang" if meets_sglang(config.rootpath / file) else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,8 +114,12 @@ def random_model(tmp_path_factory):
 def tiny_model():
     """The folder of the tiny model, from the user's cache; made there in a minute on first use."""
     from agentrl.demo import tiny_model
+    from agentrl.demo.recipe import home
 
-    return tiny_model()
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / ".tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of tests: the second finds it made
+        return tiny_model()
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +132,6 @@ def tiny_tokenizer(tiny_model):
 @pytest.fixture(scope="session")
 def sglang_python():
     """The Python of an environment with SGLang that runs on a CPU; `make sglang` makes one."""
-    from pathlib import Path
-
     folder = Path(__file__).parent
     real = os.environ.get("AGENTRL_SGLANG_PYTHON") or folder.parent / ".venv-sglang/bin/python"
     if not Path(real).exists():
@@ -108,8 +142,13 @@ def sglang_python():
 @pytest.fixture(scope="session")
 def sglang_server(sglang_python, tiny_model):
     """One SGLang server for all tests, with the tiny model."""
-    from agentrl.engine.sglang import SGLangServer
+    from agentrl.engine.sglang import SGLangLaunch
 
-    server = SGLangServer(str(tiny_model), python=sglang_python, cpu=True)
+    server = SGLangLaunch(
+        str(tiny_model),
+        python=sglang_python,
+        dtype="float32",
+        arguments=("--sleep-on-idle",),  # else it takes a core whenever it waits
+    ).start()
     yield server
     server.stop()

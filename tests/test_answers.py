@@ -57,7 +57,7 @@ def test_numbers_are_compared_as_strings():
 @pytest.mark.parametrize("hostile", ["1,.-$", "#### ", "-", "####", "#### -$"])
 def test_a_megabyte_takes_no_time(hostile):
     text = hostile * (1_000_000 // len(hostile))
-    started = time.perf_counter()
+    started = time.thread_time()
     for method in ("strict", "flexible"):
         gsm8k_answer(text, method)
-    assert time.perf_counter() - started < 0.05
+    assert time.thread_time() - started < 0.05

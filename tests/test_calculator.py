@@ -98,11 +98,11 @@ def test_values(calculator, expression, value):
     ],
 )
 def test_nonsense_is_told(calculator, expression, said):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ToolError) as e:
         calculator(expression)
     assert said in str(e.value)
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 INTEGERS = st.recursive(

@@ -229,9 +229,9 @@ def test_parsing_takes_linear_time(unit):
         text = unit * n
         best = 9.0
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             parse_hermes(text)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert seconds(100_000 // len(unit)) < 0.05

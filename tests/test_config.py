@@ -251,6 +251,7 @@ def test_a_mistake_says_what_is_allowed(override, said):
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),
+        (["algorithm.tis_mode=mask", "algorithm.tis_cap=1"], "drops every token but those"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation rows"),
         (["reward.outcome_weight=0"], "nothing is rewarded"),
     ],

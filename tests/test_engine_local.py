@@ -28,6 +28,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from updates import update
 
 from agentrl.engine.base import EngineControl, Sampler, Sampling
 from agentrl.engine.local import LocalEngine
@@ -474,7 +475,7 @@ async def test_slow_tools_change_no_bit():
             if attempt == 2:  # an engine that has played other episodes before, in larger rows
                 await play(engine, 20, 4, tag="before", temperature=1.3)
                 await flood(engine, [tokens(300)], Sampling(max_tokens=9), tag="long")
-                engine.publish([], version=0)
+                engine.publish(update([], 0))
             sleepy = random.Random(attempt) if attempt else None
             runs.append(bits(await play(engine, pause=sleepy, order=sleepy)))
     assert runs[0] == runs[1] == runs[2]
@@ -895,7 +896,7 @@ async def test_publish_replaces_weights_and_drops_caches():
     with running(random_model(0)) as engine:
         engine.begin("e")
         first = await ask(engine, row, Sampling(max_tokens=6), episode_id="e")
-        engine.publish(new.state_dict().items(), version=3)
+        assert engine.publish(update(new.state_dict().items(), 3)) > 0
         row.extend(first.token_ids)
         second = await ask(engine, row, Sampling(max_tokens=6), episode_id="e")
     assert set(first.versions) == {0} and set(second.versions) == {3}
@@ -913,7 +914,7 @@ async def test_publish_in_the_middle_of_a_turn():
         engine.begin("e")
         task = asyncio.create_task(ask(engine, row, Sampling(max_tokens=400), episode_id="e"))
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(engine.publish, list(new.named_parameters()), 1)
+        await asyncio.to_thread(engine.publish, update(new.named_parameters(), 1))
         answer = await task
     cut = list(answer.versions).index(1)
     assert cut > 0 and list(answer.versions) == [0] * cut + [1] * (400 - cut)
@@ -932,7 +933,7 @@ async def test_publish_of_some_tensors(tied: bool):
     name = "model.embed_tokens.weight"
     with running(model) as engine:
         before = await engine.score(tokens(20))
-        engine.publish([(name, model.get_parameter(name) * 1.5)], version=1)
+        engine.publish(update([(name, model.get_parameter(name) * 1.5)], 1))
         after = await engine.score(tokens(20))
     assert (model.lm_head.weight is model.get_parameter(name)) == tied
     np.testing.assert_allclose(after, plain_logprobs(model, tokens(20)), atol=1e-5)
@@ -942,9 +943,9 @@ async def test_publish_of_some_tensors(tied: bool):
 def test_publish_refuses_what_does_not_fit():
     with running() as engine:
         with pytest.raises(EngineError, match=r"'model\.nope' is no tensor of Qwen2ForCausalLM"):
-            engine.publish([("model.nope", torch.zeros(1))], version=1)
+            engine.publish(update([("model.nope", torch.zeros(1))], 1))
         with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \(3,\).*\(32,\)"):
-            engine.publish([("model.norm.weight", torch.zeros(3))], version=1)
+            engine.publish(update([("model.norm.weight", torch.zeros(3))], 1))
 
 
 async def test_pause_and_resume():
@@ -955,7 +956,7 @@ async def test_pause_and_resume():
         await asyncio.to_thread(engine.pause)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(task), 0.6)
-        engine.publish([], version=2)  # stays paused
+        engine.publish(update([], 2))  # stays paused
         await asyncio.sleep(0.05)
         assert not task.done()
         engine.resume()

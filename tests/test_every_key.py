@@ -130,6 +130,8 @@ CHANGES = {
     "algorithm.clip_low": ("0.01", MANY),
     "algorithm.clip_high": ("0.01", MANY),
     "algorithm.tis_cap": ("0", []),
+    "algorithm.tis_level": ("sequence", []),
+    "algorithm.tis_mode": ("mask", ["algorithm.tis_cap=1.0000002"]),
     "algorithm.ppo_epochs": ("2", []),
     "algorithm.mini_batch_size": ("2", []),
     "optim.lr": ("0.02", []),

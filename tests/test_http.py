@@ -349,11 +349,45 @@ def test_a_token_that_no_header_can_hold():
 def test_no_path_can_add_a_line_to_a_request(path):
     client = HttpClient("http://host")
     try:
-        written = client._write("GET", path, None)
+        written = client._write("GET", path, None, None)
     except ValueError:
         return
     assert written.count(b"\r\n") == 4
     assert written.startswith(f"GET {path} HTTP/1.1\r\n".encode())
+
+
+async def test_a_header_of_one_request():
+    seen = []
+
+    async def handler(reader, writer):
+        while True:
+            seen.append((await read_request(reader))[1].get("x-key"))
+            writer.write(answer(b"1"))
+
+    async with serving(handler) as url, HttpClient(url) as client:
+        deadline = time.monotonic() + 5
+        await client.request_json("GET", "/", deadline=deadline, headers={"x-key": "train-0+1"})
+        await client.request_json("POST", "/", {}, deadline=deadline)
+    assert seen == ["train-0+1", None]
+
+
+@given(name=st.text(max_size=8) | st.just("x-key"), value=st.text(max_size=30))
+def test_no_header_can_add_a_line_to_a_request(name, value):
+    try:
+        written = HttpClient("http://host")._write("GET", "/", None, {name: value})
+    except ValueError:
+        return
+    head, line, *ends = written.decode("ascii").split("\r\n")[-4:]
+    assert (head, line, ends) == ("accept: application/json", f"{name}: {value}", ["", ""])
+    assert name.isascii() and ":" not in name and name and value
+
+
+@pytest.mark.parametrize(
+    "header", [("x", "a\r\nb: c"), ("x", ""), ("", "a"), ("x: y", "a"), ("x", "a b"), ("x", "ü")]
+)
+def test_headers_that_are_none(header):
+    with pytest.raises(ValueError, match="not a header"):
+        HttpClient("http://host")._write("GET", "/", None, dict([header]))
 
 
 async def test_from_code_that_is_not_async():

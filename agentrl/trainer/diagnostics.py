@@ -1,31 +1,10 @@
-"""Numbers that tell whether a step was sound: engine against trainer, critic against returns."""
+"""What the tokens of a step were told, and how well the critic foresaw it."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from agentrl.trainer.batch import Batch, Targets
-
-
-def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
-    """How far the engine's probabilities are from the trainer's, (N,) each.
-
-    On the policy that sampled the tokens, `training/rollout_ratio_error_*` (|ratio - 1|) is what
-    different arithmetic does, and nothing else: a larger one means that prompt, weights or
-    temperature differ.
-    """
-    if not len(old_logprobs):
-        return {}
-    gap = old_logprobs - rollout_logprobs
-    diff = (old_logprobs.exp() - rollout_logprobs.exp()).abs()
-    error = gap.expm1().abs()
-    return {
-        "training/rollout_probs_diff_mean": diff.mean().item(),
-        "training/rollout_probs_diff_max": diff.max().item(),
-        "training/rollout_ratio_error_mean": error.mean().item(),
-        "training/rollout_ratio_error_max": error.max().item(),
-        "rollout_corr/kl": -gap.mean().item(),
-    }
 
 
 def target_metrics(batch: Batch, targets: Targets) -> dict[str, float]:

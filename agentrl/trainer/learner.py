@@ -12,7 +12,7 @@ truncated importance weights, between the last two PPO's ratio.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +24,14 @@ from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError
 from agentrl.trainer.algorithms import ALGORITHMS
-from agentrl.trainer.batch import Batch, Targets, mini_batch_count, mini_batch_of
-from agentrl.trainer.diagnostics import mismatch, target_metrics
+from agentrl.trainer.batch import Batch, Targets, check_logprobs, mini_batch_count, mini_batch_of
+from agentrl.trainer.diagnostics import target_metrics
 from agentrl.trainer.kl import ESTIMATORS
-from agentrl.trainer.losses import importance_weights, policy_loss, value_loss
+from agentrl.trainer.losses import importance_ratios, importance_weights, policy_loss, value_loss
+from agentrl.trainer.mismatch import mismatch, weight_metrics
 from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy
 from agentrl.trainer.optimizer import Optimizer
-from agentrl.trainer.packing import Packed, micro_batches, pack
+from agentrl.trainer.packing import Packed, micro_batches, pack, pack_row
 
 
 class Learner:
@@ -143,7 +144,13 @@ class Learner:
 
     # --- the update ----------------------------------------------------------------------------
 
-    def update(self, batch: Batch, targets: Targets, step: int) -> dict[str, float]:
+    def update(
+        self,
+        batch: Batch,
+        targets: Targets,
+        step: int,
+        check: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> dict[str, float]:
         """Take the step's optimizer steps: one per mini-batch and epoch.
 
         Rows whose every token has advantage 0 cannot move the policy where neither KL nor entropy
@@ -154,13 +161,18 @@ class Learner:
             batch: the step's rollouts.
             targets: what the algorithm made of them.
             step: 1 for the first of the run; sets the learning rate.
+            check: called once, before any weight moves, with the metrics that compare engine and
+                trainer (none where no token was run). What it raises stops the step: nothing of it
+                was learned.
 
         Returns:
-            Metrics under verl's names, means over the optimizer steps; `training/rollout_*` compare
-            the engine's logprobs with the trainer's at the start of the step.
+            Metrics under verl's names, means over the optimizer steps; `training/rollout_*` and
+            `rollout_corr/*` compare the engine's logprobs with the trainer's at the start of the
+            step.
 
         Raises:
-            RunStopped: a loss or gradient is not finite.
+            RunStopped: a logprob of the trainer's at the start of the step is not finite, and no
+                weight has moved; or a loss or gradient is not finite.
         """
         a = self.config.algorithm
         actions = batch.action_mask
@@ -168,28 +180,40 @@ class Learner:
         mini_batch = mini_batch_of(len(batch.rewards), a.mini_batch_size)[batch.rollout]
         old, given_old = targets.old_logprobs, targets.old_logprobs is not None
         old = torch.zeros_like(batch.rollout_logprobs) if old is None else old
+        ran = actions if given_old else actions & moves.any(1)[:, None]
         collected: dict[str, list[float]] = defaultdict(list)
+        compared: dict[str, float] = {}
 
+        def compare() -> None:
+            """As soon as `old` is known."""
+            check_logprobs(batch, old, ran, "trainer")
+            compared.update(mismatch(batch, old, ran) | weight_metrics(batch, old, ran, a))
+            if check:
+                check(compared)
+
+        if given_old:
+            compare()
         for epoch in range(a.ppo_epochs):
-            actor = partial(self._actor_loss, batch, targets, old, not given_old and epoch == 0)
+            finding = not given_old and epoch == 0
+            actor = partial(self._actor_loss, batch, targets, old, finding)
             critic = partial(self._critic_loss, batch, targets)
             for m in range(int(mini_batch.max()) + 1):
                 here = mini_batch == m
+                # The policy first: what stops it must find the critic unmoved, too.
+                micro = self._micro_batches(batch, here & moves.any(1))
+                before = compare if finding else None
+                counts = self._actor_optimizer.descend(step, micro, actor, before)
+                _collect(collected, "actor", counts)
                 if self._critic_optimizer:
                     micro = self._micro_batches(batch, here & actions.any(1))
                     counts = self._critic_optimizer.descend(step, micro, critic)
                     _collect(collected, "critic", counts)
-                micro = self._micro_batches(batch, here & moves.any(1))
-                counts = self._actor_optimizer.descend(step, micro, actor)
-                _collect(collected, "actor", counts)
 
         metrics = {name: sum(values) / len(values) for name, values in collected.items()}
         metrics["actor/lr"] = self._actor_optimizer.lr(step)
         if self._critic_optimizer:
             metrics["critic/lr"] = self._critic_optimizer.lr(step)
-        ran = actions if given_old else actions & moves.any(1)[:, None]
-        metrics |= mismatch(old[ran], batch.rollout_logprobs[ran])
-        return metrics | target_metrics(batch, targets)
+        return metrics | compared | target_metrics(batch, targets)
 
     def _actor_loss(
         self, batch: Batch, targets: Targets, old: Tensor, first_pass: bool, rows: Tensor
@@ -216,8 +240,9 @@ class Learner:
             "pg_clipfrac": clipped.sum(),
         }
         if a.tis_cap:
-            correction = importance_weights(old_logprobs, take(batch.rollout_logprobs), a.tis_cap)
-            loss = loss * correction
+            together = mask if a.tis_level == "sequence" else None
+            ratios = importance_ratios(old_logprobs, take(batch.rollout_logprobs), together)
+            loss = loss * importance_weights(ratios, a.tis_cap, a.tis_mode)
         counted["pg_loss"] = (weights * loss).detach().sum()
         if a.kl_loss_coef:
             assert targets.reference_logprobs is not None
@@ -248,6 +273,14 @@ class Learner:
     def _take(self, rows: Tensor, mask: Tensor, x: Tensor) -> Tensor:
         """Of `x` (B, T), what stands at the chosen tokens of some rows: (N,), on the device."""
         return x[rows][mask].to(self.accelerator.device)
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""
+        row = pack_row(token_ids, self.accelerator.device)
+        with self.accelerator.autocast():
+            logprobs, _ = self.policy.logprobs(row, temperature=1.0)
+        return logprobs.float().cpu()
 
     # --- what comes out ------------------------------------------------------------------------
 

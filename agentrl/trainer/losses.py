@@ -6,6 +6,8 @@ stands at other positions, were it NaN, cannot reach a loss or a gradient.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,46 @@ def policy_loss(
     return torch.maximum(free, clipped), clipped > free
 
 
-def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """How much likelier each token is to the trainer than to the engine that sampled it, capped.
+def importance_ratios(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """How much likelier what was sampled is to the trainer than to the engine that sampled it.
 
-    Multiplies the policy loss, so that tokens drawn from a slightly different policy count for what
-    they are; capped on the ratio itself, never on its logarithm, and carrying no gradient.
+    Args:
+        old_logprobs: (N,) the trainer's, at the start of the step.
+        rollout_logprobs: (N,) the engine's.
+        mask: (b, T) bool with N True, where the tokens stand in their rows: then all tokens of a
+            row have the ratio of the whole row, the product of theirs. None: each has its own.
+
+    Returns:
+        (N,) without a gradient.
     """
-    return ratio(old_logprobs, rollout_logprobs).clamp(max=cap).detach()
+    gaps = (old_logprobs - rollout_logprobs).detach()
+    if mask is not None:
+        # Laid out as rows, and not added by index: that has no fixed order on a GPU.
+        mask = mask.to(gaps.device)
+        rows = gaps.new_zeros(mask.shape).masked_scatter(mask, gaps)
+        gaps = rows.sum(1, keepdim=True).expand(mask.shape)[mask]
+    return gaps.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "mask"]) -> Tensor:
+    """What multiplies the policy loss, so that each token counts for what the trainer holds of it.
+
+    Uncapped they make the expected gradient that of the trainer's own policy, whoever sampled;
+    the cap trades some of that for less variance. It is on the ratio itself, never on its
+    logarithm. The loss's denominators stay as they are: a masked token counts as one that taught
+    nothing, so that what remains weighs no more than it did.
+
+    Args:
+        ratios: of `importance_ratios`.
+        cap: at least 1.
+        mode: truncate: a ratio beyond the cap becomes the cap. mask: one beyond it or below its
+            reciprocal becomes 0, all others stay.
+    """
+    if mode == "mask":
+        return torch.where((ratios > cap) | (ratios < 1 / cap), 0.0, ratios)
+    return ratios.clamp(max=cap)
 
 
 def value_loss(

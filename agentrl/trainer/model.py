@@ -26,6 +26,8 @@ from agentrl.trainer.packing import PACKED, Layout, Packed
 
 LOGITS_AT_ONCE = 2**26
 """Logits held at a time; more tokens than that are scored in chunks, recomputed in backward."""
+SHAKE = 0.02
+"""Standard deviation of the noise that makes an adapter another one."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
 
@@ -69,24 +71,32 @@ class Policy:
         ]
         self._adopt()
 
-    def logprobs(self, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, packed: Packed, *, entropy_gradient: bool = False, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logprob of each chosen token, and the entropy where it was chosen, (N,) each.
 
-        The entropy carries a gradient only where asked for.
+        Args:
+            packed: the rows.
+            entropy_gradient: whether the entropy carries a gradient.
+            temperature: another than the policy's.
         """
+        heat = self.temperature if temperature is None else temperature
         hidden = hidden_states(self.model, packed)
         size = max(1, LOGITS_AT_ONCE // self._head.out_features)
         if len(hidden) <= size:
-            return self._score(hidden, packed.tokens, entropy_gradient)
+            return self._score(hidden, packed.tokens, heat, entropy_gradient)
         parts = [
-            checkpoint(self._score, h, t, entropy_gradient, use_reentrant=False)
+            checkpoint(self._score, h, t, heat, entropy_gradient, use_reentrant=False)
             for h, t in zip(hidden.split(size), packed.tokens.split(size), strict=True)
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _score(self, hidden: Tensor, tokens: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = chosen_logprobs(self._head(hidden), tokens, self.temperature)
+    def _score(
+        self, hidden: Tensor, tokens: Tensor, temperature: float, gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = chosen_logprobs(self._head(hidden), tokens, temperature)
         return logprobs, entropy if gradient else entropy.detach()
 
     def add_adapter(
@@ -165,6 +175,31 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name)
 
+    @contextmanager
+    def shaken(self, seed: int) -> Iterator[None]:
+        """Within the block the LoRA adapter is another one, whose output is not zero.
+
+        At the beginning an adapter is zero, and an engine that ignored it would look right.
+        """
+        held = {n: p for n, p in self.model.named_parameters() if f"lora_B.{ACTOR}." in n}
+        before = {name: parameter.detach().clone() for name, parameter in held.items()}
+        random = torch.Generator().manual_seed(seed)
+        try:
+            with torch.no_grad():
+                for parameter in held.values():
+                    noise = torch.randn(parameter.shape, generator=random) * SHAKE
+                    parameter.add_(noise.to(parameter))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in held.items():
+                    parameter.copy_(before[name])
+
+    def save_adapter(self, folder: Path) -> None:
+        """The policy's LoRA adapter, in a folder that PEFT and engines load."""
+        assert self.peft is not None
+        self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine must hold to sample from this policy: tensors of the plain model by name.
 
@@ -191,7 +226,7 @@ class Policy:
         if self.peft is None:
             self.model.save_pretrained(folder)
         elif self.model.name_or_path:
-            self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
+            self.save_adapter(folder)
         else:
             weights = {
                 name.replace(".base_layer.", "."): weight.detach()

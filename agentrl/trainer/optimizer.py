@@ -55,11 +55,24 @@ class Optimizer:
         done = min(1.0, (step - 1) / max(1, self._total_steps - 1))
         return self._lr * (1 + (self._lr_final - 1) * done)
 
-    def descend(self, step: int, micro_batches: Iterable[Tensor], loss: Loss) -> dict[str, float]:
+    def descend(
+        self,
+        step: int,
+        micro_batches: Iterable[Tensor],
+        loss: Loss,
+        before: Callable[[], None] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on the sum of the micro-batches' losses.
 
         Without any micro-batch the gradient is zero and nothing moves, not even by momentum: what
         taught nothing changes nothing.
+
+        Args:
+            step: 1 for the first of the run.
+            micro_batches: rows of each.
+            loss: of a micro-batch.
+            before: called when all micro-batches were run, before any weight moves; what it raises
+                leaves the weights as they were.
 
         Returns:
             what `loss` counted, summed, and the gradient's norm before clipping as `grad_norm`.
@@ -67,6 +80,7 @@ class Optimizer:
         Raises:
             RunStopped: the loss or the gradient is not finite; the weights are as they were.
         """
+        self._adam.zero_grad(set_to_none=True)  # what a step that was stopped has left
         sums: dict[str, Tensor] = {}
         for rows in micro_batches:
             with self._accelerator.autocast():
@@ -74,6 +88,8 @@ class Optimizer:
             self._accelerator.backward(share)
             for key, value in {"loss": share.detach(), **counted}.items():
                 sums[key] = sums[key] + value if key in sums else value
+        if before:
+            before()
         if not sums:
             return {"grad_norm": 0.0}
         norm = self._accelerator.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)

@@ -11,6 +11,7 @@ prompts are as long as responses, as in many groups of tool users, that is half 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,23 @@ def pack(batch: Batch, rows: Tensor, mask: Tensor, device: torch.device) -> Pack
         layout=Layout(pieces, responses),
         states=torch.cat(states).to(device),
         tokens=batch.response_ids[rows][mask].to(device),
+    )
+
+
+def pack_row(token_ids: Sequence[int], device: torch.device) -> Packed:
+    """One row by itself, asked about every token but the first.
+
+    Args:
+        token_ids: two at least.
+        device: where the result goes.
+    """
+    ids = torch.tensor(token_ids, device=device)
+    return Packed(
+        input_ids=ids[None],
+        position_ids=torch.arange(len(ids), device=device)[None],
+        layout=Layout(pieces=[1, len(ids) - 1], responses=[1]),
+        states=torch.arange(len(ids) - 1, device=device),
+        tokens=ids[1:],
     )
 
 

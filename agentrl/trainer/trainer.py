@@ -28,7 +28,7 @@ from agentrl.engine.open import open_engine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import Plan, check_model_fits, make_plan, wiring
+from agentrl.plan import Plan, check_model_fits, fixed_row, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import ALGORITHMS
@@ -40,7 +40,7 @@ from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.resume import RunLock, check_same_run
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
-from agentrl.trainer.weights import publish
+from agentrl.trainer.weights import Publisher
 from agentrl.trajectory import Group, Sample
 
 
@@ -108,6 +108,7 @@ class Trainer:
                 sampling=self.sampling,
                 step=self.global_step,
             )
+        self.engine.sleep()
         batch = self._collate(groups)  # (B, T)
         self._whole = False  # until the update is made and published
         with self._timed("ref"):
@@ -119,7 +120,7 @@ class Trainer:
         targets = self.algorithm.targets(batch, self.config.algorithm, old, values, reference)
         with self._timed("update_actor"):
             metrics = self.learner.update(batch, targets, self.global_step + 1)
-        metrics |= publish(self.learner, self.engine, self.global_step + 1)
+        metrics |= self.publisher.publish(self.global_step + 1)
         self.store.write(self.global_step + 1, groups)
         return metrics | rollout_metrics(groups)
 
@@ -274,10 +275,14 @@ class Trainer:
         self.engine = open_engine(config, self.tokenizer)
         stack.callback(self.engine.close)
         check_model_fits(self.plan, template, self.engine.max_length)
-        publish(self.learner, self.engine, self.global_step)
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
         )
+        row = fixed_row(self.plan, template, self.engine.max_length)
+        self.publisher = Publisher(
+            self.learner, self.engine, row, lambda ids: self.rollouts.run(self.engine.scores(ids))
+        )
+        self.publisher.publish(self.global_step)
         self.store = TrajectoryStore(self.folder / TRAJECTORIES)
         self.interrupt = stack.enter_context(Interrupt())
 

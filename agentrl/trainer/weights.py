@@ -1,33 +1,91 @@
-"""Publishing: from the learner to the engine, with what it took."""
+"""Publishing: from the learner to the engine, with what it took and the proof that it arrived."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable
 
-from torch import Tensor
+import torch
 
-from agentrl.engine.base import EngineControl
+from agentrl.engine.base import EngineControl, Update
+from agentrl.errors import EngineError, RunStopped
+from agentrl.trainer.canary import Canary
 from agentrl.trainer.learner import Learner
 
 
-def publish(learner: Learner, engine: EngineControl, version: int) -> dict[str, float]:
-    """Hand the learner's weights to the engine; what it samples from now on carries `version`.
+class Publisher:
+    """The way of the policy to the engine."""
 
-    Returns:
-        `timing_s/update_weights` and `perf/update_weights_bytes`.
-    """
-    sent = 0
+    def __init__(
+        self,
+        learner: Learner,
+        engine: EngineControl,
+        token_ids: array[int],
+        scores: Callable[[array[int]], list[array[float]]],
+    ):
+        """Send nothing yet.
 
-    def counted() -> Iterator[tuple[str, Tensor]]:
-        nonlocal sent
-        for name, tensor in learner.export():
-            sent += tensor.nbytes
-            yield name, tensor
+        Args:
+            learner: has the policy.
+            engine: gets it.
+            token_ids: a row that both score after each update, two tokens at least.
+            scores: the logprobs of it by every engine behind `engine`.
+        """
+        self._learner, self._engine = learner, engine
+        self._token_ids, self._scores = token_ids, scores
+        self.canary: Canary | None = None
 
-    start = time.perf_counter()
-    engine.publish(counted(), version)
-    return {
-        "timing_s/update_weights": time.perf_counter() - start,
-        "perf/update_weights_bytes": float(sent),
-    }
+    def publish(self, version: int) -> dict[str, float]:
+        """Hand the policy to the engine; what it samples from now on carries `version`.
+
+        Returns:
+            `timing_s/update_weights` (until the engine could sample), `perf/update_weights_bytes`,
+            and the canary's, with `timing_s/canary`.
+
+        Raises:
+            RunStopped: the engine did not take it, or does not sample from it.
+        """
+        start = time.perf_counter()
+        if self.canary is None:
+            self.canary = self._calibrate(version)
+        sent_at = time.perf_counter()
+        sent = self._send(version)
+        sent_by = time.perf_counter()
+        metrics = self.canary.check(*self._both(), version)
+        return metrics | {
+            "timing_s/update_weights": sent_by - sent_at,
+            "timing_s/canary": sent_at - start + time.perf_counter() - sent_by,
+            "perf/update_weights_bytes": float(sent),
+        }
+
+    def _calibrate(self, version: int) -> Canary:
+        """How far engine and trainer are apart where they hold the same.
+
+        An adapter is shaken for it: as it begins it is zero, and not seen where it is ignored.
+        """
+        policy = self._learner.policy
+        if policy.peft is None:
+            self._send(version)
+            return Canary(*self._both())
+        with policy.shaken(self._learner.config.trainer.seed):
+            self._send(version)
+            return Canary(*self._both())
+
+    def _send(self, version: int) -> int:
+        policy = self._learner.policy
+        update = Update(version, self._learner.export, policy.save_adapter if policy.peft else None)
+        if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
+            torch.cuda.empty_cache()  # the engine takes its memory back
+        try:
+            return self._engine.publish(update)
+        except EngineError as e:
+            raise RunStopped(f"the engine did not take version {version} of the policy: {e}") from e
+
+    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logprobs of the row: trainer's, (T - 1,), and each engine's, (engines, T - 1)."""
+        try:
+            found = self._scores(self._token_ids)
+        except EngineError as e:
+            raise RunStopped(f"the engine does not score a row: {e}") from e
+        return self._learner.score(self._token_ids), torch.tensor(found)[:, 1:]

@@ -157,13 +157,16 @@ class Decoder:
             scores.append(logprobs.gather(-1, after[:, None])[:, 0].cpu())
         return array("f", torch.cat(scores).numpy())
 
-    def load(self, update: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, update: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Copy named tensors into the model in place and forget all keys and values.
+
+        Returns:
+            How many bytes they had.
 
         Raises:
             EngineError: a name the model does not have, or another shape.
         """
-        held = self.model.state_dict()
+        held, size = self.model.state_dict(), 0
         with torch.no_grad():
             for name, tensor in update:
                 if name not in held:
@@ -176,7 +179,9 @@ class Decoder:
                         f" has {tuple(held[name].shape)}"
                     )
                 held[name].copy_(tensor)
+                size += tensor.nbytes
         self.rows.cached[:] = 0
+        return size
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """What each token may see: (N, 1, T, L), 0 or -inf, from its position (N, T)."""

@@ -9,15 +9,15 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.load import load_causal_lm, resolve_device
@@ -194,9 +194,19 @@ class LocalEngine:
             self._changed.notify_all()
         return await caller.future
 
+    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+        """See `Engine`: it is one."""
+        return [await self.score(token_ids)]
+
     # -- EngineControl -----------------------------------------------------------------------------
 
-    def publish(self, update: Iterable[tuple[str, Any]], version: int) -> None:
+    async def ready(self) -> None:
+        """See `Sampler`: it is, or its requests say why not."""
+
+    def sleep(self) -> None:
+        """See `EngineControl`: it keeps its memory; there are no caches between episodes."""
+
+    def publish(self, update: Update) -> int:
         """Copy named tensors into the model, between two steps.
 
         Tensors that are not named keep their values. All keys and values are dropped; turns in
@@ -207,8 +217,9 @@ class LocalEngine:
         """
         with self._standing_still():
             self._check_running()
-            self._decoder.load(update)
-            self._version = version
+            sent = self._decoder.load(update.weights())
+            self._version = update.version
+        return sent
 
     def pause(self) -> None:
         """Stop stepping until `resume`; returns when the worker stands. Deadlines go on."""

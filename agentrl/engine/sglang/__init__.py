@@ -1,10 +1,10 @@
 """An SGLang server as the engine, over HTTP.
 
-`client` is the engine, `answers` reads what the server says, `weights` is what it is given,
-`launch` a server of our own and `leash` the process that holds it.
+`client` is the engine, `answers` reads what the server says, `control` asks it from other threads,
+`sync` are the ways of the policy to it, `proof` shows that it arrived, `launch` starts a server.
 """
 
 from agentrl.engine.sglang.client import SGLangEngine
-from agentrl.engine.sglang.launch import SGLangServer
+from agentrl.engine.sglang.launch import Lora, SGLangLaunch
 
-__all__ = ["SGLangEngine", "SGLangServer"]
+__all__ = ["Lora", "SGLangEngine", "SGLangLaunch"]

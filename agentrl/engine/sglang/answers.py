@@ -10,6 +10,7 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
@@ -29,13 +30,23 @@ def refusal(status: int, answer: Any, where: str) -> EngineError:
     return EngineError(text)
 
 
-def read_generation(answer: Any, limit: int, version: int, where: str) -> Generation:
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What an answer says of the weights that sampled it, and which policy that is."""
+
+    weights: str
+    """The server's `weight_version`."""
+    policy: int
+    """The policy's version: the same number where weights are published, the adapter's else."""
+
+
+def read_generation(answer: Any, limit: int, stamp: Stamp, where: str) -> Generation:
     """A turn from an answer of `/generate`.
 
     Args:
         answer: parsed.
         limit: how many tokens were asked for.
-        version: of the weights when it was sent.
+        stamp: what was published when it was sent.
         where: for messages.
 
     Raises:
@@ -59,7 +70,7 @@ def read_generation(answer: Any, limit: int, version: int, where: str) -> Genera
         return Generation(
             token_ids=ids,
             logprobs=logprobs,
-            versions=_versions(meta, len(ids), version, where),
+            versions=_versions(meta, len(ids), stamp, where),
             finish_reason=reason,
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta["cached_tokens"]),
@@ -92,24 +103,27 @@ def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]
     return token_array([entry[1] for entry in entries]), logprobs
 
 
-def _versions(meta: dict[str, Any], n: int, version: int, where: str) -> array[int]:
+def _versions(meta: dict[str, Any], n: int, stamp: Stamp, where: str) -> array[int]:
     """The policy version of each of n tokens."""
+
+    def policy(weights: Any) -> int:
+        return stamp.policy if str(weights) == stamp.weights else int(weights)
+
     if spans := meta.get("weight_versions"):
         versions = token_array()
         for span in spans:
             if span["start"] != len(versions):
                 raise ValueError(f"spans of versions with gaps: {spans}")
-            versions.extend([int(span["version"])] * (span["end"] - span["start"]))
+            versions.extend([policy(span["version"])] * (span["end"] - span["start"]))
         if len(versions) != n:
             raise ValueError(f"spans of versions for {len(versions)} of {n} tokens")
         return versions
-    now = int(meta["weight_version"])
-    if now != version:
+    if (now := str(meta["weight_version"])) != stamp.weights:
         raise EngineError(
-            f"{where}: version {version} was published when this turn began and {now} when it"
+            f"{where}: the weights were {stamp.weights!r} when this turn began and {now!r} when it"
             " ended, and this SGLang does not say which sampled which token"
         )
-    return token_array([now] * n)
+    return token_array([stamp.policy] * n)
 
 
 def _message(answer: Any) -> str:

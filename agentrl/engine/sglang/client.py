@@ -1,4 +1,4 @@
-"""The engine: tokens from a running server, weights to it."""
+"""The engine: tokens from a running server, the policy to it."""
 
 from __future__ import annotations
 
@@ -7,72 +7,117 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Iterable
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
-import orjson
+import torch
 
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
-from agentrl.engine.sglang.answers import read_generation, read_scores, refusal
-from agentrl.engine.sglang.launch import SGLangServer
-from agentrl.engine.sglang.weights import write_weights
+from agentrl.engine.process import ServerProcess
+from agentrl.engine.sglang.answers import Stamp, read_generation, read_scores, refusal
+from agentrl.engine.sglang.control import CONTROL_SECONDS, Control
+from agentrl.engine.sglang.proof import WeightsProof
+from agentrl.engine.sglang.sync.adapter import AdapterSender
+from agentrl.engine.sglang.sync.disk import DiskSender
+from agentrl.engine.sglang.sync.sender import Sender
 from agentrl.errors import EngineError, EngineNonsense
-from agentrl.http import HttpClient, fetch
+from agentrl.http import HttpClient
 from agentrl.trajectory import Generation
 
-CONTROL_SECONDS = 60.0
-PUBLISH_SECONDS = 1800.0
 SCORE_SECONDS = 300.0
 LEAST_TOP_P = 1e-6
 PROBE_TOKENS = 128
 """More than a page of any attention backend's cache: a shorter prompt is never found in it."""
+MEMORY = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
+"""What a server gives up asleep, in the order in which it is taken back."""
 
 
 class SGLangEngine:
-    """Samples from one SGLang server: a `Sampler` and an `EngineControl`.
+    """Samples from one SGLang server: an `Engine`.
 
-    `generate` and `score` belong to the event loop of the first request; the other methods wait
-    for the server and are for other threads. A turn also ends at the end-of-turn tokens that the
-    model's own folder names, whatever `stop_ids` are. A seed counts where the server runs with
-    `--enable-deterministic-inference`; elsewhere two runs sample different tokens.
+    `generate`, `score` and `check_health` belong to the event loop of the first request; the other
+    methods wait for the server and are for other threads. A turn also ends at the end-of-turn
+    tokens that the model's own folder names, whatever `stop_ids` are. A seed counts where the
+    server runs with `--enable-deterministic-inference`; elsewhere two runs sample different tokens.
     """
 
     max_length: int
     """The longest row, in tokens: a little less than the model's, as the server has it."""
 
     def __init__(
-        self, url: str, *, vocabulary: int, token: str = "", server: SGLangServer | None = None
+        self,
+        url: str,
+        *,
+        vocabulary: int,
+        dtype: torch.dtype | None = None,
+        key: str = "",
+        admin_key: str = "",
+        process: ServerProcess | None = None,
+        sender: Callable[[Control], Sender] = DiskSender,
+        sleep: Literal["none", "kv_cache", "all"] = "none",
     ):
         """Ask a running server what it can do, and let it sample a token.
 
         Args:
             url: the server's.
             vocabulary: how many tokens the model has: others would crash the server.
-            token: the server's api key.
-            server: its process, where it is ours: watched, and ended by `close`.
+            dtype: what it computes in, and what it is sent; None: what it is given.
+            key: the server's api key.
+            admin_key: the one for what manages it; "" where that is the same.
+            process: its own, where it is ours: watched, and ended by `close`.
+            sender: how the policy goes to it.
+            sleep: what it gives up while the trainer works.
 
         Raises:
-            EngineError: no server answers, or one that is no SGLang with a number as its weights'
-                version (`--weight-version 0`).
+            EngineError: no server answers, or one that is no SGLang.
         """
-        self._url, self._token, self._server = url, token, server
-        self._vocabulary = vocabulary
-        self._http = HttpClient(url, token=token, error=EngineError)
+        self.url, self._process = url, process
+        self._vocabulary, self._dtype = vocabulary, dtype
+        self._http = HttpClient(url, token=key, error=EngineError)
         self._aborts: set[asyncio.Task[None]] = set()
         self._paused = False
-        info, model = self._control("/server_info"), self._control("/model_info")
+        self._memory, self._asleep = MEMORY[sleep], False
+        self._control = Control(url, key=key, admin_key=admin_key, process=process)
+        self._sender = sender(self._control)
+        self._proof = WeightsProof(self._control)
+        info, model = self._control.ask("/server_info"), self._control.ask("/model_info")
         try:
             self.max_length = int(info["max_req_input_len"])
             self._seeded = bool(info.get("enable_deterministic_inference"))
-            self._version = int(model["weight_version"])
+            self._stamp = Stamp(str(model["weight_version"]), 0)
         except (KeyError, TypeError, ValueError) as e:
             raise EngineNonsense(f"{url}: not SGLang's answer: {type(e).__name__}: {e}") from e
-        self._probe()
+        self.probe()
+
+    @property
+    def version(self) -> int:
+        """Of the policy that it samples from."""
+        return self._stamp.policy
+
+    @property
+    def restartable(self) -> bool:
+        """Whether the server is ours."""
+        return self._process is not None
 
     # -- Sampler -----------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """See `Sampler`: a request of one that is not says so."""
+
+    async def check_health(self, deadline: float) -> None:
+        """Have the scheduler sample a token, or show that it is sampling others.
+
+        Raises:
+            EngineError: it did not by then.
+        """
+        status, answer = await self._http.request_json(
+            "GET", "/health_generate", deadline=deadline, retries=1
+        )
+        if status != 200:
+            raise refusal(status, answer, f"{self.url}/health_generate")
 
     def begin(self, episode_id: str) -> None:
         """See `Sampler`: the server schedules requests, not episodes."""
@@ -101,17 +146,15 @@ class SGLangEngine:
         self._check_row(prompt_ids, where, self.max_length - 1)
         check_sampling(sampling, where)
         limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
-        version = self._version
-        answer = await self._ask(
-            {
-                "input_ids": prompt_ids.tolist(),
-                "return_logprob": True,
-                "sampling_params": self._params(sampling, limit, seed),
-            },
-            where,
-            deadline,
-        )
-        return read_generation(answer, limit, version, where)
+        stamp = self._stamp
+        body = {
+            "input_ids": prompt_ids.tolist(),
+            "return_logprob": True,
+            "sampling_params": _sampling_params(sampling, limit, seed if self._seeded else None),
+            **self._sender.request(),
+        }
+        answer = await self._ask(body, where, deadline, episode_id)
+        return read_generation(answer, limit, stamp, where)
 
     def end(self, episode_id: str) -> None:
         """See `Sampler`: the server forgets what is used least."""
@@ -125,19 +168,17 @@ class SGLangEngine:
         if temperature != 1:
             raise EngineError(f"SGLang scores rows at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score", self.max_length - 1)
-        answer = await self._ask(
-            {
-                "input_ids": token_ids.tolist(),
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "sampling_params": {"max_new_tokens": 0},
-            },
-            "score",
-            time.monotonic() + SCORE_SECONDS,
-        )
+        body = {
+            "input_ids": token_ids.tolist(),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 0},
+            **self._sender.request(),
+        }
+        answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return read_scores(answer, token_ids, "score")
 
-    async def _ask(self, body: dict[str, Any], where: str, deadline: float) -> Any:
+    async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         """One request of `/generate`; what is not waited for any more is aborted."""
         # SGLang aborts by prefix: ids of one length are no prefix of each other.
         rid = uuid.uuid4().hex
@@ -146,7 +187,12 @@ class SGLangEngine:
             # Sent again where an idle connection was closed at that moment; the server refuses an
             # id that it is at work on.
             status, answer = await self._http.request_json(
-                "POST", "/generate", body | {"rid": rid}, deadline=deadline, retries=1
+                "POST",
+                "/generate",
+                body | {"rid": rid},
+                deadline=deadline,
+                retries=1,
+                headers={"x-smg-routing-key": episode_id},  # SGLang's router keeps it to a worker
             )
             answered = True
         except EngineError as e:
@@ -172,28 +218,11 @@ class SGLangEngine:
     async def _look_for_death(self) -> None:
         """A connection breaks a moment before its process is seen to have ended."""
         for _ in range(20):
-            if self._server is None:
+            if self._process is None:
                 return
-            if not self._server.running:
-                raise self._server.death() from None
+            if not self._process.running:
+                raise self._process.death() from None
             await asyncio.sleep(0.05)
-
-    def _params(self, sampling: Sampling, limit: int, seed: int) -> dict[str, Any]:
-        params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_new_tokens": limit,
-            "stop_token_ids": list(sampling.stop_ids),
-            "stop": list(sampling.stop),
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-        }
-        if sampling.top_k == 1 and sampling.temperature > 0:
-            # SGLang takes it for greedy, and then the logprobs are of temperature 1 or not by what
-            # else is sampled at the moment. The least top_p is the same choice.
-            params |= {"top_k": -1, "top_p": LEAST_TOP_P}
-        return params | ({"sampling_seed": seed % 2**63} if self._seeded else {})
 
     def _check_row(self, token_ids: array[int], where: str, limit: int) -> None:
         checked_row(
@@ -206,40 +235,94 @@ class SGLangEngine:
 
     # -- EngineControl -----------------------------------------------------------------------------
 
-    def publish(self, update: Iterable[tuple[str, Any]], version: int) -> None:
-        """Have the server load named tensors from a folder; it waits for the turns in flight.
+    def sleep(self) -> None:
+        """Give up the memory that the trainer needs now, once no turn is in flight."""
+        if self._memory and not self._asleep:
+            self._flush()
+            body = {"tags": list(reversed(self._memory))}
+            self._control.manage("/release_memory_occupation", body)
+            self._asleep = True
 
-        Tensors that are not named keep their values. A probe then proves that the next answer
-        carries the version and finds nothing in the cache.
+    def publish(self, update: Update) -> int:
+        """Send the policy, and prove that the server holds it and samples from it.
+
+        Where weights are sent, the next answer carries their version and finds nothing in the
+        cache; where an adapter is, the server lists it and every request names it.
 
         Raises:
-            EngineError: the server does not take them, or goes on as before; or it is paused, where
+            EngineError: the server does not take it, or goes on as before; or it is paused, where
                 turns that wait keep their cache and SGLang ends over a flush.
         """
         if self._paused:
-            raise EngineError(f"{self._url}: resume it before publishing version {version}")
-        with TemporaryDirectory(prefix="agentrl-weights-") as folder:
-            write_weights(update, Path(folder))
-            body = {"model_path": folder, "weight_version": str(version), "flush_cache": False}
-            self._control("/update_weights_from_disk", body, PUBLISH_SECONDS)
-        self._version = version
-        self._flush()
-        self._prove()
+            raise EngineError(f"{self.url}: resume it before publishing version {update.version}")
+        adapter = isinstance(self._sender, AdapterSender)
+        update = replace(update, weights=partial(self._cast, update))
+        if not adapter:
+            self._proof.before()
+        self._wake("weights")
+        sent = self._sender.send(update)
+        self._wake("kv_cache")
+        self._asleep = False
+        if adapter:
+            self._stamp = Stamp(self._stamp.weights, update.version)
+            self.probe()
+        else:
+            self._stamp = Stamp(str(update.version), update.version)
+            self._flush()
+            self._prove_fresh()
+            self._proof.after(update)
+        return sent
 
-    def pause(self) -> None:
-        """Stop stepping until `resume`; nothing in flight is lost."""
-        self._control("/pause_generation", {"mode": "in_place"})
+    def pause(self, mode: Literal["in_place", "retract", "abort"] = "in_place") -> None:
+        """Stop stepping until `resume`.
+
+        Args:
+            mode: what becomes of the turns in flight: they stand still, go back into the queue and
+                lose their cache, or end.
+        """
+        self._control.manage("/pause_generation", {"mode": mode})
         self._paused = True
 
     def resume(self) -> None:
         """See `EngineControl`."""
-        self._control("/continue_generation", {})
+        self._control.manage("/continue_generation", {})
         self._paused = False
 
     def close(self) -> None:
-        """End the server where it is ours; requests in flight fail then."""
-        if self._server is not None:
-            self._server.stop()
+        """End the server where it is ours, or leave it without our adapters.
+
+        Requests in flight fail then.
+        """
+        self._sender.close()
+        if self._process is not None:
+            self._process.stop()
+
+    def probe(self) -> Generation:
+        """Let the server sample a token after the same prompt as ever, which it then caches.
+
+        Raises:
+            EngineError: it does not, or under another version than was published.
+        """
+        body = {
+            "input_ids": [0] * min(PROBE_TOKENS, self.max_length - 1),
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            **self._sender.request(),
+        }
+        where = f"{self.url}: a probe"
+        found = read_generation(self._control.ask("/generate", body), 1, self._stamp, where)
+        if found.versions[0] != self.version:
+            raise EngineError(f"{where}: version {found.versions[0]}, not {self.version}")
+        return found
+
+    def _cast(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the precision that the server has them in, with the same rounding."""
+        for name, tensor in update.weights():
+            yield name, tensor.to(self._dtype or tensor.dtype)
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep and tag in self._memory:
+            self._control.manage("/resume_memory_occupation", {"tags": [tag]})
 
     def _flush(self) -> None:
         """Empty the cache, once the turns that were aborted have left it.
@@ -250,61 +333,37 @@ class SGLangEngine:
             EngineError: it is in use for too long.
         """
         end = time.monotonic() + CONTROL_SECONDS
-        while (found := self._fetch("/flush_cache", {}, CONTROL_SECONDS))[0] != 200:
+        while (found := self._control.attempt("/flush_cache", {}))[0] != 200:
             if time.monotonic() > end:
                 raise refusal(found[0], found[1].decode(errors="replace"), "/flush_cache")
             time.sleep(0.02)
 
-    def _prove(self) -> None:
+    def _prove_fresh(self) -> None:
         """The next answer is of the published version, and of nothing that was cached before.
 
         Raises:
             EngineError: it is not.
         """
-        if cached := self._probe().cached_tokens:
+        if cached := self.probe().cached_tokens:
             raise EngineError(
-                f"{self._url}: version {self._version} was published, but {cached} tokens are still"
+                f"{self.url}: version {self.version} was published, but {cached} tokens are still"
                 " in the cache that other weights computed"
             )
 
-    def _probe(self) -> Generation:
-        """Let the server sample a token after the same prompt as ever, which it then caches.
 
-        Raises:
-            EngineError: it does not, or under another version than was published.
-        """
-        body = {
-            "input_ids": [0] * min(PROBE_TOKENS, self.max_length - 1),
-            "return_logprob": True,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        }
-        where = f"{self._url}: a probe"
-        found = read_generation(self._control("/generate", body), 1, self._version, where)
-        if found.versions[0] != self._version:
-            raise EngineError(f"{where}: version {found.versions[0]}, not {self._version}")
-        return found
-
-    def _control(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
-        """A request that must succeed, from code that is not async.
-
-        Raises:
-            EngineError: it does not.
-        """
-        status, content = self._fetch(path, body, seconds)
-        try:
-            answer = orjson.loads(content) if content else None
-        except orjson.JSONDecodeError as e:
-            raise EngineNonsense(f"{self._url}{path}: status {status} and not JSON: {e}") from e
-        if status != 200:
-            raise refusal(status, answer, f"{self._url}{path}")
-        return answer
-
-    def _fetch(self, path: str, body: Any, seconds: float) -> tuple[int, bytes]:
-        try:
-            return fetch(
-                self._url, path, body, token=self._token, error=EngineError, timeout=seconds
-            )
-        except EngineError:
-            if self._server is not None and not self._server.running:
-                raise self._server.death() from None
-            raise
+def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": limit,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if sampling.top_k == 1 and sampling.temperature > 0:
+        # SGLang takes it for greedy, and then the logprobs are of temperature 1 or not by what
+        # else is sampled at the moment. The least top_p is the same choice.
+        params |= {"top_k": -1, "top_p": LEAST_TOP_P}
+    return params if seed is None else params | {"sampling_seed": seed % 2**63}

@@ -1,164 +1,123 @@
-"""A server of our own: on loopback, with a random key, for as long as this process lives."""
+"""An SGLang server of our own: its command line."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
-import signal
-import socket
+import re
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Literal
 
-from agentrl.engine.sglang import leash
-from agentrl.errors import ConfigError, EngineDead, EngineError
-from agentrl.http import fetch_json
-
-START_SECONDS = 1800.0
-"""Loading and compiling take their time; a server that dies meanwhile is noticed at once."""
-HEALTH_SECONDS = 30.0
-TAIL_LINES = 25
+from agentrl.engine.process import START_SECONDS, ServerProcess, python_with, visible_gpus
+from agentrl.engine.sglang.sync.adapter import RESIDENT
 
 CPU = (
-    *("--device", "cpu", "--dtype", "float32"),
+    *("--device", "cpu"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule"),
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
 )
 """How a server runs where there is no GPU; what others allot while it starts counts as its own."""
+ON_POLICY_TARGET = "fsdp"
+"""Of `--rl-on-policy-target`: a trainer of plain torch modules, such as ours."""
 
 
-class SGLangServer:
-    """A server's process, from its start to its end."""
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """What a server must know of adapters before it sees one."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        python: str = "",
-        cpu: bool = False,
-        arguments: Sequence[str] = (),
-        start_seconds: float = START_SECONDS,
-    ):
-        """Start a server and return once it is healthy.
+    rank: int
+    targets: Sequence[str]
+    """Names of modules, or `all`."""
 
-        Args:
-            model: a folder in transformers' format, or a name on the hub.
-            python: of the environment that has SGLang; "" is this one.
-            cpu: whether to do without a GPU.
-            arguments: further ones of `sglang.launch_server`.
-            start_seconds: how long that may take.
+
+@dataclass(frozen=True, slots=True)
+class SGLangLaunch:
+    """How a server is started."""
+
+    model: str
+    """A folder in transformers' format, or a name on the hub."""
+    python: str = ""
+    """Of the environment that has SGLang; "" is this one."""
+    dtype: str = "auto"
+    gpus: Sequence[int] = ()
+    """The GPUs it sees, one for each share of the model, as torch counts them here; none: a CPU."""
+    memory: float = 0.5
+    """Its share of a GPU's memory."""
+    lora: Lora | None = None
+    """None: weights alone are sent to it."""
+    sleep: Literal["none", "kv_cache", "all"] = "none"
+    deterministic: bool = False
+    arguments: Sequence[str] = ()
+    """Further ones, which win."""
+
+    def start(self, start_seconds: float = START_SECONDS) -> ServerProcess:
+        """Start it and wait until it is healthy.
 
         Raises:
             ConfigError: there is no such Python, or no SGLang in it.
             EngineDead: it ended; with the last lines it said.
             EngineError: it is not healthy in time.
         """
-        python = _python_with_sglang(python)
-        self.token = secrets.token_hex(32)
-        self._folder = TemporaryDirectory(prefix="agentrl-sglang-")
-        folder = Path(self._folder.name)
-        self._log = folder / "server.log"
-        # The command line of a process is read by everybody: the key goes by a file.
-        (folder / "key.yaml").write_text(json.dumps({"api-key": self.token}))
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [
-            *(python, "-m", "sglang.launch_server", "--config", str(folder / "key.yaml")),
-            *("--model-path", model, "--weight-version", "0"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--grammar-backend", "none"),
-            *(CPU if cpu else ()),
-            *arguments,
-        ]
-        with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C is for the run, which needs it to finish a step.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", leash.__file__, *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ
-                | {
-                    "TMPDIR": str(folder),  # its sockets lie where they are cleared away
-                    "PYTHONSAFEPATH": "1",  # no file where we stand is a module
-                    "SGLANG_TIMEOUT_KEEP_ALIVE": "300",  # longer than a client keeps connections
-                },
-                start_new_session=True,
-            )
-        try:
-            self._wait_healthy(start_seconds)
-        except BaseException:
-            self.stop()
-            raise
+        python = python_with("sglang", self.python)
 
-    @property
-    def pid(self) -> int:
-        """Of the process that holds the server, and of the process group."""
-        return self._process.pid
+        def command(server: ServerProcess) -> list[str]:
+            # The command line of a process is read by everybody: the keys go by a file.
+            keys = {"api-key": server.token, "admin-api-key": server.admin_token}
+            file = server.folder / "keys.yaml"
+            file.touch(0o600)
+            file.write_text(json.dumps(keys))
+            return [
+                *(python, "-m", "sglang.launch_server", "--config", str(file)),
+                *("--model-path", self.model, "--weight-version", "0"),
+                *("--host", "127.0.0.1", "--port", str(server.port)),
+                *self._flags(python),
+                *self.arguments,
+            ]
 
-    @property
-    def running(self) -> bool:
-        """Whether it is there."""
-        return self._process.poll() is None
-
-    def death(self) -> EngineDead:
-        """What to raise of a server that ended: with the last lines it said."""
-        lines = self._log.read_text(errors="replace").replace(self.token, "***").splitlines()
-        said = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
-        return EngineDead(f"the SGLang server at {self.url} ended. Its last lines:\n{said}")
-
-    def stop(self) -> None:
-        """End it and all that it started. Idempotent."""
-        assert self._process.stdin is not None
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdin.close()
-        self._folder.cleanup()
-
-    def _wait_healthy(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if not self.running:
-                raise self.death()
-            with contextlib.suppress(EngineError):
-                status, _ = fetch_json(
-                    self.url, "/health", error=EngineError, timeout=HEALTH_SECONDS
-                )
-                if status == 200:
-                    return
-            time.sleep(0.1)
-        raise EngineError(f"the SGLang server at {self.url} is not healthy after {seconds:g} s")
-
-
-def _python_with_sglang(python: str) -> str:
-    """The interpreter's path, after asking it for SGLang.
-
-    Raises:
-        ConfigError: it does not run, or has none.
-    """
-    path = str(Path(python).absolute()) if python else sys.executable
-    asks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
-    try:
-        code = subprocess.run([path, "-c", asks], cwd="/", timeout=60).returncode
-    except (OSError, subprocess.TimeoutExpired) as e:
-        raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
-    if code:
-        raise ConfigError(
-            f"rollout.name=sglang: {path} has no sglang. Install it there (pip install"
-            ' "agentrl[sglang]"), or name the Python of an environment that has it: rollout.python'
+        return ServerProcess(
+            "SGLang",
+            command,
+            environment=visible_gpus(self.gpus)
+            | {
+                "SGLANG_TIMEOUT_KEEP_ALIVE": "300",  # longer than a client keeps connections
+            },
+            start_seconds=start_seconds,
         )
-    return path
+
+    def _flags(self, python: str) -> list[str]:
+        flags = ["--grammar-backend", "none", "--dtype", self.dtype]
+        if not self.gpus:
+            flags += CPU
+        else:
+            flags += ["--mem-fraction-static", f"{self.memory:g}", "--tp-size", str(len(self.gpus))]
+        if self.lora:
+            flags += [
+                *("--enable-lora", "--max-lora-rank", str(self.lora.rank)),
+                *("--lora-target-modules", *self.lora.targets),
+                *("--max-loras-per-batch", str(RESIDENT), "--max-loaded-loras", str(RESIDENT)),
+            ]
+        if self.sleep != "none":
+            flags.append("--enable-memory-saver")
+            if self.sleep == "all" and self.lora:  # of its base nothing is sent again
+                flags.append("--enable-weights-cpu-backup")
+        if self.deterministic:
+            flags.append("--enable-deterministic-inference")
+            if _knows(python, "rl_on_policy_target", ON_POLICY_TARGET):
+                flags += ["--rl-on-policy-target", ON_POLICY_TARGET]
+        return flags
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def _knows(python: str, option: str, choice: str) -> bool:
+    """Whether SGLang has an option with such a choice: from its source, since importing it is slow."""
+    asks = "import importlib.util as u; print(u.find_spec('sglang').submodule_search_locations[0])"
+    found = subprocess.run(
+        [python, "-c", asks], cwd="/", capture_output=True, text=True, timeout=60
+    )
+    source = Path(found.stdout.strip()) / "srt/server_args.py"
+    if not source.is_file():
+        return False
+    text = source.read_text()
+    return option in text and re.search(rf"""["']{choice}["']""", text) is not None

@@ -1,0 +1,173 @@
+"""An engine among several, and all that is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentrl.engine.base import EngineControl, Sampler
+from agentrl.engine.breaker import Breaker
+
+
+class PooledEngine(Sampler, EngineControl, Protocol):
+    """What a pool needs of each engine.
+
+    `check_health` belongs to the event loop that samples; `probe` waits, on any thread.
+    """
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Of the policy that it samples from."""
+        ...
+
+    @property
+    def restartable(self) -> bool:
+        """Whether its process is ours: `close` ends it, and its opener starts another."""
+        ...
+
+    async def check_health(self, deadline: float) -> None:
+        """Show that it samples at all, whatever else it is at work on.
+
+        Raises:
+            EngineError: it did not by then.
+        """
+        ...
+
+    def probe(self) -> object:
+        """Sample a token under `version`.
+
+        Raises:
+            EngineError: it does not.
+        """
+        ...
+
+
+Opener = Callable[[], PooledEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How patient a pool is, in seconds and times."""
+
+    health_every: float = 10.0
+    """Between two looks at an engine that has requests in flight."""
+    health_seconds: float = 20.0
+    """That such a look may take. Two in a row that fail: it hangs."""
+    first_wait: float = 1.0
+    """From a failure to the first try to take the engine back; doubled from try to try."""
+    longest_wait: float = 60.0
+    restarts: int = 3
+    """Of an engine between two updates of the policy; then it stays out."""
+    outage: float = 300.0
+    """How long to wait for servers that are not ours, once none answers."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One engine. `engine` is another object after each restart.
+
+    What routes requests (`episodes`, `served`, `flights`, `watch`) is the event loop's; the rest is
+    written under the supervisor's lock.
+    """
+
+    index: int
+    opener: Opener
+    engine: PooledEngine
+    breaker: Breaker
+
+    episodes: set[str] = field(default_factory=set)
+    """Those whose turns go here."""
+    served: int = 0
+    """How many episodes ever."""
+    flights: set[asyncio.Timeout] = field(default_factory=set)
+    """Requests in flight."""
+    watch: asyncio.Task[None] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    broken: bool = False
+    """A probe would be in vain: it is dead, hangs, or failed one. Ours is started anew."""
+    stale: bool = False
+    """Its weights are not to be relied on, whatever version it claims."""
+    waiting: bool = False
+    """Fit for use but for the weights, which the trainer is changing."""
+    out: bool = False
+    """For good."""
+    restarts: int = 0
+    """Since the last update of the policy."""
+    since: float = 0.0
+    """When it was left out."""
+    cause: Exception | None = None
+    mender: threading.Thread | None = None
+
+    def lost(self, outage: float) -> bool:
+        """Whether it is not worth waiting for."""
+        if self.engine.restartable:
+            return self.out
+        return self.breaker.open and time.monotonic() - self.since > outage
+
+    def drop_flights(self) -> None:
+        """Have the requests in flight fail, from any thread."""
+
+        def drop() -> None:
+            for flight in self.flights:
+                if flight.when() is None:  # not dropped already
+                    flight.reschedule(-1.0)
+
+        if self.loop is not None:
+            with contextlib.suppress(RuntimeError):  # a closed loop has none
+                self.loop.call_soon_threadsafe(drop)
+
+
+def open_all(openers: Sequence[Opener]) -> list[PooledEngine]:
+    """One engine of each opener, side by side.
+
+    Raises:
+        AgentRLError: what the first opener that failed raised; the other engines are closed, also
+            those that open only later.
+    """
+    if len(openers) == 1:
+        return [openers[0]()]
+    lock, given_up = threading.Lock(), False
+    found: dict[int, PooledEngine] = {}
+    errors: list[BaseException] = []
+
+    def work(index: int, opener: Opener) -> None:
+        try:
+            engine = opener()
+        except BaseException as e:
+            errors.append(e)
+            return
+        with lock:
+            if not given_up:
+                found[index] = engine
+                return
+        engine.close()
+
+    threads = [
+        threading.Thread(target=work, args=(i, opener), name=f"open-engine-{i}", daemon=True)
+        for i, opener in enumerate(openers)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(t.is_alive() for t in threads) and not errors:
+            time.sleep(0.02)
+        if errors:
+            raise errors[0]
+    except BaseException:
+        with lock:
+            given_up = True
+        for engine in found.values():
+            engine.close()
+        raise
+    return [found[i] for i in range(len(openers))]

@@ -1,0 +1,169 @@
+"""A server of our own: on loopback, with a random key, for as long as this process lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from agentrl.engine import leash
+from agentrl.errors import ConfigError, EngineDead, EngineError
+from agentrl.http import fetch
+
+START_SECONDS = 1800.0
+"""Loading and compiling take their time; a server that dies meanwhile is noticed at once."""
+HEALTH_SECONDS = 30.0
+TAIL_LINES = 25
+
+
+class ServerProcess:
+    """A server's process, from its start to its end."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[ServerProcess], Sequence[str]],
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
+    ):
+        """Start a server and return once it is healthy (GET /health).
+
+        Args:
+            name: the server's, for messages.
+            command: what to run, given `folder`, `port` and `token`. The token must go by a file in
+                the folder or by the environment, since command lines are read by everybody.
+            environment: variables beside our own.
+            start_seconds: how long that may take.
+
+        Raises:
+            EngineDead: it ended; with the last lines it said.
+            EngineError: it is not healthy in time.
+        """
+        self._name = name
+        self.token = secrets.token_hex(32)
+        """A random key that its endpoints ask for."""
+        self.admin_token = secrets.token_hex(32)
+        """Another, for those that manage it, where it tells the two apart."""
+        self._folder = TemporaryDirectory(prefix="agentrl-engine-")
+        self.folder = Path(self._folder.name)
+        """For its files; gone after its end."""
+        self._log = self.folder / "server.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        with self._log.open("wb") as log:
+            # A session of its own: Ctrl-C is for the run, which needs it to finish a step.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", leash.__file__, *command(self)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ
+                | {
+                    "TMPDIR": str(self.folder),  # its sockets lie where they are cleared away
+                    "PYTHONSAFEPATH": "1",  # no file where we stand is a module
+                }
+                | dict(environment or {}),
+                start_new_session=True,
+            )
+        try:
+            self._wait_healthy(start_seconds)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds the server, and of the process group."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it is there."""
+        return self._process.poll() is None
+
+    def death(self) -> EngineDead:
+        """What to raise of a server that ended: with the last lines it said."""
+        try:
+            text = self._log.read_text(errors="replace")
+        except OSError:  # stopped, and its folder cleared away
+            text = ""
+        text = text.replace(self.token, "***").replace(self.admin_token, "***")
+        said = "\n".join(f"  | {line}" for line in text.splitlines()[-TAIL_LINES:])
+        return EngineDead(f"the {self._name} server at {self.url} ended. Its last lines:\n{said}")
+
+    def stop(self) -> None:
+        """End it and all that it started. Idempotent."""
+        assert self._process.stdin is not None
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+        self._folder.cleanup()
+
+    def _wait_healthy(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self.running:
+                raise self.death()
+            with contextlib.suppress(EngineError):
+                status, _ = fetch(self.url, "/health", error=EngineError, timeout=HEALTH_SECONDS)
+                if status == 200:
+                    return
+            time.sleep(0.1)
+        raise EngineError(
+            f"the {self._name} server at {self.url} is not healthy after {seconds:g} s"
+        )
+
+
+def python_with(package: str, python: str) -> str:
+    """The path of an interpreter, after asking it for a package.
+
+    Args:
+        package: such as sglang.
+        python: its path; "" is this one.
+
+    Raises:
+        ConfigError: it does not run, or has none.
+    """
+    path = str(Path(python).absolute()) if python else sys.executable
+    asks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
+    try:
+        code = subprocess.run([path, "-c", asks], cwd="/", timeout=60).returncode
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
+    if code:
+        raise ConfigError(
+            f"rollout.name={package}: {path} has no {package}. Install it there (pip install"
+            f' "agentrl[{package}]"), or name the Python of an environment that has it:'
+            " rollout.python"
+        )
+    return path
+
+
+def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
+    """The environment in which a process sees these of our GPUs only; none named: all as they are.
+
+    Args:
+        gpus: indices as torch counts them here.
+    """
+    if not gpus:
+        return {}
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[g] if names else str(g) for g in gpus)}
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

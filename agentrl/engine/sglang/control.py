@@ -1,0 +1,79 @@
+"""What is asked of a server from code that is not async: a request that must succeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from agentrl.engine.process import ServerProcess
+from agentrl.engine.sglang.answers import refusal
+from agentrl.errors import EngineError, EngineNonsense
+from agentrl.http import fetch
+
+CONTROL_SECONDS = 60.0
+
+
+class Control:
+    """One server's blocking door."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str = "",
+        admin_key: str = "",
+        process: ServerProcess | None = None,
+    ):
+        """Ask nothing yet.
+
+        Args:
+            url: the server's.
+            key: its api key.
+            admin_key: for what manages it; "" where it has none, and takes the api key there too.
+            process: its own, where it is ours: an answer that does not come may be its death.
+        """
+        self.url, self.process = url, process
+        self.key, self._admin_key = key, admin_key or key
+
+    def ask(self, path: str, body: Any = None, *, seconds: float = CONTROL_SECONDS) -> Any:
+        """The answer to a GET, or to a POST of a body.
+
+        Raises:
+            EngineError: it is refused, or there is none in time.
+            EngineDead: the server ended.
+        """
+        return self._must(path, self._fetch(path, body, self.key, seconds))
+
+    def manage(self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS) -> Any:
+        """As `ask`, where the server wants its admin key."""
+        return self._must(path, self.attempt(path, body, seconds=seconds))
+
+    def attempt(
+        self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS
+    ) -> tuple[int, bytes]:
+        """As `manage`, whatever the answer is: its status and its body."""
+        return self._fetch(path, body, self._admin_key, seconds)
+
+    def _must(self, path: str, found: tuple[int, bytes]) -> Any:
+        status, content = found
+        try:
+            answer = orjson.loads(content) if content else None
+        except orjson.JSONDecodeError as e:
+            if status != 200:
+                text = content.decode("utf-8", "replace")
+                raise refusal(status, text, f"{self.url}{path}") from None
+            raise EngineNonsense(f"{self.url}{path}: not JSON: {e}") from e
+        if status != 200:
+            raise refusal(status, answer, f"{self.url}{path}")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise refusal(400, answer, f"{self.url}{path}")
+        return answer
+
+    def _fetch(self, path: str, body: Any, key: str, seconds: float) -> tuple[int, bytes]:
+        try:
+            return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
+        except EngineError:
+            if self.process is not None and not self.process.running:
+                raise self.process.death() from None
+            raise

@@ -1,0 +1,117 @@
+"""Proof that a server holds the weights which it was sent: of numbers, not of what it samples.
+
+Two that servers may offer, each used where it is there:
+
+- `/get_weights_by_name` (models of Llama's family) returns the head of a tensor: it must be the one
+  that was sent, to the bit.
+- `/weights_checker` (on a GPU) returns a checksum of all its weights: it must differ from the last
+  one exactly where what was sent differs from what was sent before.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from agentrl.engine.base import Update
+from agentrl.engine.sglang.control import Control
+from agentrl.errors import EngineError
+
+COMPARED = 3
+"""Tensors compared by value."""
+ROWS = 8
+"""Their first rows."""
+
+
+class WeightsProof:
+    """What is known of one server's weights."""
+
+    def __init__(self, control: Control):
+        """Ask nothing yet: what a server offers shows at the first update."""
+        self._control = control
+        self._by_name = self._by_checksum = True
+        self._checksum: str | None = None
+        self._digest: int | None = None
+
+    def before(self) -> None:
+        """Look at the weights that are there before the first update."""
+        if self._by_checksum and self._digest is None:
+            self._checksum = self._ask_checksum()
+
+    def after(self, update: Update) -> None:
+        """Prove an update.
+
+        Raises:
+            EngineError: the server holds something else.
+        """
+        if self._by_name:
+            self._compare(update)
+        if self._by_checksum:
+            self._check(update)
+
+    def _compare(self, update: Update) -> None:
+        """Some tensors, spread over the model."""
+        names = [name for name, _ in update.weights()]
+        chosen = set(names[:: max(1, len(names) // COMPARED)][:COMPARED])
+        for name, tensor in islice(((n, t) for n, t in update.weights() if n in chosen), COMPARED):
+            status, content = self._control.attempt(
+                "/get_weights_by_name", {"name": name, "truncate_size": ROWS}
+            )
+            held = orjson.loads(content) if status == 200 and content else None
+            if held is None:  # not of this model's family
+                self._by_name = False
+                return
+            if not _same(held, tensor[:ROWS]):
+                raise EngineError(
+                    f"{self._control.url}: version {update.version} was published, but the server"
+                    f" holds another {name}"
+                )
+
+    def _check(self, update: Update) -> None:
+        """The checksum changes with what is sent, and with nothing else."""
+        digest, checksum = _digest(update), self._ask_checksum()
+        if self._digest is not None and checksum is not None:
+            sent, held = digest != self._digest, checksum != self._checksum
+            if sent != held:
+                raise EngineError(
+                    f"{self._control.url}: version {update.version} was published, and its weights"
+                    + (
+                        " differ from the last ones, but the server's are as they were"
+                        if sent
+                        else " are the last ones, but the server's have changed"
+                    )
+                )
+        self._digest, self._checksum = digest, checksum
+
+    def _ask_checksum(self) -> str | None:
+        status, content = self._control.attempt("/weights_checker", {"action": "checksum"})
+        if status != 200:  # no GPU, or a release without it
+            self._by_checksum = False
+            return None
+        answer: dict[str, Any] = orjson.loads(content)
+        return str(answer.get("per_engine_checksum") or answer.get("ranks"))
+
+
+def _same(held: list[Any], sent: Tensor) -> bool:
+    """Whether the numbers are those of the tensor, in the server's precision or the tensor's."""
+    wide = sent.detach().float().cpu()
+    found = torch.tensor(held, dtype=torch.float32)
+    if found.shape != wide.shape:
+        return False
+    return any(torch.equal(found, wide.to(d).float()) for d in (wide.dtype, *_NARROW))
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _digest(update: Update) -> int:
+    """A number that differs where any weight does: sums of bits, each tensor by its name."""
+    total = 0
+    for name, tensor in update.weights():
+        bits = tensor.detach().contiguous().view(torch.int16)
+        total ^= hash((name, int(bits.sum(dtype=torch.int64))))
+    return total

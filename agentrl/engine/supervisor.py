@@ -1,0 +1,348 @@
+"""Keeps the engines of a pool alive, and all that are asked at the published policy.
+
+A member that fails is left out, and a thread of its own tries to take it back: by a probe, or by
+starting it anew where it is ours and a probe would be in vain. Before it is asked again it is sent
+the policy, which is sound only while the learner's weights stand still: from `publish` to `sleep`.
+In between the thread waits, and the next `publish` includes the member.
+
+Two locks: `_weights` is held while a policy is sent, for minutes perhaps, `_lock` for moments. The
+event loop takes the second only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from agentrl.engine.base import Update
+from agentrl.engine.member import Member, Pacing, PooledEngine
+from agentrl.errors import EngineDead, EngineError, EngineOverloaded
+
+log = logging.getLogger("agentrl")
+
+CLOSE_SECONDS = 5.0
+"""How long to wait for the threads' end; one that is starting a server ends it later."""
+
+
+class Supervisor:
+    """See the module."""
+
+    def __init__(
+        self, members: Sequence[Member], pacing: Pacing, healthy: Callable[[Member], bool]
+    ):
+        """Look after members.
+
+        Args:
+            members: all open, and asked from now on.
+            pacing: how patient to be.
+            healthy: asks an engine whose probe failed whether it samples at all; may wait.
+        """
+        self.members = members
+        self.version: int | None = None
+        """The published one; before, each engine samples from what it was started with."""
+        self.restarts = self.sent = 0
+        """How often an engine was started anew, and how many bytes of weights were sent, ever."""
+        self._pacing, self._healthy = pacing, healthy
+        self._update: Update | None = None
+        self._weights = threading.Condition()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._asleep = self._paused = self._publishing = False
+
+    # -- for the event loop ------------------------------------------------------------------------
+
+    def usable(self, member: Member) -> bool:
+        """Whether it may be asked: it works, and holds the published policy."""
+        if member.breaker.open or self._closing.is_set():
+            return False
+        return self.version in (None, member.engine.version)
+
+    @property
+    def standing(self) -> bool:
+        """Whether engines need not sample at the moment, however healthy they are."""
+        return self._asleep or self._paused or self._publishing
+
+    def succeeded(self, member: Member, engine: PooledEngine) -> None:
+        """A request was answered."""
+        if member.engine is engine:
+            member.breaker.succeeded()
+
+    def failed(self, member: Member, engine: PooledEngine, error: EngineError) -> None:
+        """A request was not."""
+        with self._lock:
+            over = member.engine is engine and member.breaker.failed()
+        if over or isinstance(error, EngineDead):
+            self.leave_out(member, engine, error, broken=isinstance(error, EngineDead))
+
+    def leave_out(
+        self,
+        member: Member,
+        engine: PooledEngine,
+        cause: Exception,
+        *,
+        broken: bool = False,
+        stale: bool = False,
+    ) -> None:
+        """Ask a member no more until it is mended.
+
+        Args:
+            member: the one.
+            engine: what failed; where it has been replaced since, nothing happens.
+            cause: for messages.
+            broken: whether to start it anew without a probe; its requests in flight fail.
+            stale: whether its weights must be sent again.
+        """
+        with self._lock:
+            if self._closing.is_set() or member.engine is not engine:
+                return
+            member.cause, member.waiting = cause, False
+            member.broken |= broken
+            member.stale |= stale
+            new = not member.breaker.open
+            if new:
+                member.breaker.trip()
+                member.since = time.monotonic()
+                member.mender = threading.Thread(
+                    target=self._mend,
+                    args=(member,),
+                    name=f"mend-engine-{member.index}",
+                    daemon=True,
+                )
+                member.mender.start()
+        if new:
+            log.warning("engine %s is left out: %s", engine.url, _line(cause))
+        if broken:
+            member.drop_flights()
+
+    def check_hope(self) -> None:
+        """Raises where no member is worth waiting for.
+
+        Raises:
+            EngineDead: with what each said last.
+        """
+        if self._closing.is_set():
+            raise EngineError("the engine is closed")
+        if all(m.lost(self._pacing.outage) for m in self.members):
+            raise EngineDead(f"no engine is left.\n{self._causes()}")
+
+    def refuse(self) -> NoReturn:
+        """No member can be asked now.
+
+        Raises:
+            EngineError: with what each was left out for.
+        """
+        self.check_hope()
+        causes = "; ".join(f"{m.engine.url}: {_line(m.cause)}" for m in self.members if m.cause)
+        raise EngineError(f"no engine can be asked now ({causes})")
+
+    # -- for the trainer ---------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Tell the members, once nothing reads the learner's weights any more."""
+        with self._weights:
+            self._asleep = True
+            for m in self.members:
+                if not m.breaker.open:
+                    self._try(m, lambda e: e.sleep())
+
+    def publish(self, update: Update) -> int:
+        """Send the policy to all members that can take it, in order.
+
+        Where none can, those that are being mended are waited for, but not those that refuse it.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            EngineError: none took it; with all causes.
+        """
+        if self._paused:
+            raise EngineError(f"resume the engines before publishing version {update.version}")
+        before = self.sent
+        with self._weights:
+            self._update, self._asleep, self._publishing = update, False, True
+            try:
+                fit = [m for m in self.members if m.waiting or not m.breaker.open]
+                refused = {m for m in fit if not self._publish_to(m, update)}
+                self.version = update.version
+            finally:
+                self._publishing = False
+                self._weights.notify_all()
+        while not self._taken(update, refused):
+            if self._closing.wait(0.05):
+                raise EngineError("the engine is closed")
+        return self.sent - before
+
+    def pause(self) -> None:
+        """Stop all members, and those that come back."""
+        self._paused = True
+        for m in self.members:
+            if not m.breaker.open:
+                self._try(m, lambda e: e.pause())
+
+    def resume(self) -> None:
+        """Let all go on."""
+        for m in self.members:
+            if not m.breaker.open:
+                self._try(m, lambda e: e.resume())
+        self._paused = False
+
+    def close(self) -> None:
+        """Close the engines and end the threads. Idempotent."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            engines = [m.engine for m in self.members]
+            menders = [m.mender for m in self.members if m.mender is not None]
+        with contextlib.ExitStack() as stack:
+            for m, engine in zip(self.members, engines, strict=True):
+                stack.callback(m.drop_flights)
+                stack.callback(engine.close)
+        end = time.monotonic() + CLOSE_SECONDS
+        for thread in menders:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _taken(self, update: Update, refused: set[Member]) -> bool:
+        """Whether a member samples from it; False where one still may, mended."""
+        with self._lock:
+            if any(map(self.usable, self.members)):
+                for m in self.members:
+                    m.restarts = 0
+                return True
+            hope = (m for m in self.members if not m.lost(self._pacing.outage))
+            if any(m not in refused or (m.broken and m.engine.restartable) for m in hope):
+                return False
+            raise EngineError(f"no engine took version {update.version}.\n{self._causes()}")
+
+    def _publish_to(self, m: Member, update: Update) -> bool:
+        """Send it to one; False, and it is left out, where that fails."""
+        engine = m.engine
+        try:
+            self._send(m, update)
+        except EngineError as e:
+            self.leave_out(m, engine, e, broken=_died(engine, e), stale=True)
+            return False
+        self.version = update.version
+        self._admit(m)
+        return True
+
+    def _try(self, m: Member, do: Callable[[PooledEngine], None]) -> None:
+        """Have a member do what it must, or leave it out."""
+        engine = m.engine
+        try:
+            do(engine)
+        except EngineError as e:
+            self.leave_out(m, engine, e, broken=True, stale=True)
+
+    # -- mending -----------------------------------------------------------------------------------
+
+    def _mend(self, m: Member) -> None:
+        """A thread's life: until the member is back, or is out for good."""
+        while not self._out(m) and not self._closing.wait(m.breaker.next_wait()):
+            try:
+                self._revive(m)
+                if self._return(m):
+                    return
+            except EngineOverloaded as e:
+                m.cause = e
+            except Exception as e:  # openers are anybody's, and this thread must not end by them
+                with self._lock:
+                    m.cause, m.broken = e, True
+
+    def _out(self, m: Member) -> bool:
+        """Whether that was the last restart."""
+        with self._lock:
+            m.out = m.engine.restartable and m.broken and m.restarts >= self._pacing.restarts
+            if m.out:
+                m.mender = None
+        if m.out:
+            log.error("engine %s stays out: %s", m.engine.url, _line(m.cause))
+        return m.out
+
+    def _revive(self, m: Member) -> None:
+        """Probe the engine, or replace it."""
+        if m.broken and m.engine.restartable:
+            self._start_anew(m)
+            return
+        try:
+            m.engine.probe()
+        except (EngineDead, EngineOverloaded):
+            raise
+        except EngineError as e:
+            # It may be a server that somebody else has started anew: it samples, but from what?
+            if self._update is None or not self._healthy(m):
+                raise
+            log.warning("engine %s is sent the policy again: %s", m.engine.url, _line(e))
+            m.stale = True
+
+    def _start_anew(self, m: Member) -> None:
+        with self._lock:
+            m.restarts += 1
+            self.restarts += 1
+        log.warning("engine %s is started anew (%d)", m.engine.url, m.restarts)
+        with contextlib.suppress(Exception):
+            m.engine.close()
+        engine = m.opener()
+        with self._lock:
+            if not self._closing.is_set():
+                m.engine, m.stale = engine, self._update is not None
+                return
+        engine.close()
+        raise EngineError("the engine is closed")
+
+    def _return(self, m: Member) -> bool:
+        """Give an engine that works the policy and its place; False where `publish` could not."""
+        with self._weights:
+            if self._asleep:
+                m.engine.sleep()
+                m.waiting = True
+                while self._asleep and not self._closing.is_set():
+                    self._weights.wait(0.2)
+                if m.mender is not threading.current_thread():
+                    return True  # `publish` has taken it in
+                if not m.waiting:
+                    return False
+            if self._closing.is_set():
+                return True
+            if self._paused:
+                m.engine.pause()
+            if self._update is not None and (m.stale or m.engine.version != self.version):
+                self._send(m, self._update)
+            self._admit(m)
+        log.warning("engine %s is back (policy version %d)", m.engine.url, m.engine.version)
+        return True
+
+    def _send(self, m: Member, update: Update) -> None:
+        self.sent += m.engine.publish(update)
+
+    def _admit(self, m: Member) -> None:
+        with self._lock:
+            m.breaker.close()
+            m.broken = m.stale = m.waiting = False
+            m.mender = m.cause = None
+
+    def _causes(self) -> str:
+        return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.members if m.cause)
+
+
+def _died(engine: PooledEngine, error: EngineError) -> bool:
+    """Whether an engine that failed is gone: connections break a moment before it is seen."""
+    if isinstance(error, EngineDead) or not engine.restartable:
+        return isinstance(error, EngineDead)
+    time.sleep(0.2)
+    try:
+        engine.probe()
+    except EngineDead:
+        return True
+    except EngineError:
+        pass
+    return False
+
+
+def _line(cause: Exception | None) -> str:
+    return str(cause).partition("\n")[0]

@@ -1,0 +1,87 @@
+"""A vLLM engine for a run: on a server that is started here, or on one that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.config import Config
+from agentrl.engine.sglang.control import Control
+from agentrl.engine.sglang.sync.sender import Sender
+from agentrl.engine.vllm.client import VLLMEngine
+from agentrl.engine.vllm.launch import VLLMLaunch
+from agentrl.engine.vllm.sync import AdapterSender, DiskSender
+
+
+def start(config: Config, base: str, *, dtype: str, gpus: Sequence[int]) -> VLLMEngine:
+    """Start a server and return once it samples.
+
+    Args:
+        config: the run's.
+        base: the plain model that it loads.
+        dtype: in which precision.
+        gpus: it sees these, as torch counts them; none: a CPU.
+
+    Raises:
+        ConfigError: there is no vLLM.
+        EngineError: the server did not start; with the last lines it said.
+    """
+    r = config.rollout
+    process = VLLMLaunch(
+        base,
+        python=r.python,
+        dtype=dtype,
+        gpus=gpus,
+        memory=r.gpu_memory_utilization,
+        lora_rank=config.model.lora_rank,
+        deterministic=r.deterministic,
+        arguments=r.launch,
+    ).start()
+    try:
+        return VLLMEngine(
+            process.url,
+            vocabulary=AutoConfig.from_pretrained(base).get_text_config().vocab_size,
+            sender=_sender(config, base, cpu=not gpus),
+            key=process.token,
+            process=process,
+            seeded=r.deterministic,
+        )
+    except BaseException:
+        process.stop()
+        raise
+
+
+def attach(config: Config, base: str, url: str, key: str) -> VLLMEngine:
+    """Use a server that runs already, with `--logprobs-mode processed_logprobs`.
+
+    To be trained with, it must run under VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or
+    VLLM_SERVER_DEV_MODE=1 (all weights).
+
+    Raises:
+        EngineError: there is none.
+    """
+    return VLLMEngine(
+        url,
+        vocabulary=AutoConfig.from_pretrained(base).get_text_config().vocab_size,
+        sender=_sender(config, base, cpu=False),
+        key=key,
+        seeded=config.rollout.deterministic,
+    )
+
+
+def parameter_names(base: str) -> frozenset[str]:
+    """Of all a model's tensors, each once; no weights are read."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    return frozenset(name for name, _ in model.named_parameters())
+
+
+def _sender(config: Config, base: str, *, cpu: bool) -> Callable[[Control], Sender]:
+    """LoRA goes as an adapter, here on a CPU as well."""
+    if config.model.lora_rank:
+        return AdapterSender
+    tied = AutoConfig.from_pretrained(base).get_text_config().tie_word_embeddings
+    return partial(DiskSender, names=parameter_names(base), stale_head=cpu and bool(tied))

@@ -1,0 +1,174 @@
+"""Engine against trainer: how far apart their probabilities of the sampled tokens are.
+
+Both hold the same weights when a step begins, so that what is measured there is different
+arithmetic, and nothing else. More of it means that one of them has other weights, another
+temperature or other tokens before its eyes; then the samples are not the policy's, and learning
+from them goes wrong without a sound.
+
+The tokens were drawn by the engine. So the estimates of a KL here are of KL(engine || trainer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.config import AlgorithmConfig
+from agentrl.errors import RunStopped
+from agentrl.trainer.batch import Batch
+from agentrl.trainer.kl import k1, k3
+from agentrl.trainer.losses import importance_ratios
+
+MEAN = "rollout_corr/logprob_diff_mean"
+"""The mean of |log p_trainer - log p_engine|: what `MismatchGuard` judges."""
+
+TURNS = ("turn_1", "turn_2", "turn_3", "turn_4plus")
+"""The turns that have a mean of their own, `MEAN/TURN`; the last is all that come later, too."""
+
+
+def mismatch(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Compare the trainer's logprobs with the engine's.
+
+    Args:
+        batch: has the engine's.
+        old_logprobs: (B, T) the trainer's, at the start of the step.
+        mask: (B, T) bool, the tokens to compare. Elsewhere nothing is read.
+
+    Returns:
+        Nothing for no token. Else, over the tokens:
+
+        - `rollout_corr/logprob_diff_mean`, `_max`: |difference|; its mean also for each of
+          `TURNS`, and for first tokens `after_observation`, where a template, a tool or a user
+          spoke before.
+        - `rollout_corr/kl`, `rollout_corr/k3_kl`: KL(engine || trainer) by two estimators.
+        - `rollout_corr/rollout_is_eff_sample_size`, of importance weights before any cap: the
+          share of tokens that as many equal ones would be worth; and the same of whole rollouts,
+          `rollout_corr/rollout_is_seq_eff_sample_size`.
+        - `training/rollout_probs_diff_*`, of probabilities; `training/rollout_ratio_error_*`,
+          |ratio - 1|.
+    """
+    old, engine = old_logprobs[mask].double(), batch.rollout_logprobs[mask].double()
+    if not len(old):
+        return {}
+    gaps = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, old - engine)
+    far = gaps.abs()
+    metrics = {MEAN: far[mask].mean().item(), "rollout_corr/logprob_diff_max": far.max().item()}
+    places = {name: batch.turn == k for k, name in enumerate(TURNS[:-1])}
+    places[TURNS[-1]] = batch.turn >= len(TURNS) - 1
+    places["after_observation"] = torch.zeros_like(mask)
+    places["after_observation"][:, 1:] = ~batch.response_mask[:, :-1]
+    for name, place in places.items():
+        if (here := place & mask).any():
+            metrics[f"{MEAN}/{name}"] = far[here].mean().item()
+
+    of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, batch.rollout, gaps.sum(1))
+    compared = batch.rollout[mask.any(1)].unique()
+    apart, error = (old.exp() - engine.exp()).abs(), (old - engine).expm1().abs()
+    return metrics | {
+        "rollout_corr/kl": k1(engine, old).mean().item(),
+        "rollout_corr/k3_kl": k3(engine, old).mean().item(),
+        "rollout_corr/rollout_is_eff_sample_size": _effective(old - engine),
+        "rollout_corr/rollout_is_seq_eff_sample_size": _effective(of_rollouts[compared]),
+        "training/rollout_probs_diff_mean": apart.mean().item(),
+        "training/rollout_probs_diff_max": apart.max().item(),
+        "training/rollout_ratio_error_mean": error.mean().item(),
+        "training/rollout_ratio_error_max": error.max().item(),
+    }
+
+
+def _effective(log_weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n where one has it all."""
+    weights = (log_weights - log_weights.max()).exp()  # only their proportions matter
+    return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
+
+
+def weight_metrics(
+    batch: Batch, old_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
+) -> dict[str, float]:
+    """What the importance weights of a step are, and how many of them are cut.
+
+    Args:
+        batch: has the engine's logprobs.
+        old_logprobs: (B, T) the trainer's, at the start of the step.
+        mask: (B, T) bool, the tokens that have a weight; all of a row's, or none.
+        config: the section `algorithm`.
+
+    Returns:
+        Nothing for no token or no weights. Else, over the tokens, at the level of
+        `algorithm.tis_level` and before the cap: `rollout_corr/rollout_is_mean`, `_max`, `_min`;
+        `rollout_is_ratio_fraction_high`, `_low`, the shares beyond the cap and below its
+        reciprocal; and where these are masked, `rollout_rs_masked_fraction`, the share of both.
+    """
+    if not config.tis_cap or not mask.any():
+        return {}
+    ratios = importance_ratios(
+        old_logprobs[mask],
+        batch.rollout_logprobs[mask],
+        mask if config.tis_level == "sequence" else None,
+    )
+    high = (ratios > config.tis_cap).float().mean().item()
+    low = (ratios < 1 / config.tis_cap).float().mean().item()
+    metrics = {
+        "rollout_corr/rollout_is_mean": ratios.mean().item(),
+        "rollout_corr/rollout_is_max": ratios.max().item(),
+        "rollout_corr/rollout_is_min": ratios.min().item(),
+        "rollout_corr/rollout_is_ratio_fraction_high": high,
+        "rollout_corr/rollout_is_ratio_fraction_low": low,
+    }
+    if config.tis_mode == "mask":
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = high + low
+    return metrics
+
+
+TIMES = 10.0
+"""A step's mean difference may be so many times the reference."""
+LEAST_REFERENCE = 1e-3
+"""Arithmetic may differ by so much, however well engine and trainer agreed at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchGuard:
+    """Stops a run whose engine no longer samples from the policy that the trainer trains.
+
+    guard = MismatchGuard(reference=0.009)
+    learner.update(batch, targets, step, check=guard.check)
+    """
+
+    reference: float
+    """The mean |difference| of logprobs where engine and trainer are known to hold the same."""
+
+    @property
+    def limit(self) -> float:
+        """Beyond it a step is refused."""
+        return TIMES * max(self.reference, LEAST_REFERENCE)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Look at a step's `mismatch` before anything of it is learned.
+
+        Raises:
+            RunStopped: the mean difference is beyond the limit, or no number.
+        """
+        found = metrics.get(MEAN, 0.0)
+        if found <= self.limit:
+            return
+        turns = {turn: metrics[f"{MEAN}/{turn}"] for turn in TURNS if f"{MEAN}/{turn}" in metrics}
+        worst = max(turns, key=turns.__getitem__, default="")
+        where = (
+            f" It is largest in {worst.replace('_', ' ').replace('plus', ' or later')}:"
+            f" {turns[worst]:.3g}."
+            if worst
+            else ""
+        )
+        raise RunStopped(
+            f"engine and trainer disagree: their logprobs of the tokens sampled in this step differ"
+            f" by {found:.3g} on average, where {self.reference:.3g} was measured at the start"
+            f" (at most {self.limit:.3g} is let pass).{where} Nothing of this step was learned."
+            " Likely causes, the likeliest first: the engine does not have the trainer's weights"
+            " (a sync that failed or came late); it samples at another temperature, or puts"
+            " other tokens in front (a chat template of its own); it serves another model;"
+            " an option of the engine changes its arithmetic (quantization, a KV cache of fewer"
+            " bits, another attention backend)"
+        )

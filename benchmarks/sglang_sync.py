@@ -1,0 +1,295 @@
+"""How the policy reaches an SGLang server: seconds, bytes, memory, and the proof that it arrived.
+
+    python benchmarks/sglang_sync.py --shapes 0.5b 1.5b 7b        # a GPU: minutes
+    python benchmarks/sglang_sync.py --device cpu --small --launch=--sleep-on-idle
+
+Random models of Qwen2.5's shapes, and the learner, publisher and engine of a run. Before each
+update the learner's weights are moved so far that an engine which stayed behind would show it.
+
+full       all weights through the GPU's memory and through files; asleep without weights and cache
+lora       adapters of rank 32; asleep without the cache
+lora_all   the same, asleep without weights and cache
+
+`canary` is the mean distance in nats between the logprobs of engine and trainer, as a share of that
+at the start; more than 1.5 stops a run. `skipped` is the distance where an update was not sent, and
+whether the canary noticed. Where the device is a CPU there is `full` alone, through files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import serving
+from workload.models import SHAPES, random_model
+from workload.serving import adapters, only, others_memory, surviving
+
+from agentrl.chat import load_tokenizer
+from agentrl.config import load_config
+from agentrl.engine.base import Engine, Update
+from agentrl.engine.open import open_engine
+from agentrl.engine.sglang import SGLangEngine
+from agentrl.engine.sglang.sync.adapter import RESIDENT
+from agentrl.engine.site import ADMIN_TOKEN, TOKEN
+from agentrl.errors import RunStopped
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.weights import Publisher
+
+ROW = 256
+RANK = 32
+STEP = 0.5
+"""How much of a weight is new after a perturbation; its spread stays as it was."""
+ADAPTER_SPREAD = 0.1
+"""Standard deviation of LoRA's second matrices, which begin as zero."""
+DISK_SECONDS = 90.0
+"""After so long no further update goes through files."""
+ADAPTERS = 20
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"rollout.sync": "ipc", "rollout.sleep": "all"},
+    "lora": {"model.lora_rank": RANK, "rollout.sleep": "kv_cache"},
+    "lora_all": {"model.lora_rank": RANK, "rollout.sleep": "all"},
+}
+CPU_KEYS = {"rollout.sync": "disk", "rollout.sleep": "none", "model.lora_rank": 0}
+
+
+class Deaf:
+    """An engine whose updates go nowhere, and that says nothing of it."""
+
+    def publish(self, update: Update) -> int:
+        return 0
+
+
+class Bench:
+    """A run's learner, and a way to engines that a run's publisher goes."""
+
+    def __init__(self, name: str, learner: Learner, repeats: int):
+        self.name, self.learner, self.repeats = name, learner, repeats
+        self._version = 0
+        self._runner = asyncio.Runner()
+        vocabulary = learner.policy.model.config.get_text_config().vocab_size
+        self._row = array("i", random.Random(0).choices(range(vocabulary), k=ROW))
+        self._random = torch.Generator(learner.accelerator.device).manual_seed(1)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def say(self, what: str, value: float, unit: str, **context: object) -> None:
+        serving.say(f"sglang_sync/{self.name}/{what}", round(value, 5), unit, **context)
+
+    def publisher(self, engine: Any) -> Publisher:
+        return Publisher(self.learner, engine, self._row, partial(self._scores, engine))
+
+    def _scores(self, engine: Engine, ids: array[int]) -> list[array[float]]:
+        return self._runner.run(engine.scores(ids))
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """What many steps of training would do at once."""
+        keep, lora = (1 - STEP**2) ** 0.5, self.learner.policy.peft is not None
+        for name, p in self.learner.policy.model.named_parameters():
+            if not p.requires_grad or p.dim() < 2:
+                continue
+            spread = ADAPTER_SPREAD if "lora_B" in name else p.std().item()
+            if lora and "lora_A" in name:
+                continue  # half of the product is enough
+            noise = torch.empty_like(p).normal_(generator=self._random)
+            p.mul_(keep).add_(noise, alpha=STEP * spread)
+
+    def publish(self, publisher: Publisher) -> dict[str, float]:
+        """The next version; what the canary refuses is said, and measured all the same."""
+        self._version += 1
+        try:
+            found = publisher.publish(self._version)
+        except RunStopped as e:
+            self.say("refused", 1, "failure", said=str(e)[-1500:])
+            raise
+        return found
+
+    def updates(self, way: str, engine: Any, publisher: Publisher, most: float = 1e9) -> None:
+        """Some updates by one way: their seconds, bytes and canary."""
+        sends = _timed_sends(only(engine))
+        first = self.publish(publisher)  # compiles, allocates and calibrates
+        sends.clear()
+        assert publisher.canary is not None
+        reference, seconds, found = publisher.canary.reference, [], [first]
+        began = time.monotonic()
+        while len(seconds) < self.repeats and (not seconds or time.monotonic() < began + most):
+            self.move()
+            found.append(self.publish(publisher))
+            seconds.append(found[-1]["timing_s/update_weights"])
+        count = len(seconds)
+        self.say(
+            f"{way}/update",
+            statistics.median(seconds),
+            "s",
+            updates=count,
+            sending=round(statistics.median(sends), 4),
+            canary_seconds=round(statistics.median(m["timing_s/canary"] for m in found[1:]), 4),
+            all=[round(s, 4) for s in seconds],
+        )
+        self.say(f"{way}/sent", found[-1]["perf/update_weights_bytes"], "bytes")
+        self.canary(way, reference, found)
+
+    def canary(self, way: str, reference: float, found: list[dict[str, float]]) -> None:
+        """The worst of some updates."""
+        worst = max(m["canary/mismatch"] for m in found)
+        self.say(
+            f"{way}/canary",
+            worst / reference,
+            "of the start's",
+            start=round(reference, 6),
+            mismatches=[round(m["canary/mismatch"], 6) for m in found],
+            drifts=[round(m.get("canary/drift", 0.0), 4) for m in found],
+        )
+
+    def skipped(self, engine: Any, publisher: Publisher) -> None:
+        """An update that is not sent must be noticed; the next one mends it."""
+        deaf = self.publisher(engine)
+        deaf._engine, deaf.canary = Deaf(), publisher.canary  # type: ignore[assignment]
+        self.move()
+        said = ""
+        self._version += 1
+        try:
+            deaf.publish(self._version)
+        except RunStopped as e:
+            said = str(e)
+        found = torch.tensor(self._scores(engine, self._row)[0])[1:]
+        apart = (found - self.learner.score(self._row)).abs().mean().item()
+        self.say("skipped", apart, "nats", noticed=bool(said), said=said)
+        self.publish(publisher)
+
+    def sleeps(self, way: str, engine: Any, publisher: Publisher) -> None:
+        """Asleep and awake again, with an update: seconds, and memory that was free meanwhile."""
+        assert publisher.canary is not None
+        reference, found = publisher.canary.reference, []
+        falls, wakes, freed = [], [], []
+        for _ in range(min(3, self.repeats)):
+            before, began = others_memory(), time.perf_counter()
+            engine.sleep()
+            falls.append(time.perf_counter() - began)
+            freed.append(before - others_memory())
+            self.move()
+            found.append(self.publish(publisher))
+            wakes.append(found[-1]["timing_s/update_weights"])
+        self.say(f"{way}/fall_asleep", statistics.median(falls), "s")
+        self.say(f"{way}/wake_and_update", statistics.median(wakes), "s")
+        self.say(f"{way}/freed", statistics.median(freed), "GiB", server=round(others_memory(), 2))
+        self.canary(way, reference, found)
+
+    def many_adapters(self, engine: Any, publisher: Publisher) -> None:
+        """The server's memory does not grow with updates."""
+        before, resident, found = others_memory(), 0, []
+        for _ in range(ADAPTERS):
+            self.move()
+            found.append(self.publish(publisher))
+            resident = max(resident, adapters(engine))
+        grown = others_memory() - before
+        self.say("grown", grown, "GiB", updates=ADAPTERS, server=round(before, 2))
+        self.say("adapters_resident", resident, "adapters", most=RESIDENT)
+        assert publisher.canary is not None
+        self.canary("many", publisher.canary.reference, found)
+
+
+def _timed_sends(engine: SGLangEngine) -> list[float]:
+    """The seconds of sending alone, as they come: without flush and proof."""
+    seconds: list[float] = []
+    send: Callable[[Update], int] = engine._sender.send
+
+    def timed(update: Update) -> int:
+        began = time.perf_counter()
+        try:
+            return send(update)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    engine._sender.send = timed  # type: ignore[method-assign]
+    return seconds
+
+
+def measure(case: str, shape: str, args: argparse.Namespace) -> None:
+    name = f"{shape}/{case}"
+    gpu = args.device == "cuda"
+    began = time.perf_counter()
+    folder = random_model(args.models, shape, device=args.device)
+    keys = CASES[case] if gpu else CASES[case] | CPU_KEYS
+    with contextlib.ExitStack() as stack:
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        config = load_config(
+            None, [], {**serving.engine_keys(args), "model.path": str(folder), **keys}
+        )
+        learner = Learner(folder, config, total_steps=1)
+        bench = Bench(name, learner, args.repeats)
+        stack.callback(bench.close)
+        bench.say("learner", time.perf_counter() - began, "s", what="until it is there")
+        began = time.perf_counter()
+        engine = open_engine(config, load_tokenizer(folder))
+        stack.callback(engine.close)
+        bench.say("ready", time.perf_counter() - began, "s", server=round(others_memory(), 2))
+        publisher = bench.publisher(engine)
+        way = "adapter" if keys.get("model.lora_rank") else str(keys["rollout.sync"])
+        bench.updates(way, engine, publisher, DISK_SECONDS if way == "disk" else 1e9)
+        with surviving(f"sglang_sync/{name}/skipped"):
+            bench.skipped(engine, publisher)
+        if "lora" in case and gpu:
+            with surviving(f"sglang_sync/{name}/many_adapters"):
+                bench.many_adapters(engine, publisher)
+        if (sleep := keys["rollout.sleep"]) != "none":
+            with surviving(f"sglang_sync/{name}/sleep_{sleep}"):
+                bench.sleeps(f"sleep_{sleep}", engine, publisher)
+        if way == "ipc":
+            with surviving(f"sglang_sync/{name}/disk"), _beside(engine, config) as attached:
+                bench.updates("disk", attached, bench.publisher(attached), DISK_SECONDS)
+        if gpu:
+            peak = torch.cuda.max_memory_allocated() / serving.GIB
+            bench.say("trainer_peak", peak, "GiB")
+
+
+@contextlib.contextmanager
+def _beside(engine: Engine, config: Any) -> Iterator[Engine]:
+    """The same server as one that runs already: it gets its weights through files."""
+    process = only(engine)._process
+    assert process is not None
+    os.environ |= {TOKEN: process.token, ADMIN_TOKEN: process.admin_token}
+    rollout = config.rollout.model_copy(
+        update={"urls": [process.url], "sync": "auto", "sleep": "none", "launch": []}
+    )
+    attached = open_engine(config.model_copy(update={"rollout": rollout}), None)  # type: ignore
+    try:
+        yield attached
+    finally:
+        attached.close()
+
+
+def main() -> None:
+    made = serving.parser(__doc__)
+    made.add_argument("--shapes", nargs="+", default=["0.5b"], choices=[*SHAPES])
+    made.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    made.add_argument("--repeats", type=int, default=5)
+    args = serving.parse(made)
+    if args.small:
+        args.shapes, args.repeats = ["small"], min(args.repeats, 3)
+    if args.device == "cpu":
+        args.cases = ["full"]
+    args.models = Path(args.models)
+    for shape in args.shapes:
+        for case in args.cases:
+            with surviving(f"sglang_sync/{shape}/{case}"):
+                measure(case, shape, args)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Models of Qwen2.5's shapes with random weights, written once; and one whose turns never vary.
+
+Random weights end no turn, and a turn that is cut at its limit ends an episode. So in a model with
+`turn` set every turn has that many tokens, the last of them the end of the turn, sampled like any
+other: each token that may be sampled belongs to a place in the turn, some dimensions of the hidden
+state, which no layer writes to, hold the place of the token last read, and the output layer reads
+them. All else is as random as ever, and the work is that of any model of the shape.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from agentrl.testing.tokenizer import byte_tokenizer
+
+SHAPES = {  # hidden, MLP, layers, heads, KV heads, vocabulary, tied
+    "small": (128, 256, 2, 4, 2, 512, True),
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+MARK = 16.0
+"""What a token's embedding says of its place; the other entries are of the order of 0.02."""
+SURE = 30.0
+"""By how many nats a token of the next place is likelier than any other."""
+
+
+def random_model(folder: Path, shape: str, *, device: str, turn: int = 0) -> Path:
+    """A model's folder within `folder`; one that is there already is not made again.
+
+    Args:
+        folder: where such models lie.
+        shape: of `SHAPES`.
+        device: where the weights are drawn.
+        turn: how many tokens a turn has; 0: as it comes.
+    """
+    path = folder / (f"{shape}-turns-of-{turn}" if turn else shape)
+    if path.is_dir():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        model = draw(shape, device=device, tied=not turn)
+        if turn:
+            pace(model, byte_tokenizer(), turn)
+        model.save_pretrained(made)
+        byte_tokenizer().save_pretrained(made)
+        Path(made).rename(path)
+        Path(made).mkdir()  # for the context manager to remove
+    return path
+
+
+def draw(shape: str, *, device: str, tied: bool = True) -> PreTrainedModel:
+    """A random model of a shape in bfloat16, float32 on a CPU."""
+    hidden, mlp, layers, heads, kv_heads, vocabulary, ties = SHAPES[shape]
+    tokenizer = byte_tokenizer()
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=ties and tied,
+        initializer_range=0.08 if shape == "small" else 0.02,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def pace(model: PreTrainedModel, tokenizer: Any, turn: int) -> None:
+    """Make every turn of an untied model `turn` tokens long; see the module.
+
+    A turn begins after the line's end of `assistant`: that is place 0.
+    """
+    added = set(tokenizer.get_added_vocab().values())
+    [line_end] = tokenizer.encode("\n", add_special_tokens=False)
+    plain = [i for i in range(len(tokenizer)) if i not in added and i != line_end]
+    places = {token: 1 + k % (turn - 1) for k, token in enumerate(plain)} | {line_end: 0}
+    inner: Any = model.get_decoder()
+    embedding = inner.embed_tokens.weight
+    embedding[:, :turn] = 0
+    for token, place in places.items():
+        embedding[token, place] = MARK
+    for layer in inner.layers:
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last.weight[:turn] = 0
+    ids = torch.tensor([plain[: turn - 1]], device=embedding.device)
+    hidden = inner(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+    seen = min(hidden[k, places[token]].item() for k, token in enumerate(plain[: turn - 1]))
+    head: Any = model.get_output_embeddings()
+    head.weight[:, :turn] = 0
+    for token, place in [*places.items(), (tokenizer.eos_token_id, turn)]:
+        if place:
+            head.weight[token, place - 1] = SURE / seen

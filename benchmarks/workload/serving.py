@@ -1,0 +1,104 @@
+"""What the benchmarks of servers have in common: options, figures, the memory of a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.engine.base import Engine
+from agentrl.engine.pool import Pool
+from agentrl.engine.sglang import SGLangEngine
+
+GIB = 2**30
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of all of them."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    made.add_argument("--small", action="store_true", help="sizes for a CPU: does it work at all?")
+    made.add_argument("--python", default="", help="of an environment with SGLang")
+    made.add_argument("--launch", default="", help="of the server, one text: --launch='--a b'")
+    made.add_argument("--memory", type=float, default=0.4, help="the server's share of the GPU")
+    made.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-models")
+    return made
+
+
+def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options given; `device` is one that is there."""
+    args = made.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def engine_keys(args: argparse.Namespace) -> dict[str, Any]:
+    """Config keys of a run whose server these options describe."""
+    return {
+        "rollout.name": "sglang",
+        "rollout.python": args.python,
+        "rollout.launch": shlex.split(args.launch),
+        "rollout.gpu_memory_utilization": args.memory,
+        "trainer.device": args.device,
+    }
+
+
+def only(engine: Engine) -> SGLangEngine:
+    """The one server's engine behind a run's."""
+    assert isinstance(engine, Pool)
+    [member] = engine._members
+    assert isinstance(member.engine, SGLangEngine)
+    return member.engine
+
+
+def adapters(engine: Engine) -> int:
+    """How many adapters the server holds."""
+    listed = only(engine)._control.ask("/v1/models")["data"]
+    return sum("agentrl-" in str(model["id"]) for model in listed)
+
+
+def others_memory() -> float:
+    """GiB of the GPU that are in use, but not by torch in this process; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / GIB
+
+
+def machine() -> dict[str, object]:
+    """Of every figure."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": gpu or f"{os.cpu_count()} CPUs",
+    }
+
+
+def say(name: str, value: float, unit: str, **context: object) -> None:
+    """One figure, one line."""
+    line = {"name": name, "value": value, "unit": unit, "context": context | machine()}
+    print(json.dumps(line), flush=True)
+
+
+@contextmanager
+def surviving(name: str) -> Iterator[None]:
+    """What fails within is said in a line of its own, and the rest goes on."""
+    try:
+        yield
+    except Exception as e:
+        say(f"{name}/failed", 1, "failure", error=f"{type(e).__name__}: {e}"[-3000:])

@@ -1,0 +1,254 @@
+"""Weights to real SGLang servers on GPUs: CUDA's handles on one, NCCL between several.
+
+`AGENTRL_SGLANG_PYTHON` names the Python that has SGLang; without it, it is this one.
+"""
+
+import os
+import signal
+import time
+from array import array
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from threading import Timer
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from updates import update
+
+from agentrl.demo.arithmetic import rows
+from agentrl.demo.tokenizer import train_tokenizer
+from agentrl.engine.base import Update
+from agentrl.engine.sglang import SGLangEngine, SGLangLaunch
+from agentrl.engine.sglang.control import Control
+from agentrl.engine.sglang.sync.ipc import IpcSender
+from agentrl.engine.sglang.sync.nccl import NcclSender
+from agentrl.errors import EngineError
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="no GPU")]
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="one GPU")
+three_gpus = pytest.mark.skipif(GPUS < 3, reason="fewer than three GPUs")
+
+# As servers run, and read by NCCL once: before anything else in this process uses it.
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
+
+ROW = array("i", range(3, 200))
+BF16 = torch.bfloat16
+
+
+def tiny_qwen(seed, vocabulary):
+    """Weights so large that two models say quite different things."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a model that no test sends."""
+    made = tmp_path_factory.mktemp("qwen") / "model"
+    tokenizer = train_tokenizer(m.content for r in islice(rows(1), 50) for m in r.gold)
+    tiny_qwen(0, max(256, len(tokenizer))).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def policies(folder):
+    """Two others, as float32 masters."""
+    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    return [tiny_qwen(seed, vocabulary) for seed in (1, 2)]
+
+
+def weights(policy, gpu):
+    return [(name, p.detach().to(f"cuda:{gpu}")) for name, p in policy.named_parameters()]
+
+
+@torch.inference_mode()
+def scores(policy, gpu=0):
+    """By transformers in the server's precision."""
+    model = tiny_qwen(0, policy.config.vocab_size)
+    model.load_state_dict(policy.state_dict())
+    model.to(f"cuda:{gpu}", BF16)
+    ids = torch.tensor([list(ROW)], device=model.device)
+    log_p = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, ids[0, 1:, None])[:, 0].cpu()
+
+
+@contextmanager
+def server_on(folder, *gpus):
+    server = SGLangLaunch(
+        str(folder),
+        python=os.environ.get("AGENTRL_SGLANG_PYTHON", ""),
+        dtype="bfloat16",
+        gpus=gpus,
+        memory=0.1,
+        arguments=(
+            *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
+            "--disable-cuda-graph",
+        ),
+    ).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def on_first(folder):
+    with server_on(folder, 0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def on_second(folder):
+    with server_on(folder, 1) as server:
+        yield server
+
+
+def keys(server):
+    return {"key": server.token, "admin_key": server.admin_token}
+
+
+async def check(server, policies, gpu, sender):
+    """A policy in one bucket, another in one and in many: the server says what they say."""
+    found = []
+    ways = [(2**30, 0), (2**30, 1), (1, 1), (100_000, 1), (100_000, 0)]
+    for version, (size, policy) in enumerate(ways, 1):
+        engine = SGLangEngine(
+            server.url,
+            vocabulary=policies[0].config.vocab_size,
+            process=server,
+            sender=partial(sender, dtype=BF16, bucket_bytes=size),
+            **keys(server),
+        )
+        with closing(engine._sender):
+            sent = engine.publish(update(weights(policies[policy], gpu), version))
+            assert sent == sum(2 * p.numel() for p in policies[policy].parameters())
+            found.append(torch.tensor(await engine.score(ROW))[1:])
+    first, other = scores(policies[0], gpu), scores(policies[1], gpu)
+    assert (found[0] - first).abs().mean() < 0.05
+    assert (found[1] - other).abs().mean() < 0.05
+    assert (found[0] - other).abs().mean() > 0.5, "a control: the policies differ"
+    for again, as_before in ((2, 1), (3, 1), (4, 0)):
+        assert torch.equal(found[again], found[as_before])
+
+
+async def test_ipc(on_first, policies):
+    await check(on_first, policies, 0, IpcSender)
+
+
+def test_ipc_takes_no_memory_for_good(on_first, policies):
+    control = Control(on_first.url, process=on_first, **keys(on_first))
+    held = weights(policies[0], 0)
+    sender = IpcSender(control, dtype=BF16, bucket_bytes=100_000)
+    for version in (1, 2):
+        sender.send(update(held, version))
+    torch.cuda.synchronize()
+    ours, (free, _) = torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
+    for version in range(3, 23):
+        sender.send(update(held, version))
+    assert torch.cuda.memory_allocated(0) == ours
+    assert free - torch.cuda.mem_get_info(0)[0] < 2**26
+    assert control.ask("/model_info")["weight_version"] == "22"
+
+
+@two_gpus
+async def test_ipc_where_the_server_counts_gpus_otherwise(on_second, policies):
+    await check(on_second, policies, 1, IpcSender)
+
+
+@two_gpus
+async def test_nccl(on_second, policies):
+    await check(on_second, policies, 0, NcclSender)
+
+
+@two_gpus
+def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
+    control = Control(on_second.url, process=on_second, **keys(on_second))
+    sender = NcclSender(control, dtype=BF16)
+    device = torch.device("cuda:0")
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=device
+    )
+    try:
+        with closing(sender):
+            sender.send(update(weights(policies[0], 0), 50))
+            sender.send(update(weights(policies[1], 0), 51))
+        ones = torch.ones(3, device=device)
+        torch.distributed.all_reduce(ones)
+        assert ones.tolist() == [1, 1, 1]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert control.ask("/model_info")["weight_version"] == "51"
+
+
+@two_gpus
+async def test_ipc_to_a_model_on_two_gpus(folder, policies):
+    with server_on(folder, 0, 1) as server:
+        await check(server, policies, 0, partial(IpcSender, tp=2))
+
+
+@three_gpus
+async def test_nccl_to_a_model_on_two_gpus(folder, policies):
+    with server_on(folder, 1, 2) as server:
+        await check(server, policies, 0, partial(NcclSender, tp=2))
+
+
+def send_to_the_dying(url, server_keys, pid, folder, after):
+    """In a process of its own, which torch and NCCL may want to end: it must end well."""
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    sender = NcclSender(Control(url, **server_keys), dtype=BF16, bucket_bytes=1)
+    if after:
+        sender.send(update(weights(policy, 0), 1))
+
+    def halted():
+        for i, named in enumerate(weights(policy, 0)):
+            if i == after:
+                # Stopped, it neither answers nor takes part; the kernel here waits for it.
+                os.killpg(pid, signal.SIGSTOP)
+                Timer(3, os.killpg, (pid, signal.SIGKILL)).start()
+            yield named
+
+    start = time.monotonic()
+    try:
+        sender.send(Update(2, halted))
+    except EngineError as e:
+        print(f"after {time.monotonic() - start:.1f} s: {e}", flush=True)
+    else:
+        raise AssertionError("sent to a server that is dead")
+    sender.close()
+    assert time.monotonic() - start < 60
+    # The GPU is free of what waited.
+    if after:
+        assert torch.ones(4, device="cuda:0").sum().item() == 4
+
+
+@two_gpus
+@pytest.mark.parametrize("after", [0, 3], ids=["before NCCL connects", "within a broadcast"])
+def test_a_server_that_dies_is_an_error_in_bounded_time(folder, after):
+    with server_on(folder, 1) as server:
+        arguments = (server.url, keys(server), server.pid, folder, after)
+        child = get_context("spawn").Process(target=send_to_the_dying, args=arguments)
+        child.start()
+        child.join(180)
+        ended = child.exitcode
+        child.kill()
+        assert ended == 0
+        assert not server.running

@@ -1,0 +1,266 @@
+"""What vLLM may answer, read without a server: both endpoints, spans of versions, nonsense."""
+
+import copy
+from array import array
+from pathlib import Path
+
+import pytest
+
+from agentrl.engine.sglang.answers import Stamp
+from agentrl.engine.vllm import guard
+from agentrl.engine.vllm.dialect import (
+    Completions,
+    Generate,
+    read_generation,
+    read_scores,
+    refusal,
+)
+from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+
+USAGE = {
+    "prompt_tokens": 5,
+    "total_tokens": 7,
+    "completion_tokens": 2,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+ANSWERS = {
+    Generate: {
+        "request_id": "a1",
+        "model": "tuned",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "stop_reason": 9,
+                "token_ids": [3, 9],
+                "weight_versions": [{"version": "7", "start": 0, "end": 2}],
+                "logprobs": {
+                    "content": [
+                        {"token_id": 3, "logprob": -0.5, "rank": 2, "top_logprobs": []},
+                        {"token_id": 9, "logprob": 0.0, "rank": 1, "top_logprobs": []},
+                    ]
+                },
+            }
+        ],
+        "usage": USAGE,
+        "prompt_logprobs": None,
+    },
+    Completions: {
+        "id": "cmpl-a1",
+        "model": "tuned",
+        "choices": [
+            {
+                "index": 0,
+                "text": "is never read",
+                "finish_reason": "stop",
+                "stop_reason": 9,
+                "token_ids": [3, 9],
+                "logprobs": {
+                    "text_offset": [0, 1],
+                    "token_logprobs": [-0.5, 0.0],
+                    "tokens": ["a", "b"],
+                    "top_logprobs": [{"a": -0.5}, {"b": 0.0}],
+                },
+            }
+        ],
+        "usage": USAGE,
+    },
+}
+SEVEN = Stamp("7", 7)
+BOTH = pytest.mark.parametrize("dialect", [Generate, Completions])
+
+
+def read(dialect, answer, *, limit=2, stamp=SEVEN, name="tuned"):
+    return read_generation(dialect(), answer, limit, stamp, name, "here")
+
+
+def answer(dialect, *, choice=None, **changes):
+    changed = copy.deepcopy(ANSWERS[dialect]) | changes
+    changed["choices"][0] |= choice or {}
+    return changed
+
+
+@BOTH
+def test_a_turn(dialect):
+    found = read(dialect, ANSWERS[dialect])
+    assert found.token_ids == array("i", [3, 9])
+    assert found.logprobs == array("f", [-0.5, 0.0])
+    assert found.versions == array("i", [7, 7])
+    assert (found.finish_reason, found.prompt_tokens, found.cached_tokens) == ("stop", 5, 4)
+
+
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
+def test_versions_by_token():
+    spans = {"weight_versions": [span("7", 0, 1), span("8", 1, 2)]}
+    assert read(Generate, answer(Generate, choice=spans)).versions == array("i", [7, 8])
+    # An adapter's version is the name's; the weights under it have one of their own.
+    base = {"weight_versions": [span("default", 0, 2)]}
+    found = read(Generate, answer(Generate, choice=base), stamp=Stamp("default", 3))
+    assert found.versions == array("i", [3, 3])
+
+
+def said(*logprobs, ids=(3, 9)):
+    content = [{"token_id": i, "logprob": x} for i, x in zip(ids, logprobs, strict=True)]
+    return {"logprobs": {"content": content}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        said(-0.5, -9999.0),  # vLLM's word for NaN
+        said(-0.5, float("nan")),
+        said(-0.5, None),
+        said(-0.5, float("-inf")),
+        said(-0.5, 0.0, ids=(3, 8)),
+        said(-0.5, ids=(3,)),
+        {"logprobs": None},
+        {"token_ids": None},
+        {"token_ids": [3, 2**40]},
+        {"finish_reason": "repetition"},
+        {"finish_reason": None},
+        {"weight_versions": [span("7", 0, 1)]},
+        {"weight_versions": [span("7", 0, 1), span("8", 0, 2)]},
+        {"weight_versions": [span("default", 0, 2)]},
+    ],
+)
+def test_nonsense_is_no_turn(choice):
+    with pytest.raises(EngineNonsense, match="here: not vLLM's answer"):
+        read(Generate, answer(Generate, choice=choice))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": []},
+        {"usage": None},
+        {"usage": USAGE | {"completion_tokens": 3}},
+        {"model": "another adapter"},
+    ],
+)
+def test_an_answer_to_something_else(dialect, changes):
+    with pytest.raises(EngineNonsense, match="here: not vLLM's answer"):
+        read(dialect, ANSWERS[dialect] | changes)
+    with pytest.raises(EngineNonsense, match="2 tokens of 1"):
+        read(dialect, ANSWERS[dialect], limit=1)
+
+
+@BOTH
+def test_logprobs_of_fewer_tokens(dialect):
+    short = {"token_ids": [3, 9, 4]}
+    with pytest.raises(EngineNonsense):
+        read(
+            dialect, answer(dialect, choice=short, usage=USAGE | {"completion_tokens": 3}), limit=3
+        )
+
+
+@BOTH
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_turn_given_up_is_no_turn(dialect, reason):
+    with pytest.raises(EngineError, match=f"gave the turn up .{reason}") as e:
+        read(dialect, answer(dialect, choice={"finish_reason": reason}))
+    assert not isinstance(e.value, EngineNonsense)
+
+
+@pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"choices": None}])
+@BOTH
+def test_another_servers_answer(dialect, nonsense):
+    with pytest.raises(EngineNonsense):
+        read(dialect, nonsense)
+    with pytest.raises(EngineNonsense):
+        read_scores(dialect(), nonsense, [1], "here")
+
+
+def scores(dialect, *found):
+    logprobs = [None, *({str(token): {"logprob": x, "rank": 1}} for token, x in found)]
+    if dialect is Generate:
+        return {"prompt_logprobs": logprobs}
+    return {"choices": [{"prompt_logprobs": logprobs}]}
+
+
+@BOTH
+def test_scores(dialect):
+    found = scores(dialect, (6, -0.5), (4, -0.25))
+    assert read_scores(dialect(), found, [5, 6, 4], "here") == array("f", [0.0, -0.5, -0.25])
+    for row in ([5, 6, 3], [5, 6], [5, 6, 4, 4]):
+        with pytest.raises(EngineNonsense):
+            read_scores(dialect(), found, row, "here")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind"),
+    [
+        (400, "This model's maximum context length is 2048 tokens. However, ...", PromptTooLong),
+        (400, "The decoder prompt (length 5000) is longer than the maximum model length of 2048.",
+         PromptTooLong),
+        (400, "temperature must be in [0, 2], got 3.0.", EngineError),
+        (404, "The model `nope` does not exist.", EngineError),
+        (503, "overloaded", EngineOverloaded),
+        (500, "EngineCore encountered an issue.", EngineError),
+    ],
+)  # fmt: skip
+def test_refusals_have_types(status, message, kind):
+    error = refusal(status, {"error": {"message": message, "code": status}}, "here")
+    assert type(error) is kind and f"status {status}: {message[:20]}" in str(error)
+
+
+def test_stop_texts_alone_need_the_text():
+    assert not Generate().body([1], {"stop": []})["sampling_params"]["detokenize"]
+    assert Generate().body([1], {"stop": ["x"]})["sampling_params"]["detokenize"]
+
+
+# -- the guard ---------------------------------------------------------------------------------
+
+
+async def status_of(app, kind="http", path="/collective_rpc", headers=()):
+    """What a caller sees: a status, or "in" where the request reached the server."""
+    seen = []
+
+    async def send(event):
+        seen.append(event.get("status") or event.get("code"))
+
+    await app({"type": kind, "path": path, "headers": headers}, None, send)
+    return seen[0]
+
+
+async def server(scope, receive, send):
+    await send({"status": "in"})
+
+
+def guarded(tmp_path, key="secret"):
+    (tmp_path / "copied.py").write_text(Path(guard.__file__).read_text())
+    (tmp_path / guard.KEY_FILE).write_text(key)
+    space = {"__file__": str(tmp_path / "copied.py"), "__name__": "copied"}
+    exec((tmp_path / "copied.py").read_text(), space)
+    return space["Guard"](server)
+
+
+def bearer(key):
+    return (b"authorization", f"Bearer {key}".encode())
+
+
+async def test_the_guard_asks_for_the_key_everywhere(tmp_path):
+    app = guarded(tmp_path)
+    for path in ("/collective_rpc", "/v1/models", "/pause", "/", "/health/", "/healthy"):
+        assert await status_of(app, path=path) == 401
+        assert await status_of(app, path=path, headers=[bearer("secret")]) == "in"
+    for headers in (
+        [bearer("Secret")],
+        [bearer("")],
+        [(b"authorization", b"secret")],
+        [(b"x-authorization", b"Bearer secret")],
+        [bearer("wrong"), bearer("secret")],
+    ):
+        assert await status_of(app, headers=headers) == 401
+    assert await status_of(app, kind="websocket", path="/v1/realtime") == 1008
+    assert await status_of(app, kind="something new") == 1008
+    assert await status_of(app, path="/health") == "in"
+    assert await status_of(app, kind="lifespan") == "in"
+
+
+def test_a_guard_without_a_key_does_not_start(tmp_path):
+    with pytest.raises(ValueError, match="empty key"):
+        guarded(tmp_path, key="")
