@@ -20,6 +20,9 @@ SGLANG := $(CACHE)/sglang-$(firstword $(shell \
 	{ cat $(SGLANG_NEEDS); $(SGLANG_PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | cksum))
 SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname)),sglang))
 
+# What SGLang does not import is never compiled; what it does, once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu check lint format setup sglang docs
 
@@ -65,12 +68,12 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what it needs into $(VENV) (some minutes, once)"
-	$(BIN)/python -m pip install --quiet --no-compile --editable .
+	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what its tests need into $(VENV) (some minutes, once)"
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(VENV)/.installed $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import aiohttp
+import aiohttp  # pyright: ignore[reportMissingImports]
 import orjson
 import uvloop
 from workload import serving
@@ -46,8 +46,8 @@ from agentrl.rewards import make_scorer, reward
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.trajectory import Group, Message, Sample
 
-OBSERVED = "The tool has nothing to add to what is known; please continue. "
-"""About 64 tokens, a byte each, with what the template puts around it more."""
+OBSERVED = "Nothing more is known here; please continue."
+"""64 tokens with the 20 that the template puts around it: each byte is one."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Size:
     n: int = 8
     turns: int = 8
     turn: int = 64
-    prompt: int = 256
+    prompt: int = 512
     rounds: int = 5
     shape: str = "0.5b"
 
@@ -149,6 +149,16 @@ class Bare:
         """Tokens between two turns."""
         return len(self._observed)
 
+    @property
+    def cacheable(self) -> float:
+        """The share of the prompts of later turns that was in the turn before, but for one token.
+
+        The last token sampled has not been through the model.
+        """
+        added = self._turn + self.observed
+        asked = [len(p) + k * added for p in self._prompts for k in range(1, self._turns)]
+        return 1 - len(asked) * (self.observed + 1) / sum(asked)
+
     async def play(self) -> Round:
         """All trajectories once."""
         began, cpu = time.perf_counter(), cpu_seconds()
@@ -212,17 +222,17 @@ def measure(ours: Ours, control: Control, size: Size, runner: asyncio.Runner) ->
         rounds["agentrl"].append(ours.play()[0])
         flush(control)
         rounds["aiohttp"].append(runner.run(bare.play()))
-    report(rounds, size, bare.observed)
+    report(rounds, size, bare)
 
 
-def report(rounds: dict[str, list[Round]], size: Size, observed: int) -> None:
+def report(rounds: dict[str, list[Round]], size: Size, bare: Bare) -> None:
     say = partial(
         serving.say,
         shape=size.shape,
         trajectories=size.prompts * size.n,
         turns=size.turns,
         turn_tokens=size.turn,
-        observed_tokens=observed,
+        observed_tokens=bare.observed,
         prompt_tokens=size.prompt,
         rounds=size.rounds,
     )
@@ -238,7 +248,12 @@ def report(rounds: dict[str, list[Round]], size: Size, observed: int) -> None:
         cpu = statistics.median(1e6 * r.cpu / turns for r in held)
         say(f"sglang_rollouts/{name}/cpu", round(cpu), "us a turn")
         cached = statistics.median(r.later_cached for r in held)
-        say(f"sglang_rollouts/{name}/cached_later_turns", round(cached, 4), "of prompt tokens")
+        say(
+            f"sglang_rollouts/{name}/cached_later_turns",
+            round(cached, 4),
+            "of prompt tokens",
+            possible=round(bare.cacheable, 4),
+        )
     pairs = zip(rounds["agentrl"], rounds["aiohttp"], strict=True)
     ratios = [b.seconds / a.seconds for a, b in pairs]
     say(

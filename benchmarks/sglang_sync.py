@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from workload import serving
 from workload.models import SHAPES, random_model
-from workload.serving import adapters, only, others_memory, surviving
+from workload.serving import adapters, only, others_memory, short, surviving
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
@@ -43,14 +44,15 @@ from agentrl.engine.sglang import SGLangEngine
 from agentrl.engine.sglang.sync.adapter import RESIDENT
 from agentrl.engine.site import ADMIN_TOKEN, TOKEN
 from agentrl.errors import RunStopped
+from agentrl.trainer.canary import Canary
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.weights import Publisher
 
 ROW = 256
 RANK = 32
-STEP = 0.5
+STEP = 0.7
 """How much of a weight is new after a perturbation; its spread stays as it was."""
-ADAPTER_SPREAD = 0.1
+ADAPTER_SPREAD = 0.3
 """Standard deviation of LoRA's second matrices, which begin as zero."""
 DISK_SECONDS = 90.0
 """After so long no further update goes through files."""
@@ -70,6 +72,23 @@ class Deaf:
         return 0
 
 
+class Lenient:
+    """A canary that tells what would stop a run, and lets the measurements go on."""
+
+    def __init__(self, strict: Canary, told: Callable[[str], None]):
+        self.strict, self.reference = strict, strict.reference
+        self._told = told
+
+    def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
+        try:
+            return self.strict.check(trainer, engines, version)
+        except RunStopped as e:
+            self._told(str(e))
+            self.strict._last = trainer
+            worst = (engines - trainer).abs().mean(1).max().item()
+            return {"canary/mismatch": worst, "canary/drift": 0.0}
+
+
 class Bench:
     """A run's learner, and a way to engines that a run's publisher goes."""
 
@@ -78,14 +97,14 @@ class Bench:
         self._version = 0
         self._runner = asyncio.Runner()
         vocabulary = learner.policy.model.config.get_text_config().vocab_size
-        self._row = array("i", random.Random(0).choices(range(vocabulary), k=ROW))
+        self._row = array("i", random.Random(0).choices(range(vocabulary - 1), k=ROW))
         self._random = torch.Generator(learner.accelerator.device).manual_seed(1)
 
     def close(self) -> None:
         self._runner.close()
 
     def say(self, what: str, value: float, unit: str, **context: object) -> None:
-        serving.say(f"sglang_sync/{self.name}/{what}", round(value, 5), unit, **context)
+        serving.say(f"sglang_sync/{self.name}/{what}", value, unit, **context)
 
     def publisher(self, engine: Any) -> Publisher:
         return Publisher(self.learner, engine, self._row, partial(self._scores, engine))
@@ -107,13 +126,12 @@ class Bench:
             p.mul_(keep).add_(noise, alpha=STEP * spread)
 
     def publish(self, publisher: Publisher) -> dict[str, float]:
-        """The next version; what the canary refuses is said, and measured all the same."""
+        """The next version; the first is where the canary is calibrated."""
         self._version += 1
-        try:
-            found = publisher.publish(self._version)
-        except RunStopped as e:
-            self.say("refused", 1, "failure", said=str(e)[-1500:])
-            raise
+        found = publisher.publish(self._version)
+        if isinstance(publisher._canary, Canary):
+            told = partial(self.say, "refused", 1, "failure")
+            publisher._canary = Lenient(publisher._canary, lambda said: told(said=said))  # type: ignore
         return found
 
     def updates(self, way: str, engine: Any, publisher: Publisher, most: float = 1e9) -> None:
@@ -121,8 +139,7 @@ class Bench:
         sends = _timed_sends(only(engine))
         first = self.publish(publisher)  # compiles, allocates and calibrates
         sends.clear()
-        assert publisher.canary is not None
-        reference, seconds, found = publisher.canary.reference, [], [first]
+        reference, seconds, found = publisher.noise, [], [first]
         began = time.monotonic()
         while len(seconds) < self.repeats and (not seconds or time.monotonic() < began + most):
             self.move()
@@ -138,7 +155,7 @@ class Bench:
             canary_seconds=round(statistics.median(m["timing_s/canary"] for m in found[1:]), 4),
             all=[round(s, 4) for s in seconds],
         )
-        self.say(f"{way}/sent", found[-1]["perf/update_weights_bytes"], "bytes")
+        self.say(f"{way}/sent", found[-1]["perf/update_weights_bytes"] / 1e6, "MB")
         self.canary(way, reference, found)
 
     def canary(self, way: str, reference: float, found: list[dict[str, float]]) -> None:
@@ -148,15 +165,16 @@ class Bench:
             f"{way}/canary",
             worst / reference,
             "of the start's",
-            start=round(reference, 6),
-            mismatches=[round(m["canary/mismatch"], 6) for m in found],
-            drifts=[round(m.get("canary/drift", 0.0), 4) for m in found],
+            start=short(reference),
+            mismatches=[short(m["canary/mismatch"]) for m in found],
+            drifts=[short(m["canary/drift"]) for m in found],
         )
 
     def skipped(self, engine: Any, publisher: Publisher) -> None:
         """An update that is not sent must be noticed; the next one mends it."""
         deaf = self.publisher(engine)
-        deaf._engine, deaf.canary = Deaf(), publisher.canary  # type: ignore[assignment]
+        deaf._engine = Deaf()  # type: ignore[assignment]
+        deaf._canary = publisher._canary.strict  # type: ignore[union-attr]
         self.move()
         said = ""
         self._version += 1
@@ -171,8 +189,7 @@ class Bench:
 
     def sleeps(self, way: str, engine: Any, publisher: Publisher) -> None:
         """Asleep and awake again, with an update: seconds, and memory that was free meanwhile."""
-        assert publisher.canary is not None
-        reference, found = publisher.canary.reference, []
+        reference, found = publisher.noise, []
         falls, wakes, freed = [], [], []
         for _ in range(min(3, self.repeats)):
             before, began = others_memory(), time.perf_counter()
@@ -197,8 +214,7 @@ class Bench:
         grown = others_memory() - before
         self.say("grown", grown, "GiB", updates=ADAPTERS, server=round(before, 2))
         self.say("adapters_resident", resident, "adapters", most=RESIDENT)
-        assert publisher.canary is not None
-        self.canary("many", publisher.canary.reference, found)
+        self.canary("many", publisher.noise, found)
 
 
 def _timed_sends(engine: SGLangEngine) -> list[float]:
@@ -232,7 +248,7 @@ def measure(case: str, shape: str, args: argparse.Namespace) -> None:
         learner = Learner(folder, config, total_steps=1)
         bench = Bench(name, learner, args.repeats)
         stack.callback(bench.close)
-        bench.say("learner", time.perf_counter() - began, "s", what="until it is there")
+        bench.say("learner", time.perf_counter() - began, "s")
         began = time.perf_counter()
         engine = open_engine(config, load_tokenizer(folder))
         stack.callback(engine.close)
@@ -265,7 +281,9 @@ def _beside(engine: Engine, config: Any) -> Iterator[Engine]:
     rollout = config.rollout.model_copy(
         update={"urls": [process.url], "sync": "auto", "sleep": "none", "launch": []}
     )
-    attached = open_engine(config.model_copy(update={"rollout": rollout}), None)  # type: ignore
+    attached = open_engine(
+        config.model_copy(update={"rollout": rollout}), load_tokenizer(config.model.path)
+    )
     try:
         yield attached
     finally:

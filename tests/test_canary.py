@@ -55,7 +55,10 @@ SHARE = st.floats(0, 1)
 def test_its_metrics():
     watch = start(ROW, off(ROW, 0.01))
     assert watch.reference == pytest.approx(0.01)
-    assert check(watch, ROW, off(ROW, 0.012)) == {"canary/mismatch": pytest.approx(0.012)}
+    assert check(watch, ROW, off(ROW, 0.012)) == {
+        "canary/mismatch": pytest.approx(0.012),
+        "canary/drift": 0.0,
+    }
     after = moved(ROW, 0.5)
     assert check(watch, after, off(after, 0.011)) == {
         "canary/mismatch": pytest.approx(0.011),
@@ -85,7 +88,7 @@ def test_an_engine_that_stayed_behind_is_caught_once_the_policy_moved(noise, fur
     engines = [off(after, noise)] * 3
     check(canary(noise), after, *engines)
     engines[at] = off(ROW, share * noise)
-    with pytest.raises(RunStopped, match="the engine still samples from that one"):
+    with pytest.raises(RunStopped, match=r"lack 100% .* still samples from an earlier version"):
         check(canary(noise), after, *engines)
 
 
@@ -97,11 +100,11 @@ def test_smaller_steps_are_not_judged(noise, drift, share):
     check(canary(noise), after, off(after, share * noise))
 
 
-@given(NOISE, st.lists(st.floats(0.3, 0.999), min_size=12, max_size=20))
+@given(NOISE, st.lists(st.floats(0.3, 0.999), min_size=4, max_size=20))
 def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
     """Each is too small to be judged by itself; their sum is not."""
     watch, policy = canary(noise), ROW
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped, match="still samples from an earlier version"):
         for step in steps:
             policy = moved(policy, MOVED * noise * step)
             check(watch, policy, off(ROW, noise))
@@ -112,6 +115,16 @@ def test_an_engine_that_is_neither_policy_is_caught_however_small_the_step(noise
     after = moved(ROW, drift * noise)
     with pytest.raises(RunStopped, match="holds something else"):
         check(canary(noise), after, moved(after, (MOVED + drift) * noise * further))
+
+
+def test_noise_may_grow_with_the_policy_but_not_at_once():
+    watch, policy, noise = canary(0.01), ROW, 0.01
+    for _ in range(8):
+        policy, noise = moved(policy, 1.0), 1.4 * noise
+        check(watch, policy, off(policy, noise))
+    policy = moved(policy, 1.0)
+    with pytest.raises(RunStopped, match="holds something else"):
+        check(watch, policy, off(policy, 1.6 * noise))
 
 
 @given(NOISE, st.integers(0, T - 1), st.sampled_from(["trainer", "engine", "one of two"]))
@@ -148,8 +161,7 @@ def test_a_failed_check_is_not_the_last_success():
 # -- against a real server -------------------------------------------------------------------------
 
 ROW_IDS = array("i", range(20, 84))
-UNSEEN = "model.layers.1.mlp.up_proj.weight"
-"""Not among the tensors that are compared one by one."""
+ONE = "model.layers.1.mlp.up_proj.weight"
 
 
 class Faulty(DiskSender):
@@ -173,7 +185,7 @@ class Faulty(DiskSender):
         if self.fault == "stale":
             return self.sent
         if self.fault == "noise":
-            return now | {UNSEEN: now[UNSEEN] + 0.01 * torch.randn(now[UNSEEN].shape)}
+            return now | {ONE: now[ONE] + 0.01 * torch.randn(now[ONE].shape)}
         return now
 
 
@@ -198,11 +210,11 @@ def world(sglang_server, tiny_model):
 
 
 @torch.no_grad()
-def learn(learner, seed, by=0.02):
+def learn(learner, seed):
     """What an optimizer would do, but visible."""
     torch.manual_seed(seed)
     for p in learner.policy.model.parameters():
-        p.add_(by * p.std() * torch.randn_like(p)) if p.dim() > 1 else None
+        p.add_(0.02 * p.abs().mean() * torch.randn_like(p))
 
 
 @pytest.mark.sglang
@@ -210,9 +222,9 @@ def test_updates_that_arrive(world):
     learner, _, publisher = world
     for version in range(6):
         metrics = publisher.publish(version)
-        assert metrics["canary/mismatch"] <= TOLERANCE * publisher.canary.reference
+        assert metrics["canary/mismatch"] <= TOLERANCE * publisher.noise
         if version:
-            assert metrics["canary/drift"] > 100 * publisher.canary.reference
+            assert metrics["canary/drift"] > 100 * publisher.noise
         assert metrics["perf/update_weights_bytes"] == sum(
             p.nbytes for p in learner.policy.model.parameters()
         )
@@ -221,24 +233,17 @@ def test_updates_that_arrive(world):
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("fault", ["off", "stale"])
-@pytest.mark.parametrize("proven", [True, False], ids=["by value", "by canary"])
-def test_an_update_that_did_not_arrive_stops_the_run(world, fault, proven):
+def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     learner, engine, publisher = world
     publisher.publish(0)
     learn(learner, 1)
     publisher.publish(1)
     learn(learner, 2)
     engine._sender.fault = fault
-    engine._proof._by_name &= proven  # not every model's weights can be asked for
-    said = (
-        "did not take version 2 .* the server holds another model"
-        if proven
-        else r"version 2 .* nearer to the last version's \(.*still samples from that one"
-    )
-    with pytest.raises(RunStopped, match=said):
+    with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
         publisher.publish(2)
     engine._sender.fault = ""
-    assert publisher.publish(3)["canary/drift"] > 100 * publisher.canary.reference
+    assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
 @pytest.mark.sglang

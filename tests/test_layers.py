@@ -31,7 +31,7 @@ LAYERS = (
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 
 HEAVY = {
-    "torch": ("trainer/", "cluster/", "engine/local/", "engine/sglang/"),
+    "torch": ("trainer/", "cluster/", "engine/local/", "engine/sglang/", "engine/vllm/"),
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),

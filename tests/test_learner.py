@@ -32,7 +32,7 @@ from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.algorithms import ALGORITHMS
 from agentrl.trainer.batch import Batch, Targets, collate
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.weights import publish
+from agentrl.trainer.weights import Publisher
 
 NAN = float("nan")
 FULL = {"optim__lr": 1e-3}
@@ -568,12 +568,23 @@ def test_an_engine_with_the_published_weights_samples_from_the_policy(folder, ba
             self.model = tiny_model()
             self.version = -1
 
-        def publish(self, update, version):
+        def publish(self, update):
             own = dict(self.model.named_parameters())
+            sent = 0
             with torch.no_grad():
-                for name, value in update:
+                for name, value in update.weights():
                     own[name].copy_(value)
-            self.version = version
+                    sent += value.nbytes
+            self.version = update.version
+            return sent
+
+        def scores(self, token_ids):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([token_ids])).logits[0, :-1]
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+            return [array("f", [0.0, *logprobs.tolist()])]
+
+        def sleep(self): ...
 
         def pause(self): ...
 
@@ -582,9 +593,12 @@ def test_an_engine_with_the_published_weights_samples_from_the_policy(folder, ba
         def close(self): ...
 
     learner, engine = Learner(folder, config(**keys), total_steps=2), Engine()
+    publisher = Publisher(learner, engine, array("i", [3, 1, 4, 1, 5, 9, 2, 6]), engine.scores)
+    publisher.publish(0)
     for s in (1, 2):
         step(learner, batch, s)
-        metrics = publish(learner, engine, s)
+        metrics = publisher.publish(s)
+        assert metrics["canary/mismatch"] < 1e-5 < metrics["canary/drift"]
     assert engine.version == 2
     assert metrics["perf/update_weights_bytes"] == sum(t.nbytes for _, t in learner.export())
     torch.testing.assert_close(

@@ -228,6 +228,31 @@ async def test_one_alone_dies_and_is_waited_for(make):
     assert world.sites[0].engine is not first and world.sites[0].engine.published == [1]
 
 
+async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
+    world = await make(1)
+    await world.ask("e")
+    first = world.engines[0]
+    first.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("other")
+    await world.pool.ready()
+    await world.ask("e")
+    assert world.engines[0] is not first and world.engines[0].live == {"e"}
+
+
+async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
+    world = await make(1)
+    first, [member] = world.engines[0], world.pool._members
+    first.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("e")
+    await world.pool.ready()
+    for error in (EngineDead("late"), EngineError("late")):
+        for _ in range(3):
+            world.pool._supervisor.failed(member, first, error)
+    assert world.usable() == 1
+
+
 @pytest.mark.parametrize("ours", [True, False])
 async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(make, ours):
     world = await make(2, ours=ours)
@@ -420,6 +445,20 @@ async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publis
     assert await world.publish(2) == 4
     assert [e.published for e in world.sites[0].opened] == [[1], [2]]
     await world.ask("e")
+
+
+async def test_a_version_that_is_published_twice_is_sent_twice(make):
+    """As when the first was a trial: an engine that was away meanwhile holds the trial."""
+    world = await make(2, pacing=Pacing(first_wait=0.2))
+    a, _ = world.engines
+    a.weights = -1  # the trial's
+    a.failing = [EngineError("x")] * 3
+    for k in range(6):
+        await world.ask(f"e{k}")
+    assert world.usable() == 1 and a.version == 1
+    await world.publish(1)
+    await world.until(lambda: world.usable() == 2)
+    assert (a.published, a.weights) == ([1, 1], 10)
 
 
 @pytest.mark.parametrize("ours", [True, False])

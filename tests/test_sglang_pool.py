@@ -79,16 +79,14 @@ def logprobs_of(model, row):
 
 def test_a_step_outlives_its_servers(sglang_python, random_model):
     """One of two killed, one of two stopped, and one alone killed."""
-    sites = [Site(random_model, sglang_python) for _ in range(2)]
-    pool = Pool(sites, pacing=QUICK)
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval()
     base = logprobs_of(model, ROW)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name:
-                weight.mul_(1.2)
+                weight.mul_(1.5)
     expected = logprobs_of(model, ROW)
-    assert (expected - base).abs().max() > 0.1
+    assert (expected - base).abs().max() > 0.05
     config = Config.model_validate(
         {
             "model": {"path": str(random_model)},
@@ -96,11 +94,20 @@ def test_a_step_outlives_its_servers(sglang_python, random_model):
         }
     )
     template = load_template(config)
+    sites = [Site(random_model, sglang_python) for _ in range(2)]
+    pool = Pool(sites, pacing=QUICK)
     rollouts = Rollouts(
         World(pool, template, LocalToolbox(), config), make_scorer(config.reward), seed=0
     )
     samples = [
-        Sample(f"r{i}", (Message("user", f"What is 3*4+{i}?"),), "single_turn", row=i)
+        Sample(
+            f"r{i}",
+            (Message("user", f"What is 3*4+{i}?"),),
+            "single_turn",
+            "openai/gsm8k",
+            "12",
+            row=i,
+        )
         for i in range(4)
     ]
 

@@ -119,9 +119,8 @@ flat.zero_()
 """
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_another_process_reads_and_shares_a_bucket(n):
-    weights = [(f"t{i}", torch.full((i,), float(i))) for i in range(n + 1)]
+def test_another_process_reads_and_shares_a_bucket():
+    weights = [(f"t{i}", torch.full((i,), float(i))) for i in range(6)]
     (bucket,) = cut(weights, dtype=BF16, limit=1000)
     data = serialize(bucket)
     done = subprocess.run(

@@ -1,13 +1,19 @@
 """What vLLM may answer, read without a server: both endpoints, spans of versions, nonsense."""
 
 import copy
+import runpy
+import sys
 from array import array
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from agentrl.config import load_config
 from agentrl.engine.sglang.answers import Stamp
-from agentrl.engine.vllm import guard
+from agentrl.engine.sglang.control import Control
+from agentrl.engine.vllm import AdapterSender, DiskSender, VLLMLaunch, guard
 from agentrl.engine.vllm.dialect import (
     Completions,
     Generate,
@@ -15,7 +21,15 @@ from agentrl.engine.vllm.dialect import (
     read_scores,
     refusal,
 )
-from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+from agentrl.engine.vllm.open import _sender as sender_of
+from agentrl.engine.vllm.open import parameter_names
+from agentrl.errors import (
+    ConfigError,
+    EngineError,
+    EngineNonsense,
+    EngineOverloaded,
+    PromptTooLong,
+)
 
 USAGE = {
     "prompt_tokens": 5,
@@ -70,8 +84,8 @@ SEVEN = Stamp("7", 7)
 BOTH = pytest.mark.parametrize("dialect", [Generate, Completions])
 
 
-def read(dialect, answer, *, limit=2, stamp=SEVEN, name="tuned"):
-    return read_generation(dialect(), answer, limit, stamp, name, "here")
+def read(dialect, answer, *, limit=2, stamp=SEVEN, now=SEVEN):
+    return read_generation(dialect(), answer, limit, stamp, "here", now=now, name="tuned")
 
 
 def answer(dialect, *, choice=None, **changes):
@@ -100,6 +114,18 @@ def test_versions_by_token():
     base = {"weight_versions": [span("default", 0, 2)]}
     found = read(Generate, answer(Generate, choice=base), stamp=Stamp("default", 3))
     assert found.versions == array("i", [3, 3])
+
+
+def test_versions_are_never_guessed():
+    with pytest.raises(EngineError, match=r"were '7' when .* and '8' when .*/v1/completions does"):
+        read(Completions, ANSWERS[Completions], now=Stamp("8", 8))
+    older = answer(Generate, choice={"weight_versions": None})
+    assert read(Generate, older).versions == array("i", [7, 7])
+    with pytest.raises(EngineError, match="does not say which sampled which token"):
+        read(Generate, older, now=Stamp("8", 8))
+    assert read(Generate, ANSWERS[Generate], now=Stamp("8", 8)).versions == array("i", [7, 7])
+    # Adapters change nothing of the weights.
+    assert read(Completions, ANSWERS[Completions], now=Stamp("7", 8)).versions == array("i", [7, 7])
 
 
 def said(*logprobs, ids=(3, 9)):
@@ -212,6 +238,39 @@ def test_stop_texts_alone_need_the_text():
     assert Generate().body([1], {"stop": ["x"]})["sampling_params"]["detokenize"]
 
 
+# -- how it is started ---------------------------------------------------------------------------
+
+
+def test_flags():
+    flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12)._flags(sys.executable)
+    said = dict(pairwise(flags))
+    assert said["--logprobs-mode"] == "processed_logprobs"
+    assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.4")
+    assert said["--max-lora-rank"] == "16"  # vLLM has room for certain ranks alone
+    assert "--enforce-eager" not in flags
+    plain = VLLMLaunch("m")._flags(sys.executable)
+    assert "--enforce-eager" in plain and "--enable-lora" not in plain
+
+
+def test_lora_goes_as_an_adapter(random_model):
+    def config(*overrides):
+        return load_config(
+            None,
+            ["rollout.name=vllm", *overrides],
+            {"data.train": "rows.parquet", "model.path": str(random_model)},
+        )
+
+    base = str(random_model)
+    assert sender_of(config("model.lora_rank=4"), base, cpu=True) is AdapterSender
+    with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
+        sender_of(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
+    whole = sender_of(config(), base, cpu=False)(cast(Control, None))
+    assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
+    assert isinstance(whole, DiskSender) and not whole._stale_head
+    tied = sender_of(config(), base, cpu=True)(cast(Control, None))
+    assert isinstance(tied, DiskSender) and tied._stale_head
+
+
 # -- the guard ---------------------------------------------------------------------------------
 
 
@@ -233,9 +292,7 @@ async def server(scope, receive, send):
 def guarded(tmp_path, key="secret"):
     (tmp_path / "copied.py").write_text(Path(guard.__file__).read_text())
     (tmp_path / guard.KEY_FILE).write_text(key)
-    space = {"__file__": str(tmp_path / "copied.py"), "__name__": "copied"}
-    exec((tmp_path / "copied.py").read_text(), space)
-    return space["Guard"](server)
+    return runpy.run_path(str(tmp_path / "copied.py"))["Guard"](server)
 
 
 def bearer(key):

@@ -175,3 +175,7 @@ class Engine(Sampler, EngineControl, Protocol):
             EngineError: none of them answers.
         """
         ...
+
+    def metrics(self) -> dict[str, float]:
+        """What happened to it since the last call, for the record of a step."""
+        ...

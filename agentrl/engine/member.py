@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agentrl.engine.base import EngineControl, Sampler
+from agentrl.engine.base import EngineControl, Sampler, Update
 from agentrl.engine.breaker import Breaker
 
 
@@ -96,8 +96,8 @@ class Member:
 
     broken: bool = False
     """A probe would be in vain: it is dead, hangs, or failed one. Ours is started anew."""
-    stale: bool = False
-    """Its weights are not to be relied on, whatever version it claims."""
+    held: Update | None = None
+    """What it was sent last, and took; a version alone may have been published twice."""
     waiting: bool = False
     """Fit for use but for the weights, which the trainer is changing."""
     out: bool = False

@@ -18,6 +18,7 @@ from agentrl.engine.sglang.sync.disk import DiskSender
 from agentrl.engine.sglang.sync.ipc import IpcSender
 from agentrl.engine.sglang.sync.nccl import NcclSender
 from agentrl.engine.sglang.sync.sender import Sender
+from agentrl.engine.vllm import open as vllm
 from agentrl.errors import ConfigError
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
@@ -83,6 +84,9 @@ class Site:
 
     def _start(self, gpus: list[int]) -> PooledEngine:
         r, m = self._rollout, self._config.model
+        if r.name == "vllm":
+            dtype = str(self._dtype).removeprefix("torch.")
+            return vllm.start(self._config, self._base, dtype=dtype, gpus=gpus)
         adapter = m.lora_rank > 0 and (r.lora == "adapter" or (r.lora == "auto" and bool(gpus)))
         targets = m.lora_target_modules
         every = "all" if targets == "all-linear" else targets
@@ -118,6 +122,8 @@ class Site:
 
     def _attach(self, url: str) -> PooledEngine:
         key, admin_key = os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, "")
+        if self._rollout.name == "vllm":
+            return vllm.attach(self._config, self._base, url, key)
         lora = self._rollout.lora
         adapter = self._config.model.lora_rank > 0 and lora != "merge"
         if adapter and lora == "auto":

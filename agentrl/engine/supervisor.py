@@ -101,7 +101,7 @@ class Supervisor:
                 return
             member.cause, member.waiting = cause, False
             member.broken |= broken
-            member.stale |= stale
+            member.held = None if stale else member.held
             new = not member.breaker.open
             if new:
                 member.breaker.trip()
@@ -278,7 +278,7 @@ class Supervisor:
             if self._update is None or not self._healthy(m):
                 raise
             log.warning("engine %s is sent the policy again: %s", m.engine.url, _line(e))
-            m.stale = True
+            m.held = None
 
     def _start_anew(self, m: Member) -> None:
         with self._lock:
@@ -290,7 +290,7 @@ class Supervisor:
         engine = m.opener()
         with self._lock:
             if not self._closing.is_set():
-                m.engine, m.stale = engine, self._update is not None
+                m.engine, m.held = engine, None
                 return
         engine.close()
         raise EngineError("the engine is closed")
@@ -311,7 +311,7 @@ class Supervisor:
                 return True
             if self._paused:
                 m.engine.pause()
-            if self._update is not None and (m.stale or m.engine.version != self.version):
+            if self._update is not None and m.held is not self._update:
                 self._send(m, self._update)
             self._admit(m)
         log.warning("engine %s is back (policy version %d)", m.engine.url, m.engine.version)
@@ -319,11 +319,12 @@ class Supervisor:
 
     def _send(self, m: Member, update: Update) -> None:
         self.sent += m.engine.publish(update)
+        m.held = update
 
     def _admit(self, m: Member) -> None:
         with self._lock:
             m.breaker.close()
-            m.broken = m.stale = m.waiting = False
+            m.broken = m.waiting = False
             m.mender = m.cause = None
 
     def _causes(self) -> str:

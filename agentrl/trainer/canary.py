@@ -2,21 +2,28 @@
 
 Both score one fixed row. Where they hold the same, their logprobs differ by what different
 arithmetic does (0.009 nats on average in bfloat16, 0.02 with an adapter, 1e-6 in float32), which is
-measured once, at the start. Where the policy has moved further than that since the last time, an
-engine that stayed behind is seen; where it has moved less, noise would be judged, and only an
-engine that is neither the new policy nor the last one is.
+measured once, at the start. An engine that stayed behind differs from the trainer in the very
+direction in which the policy moved; one that holds something else differs by more than arithmetic
+did until then. Both are judged only where the policy moved further than that noise: at small
+learning rates a step is less. Where it did not, only a difference that no step explains is wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from agentrl.errors import RunStopped
 
 TOLERANCE = 1.5
-"""Times the mismatch at the start."""
+"""Times the noise. Noise may grow with the policy, but not at once: logits that a run sharpens are
+larger, and so are their rounding errors."""
 MOVED = 3.0
-"""Times the mismatch at the start: a policy that moved further is judged by itself."""
+"""Times the noise: a policy that moved further is told from the last one."""
+BEHIND = 0.5
+"""The share of the last movement that an engine may lack."""
 LEAST_MISMATCH = 1e-5
 """The noise of float32, in nats; what is measured at the start may be less by chance."""
 MOST_MISMATCH = 0.2
@@ -36,7 +43,7 @@ class Canary:
         Raises:
             RunStopped: they are of different models.
         """
-        self.reference = max(_distance(trainer, _worst(trainer, engines)), LEAST_MISMATCH)
+        self.reference = max(_worst(_distance(trainer, e) for e in engines), LEAST_MISMATCH)
         """Mean absolute difference of the logprobs in nats."""
         if not self.reference <= MOST_MISMATCH:
             raise RunStopped(
@@ -44,7 +51,9 @@ class Canary:
                 f" step, where arithmetic makes at most {MOST_MISMATCH:g}. Do they hold the same"
                 " model? Were the weights, or the adapter, taken by the engine?"
             )
+        self._noise = self.reference
         self._last: Tensor | None = None
+        """The trainer's logprobs when an engine was last seen to follow them."""
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
         """Judge an update.
@@ -55,39 +64,47 @@ class Canary:
             version: for the message.
 
         Returns:
-            `canary/mismatch` and, from the second time on, `canary/drift`, in nats.
+            In nats: `canary/mismatch` and `canary/drift`, how far the policy moved since an engine
+            was last seen to follow it.
 
         Raises:
             RunStopped: the engine does not hold what the trainer holds.
         """
-        engine = _worst(trainer, engines)
-        mismatch = _distance(trainer, engine)
         drift = 0.0 if self._last is None else _distance(trainer, self._last)
-        moved = drift > MOVED * self.reference
-        limit = TOLERANCE * self.reference if moved else MOVED * self.reference + drift
-        if not mismatch <= limit:
-            stale = "" if self._last is None else self._stale(engine, mismatch)
-            raise RunStopped(
-                f"version {version} of the policy was published, but the engine's logprobs of a"
-                f" fixed row differ from the trainer's by {mismatch:.3g} nats a token, where"
-                f" {limit:.3g} is the most that arithmetic explains ({self.reference:.3g} at the"
-                f" start; the policy moved by {drift:.3g}).{stale}"
-            )
-        metrics = {"canary/mismatch": mismatch}
-        if self._last is not None:
-            metrics["canary/drift"] = drift
-        self._last = trainer
-        return metrics
+        moved = drift > MOVED * self._noise
+        worst = _worst(self._judge(trainer, e, drift, moved, version) for e in engines)
+        if moved or self._last is None:
+            self._noise, self._last = max(self.reference, worst), trainer
+        return {"canary/mismatch": worst, "canary/drift": drift}
 
-    def _stale(self, engine: Tensor, mismatch: float) -> str:
-        assert self._last is not None
-        before = _distance(engine, self._last)
-        if before < mismatch:
-            return (
-                f" They are nearer to the last version's ({before:.3g}): the engine still samples"
-                " from that one."
+    def _judge(
+        self, trainer: Tensor, engine: Tensor, drift: float, moved: bool, version: int
+    ) -> float:
+        mismatch = _distance(trainer, engine)
+        limit = TOLERANCE * self._noise if moved else MOVED * self._noise + drift
+        behind = 0.0
+        if moved and self._last is not None:
+            behind = _share(trainer - engine, trainer - self._last)
+        if mismatch <= limit and behind <= BEHIND:
+            return mismatch
+        raise RunStopped(
+            f"version {version} of the policy was published, but the engine's logprobs of a fixed"
+            f" row differ from the trainer's by {mismatch:.3g} nats a token, where arithmetic"
+            f" explains {limit:.3g} ({self.reference:.3g} at the start; the policy moved by"
+            f" {drift:.3g}). "
+            + (
+                f"They lack {behind:.0%} of that movement: the engine still samples from an earlier"
+                " version."
+                if behind > BEHIND
+                else "The engine holds something else than any version: other weights, or no"
+                " adapter."
             )
-        return " They are no nearer to the last version's: the engine holds something else."
+        )
+
+
+def _share(missing: Tensor, movement: Tensor) -> float:
+    """How much of a movement is missing: 0 none, 1 all of it; noise is at right angles to it."""
+    return (torch.dot(missing, movement) / torch.dot(movement, movement)).item()
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -95,6 +112,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-def _worst(trainer: Tensor, engines: Tensor) -> Tensor:
-    """(T,) of the engine that is furthest from the trainer, and of one with NaN first."""
-    return engines[(engines - trainer).abs().mean(1).argmax()]
+def _worst(mismatches: Iterable[float]) -> float:
+    """The largest; NaN where any is, which Python's `max` may pass over."""
+    return torch.tensor(list(mismatches)).max().item()

@@ -38,6 +38,7 @@ from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.resume import RunLock, check_same_run
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trainer.weights import Publisher
@@ -119,10 +120,16 @@ class Trainer:
             old = self.learner.old_logprobs(batch)  # (B, T) or None
         targets = self.algorithm.targets(batch, self.config.algorithm, old, values, reference)
         with self._timed("update_actor"):
-            metrics = self.learner.update(batch, targets, self.global_step + 1)
+            metrics = self.learner.update(batch, targets, self.global_step + 1, self._sound)
         metrics |= self.publisher.publish(self.global_step + 1)
         self.store.write(self.global_step + 1, groups)
-        return metrics | rollout_metrics(groups)
+        return metrics | self.engine.metrics() | rollout_metrics(groups)
+
+    def _sound(self, compared: Mapping[str, float]) -> None:
+        """Stop where engine and trainer are suddenly far apart, before a weight moves."""
+        self._whole = True
+        self.guard.check(compared)
+        self._whole = False
 
     def _collate(self, groups: list[Group]) -> Batch:
         reward, pad_id = self.config.reward, self.tokenizer.pad_token_id
@@ -283,6 +290,7 @@ class Trainer:
             self.learner, self.engine, row, lambda ids: self.rollouts.run(self.engine.scores(ids))
         )
         self.publisher.publish(self.global_step)
+        self.guard = MismatchGuard(self.publisher.noise)
         self.store = TrajectoryStore(self.folder / TRAJECTORIES)
         self.interrupt = stack.enter_context(Interrupt())
 

@@ -34,7 +34,13 @@ class Publisher:
         """
         self._learner, self._engine = learner, engine
         self._token_ids, self._scores = token_ids, scores
-        self.canary: Canary | None = None
+        self._canary: Canary | None = None
+
+    @property
+    def noise(self) -> float:
+        """Mean absolute difference of the logprobs at the first publication, in nats."""
+        assert self._canary is not None, "nothing was published yet"
+        return self._canary.reference
 
     def publish(self, version: int) -> dict[str, float]:
         """Hand the policy to the engine; what it samples from now on carries `version`.
@@ -47,12 +53,12 @@ class Publisher:
             RunStopped: the engine did not take it, or does not sample from it.
         """
         start = time.perf_counter()
-        if self.canary is None:
-            self.canary = self._calibrate(version)
+        if self._canary is None:
+            self._canary = self._calibrate(version)
         sent_at = time.perf_counter()
         sent = self._send(version)
         sent_by = time.perf_counter()
-        metrics = self.canary.check(*self._both(), version)
+        metrics = self._canary.check(*self._both(), version)
         return metrics | {
             "timing_s/update_weights": sent_by - sent_at,
             "timing_s/canary": sent_at - start + time.perf_counter() - sent_by,

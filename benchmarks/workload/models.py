@@ -57,7 +57,7 @@ def random_model(folder: Path, shape: str, *, device: str, turn: int = 0) -> Pat
 def draw(shape: str, *, device: str, tied: bool = True) -> PreTrainedModel:
     """A random model of a shape in bfloat16, float32 on a CPU."""
     hidden, mlp, layers, heads, kv_heads, vocabulary, ties = SHAPES[shape]
-    tokenizer = byte_tokenizer()
+    tokenizer: Any = byte_tokenizer()
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,

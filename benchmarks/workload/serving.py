@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,9 +66,8 @@ def only(engine: Engine) -> SGLangEngine:
 
 
 def adapters(engine: Engine) -> int:
-    """How many adapters the server holds."""
-    listed = only(engine)._control.ask("/v1/models")["data"]
-    return sum("agentrl-" in str(model["id"]) for model in listed)
+    """How many adapters the server holds: it lists them beside the model."""
+    return len(only(engine)._control.ask("/v1/models")["data"]) - 1
 
 
 def others_memory() -> float:
@@ -77,6 +77,11 @@ def others_memory() -> float:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return (total - free - torch.cuda.memory_reserved()) / GIB
+
+
+def short(value: float) -> float:
+    """Four digits that count."""
+    return float(f"{value:.4g}")
 
 
 def machine() -> dict[str, object]:
@@ -91,7 +96,12 @@ def machine() -> dict[str, object]:
 
 def say(name: str, value: float, unit: str, **context: object) -> None:
     """One figure, one line."""
-    line = {"name": name, "value": value, "unit": unit, "context": context | machine()}
+    line = {
+        "name": name,
+        "value": short(value) if isinstance(value, float) else value,
+        "unit": unit,
+        "context": context | machine(),
+    }
     print(json.dumps(line), flush=True)
 
 
@@ -101,4 +111,5 @@ def surviving(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
+        traceback.print_exc()
         say(f"{name}/failed", 1, "failure", error=f"{type(e).__name__}: {e}"[-3000:])

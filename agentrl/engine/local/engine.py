@@ -207,10 +207,10 @@ class LocalEngine:
         """See `EngineControl`: it keeps its memory; there are no caches between episodes."""
 
     def publish(self, update: Update) -> int:
-        """Copy named tensors into the model, between two steps.
+        """Copy named tensors into the model, between two steps; what is not named stays.
 
-        Tensors that are not named keep their values. All keys and values are dropped; turns in
-        flight go on with the new weights, and each token carries the version that sampled it.
+        All keys and values are dropped; turns in flight go on with the new weights, and each token
+        carries the version that sampled it.
 
         Raises:
             EngineError: a name the model does not have, or another shape.
@@ -232,6 +232,10 @@ class LocalEngine:
         with self._changed:
             self._paused = False
             self._changed.notify_all()
+
+    def metrics(self) -> dict[str, float]:
+        """See `EngineControl`: nothing can."""
+        return {}
 
     def close(self) -> None:
         """See `EngineControl`; returns when the worker has ended."""

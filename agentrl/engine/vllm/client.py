@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from agentrl.engine.vllm.dialect import (
     refusal,
 )
 from agentrl.engine.vllm.sync import AdapterSender
-from agentrl.errors import EngineError, EngineNonsense, UserError
+from agentrl.errors import ConfigError, EngineError, EngineNonsense, UserError
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation
 
@@ -30,6 +31,8 @@ SCORE_SECONDS = 300.0
 PROBE_TOKENS = 300
 """More than a block of any cache: a shorter prompt is never found in it."""
 LOGPROB_TOKENS = 4
+NOBODYS = "default"
+"""The version of weights that nobody has named."""
 TEMPERATURES = (0.01, 2.0)
 """vLLM refuses to go above, and quietly does not go below."""
 ABSENT = (403, 404, 405)
@@ -152,12 +155,15 @@ class VLLMEngine:
         params = _params(sampling, limit) | ({"seed": seed % 2**63} if self._seeded else {})
         stamp, named = self._stamp, self._sender.request()
         answer = await self._ask(self._dialect.body(prompt_ids, params) | named, where, deadline)
-        if isinstance(self._dialect, Completions) and stamp.weights != self._stamp.weights:
-            raise EngineError(
-                f"{where}: the weights changed within this turn, and /v1/completions does not say"
-                " which sampled which token"
-            )
-        return read_generation(self._dialect, answer, limit, stamp, named.get("model"), where)
+        return read_generation(
+            self._dialect,
+            answer,
+            limit,
+            stamp,
+            where,
+            now=self._stamp,
+            name=named.get("model"),
+        )
 
     def end(self, episode_id: str) -> None:
         """See `Sampler`: the server forgets what is used least."""
@@ -223,6 +229,7 @@ class VLLMEngine:
         version and finds nothing in the cache. An adapter is listed, and every request names it.
 
         Raises:
+            ConfigError: this server cannot be sent it; nothing was.
             EngineError: the server does not take it, or goes on as before; or it is paused. Where
                 weights were not taken it stays paused: nobody knows what they are.
         """
@@ -234,10 +241,13 @@ class VLLMEngine:
             self.probe()
             return sent
         self._manage("/pause?mode=wait", SEND_SECONDS)
-        sent = self._sender.send(update)
+        try:
+            sent = self._sender.send(update)
+        except ConfigError:  # before anything was sent
+            self._manage("/resume")
+            raise
         weights = str(update.version)
-        if isinstance(self._dialect, Generate):
-            self._control.manage("/update_weight_version", {"new_version": weights})
+        self._name_weights(weights)
         self._manage("/reset_prefix_cache")
         self._stamp = Stamp(weights, update.version)
         self._manage("/resume")
@@ -277,13 +287,17 @@ class VLLMEngine:
         row = [0] * min(PROBE_TOKENS, self.max_length - 1)
         body = self._dialect.body(row, _params(Sampling(temperature=0.0), 1)) | named
         answer = self._control.ask(self._dialect.path, body)
-        found = read_generation(self._dialect, answer, 1, self._stamp, named.get("model"), where)
+        found = read_generation(
+            self._dialect, answer, 1, self._stamp, where, name=named.get("model")
+        )
         if found.versions[0] != self.version:
             raise EngineError(f"{where}: version {found.versions[0]}, not {self.version}")
         return found
 
     def _check_logprobs(self) -> None:
-        """Logprobs must be of what was sampled from: where one token may be, its is 0.
+        """Logprobs must be of what was sampled from: where one token may be, its probability is 1.
+
+        Or one of a whole number: those that tie with the likeliest may be, too.
 
         Raises:
             EngineError: they are of the model before its temperature.
@@ -293,8 +307,9 @@ class VLLMEngine:
         # The first request of a server's life compiles what it needs.
         answer = self._control.ask(self._dialect.path, body, seconds=SEND_SECONDS)
         where = f"{self.url}: a probe"
-        found = read_generation(self._dialect, answer, LOGPROB_TOKENS, self._stamp, None, where)
-        if min(found.logprobs) < -1e-6 or max(found.logprobs) > 1e-6:
+        found = read_generation(self._dialect, answer, LOGPROB_TOKENS, self._stamp, where)
+        ties = [math.exp(-logprob) for logprob in found.logprobs]
+        if any(abs(n - round(n)) > 1e-4 * n for n in ties):
             raise EngineError(
                 f"{self.url} says logprobs before the temperature. Start it with"
                 " --logprobs-mode processed_logprobs"
@@ -302,8 +317,20 @@ class VLLMEngine:
 
     def _weights_now(self) -> str:
         """The version that it says its weights have."""
-        status, _ = self._control.attempt("/weight_info", None)
-        return str(self._control.ask("/weight_info")["weight_version"]) if status == 200 else ""
+        if self._control.attempt("/weight_info", None)[0] != 200:
+            return NOBODYS
+        return str(self._control.ask("/weight_info")["weight_version"])
+
+    def _name_weights(self, version: str) -> None:
+        """Have answers say which weights sampled their tokens, where the server can.
+
+        Raises:
+            EngineError: it does not.
+        """
+        path, body = "/update_weight_version", {"new_version": version}
+        status, content = self._control.attempt(path, body)
+        if status != 200 and status not in ABSENT:
+            raise refusal(status, content.decode("utf-8", "replace"), f"{self.url}{path}")
 
     def _manage(self, path: str, seconds: float = CONTROL_SECONDS) -> None:
         self._control.manage(path, {}, seconds=seconds)

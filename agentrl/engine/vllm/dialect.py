@@ -91,7 +91,14 @@ class Completions:
 
 
 def read_generation(
-    dialect: Dialect, answer: Any, limit: int, stamp: Stamp, name: str | None, where: str
+    dialect: Dialect,
+    answer: Any,
+    limit: int,
+    stamp: Stamp,
+    where: str,
+    *,
+    now: Stamp | None = None,
+    name: str | None = None,
 ) -> Generation:
     """A turn from an answer.
 
@@ -100,12 +107,14 @@ def read_generation(
         answer: parsed.
         limit: how many tokens were asked for.
         stamp: what was published when it was sent.
-        name: of the adapter that was asked for.
         where: for messages.
+        now: what is published now, if that may be something else.
+        name: of the adapter that was asked for.
 
     Raises:
         EngineNonsense: the answer cannot be.
-        EngineError: the request was aborted.
+        EngineError: the request was aborted, or the weights changed meanwhile and it does not say
+            which sampled which token.
     """
     try:
         (choice,) = answer["choices"]
@@ -117,6 +126,13 @@ def read_generation(
             raise ValueError(f"{answer['model']!r} answers for {name!r}")
         said, logprobs = dialect.tokens(choice)
         ids, usage = token_array(said), answer["usage"]
+        spans = choice.get("weight_versions")
+        if spans is None and now is not None and now.weights != stamp.weights:
+            raise EngineError(
+                f"{where}: the weights were {stamp.weights!r} when this turn began and"
+                f" {now.weights!r} when it ended, and {dialect.path} does not say which sampled"
+                " which token"
+            )
         if not 0 < len(ids) <= limit or len(ids) != usage["completion_tokens"]:
             raise ValueError(
                 f"{len(ids)} tokens of {limit} asked for, and it counts"
@@ -125,7 +141,7 @@ def read_generation(
         return Generation(
             token_ids=ids,
             logprobs=_finite(logprobs, len(ids)),
-            versions=_versions(choice.get("weight_versions"), len(ids), stamp),
+            versions=_versions(spans, len(ids), stamp),
             finish_reason=reason,
             prompt_tokens=int(usage["prompt_tokens"]),
             cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),

@@ -14,6 +14,7 @@ from agentrl.engine.sglang.sync.sender import Sender
 from agentrl.engine.vllm.client import VLLMEngine
 from agentrl.engine.vllm.launch import VLLMLaunch
 from agentrl.engine.vllm.sync import AdapterSender, DiskSender
+from agentrl.errors import ConfigError
 
 
 def start(config: Config, base: str, *, dtype: str, gpus: Sequence[int]) -> VLLMEngine:
@@ -80,8 +81,17 @@ def parameter_names(base: str) -> frozenset[str]:
 
 
 def _sender(config: Config, base: str, *, cpu: bool) -> Callable[[Control], Sender]:
-    """LoRA goes as an adapter, here on a CPU as well."""
+    """How the policy goes to it: LoRA as an adapter, here on a CPU as well.
+
+    Raises:
+        ConfigError: it was to be merged.
+    """
     if config.model.lora_rank:
+        if config.rollout.lora == "merge":
+            raise ConfigError(
+                "rollout.lora=merge: vLLM takes all weights at once, not only those that LoRA"
+                " adapts. Set rollout.lora=adapter"
+            )
         return AdapterSender
     tied = AutoConfig.from_pretrained(base).get_text_config().tie_word_embeddings
     return partial(DiskSender, names=parameter_names(base), stale_head=cpu and bool(tied))

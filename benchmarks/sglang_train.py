@@ -1,0 +1,151 @@
+"""A training run on an SGLang server, watched: reward, adapters, memory, canary, where time goes.
+
+    python benchmarks/sglang_train.py --lora 16 --steps 50     # adapters go to the server
+    python benchmarks/sglang_train.py --goal 0.9               # all weights, `make demo`'s settings
+    python benchmarks/sglang_train.py --device cpu --small --launch=--sleep-on-idle
+
+The arithmetic task with the tiny model, which is made on first use (`--model` names another
+folder), with a calculator that is called. It is what `agentrl train` does with the same keys;
+further KEY=VALUE follow the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from workload import serving
+
+from agentrl.config import Config, load_config
+from agentrl.demo import TINY_SETTINGS, tiny_model
+from agentrl.engine.sglang.sync.adapter import RESIDENT
+from agentrl.trainer import Trainer
+from agentrl.trainer.tracking import METRICS, read_metrics
+
+DATASETS = Path(__file__).parent.parent / "datasets"
+EVERY = 10
+"""Steps between two looks at the server."""
+LORA_LR = 2e-3
+VAL = "val/reward/mean@1"
+LEADING = {
+    "critic/score/mean": "reward",
+    "canary/mismatch": "nats",
+    "canary/drift": "nats",
+    "rollout_corr/logprob_diff_mean": "nats",
+    "rollout_corr/logprob_diff_mean/after_observation": "nats",
+    "rollout_corr/k3_kl": "nats",
+    "rollout_corr/rollout_is_eff_sample_size": "share",
+    "rollout/cached_token_ratio/later_turns": "of prompt tokens",
+    "tool_call_counts/mean": "calls",
+}
+"""Metrics whose course is told, and their units."""
+
+
+class Watched(Trainer):
+    """Looks at its server every so often."""
+
+    def __init__(self, config: Config, name: str):
+        super().__init__(config)
+        self.name = name
+        self.resident: list[int] = []
+        self.used: list[float] = []
+
+    def step(self) -> dict[str, float]:
+        metrics = super().step()
+        step = self.global_step + 1
+        if step % EVERY == 0 or step == 1:
+            self.resident.append(serving.adapters(self.engine))
+            self.used.append(serving.others_memory())
+            serving.say(
+                f"{self.name}/step",
+                step,
+                "step",
+                adapters=self.resident[-1],
+                others_gib=round(self.used[-1], 3),
+                **{key: serving.short(metrics[key]) for key in LEADING if key in metrics},
+            )
+        return metrics
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    output = args.output / ("lora" if args.lora else "full")
+    keys: dict[str, Any] = {
+        **serving.engine_keys(args),
+        "data.train": str(DATASETS / "arithmetic_train.parquet"),
+        "data.val": str(DATASETS / "arithmetic_val.parquet"),
+        "model.path": args.model or str(tiny_model()),
+        "trainer.output": str(output),
+        "trainer.resume": "never",
+        "trainer.total_steps": args.steps,
+    }
+    if args.lora:
+        keys |= {"model.lora_rank": args.lora, "model.lora_alpha": args.lora, "optim.lr": LORA_LR}
+    if args.small:
+        keys |= {"data.val": "", "data.batch_size": 4, "rollout.n": 4, "optim.lr": 1e-3}
+    return load_config(None, args.keys, preset=TINY_SETTINGS | keys)
+
+
+def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal: float) -> None:
+    say = partial(serving.say, steps=trainer.total_steps)
+    by_step = {step: metrics for step, metrics in history if step > 0}
+    for key, unit in LEADING.items():
+        course = [metrics[key] for metrics in by_step.values() if metrics.get(key) is not None]
+        if course:
+            tens = [course[i : i + EVERY] for i in range(0, len(course), EVERY)]
+            say(
+                f"{name}/{key}",
+                statistics.fmean(tens[-1]),
+                unit,
+                what=f"mean of the last {EVERY} steps, and of each {EVERY} before",
+                course=[serving.short(statistics.fmean(ten)) for ten in tens],
+                largest=serving.short(max(course)),
+            )
+    timings = sorted({k for metrics in by_step.values() for k in metrics if k[:9] == "timing_s/"})
+    for key in timings:
+        seen = [metrics[key] for metrics in by_step.values() if key in metrics]
+        say(f"{name}/{key}", statistics.median(seen), "s", times=len(seen))
+    say(f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used)
+    say(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=RESIDENT)
+    vals = {step: round(m[VAL], 4) for step, m in history if m.get(VAL) is not None}
+    if vals:
+        best = max(vals.values())
+        say(
+            f"{name}/val_reward",
+            vals[max(vals)],
+            "reward",
+            course=vals,
+            best=best,
+            **({"goal": goal, "reached": vals[max(vals)] >= goal} if goal else {}),
+        )
+
+
+def main() -> None:
+    made = serving.parser(__doc__)
+    made.add_argument("--model", default="", help="a folder; by default the tiny model")
+    made.add_argument("--lora", type=int, default=0, help="rank; 0: all weights learn")
+    made.add_argument("--steps", type=int, default=0, help="by default 100")
+    made.add_argument("--goal", type=float, default=0.0, help="of the last validation")
+    made.add_argument("--output", type=Path, default=Path("runs/sglang_train"))
+    made.add_argument("keys", nargs="*", help="further config keys, KEY=VALUE")
+    args = serving.parse(made)
+    args.steps = args.steps or (3 if args.small else TINY_SETTINGS["trainer.total_steps"])
+    name = f"sglang_train/{'lora' if args.lora else 'full'}"
+    config = config_of(args)
+    trainer = Watched(config, name)
+    began = time.perf_counter()
+    try:
+        trainer.run()
+    finally:
+        folder = Path(config.trainer.output)
+        if (folder / METRICS).exists() and trainer.used:
+            report(name, read_metrics(folder / METRICS), trainer, args.goal)
+        serving.say(f"{name}/run", round(time.perf_counter() - began, 1), "s")
+
+
+if __name__ == "__main__":
+    main()
