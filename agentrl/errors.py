@@ -10,7 +10,8 @@
     ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is
     │   │                        played again, then dropped; never a reward of 0
     │   ├── EngineError
-    │   │   ├── PromptTooLong    more tokens than the engine takes
+    │   │   ├── RequestRefused   no engine would serve this request
+    │   │   │   └── PromptTooLong  it has more tokens than the engine takes
     │   │   ├── EngineOverloaded it has no place for the request now
     │   │   ├── EngineDead       its process is gone; with the last lines it said
     │   │   └── EngineNonsense   an answer that cannot be
@@ -70,7 +71,11 @@ class EngineError(Infrastructure):
     """The inference engine failed or answered nonsense."""
 
 
-class PromptTooLong(EngineError):
+class RequestRefused(EngineError):
+    """The request itself cannot be served, and would be by no engine."""
+
+
+class PromptTooLong(RequestRefused):
     """The engine takes fewer tokens than the row has."""
 
 

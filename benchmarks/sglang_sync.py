@@ -264,9 +264,10 @@ def measure(case: str, shape: str, args: argparse.Namespace) -> None:
         if (sleep := keys["rollout.sleep"]) != "none":
             with surviving(f"sglang_sync/{name}/sleep_{sleep}"):
                 bench.sleeps(f"sleep_{sleep}", engine, publisher)
-        if way == "ipc":
-            with surviving(f"sglang_sync/{name}/disk"), _beside(engine, config) as attached:
-                bench.updates("disk", attached, bench.publisher(attached), DISK_SECONDS)
+        if case == "full":
+            way = "disk" if way == "ipc" else "disk_attached"
+            with surviving(f"sglang_sync/{name}/{way}"), _beside(engine, config) as attached:
+                bench.updates(way, attached, bench.publisher(attached), DISK_SECONDS)
         if gpu:
             peak = torch.cuda.max_memory_allocated() / serving.GIB
             bench.say("trainer_peak", peak, "GiB")

@@ -148,7 +148,6 @@ def sglang_server(sglang_python, tiny_model):
         str(tiny_model),
         python=sglang_python,
         dtype="float32",
-        arguments=("--sleep-on-idle",),  # else it takes a core whenever it waits
     ).start()
     yield server
     server.stop()

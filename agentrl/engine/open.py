@@ -30,7 +30,7 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
             path, tokenizer, device=device, patience=config.rollout.timeout_s / 4
         )
     from agentrl.engine.pool import Pool
-    from agentrl.engine.site import Site
+    from agentrl.engine.site import openers
 
     with ExitStack() as stack:
         base, adapters = base_and_adapters(path)
@@ -38,6 +38,5 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
             base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)
-        site = Site(config, base, cpu=resolve_device(device) == "cpu")
-        pool = Pool(site.openers(), close=stack.pop_all().close)
-    return pool
+        places = openers(config, base, cpu=resolve_device(device) == "cpu")
+        return Pool(places, close=stack.pop_all().close)

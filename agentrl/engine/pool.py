@@ -19,7 +19,7 @@ from agentrl.engine.base import Sampling, Update
 from agentrl.engine.breaker import Breaker
 from agentrl.engine.member import Member, Opener, Pacing, PooledEngine, open_all
 from agentrl.engine.supervisor import Supervisor
-from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverloaded, RequestRefused
 from agentrl.trajectory import Generation
 
 __all__ = ["Pacing", "Pool", "PooledEngine"]
@@ -106,7 +106,7 @@ class Pool:
         """See `Sampler`. An engine that is full is waited for, if all are.
 
         Raises:
-            PromptTooLong: the prompt leaves no room.
+            RequestRefused: no engine would serve it; PromptTooLong where it leaves no room.
             EngineOverloaded: all engines were full until the deadline.
             EngineError: all engines failed, there is none to ask, or the deadline passed.
             UserError: `sampling` cannot be.
@@ -219,7 +219,7 @@ class Pool:
                 moved = False
             try:
                 return await self._ask(member, ask, deadline)
-            except PromptTooLong:
+            except RequestRefused:
                 raise
             except EngineOverloaded as e:
                 full.add(member)
@@ -244,7 +244,7 @@ class Pool:
                 raise
             cause = member.cause or "the engine is closed"
             raise EngineError(f"{engine.url} was given up: {cause}") from None
-        except (PromptTooLong, EngineOverloaded):
+        except (RequestRefused, EngineOverloaded):
             raise
         except EngineError as e:
             # An answer that came too late says nothing: the episode had no time left.

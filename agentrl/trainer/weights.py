@@ -76,7 +76,9 @@ class Publisher:
             return Canary(*self._both())
         with policy.shaken(self._learner.config.trainer.seed):
             self._send(version)
-            return Canary(*self._both())
+            canary = Canary(*self._both())
+            self._engine.sleep()  # what was shaken is sent to no engine that comes late
+        return canary
 
     def _send(self, version: int) -> int:
         policy = self._learner.policy

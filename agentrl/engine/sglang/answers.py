@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+from agentrl.errors import (
+    EngineError,
+    EngineNonsense,
+    EngineOverloaded,
+    PromptTooLong,
+    RequestRefused,
+)
 from agentrl.trajectory import Generation, float_array, token_array
 
 _TOO_LONG = re.compile(r"longer than the model's context|maximum allowed length|context length")
@@ -25,8 +31,8 @@ def refusal(status: int, answer: Any, where: str) -> EngineError:
     text = f"{where}: status {status}: {said[:2000]}"
     if status in (429, 503):
         return EngineOverloaded(text)
-    if status == 400 and _TOO_LONG.search(said):
-        return PromptTooLong(text)
+    if status == 400:
+        return PromptTooLong(text) if _TOO_LONG.search(said) else RequestRefused(text)
     return EngineError(text)
 
 

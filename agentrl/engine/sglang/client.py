@@ -293,9 +293,9 @@ class SGLangEngine:
 
         Requests in flight fail then.
         """
-        self._sender.close()
-        if self._process is not None:
+        if self._process is not None:  # first: nobody waits then for one that hangs
             self._process.stop()
+        self._sender.close()
 
     def probe(self) -> Generation:
         """Let the server sample a token after the same prompt as ever, which it then caches.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from agentrl.engine.sglang.sync.adapter import RESIDENT
 CPU = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
 )
 """How a server runs where there is no GPU; what others allot while it starts counts as its own."""
@@ -50,6 +49,8 @@ class SGLangLaunch:
     """None: weights alone are sent to it."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     deterministic: bool = False
+    on_policy: bool = False
+    """Whether it computes in the order and precision of a trainer of plain torch modules."""
     arguments: Sequence[str] = ()
     """Further ones, which win."""
 
@@ -73,7 +74,7 @@ class SGLangLaunch:
                 *(python, "-m", "sglang.launch_server", "--config", str(file)),
                 *("--model-path", self.model, "--weight-version", "0"),
                 *("--host", "127.0.0.1", "--port", str(server.port)),
-                *self._flags(python),
+                *self._flags(),
                 *self.arguments,
             ]
 
@@ -87,7 +88,15 @@ class SGLangLaunch:
             start_seconds=start_seconds,
         )
 
-    def _flags(self, python: str) -> list[str]:
+    def knows_on_policy(self) -> bool:
+        """Whether this SGLang has the option: its source says so faster than its help."""
+        asks = "import importlib.util as u; print(u.find_spec('sglang').origin)"
+        command = [python_with("sglang", self.python), "-c", asks]
+        found = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+        source = Path(found.stdout.strip()).parent / "srt/server_args.py"
+        return source.is_file() and "rl_on_policy_target" in source.read_text()
+
+    def _flags(self) -> list[str]:
         flags = ["--grammar-backend", "none", "--dtype", self.dtype]
         if not self.gpus:
             flags += CPU
@@ -105,19 +114,6 @@ class SGLangLaunch:
                 flags.append("--enable-weights-cpu-backup")
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
-            if _knows(python, "rl_on_policy_target", ON_POLICY_TARGET):
-                flags += ["--rl-on-policy-target", ON_POLICY_TARGET]
+        if self.on_policy:
+            flags += ["--rl-on-policy-target", ON_POLICY_TARGET]
         return flags
-
-
-def _knows(python: str, option: str, choice: str) -> bool:
-    """Whether SGLang has an option with such a choice: from its source, since importing it is slow."""
-    asks = "import importlib.util as u; print(u.find_spec('sglang').submodule_search_locations[0])"
-    found = subprocess.run(
-        [python, "-c", asks], cwd="/", capture_output=True, text=True, timeout=60
-    )
-    source = Path(found.stdout.strip()) / "srt/server_args.py"
-    if not source.is_file():
-        return False
-    text = source.read_text()
-    return option in text and re.search(rf"""["']{choice}["']""", text) is not None

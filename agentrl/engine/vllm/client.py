@@ -21,6 +21,7 @@ from agentrl.engine.vllm.dialect import (
     read_generation,
     read_scores,
     refusal,
+    sampling_params,
 )
 from agentrl.engine.vllm.sync import AdapterSender
 from agentrl.errors import ConfigError, EngineError, EngineNonsense, UserError
@@ -152,7 +153,7 @@ class VLLMEngine:
                 f" {sampling.temperature:g}"
             )
         limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
-        params = _params(sampling, limit) | ({"seed": seed % 2**63} if self._seeded else {})
+        params = sampling_params(sampling, limit) | ({"seed": seed % 2**63} if self._seeded else {})
         stamp, named = self._stamp, self._sender.request()
         answer = await self._ask(self._dialect.body(prompt_ids, params) | named, where, deadline)
         return read_generation(
@@ -177,7 +178,7 @@ class VLLMEngine:
         if temperature != 1:
             raise EngineError(f"vLLM scores rows at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
-        params = _params(Sampling(temperature=0.0), 1) | {"prompt_logprobs": 0}
+        params = sampling_params(Sampling(temperature=0.0), 1) | {"prompt_logprobs": 0}
         body = self._dialect.body(token_ids, params) | self._sender.request()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS)
         return read_scores(self._dialect, answer, token_ids, "score")
@@ -285,7 +286,7 @@ class VLLMEngine:
         """
         named, where = self._sender.request(), f"{self.url}: a probe"
         row = [0] * min(PROBE_TOKENS, self.max_length - 1)
-        body = self._dialect.body(row, _params(Sampling(temperature=0.0), 1)) | named
+        body = self._dialect.body(row, sampling_params(Sampling(temperature=0.0), 1)) | named
         answer = self._control.ask(self._dialect.path, body)
         found = read_generation(
             self._dialect, answer, 1, self._stamp, where, name=named.get("model")
@@ -302,7 +303,7 @@ class VLLMEngine:
         Raises:
             EngineError: they are of the model before its temperature.
         """
-        params = _params(Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
+        params = sampling_params(Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         body = self._dialect.body([0], params)
         # The first request of a server's life compiles what it needs.
         answer = self._control.ask(self._dialect.path, body, seconds=SEND_SECONDS)
@@ -334,19 +335,3 @@ class VLLMEngine:
 
     def _manage(self, path: str, seconds: float = CONTROL_SECONDS) -> None:
         self._control.manage(path, {}, seconds=seconds)
-
-
-def _params(sampling: Sampling, limit: int) -> dict[str, Any]:
-    """All that decides what is sampled: what is left out comes from the model's own folder."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": limit,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stop": list(sampling.stop),
-        "logprobs": 0,
-        "skip_special_tokens": False,
-    }

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from agentrl.engine.base import Sampling
 from agentrl.engine.sglang import answers
 from agentrl.engine.sglang.answers import Stamp
 from agentrl.errors import EngineError, EngineNonsense, PromptTooLong
@@ -28,6 +29,22 @@ def refusal(status: int, answer: Any, where: str) -> EngineError:
     """The error behind a status that is not 200."""
     error = answers.refusal(status, answer, where)
     return PromptTooLong(str(error)) if status == 400 and _TOO_LONG.search(str(error)) else error
+
+
+def sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:
+    """All that decides what is sampled: what is left out comes from the model's own folder."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": limit,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop),
+        "logprobs": 0,
+        "skip_special_tokens": False,
+    }
 
 
 class Dialect(Protocol):
