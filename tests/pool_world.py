@@ -161,6 +161,8 @@ class World:
         self.learner = Learner()
         self.sites = [Site(i, ours) for i in range(n)]
         self.pool = Pool(self.sites, pacing=pacing)
+        self.asking = 0
+        """Turns that are asked for now, also those that wait for a place."""
         self.published = 0
 
     @property
@@ -179,13 +181,17 @@ class World:
 
     async def ask(self, episode: str, prompt: array[int] = PROMPT, seconds: float = 5.0) -> int:
         """A turn's one token, which must be the published policy's."""
-        found = await self.pool.generate(
-            prompt,
-            Sampling(),
-            episode_id=episode,
-            seed=1,
-            deadline=time.monotonic() + seconds,
-        )
+        self.asking += 1
+        try:
+            found = await self.pool.generate(
+                prompt,
+                Sampling(),
+                episode_id=episode,
+                seed=1,
+                deadline=time.monotonic() + seconds,
+            )
+        finally:
+            self.asking -= 1
         token, [version] = found.token_ids[0], found.versions
         assert (version, token) == (self.published, 10 * self.published)
         return token

@@ -31,7 +31,14 @@ LAYERS = (
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 
 HEAVY = {
-    "torch": ("trainer/", "cluster/", "engine/local/", "engine/sglang/", "engine/vllm/"),
+    "torch": (
+        "trainer/",
+        "cluster/",
+        "engine/local/",
+        "engine/sglang/",
+        "engine/vllm/",
+        "engine/site.py",
+    ),  # fmt: skip
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pool_world import PROMPT, QUICK, Site, World
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.breaker import Breaker
 from agentrl.engine.pool import Pacing, Pool
+from agentrl.engine.pool.breaker import Breaker
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -670,7 +670,7 @@ async def any_faults(ours, n, schedule):
         async def new_policy(version):
             """Nobody asks from `sleep` to `publish`: turns in flight are let out first."""
             quiet.clear()
-            await world.until(lambda: not any(m.flights for m in world.pool._members))
+            await world.until(lambda: not world.asking)
             await world.sleep()
             await asyncio.sleep(0.03)
             await world.publish(version)

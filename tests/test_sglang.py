@@ -16,9 +16,9 @@ from updates import update
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling
+from agentrl.engine.server import files
+from agentrl.engine.server.answers import Stamp
 from agentrl.engine.sglang import SGLangEngine, SGLangLaunch, client
-from agentrl.engine.sglang.answers import Stamp
-from agentrl.engine.sglang.sync import disk
 from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
 from agentrl.store import load_trajectories
@@ -262,7 +262,7 @@ async def test_weights_in_many_files_are_the_same_weights(
     scores = await engine.score(prompt)
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     assert await engine.score(prompt) != scores
-    monkeypatch.setattr(disk, "FILE_BYTES", 1)
+    monkeypatch.setattr(files, "FILE_BYTES", 1)
     await asyncio.to_thread(engine.publish, update(weights(model), 2))
     assert await engine.score(prompt) == scores
 

@@ -5,8 +5,15 @@ from array import array
 
 import pytest
 
-from agentrl.engine.sglang.answers import Stamp, read_generation, read_scores, refusal
-from agentrl.errors import EngineError, EngineNonsense, EngineOverloaded, PromptTooLong
+from agentrl.engine.server.answers import Stamp, refusal
+from agentrl.engine.sglang.answers import read_generation, read_scores
+from agentrl.errors import (
+    EngineError,
+    EngineNonsense,
+    EngineOverloaded,
+    PromptTooLong,
+    RequestRefused,
+)
 
 ANSWER = {
     "text": "is never read",
@@ -65,7 +72,7 @@ def test_versions_are_never_guessed():
         {"finish_reason": {"type": "tool_calls"}},
         {"finish_reason": None},
         {"prompt_tokens": None},
-        {"weight_version": "default"},
+        {"weight_version": None},
         {"weight_versions": [span("7", 0, 2)]},
         {"weight_versions": [span("6", 0, 1), span("7", 2, 3)]},
     ],
@@ -93,7 +100,7 @@ def test_another_servers_answer(nonsense):
             {"error": {"message": "The input is longer than the model's context length"}},
             PromptTooLong,
         ),
-        (400, {"error": {"message": "temperature must be non-negative"}}, EngineError),
+        (400, {"error": {"message": "temperature must be non-negative"}}, RequestRefused),
         (401, {"error": "Unauthorized"}, EngineError),
         (500, "not an object", EngineError),
     ],

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from agentrl.engine import leash
+from agentrl.engine.server import leash
 from agentrl.engine.sglang import SGLangLaunch
 from agentrl.errors import ConfigError
 

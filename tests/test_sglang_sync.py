@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from updates import update
 
 from agentrl.engine.base import Update
+from agentrl.engine.server.control import Control
 from agentrl.engine.sglang import SGLangEngine, SGLangLaunch
-from agentrl.engine.sglang.control import Control
 from agentrl.engine.sglang.sync import nccl
 from agentrl.engine.sglang.sync.bucket import cut
 from agentrl.engine.sglang.sync.ipc import IpcSender, serialize

@@ -11,15 +11,14 @@ from typing import cast
 import pytest
 
 from agentrl.config import load_config
-from agentrl.engine.sglang.answers import Stamp
-from agentrl.engine.sglang.control import Control
+from agentrl.engine.server.answers import Stamp, refusal
+from agentrl.engine.server.control import Control
 from agentrl.engine.vllm import AdapterSender, DiskSender, VLLMLaunch, guard
 from agentrl.engine.vllm.dialect import (
     Completions,
     Generate,
     read_generation,
     read_scores,
-    refusal,
 )
 from agentrl.engine.vllm.open import _sender as sender_of
 from agentrl.engine.vllm.open import parameter_names

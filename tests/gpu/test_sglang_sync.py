@@ -21,8 +21,8 @@ from updates import update
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.tokenizer import train_tokenizer
 from agentrl.engine.base import Update
+from agentrl.engine.server.control import Control
 from agentrl.engine.sglang import SGLangEngine, SGLangLaunch
-from agentrl.engine.sglang.control import Control
 from agentrl.engine.sglang.sync.ipc import IpcSender
 from agentrl.engine.sglang.sync.nccl import NcclSender
 from agentrl.errors import EngineError

@@ -7,43 +7,13 @@ field that is missing or cannot be is an error.
 from __future__ import annotations
 
 import math
-import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import (
-    EngineError,
-    EngineNonsense,
-    EngineOverloaded,
-    PromptTooLong,
-    RequestRefused,
-)
+from agentrl.engine.server.answers import Stamp, refusal
+from agentrl.errors import EngineError, EngineNonsense
 from agentrl.trajectory import Generation, float_array, token_array
-
-_TOO_LONG = re.compile(r"longer than the model's context|maximum allowed length|context length")
-
-
-def refusal(status: int, answer: Any, where: str) -> EngineError:
-    """The error behind a status that is not 200."""
-    said = _message(answer)
-    text = f"{where}: status {status}: {said[:2000]}"
-    if status in (429, 503):
-        return EngineOverloaded(text)
-    if status == 400:
-        return PromptTooLong(text) if _TOO_LONG.search(said) else RequestRefused(text)
-    return EngineError(text)
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What an answer says of the weights that sampled it, and which policy that is."""
-
-    weights: str
-    """The server's `weight_version`."""
-    policy: int
-    """The policy's version: the same number where weights are published, the adapter's else."""
 
 
 def read_generation(answer: Any, limit: int, stamp: Stamp, where: str) -> Generation:
@@ -124,17 +94,12 @@ def _versions(meta: dict[str, Any], n: int, stamp: Stamp, where: str) -> array[i
         if len(versions) != n:
             raise ValueError(f"spans of versions for {len(versions)} of {n} tokens")
         return versions
-    if (now := str(meta["weight_version"])) != stamp.weights:
+    now = meta["weight_version"]
+    if not isinstance(now, str):
+        raise TypeError(f"weight_version {now!r}")
+    if now != stamp.weights:
         raise EngineError(
             f"{where}: the weights were {stamp.weights!r} when this turn began and {now!r} when it"
             " ended, and this SGLang does not say which sampled which token"
         )
     return token_array([stamp.policy] * n)
-
-
-def _message(answer: Any) -> str:
-    """The text in one of the shapes that SGLang's errors have."""
-    while isinstance(answer, dict):
-        found = [answer[key] for key in ("error", "message", "detail") if key in answer]
-        answer = found[0] if found else str(answer)
-    return str(answer)

@@ -16,13 +16,14 @@ import torch
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
-from agentrl.engine.process import ServerProcess
-from agentrl.engine.sglang.answers import Stamp, read_generation, read_scores, refusal
-from agentrl.engine.sglang.control import CONTROL_SECONDS, Control
+from agentrl.engine.server.answers import Stamp, refusal
+from agentrl.engine.server.control import CONTROL_SECONDS, Control
+from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.sender import Sender
+from agentrl.engine.sglang.answers import read_generation, read_scores
 from agentrl.engine.sglang.proof import WeightsProof
 from agentrl.engine.sglang.sync.adapter import AdapterSender
 from agentrl.engine.sglang.sync.disk import DiskSender
-from agentrl.engine.sglang.sync.sender import Sender
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation

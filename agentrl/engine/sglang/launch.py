@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.engine.process import START_SECONDS, ServerProcess, python_with, visible_gpus
+from agentrl.engine.server.process import START_SECONDS, ServerProcess, python_with, visible_gpus
 from agentrl.engine.sglang.sync.adapter import RESIDENT
 
 CPU = (

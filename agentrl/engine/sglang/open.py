@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig
 
 from agentrl.config import Config
-from agentrl.engine.process import ServerProcess
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.sender import Sender
 from agentrl.engine.sglang.client import SGLangEngine
-from agentrl.engine.sglang.control import Control
 from agentrl.engine.sglang.launch import Lora, SGLangLaunch
 from agentrl.engine.sglang.sync.adapter import AdapterSender
 from agentrl.engine.sglang.sync.disk import DiskSender
 from agentrl.engine.sglang.sync.ipc import IpcSender
 from agentrl.engine.sglang.sync.nccl import NcclSender
-from agentrl.engine.sglang.sync.sender import Sender
 from agentrl.errors import ConfigError, EngineDead
 
 log = logging.getLogger("agentrl")
@@ -38,7 +38,7 @@ def start(
         shared: whether the first of them is the trainer's.
 
     Raises:
-        ConfigError: there is no SGLang, or the policy cannot go to it in the way that was asked for.
+        ConfigError: there is no SGLang, or the policy cannot go to it as was asked for.
         EngineError: the server did not start; with the last lines it said.
     """
     r, m = config.rollout, config.model

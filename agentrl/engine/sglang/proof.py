@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.control import Control
+from agentrl.engine.server.control import Control
 from agentrl.errors import EngineError
 
 COMPARED = 3

@@ -11,16 +11,15 @@ from typing import Any
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
-from agentrl.engine.process import ServerProcess
-from agentrl.engine.sglang.answers import Stamp
-from agentrl.engine.sglang.control import CONTROL_SECONDS, Control
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS, Sender
+from agentrl.engine.server.answers import Stamp, refusal
+from agentrl.engine.server.control import CONTROL_SECONDS, Control
+from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.sender import SEND_SECONDS, Sender
 from agentrl.engine.vllm.dialect import (
     Completions,
     Generate,
     read_generation,
     read_scores,
-    refusal,
     sampling_params,
 )
 from agentrl.engine.vllm.sync import AdapterSender

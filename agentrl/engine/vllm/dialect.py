@@ -8,27 +8,17 @@ field that is missing or cannot be is an error.
 from __future__ import annotations
 
 import math
-import re
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.sglang import answers
-from agentrl.engine.sglang.answers import Stamp
-from agentrl.errors import EngineError, EngineNonsense, PromptTooLong
+from agentrl.engine.server.answers import Stamp
+from agentrl.errors import EngineError, EngineNonsense
 from agentrl.trajectory import Generation, float_array, token_array
 
 NO_LOGPROB = -9999.0
 """What vLLM writes instead of NaN, of minus infinity, and of a logprob that it does not have."""
-
-_TOO_LONG = re.compile(r"maximum (model|context) length")
-
-
-def refusal(status: int, answer: Any, where: str) -> EngineError:
-    """The error behind a status that is not 200."""
-    error = answers.refusal(status, answer, where)
-    return PromptTooLong(str(error)) if status == 400 and _TOO_LONG.search(str(error)) else error
 
 
 def sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:

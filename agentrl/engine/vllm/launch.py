@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.engine.process import START_SECONDS, ServerProcess, python_with, visible_gpus
+from agentrl.engine.server.process import START_SECONDS, ServerProcess, python_with, visible_gpus
 from agentrl.engine.vllm import guard
 from agentrl.engine.vllm.sync import RESIDENT
 

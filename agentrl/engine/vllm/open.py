@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import Config
-from agentrl.engine.sglang.control import Control
-from agentrl.engine.sglang.sync.sender import Sender
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.sender import Sender
 from agentrl.engine.vllm.client import VLLMEngine
 from agentrl.engine.vllm.launch import VLLMLaunch
 from agentrl.engine.vllm.sync import AdapterSender, DiskSender

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.answers import refusal
-from agentrl.engine.sglang.control import Control
-from agentrl.engine.sglang.sync.disk import write_weights
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS
+from agentrl.engine.server.answers import refusal
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.files import write_weights
+from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.engine.vllm.proof import prove
 from agentrl.errors import ConfigError, EngineError
 

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.control import Control
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.errors import EngineError
 
 RESIDENT = 2

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors.torch import save_file
-
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.control import Control
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS
-
-FILE_BYTES = 2 * 2**30
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.files import write_weights
+from agentrl.engine.server.sender import SEND_SECONDS
 
 
 class DiskSender:
@@ -42,22 +38,3 @@ class DiskSender:
 
     def close(self) -> None:
         """See `Sender`."""
-
-
-def write_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> int:
-    """Write named tensors, a file at a time: at most `FILE_BYTES` and a tensor are held.
-
-    Returns:
-        Their bytes.
-    """
-    held: dict[str, Any] = {}
-    size = written = files = 0
-    for name, tensor in weights:
-        held[name] = tensor.contiguous()
-        size += tensor.nbytes
-        if size >= FILE_BYTES:
-            save_file(held, folder / f"{files:05d}.safetensors")
-            held, written, size, files = {}, written + size, 0, files + 1
-    if held:
-        save_file(held, folder / f"{files:05d}.safetensors")
-    return written + size

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.control import Control
+from agentrl.engine.server.control import Control
+from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.engine.sglang.sync.bucket import BUCKET_BYTES, FLATTENED, Bucket, cut
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS
 
 
 class IpcSender:

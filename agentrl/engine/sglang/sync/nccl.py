@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
 
 from agentrl.engine.base import Update
-from agentrl.engine.sglang.control import CONTROL_SECONDS, Control
+from agentrl.engine.server.control import CONTROL_SECONDS, Control
+from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.engine.sglang.sync.bucket import BUCKET_BYTES, FLATTENED, Bucket, cut
-from agentrl.engine.sglang.sync.sender import SEND_SECONDS
 from agentrl.errors import EngineError
 
 JOIN_SECONDS = 120.0

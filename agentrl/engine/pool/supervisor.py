@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from agentrl.engine.base import Update
-from agentrl.engine.member import Member, Pacing, PooledEngine
+from agentrl.engine.pool.member import Member, Pacing, PooledEngine
 from agentrl.errors import EngineDead, EngineError, EngineOverloaded
 
 log = logging.getLogger("agentrl")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from agentrl.engine import leash
+from agentrl.engine.server import leash
 from agentrl.errors import ConfigError, EngineDead, EngineError
 from agentrl.http import fetch
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agentrl.engine.base import EngineControl, Sampler, Update
-from agentrl.engine.breaker import Breaker
+from agentrl.engine.pool.breaker import Breaker
 
 
 class PooledEngine(Sampler, EngineControl, Protocol):

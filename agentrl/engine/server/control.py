@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from agentrl.engine.process import ServerProcess
-from agentrl.engine.sglang.answers import refusal
+from agentrl.engine.server.answers import refusal
+from agentrl.engine.server.process import ServerProcess
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.http import fetch
 

@@ -16,13 +16,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.breaker import Breaker
-from agentrl.engine.member import Member, Opener, Pacing, PooledEngine, open_all
-from agentrl.engine.supervisor import Supervisor
+from agentrl.engine.pool.breaker import Breaker
+from agentrl.engine.pool.member import Member, Opener, Pacing, PooledEngine, open_all
+from agentrl.engine.pool.supervisor import Supervisor
 from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverloaded, RequestRefused
 from agentrl.trajectory import Generation
-
-__all__ = ["Pacing", "Pool", "PooledEngine"]
 
 SCORE_SECONDS = 600.0
 READY_SECONDS = 0.1

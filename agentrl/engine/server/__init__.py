@@ -1,0 +1,1 @@
+"""What engines that are servers have in common: a process, a blocking door, what they answer."""
