@@ -38,7 +38,7 @@ HEAVY = {
         "engine/sglang/",
         "engine/vllm/",
         "engine/site.py",
-    ),  # fmt: skip
+    ),
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),

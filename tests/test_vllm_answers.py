@@ -28,6 +28,7 @@ from agentrl.errors import (
     EngineNonsense,
     EngineOverloaded,
     PromptTooLong,
+    RequestRefused,
 )
 
 USAGE = {
@@ -221,7 +222,7 @@ def test_scores(dialect):
         (400, "This model's maximum context length is 2048 tokens. However, ...", PromptTooLong),
         (400, "The decoder prompt (length 5000) is longer than the maximum model length of 2048.",
          PromptTooLong),
-        (400, "temperature must be in [0, 2], got 3.0.", EngineError),
+        (400, "temperature must be in [0, 2], got 3.0.", RequestRefused),
         (404, "The model `nope` does not exist.", EngineError),
         (503, "overloaded", EngineOverloaded),
         (500, "EngineCore encountered an issue.", EngineError),
