@@ -228,6 +228,10 @@ def test_diff_against_another_config():
         ),
         ("custom_reward_function.reward_kwargs={a: 1}", "verl's name. Here: reward.kwargs.a"),
         ("actor_rollout_ref.rollout.n.m=5", "verl's name. Here: rollout.n"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
+            "verl's name. Here: rollout.launch, a list of the server's arguments",
+        ),
         ("data.apply_chat_template_kwarg.x=1", "no such key. Sections: files, data"),
         ("rollout.tool_format=x", "no such format. It must be auto"),
         ("rollout.tool_format=hermez", "Did you mean 'hermes'? It must be auto"),

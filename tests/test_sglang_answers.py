@@ -87,7 +87,7 @@ def test_another_servers_answer(nonsense):
     with pytest.raises(EngineNonsense):
         read_generation(nonsense, 3, Stamp("7", 7), "here")
     with pytest.raises(EngineNonsense):
-        read_scores(nonsense, [1], "here")
+        read_scores(nonsense, [1], 10, "here")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,14 @@ def test_an_aborted_turn_is_no_turn():
 
 def test_scores():
     scores = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}
-    assert read_scores(scores, [5, 6], "here") == array("f", [0.0, -0.5])
+    assert read_scores(scores, [5, 6], 10, "here") == array("f", [0.0, -0.5])
     with pytest.raises(EngineNonsense, match="another row"):
-        read_scores(scores, [5, 7], "here")
+        read_scores(scores, [5, 7], 10, "here")
+
+
+def test_scores_of_the_vocabularys_last_token():
+    """SGLang repeats it as token 0."""
+    scores = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 0, None]]}}
+    assert read_scores(scores, [5, 9], 10, "here") == array("f", [0.0, -0.5])
+    with pytest.raises(EngineNonsense, match="another row"):
+        read_scores(scores, [5, 8], 10, "here")

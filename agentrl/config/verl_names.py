@@ -31,6 +31,10 @@ _RENAMED = {
     f"{_ROLLOUT}.temperature": "rollout.temperature",
     f"{_ROLLOUT}.n": "rollout.n",
     f"{_ROLLOUT}.response_length": "rollout.max_trajectory_tokens",
+    f"{_ROLLOUT}.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    f"{_ROLLOUT}.data_parallel_size": "rollout.engines",
+    f"{_ROLLOUT}.full_determinism": "rollout.deterministic",
     f"{_ROLLOUT}.seed": "trainer.seed",
     f"{_ROLLOUT}.val_kwargs.temperature": "val.temperature",
     f"{_ROLLOUT}.val_kwargs.top_p": "val.top_p",
@@ -70,7 +74,34 @@ _OTHERWISE = {
     f"{_ACTOR}.loss_agg_mode": "Not here: the loss is the mean over tokens (token-mean)",
     f"{_ACTOR}.optim.lr_warmup_steps": "Not here; optim.lr_final lets the rate fall",
     f"{_ACTOR}.optim.weight_decay": "Not here: there is no weight decay",
+    "actor_rollout_ref.model.lora.merge": "Here: rollout.lora=merge",
+    "actor_rollout_ref.hybrid_engine": "Not needed: servers get the last GPUs, and with all of them"
+    " the trainer's",
     f"{_ROLLOUT}.mode": "Not needed: rollouts are always asynchronous",
+    f"{_ROLLOUT}.free_cache_engine": "Here: rollout.sleep, all or kv_cache (verl's true), or none",
+    f"{_ROLLOUT}.multi_stage_wake_up": "Not needed: weights come back before the cache",
+    f"{_ROLLOUT}.load_format": "Not needed: a server loads the model by itself, and is sent the"
+    " policy before the first step",
+    f"{_ROLLOUT}.layered_summon": "Not needed: weights go in parts of 512 MiB",
+    f"{_ROLLOUT}.update_weights_bucket_megabytes": "Not here: weights go in parts of 512 MiB",
+    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": "Not here: weights go in parts"
+    " of 512 MiB",
+    f"{_ROLLOUT}.checkpoint_engine.backend": "Here: rollout.sync, auto, disk, ipc or nccl",
+    f"{_ROLLOUT}.engine_kwargs": "Here: rollout.launch, a list of the server's arguments",
+    f"{_ROLLOUT}.enforce_eager": "Here: rollout.launch, with --disable-cuda-graph (SGLang) or"
+    " --enforce-eager (vLLM)",
+    f"{_ROLLOUT}.max_model_len": "Here: rollout.launch, with --context-length (SGLang) or"
+    " --max-model-len (vLLM)",
+    f"{_ROLLOUT}.max_num_seqs": "Here: rollout.launch, with --max-running-requests (SGLang) or"
+    " --max-num-seqs (vLLM)",
+    f"{_ROLLOUT}.max_num_batched_tokens": "Here: rollout.launch, with --chunked-prefill-size"
+    " (SGLang) or --max-num-batched-tokens (vLLM)",
+    f"{_ROLLOUT}.enable_prefix_caching": "Not needed: servers keep prefixes by themselves",
+    f"{_ROLLOUT}.dtype": "Not here: servers compute in bfloat16, in float16 where the model is"
+    " published so, and on a CPU in float32",
+    f"{_ROLLOUT}.prompt_length": "Not here: prompts are never cut; the model's context is the"
+    " limit",
+    f"{_ROLLOUT}.agent.num_workers": "Not needed: one process plays all episodes",
     f"{_ROLLOUT}.top_p": "Not here: training samples from the whole distribution. For validation:"
     " val.top_p",
     f"{_ROLLOUT}.top_k": "Not here: training samples from the whole distribution. For validation:"

@@ -26,8 +26,9 @@ from agentrl.trainer.packing import PACKED, Layout, Packed
 
 LOGITS_AT_ONCE = 2**26
 """Logits held at a time; more tokens than that are scored in chunks, recomputed in backward."""
-SHAKE = 0.02
-"""Standard deviation of the noise that makes an adapter another one."""
+SHAKE = 0.3
+"""Norm of what a shaken adapter adds to a layer, as a share of the layer's own: about half a nat,
+which is more than training adds, with the rounding errors that belong to it."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
 
@@ -181,19 +182,21 @@ class Policy:
 
         At the beginning an adapter is zero, and an engine that ignored it would look right.
         """
-        held = {n: p for n, p in self.model.named_parameters() if f"lora_B.{ACTOR}." in n}
-        before = {name: parameter.detach().clone() for name, parameter in held.items()}
+        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
+        before = [_up(layer).detach().clone() for layer in layers]
         random = torch.Generator().manual_seed(seed)
         try:
             with torch.no_grad():
-                for parameter in held.values():
-                    noise = torch.randn(parameter.shape, generator=random) * SHAKE
-                    parameter.add_(noise.to(parameter))
+                for layer in layers:
+                    up = _up(layer)
+                    up.copy_(torch.randn(up.shape, generator=random))
+                    change = layer.get_delta_weight(ACTOR)  # type: ignore[operator]
+                    up.mul_(SHAKE * _base(layer).norm() / change.norm())
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in held.items():
-                    parameter.copy_(before[name])
+                for layer, values in zip(layers, before, strict=True):
+                    _up(layer).copy_(values)
 
     def save_adapter(self, folder: Path) -> None:
         """The policy's LoRA adapter, in a folder that PEFT and engines load."""
@@ -213,7 +216,7 @@ class Policy:
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLayer):
                 with torch.no_grad():
-                    weight = module.get_base_layer().weight
+                    weight = _base(module)
                     merged = weight + module.get_delta_weight(ACTOR)  # type: ignore[operator]
                 yield f"{name}.weight", merged.to(weight.dtype)
 
@@ -268,6 +271,16 @@ class Policy:
                 f"{type(self.model).__name__} cannot be trained here: {why}. Choose a model of"
                 " causal attention whose logits are its output layer's, such as Qwen or Llama."
             )
+
+
+def _base(layer: LoraLayer) -> Tensor:
+    """The frozen weights."""
+    return layer.get_base_layer().weight  # type: ignore[return-value]
+
+
+def _up(layer: LoraLayer) -> Tensor:
+    """The adapter's second matrix, which is zero at the beginning."""
+    return layer.lora_B[ACTOR].weight  # type: ignore[return-value]
 
 
 class Critic:

@@ -22,6 +22,7 @@ START_SECONDS = 1800.0
 """Loading and compiling take their time; a server that dies meanwhile is noticed at once."""
 HEALTH_SECONDS = 30.0
 TAIL_LINES = 25
+HIGHEST_PORT = 50_000
 
 
 class ServerProcess:
@@ -164,6 +165,9 @@ def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on, with room above: SGLang takes others up to 10,000 higher."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            if (port := s.getsockname()[1]) < HIGHEST_PORT:
+                return port

@@ -55,8 +55,14 @@ def read_generation(answer: Any, limit: int, stamp: Stamp, where: str) -> Genera
         raise EngineNonsense(f"{where}: not SGLang's answer: {type(e).__name__}: {e}") from e
 
 
-def read_scores(answer: Any, row: Sequence[int], where: str) -> array[float]:
+def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
     """Logprobs of a whole row, the first token's as 0.
+
+    Args:
+        answer: parsed.
+        row: what was to be scored.
+        vocabulary: the model's; SGLang repeats the last of its ids as 0, while it scores the token.
+        where: for messages.
 
     Raises:
         EngineNonsense: the answer cannot be, or is of another row.
@@ -64,7 +70,8 @@ def read_scores(answer: Any, row: Sequence[int], where: str) -> array[float]:
     try:
         (_, first, *_), *rest = answer["meta_info"]["input_token_logprobs"]
         ids, logprobs = _tokens(rest)
-        if [first, *ids] != list(row):
+        repeated = [token if token < vocabulary - 1 else 0 for token in row]
+        if [first, *ids] not in (repeated, list(row)):
             raise ValueError("logprobs of another row")
     except (LookupError, TypeError, ValueError, OverflowError) as e:
         raise EngineNonsense(f"{where}: not SGLang's answer: {type(e).__name__}: {e}") from e

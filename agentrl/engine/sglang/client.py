@@ -177,7 +177,7 @@ class SGLangEngine:
             **self._sender.request(),
         }
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
-        return read_scores(answer, token_ids, "score")
+        return read_scores(answer, token_ids, self._vocabulary, "score")
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         """One request of `/generate`; what is not waited for any more is aborted."""
