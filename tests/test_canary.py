@@ -33,7 +33,7 @@ def moved(row, by):
 
 
 def start(trainer, *engines):
-    return Canary(trainer, torch.stack(engines))
+    return Canary.measured(trainer, torch.stack(engines))
 
 
 def check(watch, trainer, *engines, version=1):
@@ -119,12 +119,37 @@ def test_an_engine_that_is_neither_policy_is_caught_however_small_the_step(noise
 
 def test_noise_may_grow_with_the_policy_but_not_at_once():
     watch, policy, noise = canary(0.01), ROW, 0.01
-    for _ in range(8):
-        policy, noise = moved(policy, 1.0), 1.4 * noise
+    for _ in range(3):
+        policy, noise = moved(policy, 0.25), 1.4 * noise
         check(watch, policy, off(policy, noise))
-    policy = moved(policy, 1.0)
+    policy = moved(policy, 0.25)
     with pytest.raises(RunStopped, match="holds something else"):
         check(watch, policy, off(policy, 1.6 * noise))
+
+
+def test_noise_does_not_grow_for_ever():
+    watch, policy, noise = canary(0.01), ROW, 0.01
+    with pytest.raises(RunStopped, match="holds something else"):
+        for _ in range(20):
+            policy, noise = moved(policy, 0.25), 1.1 * noise
+            check(watch, policy, off(policy, noise))
+    assert 0.045 < noise < 0.05
+
+
+@given(NOISE, st.floats(0.3, 1))
+def test_an_engine_that_lacks_a_part_of_the_movement_is_caught(noise, part):
+    after = moved(ROW, 9 * noise)
+    behind = after - part * (after - ROW)
+    with pytest.raises(RunStopped, match="still samples from an earlier version"):
+        check(canary(noise), after, behind)
+
+
+def test_a_run_that_goes_on_is_judged_by_its_beginning():
+    """An engine that still holds the base is not taken for the measure."""
+    watch = Canary(0.01)
+    with pytest.raises(RunStopped, match="holds something else"):
+        check(watch, ROW, moved(ROW, 0.1))
+    check(Canary(0.01), ROW, off(ROW, 0.011))
 
 
 @given(NOISE, st.integers(0, T - 1), st.sampled_from(["trainer", "engine", "one of two"]))

@@ -384,8 +384,18 @@ def test_values_that_went_through_a_file_are_the_same():
 
 
 def test_what_may_change_moves_no_weight():
-    told = [k for k in MAY_CHANGE if k.split(".")[0] in ("optim", "algorithm", "rollout")]
-    assert told == ["rollout.python"]  # where the engine is installed
+    told = {k for k in MAY_CHANGE if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")}
+    # Where servers are, how they run, and how the same policy goes to them.
+    assert told == {
+        f"rollout.{leaf}"
+        for leaf in ("urls", "engines", "tensor_parallel_size", "python", "launch", "sync", "lora",
+                     "gpu_memory_utilization", "sleep")
+    }  # fmt: skip
     check_same_run({"lr": 1}, {"lr": 2}, allowed={"lr"})
+    here = {"rollout": {"name": "sglang", "urls": [], "engines": 1, "deterministic": False}}
+    check_same_run(here, {"rollout": here["rollout"] | {"urls": ["http://b:1"], "engines": 2}})
+    for key, value in (("name", "vllm"), ("deterministic", True)):
+        with pytest.raises(ConfigError, match=f"rollout.{key}: "):
+            check_same_run(here, {"rollout": here["rollout"] | {key: value}})
     for key in MAY_CHANGE:
         assert key in FIELDS or any(fnmatch(field, key) for field in FIELDS), key

@@ -7,11 +7,14 @@ import logging
 import sys
 
 import pytest
+import typer
 
 from agentrl import __version__, load_config
-from agentrl.cli import main
+from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
 from agentrl.cli.session import _no_word_on_training
+from agentrl.config import FIELDS
+from agentrl.config.load import flag_of
 from agentrl.trainer.console import next_commands
 
 ROW = {
@@ -129,6 +132,32 @@ def test_check_asks_the_server_for_the_tools_of_the_rows(said, rows, random_mode
         if not right:
             assert f"the tools at {url}: no tool named 'calculator'" in err
             assert "Registered: other_tool" in err
+
+
+def test_deterministic_is_a_flag(said, rows, random_model):
+    out, err = said(*check(rows, random_model, "--deterministic"))
+    assert "rollout.deterministic=true" in out
+    assert "rollout.deterministic=true has no effect: rollout.name is local" in err
+    assert "rollout.deterministic" not in "".join(said(*check(rows, random_model)))
+
+
+def test_every_flag_that_the_docs_name_is_an_option():
+    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    options = {name for option in train.params for name in option.opts}
+    named = {flag_of(key) for key in FIELDS} - {""}
+    assert named and named <= options
+
+
+@pytest.mark.parametrize("command", ["eval", "play"])
+def test_a_model_that_a_running_server_is_not_sent(said, rows, random_model, caplog, command):
+    words = [command, *check(rows, random_model)[1:], "rollout.urls=[http://127.0.0.1:1]"]
+    _, err = said(*words, "rollout.name=sglang", "trainer.device=cpu")
+    assert "error: GET http://127.0.0.1:1" in err
+    [told] = [m for m in caplog.messages if "rollout.urls" in m]
+    assert "whatever --model (model.path) says" in told
+    caplog.clear()
+    said(*words[:-1], "val.n=1", "rollout.max_turn_tokens=2", "trainer.device=cpu")
+    assert not any("rollout.urls" in m for m in caplog.messages)
 
 
 def test_what_a_run_says_to_type_next(tmp_path):

@@ -365,6 +365,24 @@ def test_settings_without_effect_are_named():
     assert without_effect(load_config(None, [*config.diff(), *more])) == []
 
 
+@pytest.mark.parametrize(
+    "name, where, reason",
+    [
+        ("local", "[]", "rollout.name is local"),
+        ("sglang", "[]", ""),
+        ("sglang", "[http://a:1]", "rollout.urls names servers that run already"),
+        ("vllm", "[]", ""),
+        ("vllm", "[http://a:1]", ""),  # which takes a seed with each request
+    ],
+)
+def test_where_deterministic_does_nothing(name, where, reason):
+    config = load_config(
+        None, [f"rollout.name={name}", f"rollout.urls={where}", "rollout.deterministic=true"]
+    )
+    said = [note for note in without_effect(config) if "deterministic" in note]
+    assert said == ([f"rollout.deterministic=true has no effect: {reason}"] if reason else [])
+
+
 # -- documentation ------------------------------------------------------------------------------
 
 

@@ -4,12 +4,13 @@ import contextlib
 import hashlib
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import FIELDS, load_config
-from agentrl.errors import UserError
+from agentrl.errors import EngineError, UserError
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
 
@@ -74,6 +75,8 @@ NEW_TURN = """\
 PPO = ["algorithm.name=ppo"]
 THINKER = ["model.path={thinking_model}"]
 LORA = ["model.lora_rank=2"]
+# A server that cannot be started says so last: what is refused before is seen.
+SERVER = ["rollout.name=sglang", "rollout.python=/no/python"]
 KL = ["algorithm.kl_loss_coef=0.5"]
 MANY = ["algorithm.ppo_epochs=3", "optim.lr=0.02"]
 # Key -> another value, and what it needs beside it to matter.
@@ -92,7 +95,13 @@ CHANGES = {
     "model.template_kwargs": ("{{enable_thinking: false}}", THINKER),
     "rollout.name": ("sglang", ["rollout.python=/no/python"]),
     "rollout.python": ("/no/python", ["rollout.name=sglang", "rollout.python=/"]),
+    "rollout.urls": ("[http://127.0.0.1:1]", SERVER),
     "rollout.launch": ("[--port, 1]", []),
+    "rollout.tensor_parallel_size": ("2", SERVER),
+    "rollout.sync": ("ipc", SERVER),
+    "rollout.lora": ("adapter", [*SERVER, *LORA, "rollout.sync=ipc"]),
+    "rollout.sleep": ("all", SERVER),
+    "rollout.deterministic": ("true", SERVER),
     "rollout.n": ("3", []),
     "rollout.temperature": ("0.5", []),
     "rollout.max_turn_tokens": ("3", []),
@@ -154,8 +163,15 @@ CHANGES = {
 }  # fmt: skip
 # No GPU here, no SGLang: what these do there is for tests of their own.
 REFUSED = (
-    "trainer.device", "rollout.tool_format", "rollout.name", "rollout.python", "rollout.launch",
+    "trainer.device", "rollout.tool_format", "rollout.name", "rollout.python", "rollout.urls",
+    "rollout.launch", "rollout.tensor_parallel_size", "rollout.sync", "rollout.lora",
+    "rollout.sleep", "rollout.deterministic",
 )  # fmt: skip
+# Only servers that start would show them. Key -> the test of what they are started with.
+ELSEWHERE = {
+    "rollout.engines": "test_site.py::test_each_server_has_gpus_of_its_own",
+    "rollout.gpu_memory_utilization": "test_site.py::test_memory_and_arguments",
+}
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +243,7 @@ def trace(world, output, overrides, again=False):
             config = load_config(None, [*base, *overrides], flags)
             for _ in range(1 + again):
                 Trainer(config).run()
-    except UserError as e:
+    except (UserError, EngineError) as e:
         return {"refused": str(e)}
     found = {}
     metrics = output / "metrics.jsonl"
@@ -259,7 +275,7 @@ def base_traces():
     return {}
 
 
-@pytest.mark.parametrize("key", FIELDS)
+@pytest.mark.parametrize("key", CHANGES)
 def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     import os
 
@@ -289,4 +305,10 @@ def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
 
 
 def test_no_key_is_forgotten():
-    assert CHANGES.keys() == FIELDS.keys() and len(FIELDS) <= 120
+    assert not CHANGES.keys() & ELSEWHERE.keys()
+    assert CHANGES.keys() | ELSEWHERE.keys() == FIELDS.keys() and len(FIELDS) <= 120
+    for key, test in ELSEWHERE.items():
+        file, _, name = test.partition("::")
+        text = (Path(__file__).parent / file).read_text()
+        body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
+        assert f'"{key}=' in body, test

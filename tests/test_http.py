@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, EngineError, Infrastructure
-from agentrl.http import HttpClient, fetch_json
+from agentrl.http import HttpClient, blocking, fetch, fetch_json
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -332,17 +332,27 @@ async def test_no_proxy_from_the_environment(monkeypatch):
         "http://ho st",
         "http://host\r\nx: y",
         "http://hö.st",
+        "http://gpu..local:30000",
+        "http://.:1",
+        f"http://{'a' * 70}.local",
+        "http://xn--zzzz999a.com",
+        "http://[v1.a]",
         "",
     ],
 )
 def test_urls_that_are_none(url):
     with pytest.raises(ConfigError, match="not a server's URL"):
         HttpClient(url)
+    with pytest.raises(ConfigError, match="not a server's URL"):
+        fetch(url, "/", timeout=5)
 
 
-def test_a_token_that_no_header_can_hold():
+@pytest.mark.parametrize("token", ["a\r\nb", "a\n", "clé"])
+def test_a_token_that_no_header_can_hold(token):
     with pytest.raises(ConfigError, match="a bearer token must be printable ASCII"):
-        HttpClient("http://host", token="a\r\nb")
+        HttpClient("http://host", token=token)
+    with pytest.raises(ConfigError, match="a bearer token must be printable ASCII"):
+        fetch("http://127.0.0.1:1", "/", token=token, timeout=5)
 
 
 @given(st.text(max_size=30))
@@ -396,6 +406,30 @@ async def test_from_code_that_is_not_async():
     assert found == (200, [1])
     with pytest.raises(Infrastructure):
         fetch_json("http://127.0.0.1:1", "/x", timeout=5)
+
+
+async def test_a_timeout_is_for_the_whole_answer():
+    async def drip(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        for _ in range(100):
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+
+    async with serving(drip) as url:
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=r"no whole answer in 0\.3 s"):
+            await asyncio.to_thread(fetch, url, "/x", error=EngineError, timeout=0.3)
+        assert time.monotonic() - start < 2
+
+
+async def test_an_answer_that_is_too_long_is_not_held(monkeypatch):
+    monkeypatch.setattr(blocking, "MAX_FETCHED_BYTES", 10)
+    async with serving(always(answer(b"1" * 10))) as url:
+        assert await asyncio.to_thread(fetch, url, "/x", timeout=5) == (200, b"1" * 10)
+    async with serving(always(answer(b"1" * 11))) as url:
+        with pytest.raises(Infrastructure, match="longer than this client accepts"):
+            await asyncio.to_thread(fetch, url, "/x", timeout=5)
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_world import PROMPT, QUICK, Site, World
+from safetensors import SafetensorError
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.pool import Pacing, Pool
@@ -20,6 +21,7 @@ from agentrl.errors import (
     EngineNonsense,
     EngineOverloaded,
     PromptTooLong,
+    RequestRefused,
     UserError,
 )
 
@@ -429,6 +431,59 @@ async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
     await world.ask("e")
 
 
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (OSError("no space left"), EngineError),
+        (SafetensorError("while serializing"), EngineError),
+        (KeyError("data"), EngineNonsense),
+        (TypeError("not subscriptable"), EngineNonsense),
+        (ValueError("not JSON"), EngineNonsense),
+        (AttributeError("no get"), EngineNonsense),
+    ],
+)
+async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kind):
+    world = await make(2, pacing=PATIENT)
+    a, b = world.engines
+    a.refuses = [error]
+
+    def stumble():
+        raise error
+
+    a.probe = stumble
+    assert await world.publish(2) == 4
+    assert world.usable() == 1 and b.published == [1, 2]
+    cause = world.pool._members[0].cause
+    assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
+
+
+async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
+    world = await make(1, pacing=PATIENT)
+    world.engines[0].refuses = [UserError("rollout.sync")]
+    with pytest.raises(UserError, match="sync"):
+        await world.publish(2)
+
+
+async def test_an_engine_that_is_full_for_good_is_started_anew(make):
+    pacing = Pacing(first_wait=0.02, longest_wait=0.05, outage=0.3)
+    world = await make(1, pacing=pacing)
+    first = world.engines[0]
+
+    def full():
+        raise EngineOverloaded("status 503: shutting down")
+
+    first.probe = full
+    first.failing = [EngineError("x")] * 3
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            await world.ask("e")
+    await asyncio.sleep(0.1)
+    assert world.sites[0].opened == [first], "it may have a place soon"
+    await asyncio.wait_for(world.pool.ready(), 5)
+    assert world.engines[0] is not first
+    await world.ask("e")
+
+
 async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
     world = await make(2, pacing=PATIENT)
     for k, engine in enumerate(world.engines):
@@ -477,17 +532,49 @@ async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(mak
 
 
 async def test_nothing_is_sent_while_the_weights_change(make):
-    world = await make(2)
+    world = await make(2, pacing=Pacing(first_wait=0.2))
     first = world.engines[0]
-    first.dead = True
-    await asyncio.gather(*(world.ask(f"e{k}") for k in range(2)))
+    first.refuses = [EngineError("the canary is wrong")]
+    await world.publish(2)
     await world.sleep()
-    await world.until(lambda: world.engines[0] is not first and world.engines[0].asleep)
+    await world.until(lambda: first.asleep)
     await asyncio.sleep(0.2)
-    assert world.engines[0].published == [] and world.usable() == 1
-    assert await world.publish(2) == 8, "the one that came back is included"
-    assert [e.published for e in world.engines] == [[2], [1, 2]] and world.usable() == 2
+    assert first.published == [1] and world.usable() == 1
+    assert await world.publish(3) == 8, "the one that came back is included"
+    assert [e.published for e in world.engines] == [[1, 3], [1, 2, 3]] and world.usable() == 2
     assert not world.learner.misread
+
+
+async def test_no_engine_is_started_anew_while_the_trainer_works(make):
+    """It may share the trainer's GPU: what fails there then says nothing of the engine."""
+    world = await make(1)
+    site = world.sites[0]
+    await world.sleep()
+    site.engine.dead = True
+    site.failing = [EngineDead("out of memory")] * 9
+    world.pool._supervisor.leave_out(
+        world.pool._members[0], site.engine, EngineDead("died"), broken=True
+    )
+    await asyncio.sleep(0.3)
+    assert len(site.failing) == 9
+    site.failing.clear()
+    assert await world.publish(2) == 4
+    await world.ask("e")
+    assert world.pool.metrics()["engine/restarts"] == 1
+
+
+async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
+    world = await make(1)
+    site = world.sites[0]
+    site.seconds, site.failing = 0.2, [EngineDead("out of memory")]
+    site.engine.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("e")
+    await world.until(lambda: world.pool._members[0].restarts == 1)
+    await world.sleep()
+    await world.until(lambda: not site.failing)
+    await world.until(lambda: world.pool._members[0].restarts == 0)
+    await world.publish(2)
 
 
 async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make):
@@ -537,6 +624,21 @@ async def test_rows_are_scored_by_any_engine(make):
     world = await make(2, pacing=PATIENT)
     world.engines[0].failing = [EngineError("x")]
     assert list(await world.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
+
+
+async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make):
+    world = await make(2)
+    a, b = world.engines
+    a.failing = [RequestRefused("no logprobs here")]
+    assert len(await world.pool.scores(PROMPT)) == 1
+    assert world.usable() == 1
+    await world.until(lambda: world.usable() == 2)
+    assert (a.published, b.published) == ([1, 1], [1])
+    for engine in world.engines:
+        engine.failing = [RequestRefused("too long")]
+    with pytest.raises(RequestRefused):
+        await world.pool.scores(PROMPT)
+    assert world.usable() == 2, "a row that none takes is at fault itself"
 
 
 # -- beginning and end -----------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from agentrl.engine.server import leash
+from agentrl.engine.server import leash, process
+from agentrl.engine.server.process import ServerProcess
 from agentrl.engine.sglang import SGLangLaunch
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
 
 CHILD_AND_GRANDCHILD = """
 import os, subprocess, sys, time
@@ -66,6 +67,65 @@ def test_all_end_with_the_parent():
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 3 and all_end(pids)
+
+
+SERVER = """
+import http.server, os, subprocess, sys
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("x" * 100_000)
+print(os.getpid(), grandchild.pid, flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args): ...
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_all_end_with_stop_also_where_the_leash_is_gone():
+    server = ServerProcess("fake", lambda s: [sys.executable, "-c", SERVER, str(s.port)])
+    first, second = map(int, (server.folder / "server.log").read_text().split()[-2:])
+    os.kill(server.pid, signal.SIGKILL)
+    assert all_end([first]), "the kernel sees to it"
+    assert not server.running and runs(second)
+    said = str(server.death())
+    assert f"{first} {second}" in said and len(said) < 70_000, "the log's end alone is read"
+    server.stop()
+    assert all_end([second])
+    server.stop()
+
+
+class Sockets:
+    """Of a machine that gives high ports away, and has none below but those that are free."""
+
+    def __init__(self, free):
+        self.free = free
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error): ...
+
+    def bind(self, address):
+        self.port = address[1] or 60_000
+        if self.port < process.HIGHEST_PORT and self.port not in self.free:
+            raise OSError("address in use")
+
+    def getsockname(self):
+        return "127.0.0.1", self.port
+
+
+def test_a_port_is_low_or_none(monkeypatch):
+    free = range(process.LOWEST_PORT, process.HIGHEST_PORT, 2)
+    monkeypatch.setattr(process.socket, "socket", lambda: Sockets(free))
+    assert process._free_port() in free
+    monkeypatch.setattr(process.socket, "socket", lambda: Sockets([]))
+    with pytest.raises(EngineError, match="no port below 50000"):
+        process._free_port()
 
 
 def test_a_python_without_sglang_is_named():

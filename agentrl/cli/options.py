@@ -43,6 +43,14 @@ Files = Annotated[
         help="Python files with tools, interactions, rewards or loops; or shelf:NAME (files).",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Rollouts of the run's seeds, and as near to the trainer as the engine can"
+        " (rollout.deterministic).",
+    ),
+]
 
 
 def read_config(
@@ -54,6 +62,7 @@ def read_config(
     model: str | None = None,
     output: str | None = None,
     files: list[str] | None = None,
+    deterministic: bool = False,
 ) -> Config:
     """Defaults, then the preset's settings, YAML, overrides and flags, later ones winning.
 
@@ -68,6 +77,7 @@ def read_config(
         "model.path": model,
         "trainer.output": output,
         "files": files,
+        "rollout.deterministic": deterministic,
     }
     flags = {key: value for key, value in flags.items() if value}
     loaded = load_with_preset(str(config) if config else None, overrides or [], flags)

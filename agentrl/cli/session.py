@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from agentrl.plan import Plan
     from agentrl.rollout import Rollouts
 
+log = logging.getLogger("agentrl")
+
 
 @contextlib.contextmanager
 def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
@@ -33,6 +35,11 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     from agentrl.plan import check_model_fits
     from agentrl.rollout import open_rollouts
 
+    if plan.config.rollout.name != "local" and plan.config.rollout.urls:
+        log.warning(
+            "the servers of rollout.urls are sent no weights: what they hold is sampled, whatever"
+            " --model (model.path) says"
+        )
     transformers_logging.disable_progress_bar()
     template = load_template(plan.config)
     engine = open_engine(plan.config, template.tokenizer)

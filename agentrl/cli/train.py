@@ -11,6 +11,7 @@ import typer
 from agentrl.cli.options import (
     ConfigFile,
     Dataset,
+    Deterministic,
     Files,
     Model,
     Output,
@@ -34,6 +35,7 @@ def train(
     output: Output = None,
     file: Files = None,
     config: ConfigFile = None,
+    deterministic: Deterministic = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and wire everything, train nothing.")
     ] = False,
@@ -58,6 +60,7 @@ def train(
         model=model,
         output=output,
         files=file,
+        deterministic=deterministic,
     )
     if dry_run:
         _check(settings)
@@ -80,6 +83,7 @@ def check(
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
+    deterministic: Deterministic = False,
 ) -> None:
     """Check config, rows, tools, rewards and the chat template; show how they are wired.
 
@@ -90,7 +94,13 @@ def check(
     """
     _check(
         read_config(
-            config, overrides, dataset=dataset, val_dataset=val_dataset, model=model, files=file
+            config,
+            overrides,
+            dataset=dataset,
+            val_dataset=val_dataset,
+            model=model,
+            files=file,
+            deterministic=deterministic,
         )
     )
 

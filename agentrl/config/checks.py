@@ -70,7 +70,6 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
 
 STARTING = (
     "engines", "tensor_parallel_size", "python", "launch", "gpu_memory_utilization", "sleep",
-    "deterministic",
 )  # fmt: skip
 """Keys of `rollout` about servers that the run starts."""
 VALIDATION = ("trainer.test_freq", "trainer.val_before_train")
@@ -89,6 +88,8 @@ def without_effect(c: Config) -> list[str]:
         "rollout.sync": local or ("LoRA goes as an adapter" if c.rollout.lora == "adapter" else ""),
         "rollout.lora": local or lora,
         **dict.fromkeys((f"rollout.{leaf}" for leaf in STARTING), started),
+        # vLLM takes seeds by request: they count at a server that runs already.
+        "rollout.deterministic": "" if c.rollout.name == "vllm" else started,
         "model.lora_alpha": lora,
         "model.lora_target_modules": lora,
         "algorithm.gamma": critic,

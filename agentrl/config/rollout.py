@@ -115,9 +115,12 @@ class RolloutConfig(Section):
     @classmethod
     def _not_ours(cls, arguments: list[str]) -> list[str]:
         for argument in arguments:
-            by = OUR_ARGUMENTS.get(argument.partition("=")[0])
-            if by is not None:
-                raise ValueError(f"{argument} is set by {by or 'agentrl'}")
+            name = argument.partition("=")[0].replace("_", "-")
+            # Parsers take the beginning of a name for the whole; none of theirs begins one of ours.
+            cut = len(name) > len("--") and name.startswith("--")
+            for ours, by in OUR_ARGUMENTS.items():
+                if name == ours or (cut and ours.startswith(name)):
+                    raise ValueError(f"{argument} ({ours}) is set by {by or 'agentrl'}")
         return arguments
 
     @field_validator("urls")
@@ -126,9 +129,10 @@ class RolloutConfig(Section):
         for url in urls:
             if not re.fullmatch(r"https?://[^\s@?#]+", url):
                 raise ValueError(f"{url!r} is not http://HOST:PORT (its key: AGENTRL_ENGINE_TOKEN)")
+        urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) < len(urls):
             raise ValueError("a URL stands there twice")
-        return [url.rstrip("/") for url in urls]
+        return urls
 
     @field_validator("budget_policy")
     @classmethod

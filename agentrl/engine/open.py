@@ -40,3 +40,12 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
             tokenizer.save_pretrained(base)
         places = openers(config, base, cpu=resolve_device(device) == "cpu")
         return Pool(places, close=stack.pop_all().close)
+
+
+def opening(config: Config) -> str:
+    """What `open_engine` is about to do, since a server takes its time."""
+    r = config.rollout
+    if r.urls:
+        return f"engine: {r.name} at {', '.join(r.urls)}"
+    many = f"{r.engines} servers" if r.engines > 1 else "a server"
+    return f"engine: starting {r.name}, {many}"

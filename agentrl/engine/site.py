@@ -13,7 +13,7 @@ from agentrl.config import Config
 from agentrl.engine.pool import PooledEngine
 from agentrl.engine.sglang import open as sglang
 from agentrl.engine.vllm import open as vllm
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that run already."""
@@ -45,11 +45,16 @@ def _start(config: Config, base: str, gpus: list[int], dtype: torch.dtype) -> Po
 
 
 def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> PooledEngine:
-    key = os.environ.get(TOKEN, "")
-    if config.rollout.name == "vllm":
-        return vllm.attach(config, base, url, key)
-    admin_key = os.environ.get(ADMIN_TOKEN, "")
-    return sglang.attach(config, base, url, dtype=dtype, key=key, admin_key=admin_key)
+    key, admin_key = os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, "")
+    try:
+        if config.rollout.name == "vllm":
+            return vllm.attach(config, base, url, key)
+        return sglang.attach(config, base, url, dtype=dtype, key=key, admin_key=admin_key)
+    except EngineError as e:
+        keys = f"{TOKEN} ({'set' if key else 'not set'})"
+        if config.rollout.name == "sglang":
+            keys += f" and {ADMIN_TOKEN} ({'set' if admin_key else 'not set'})"
+        raise type(e)(f"{e}\nThe server is one of rollout.urls; its keys are in {keys}") from e
 
 
 def _places(config: Config, cpu: bool) -> list[list[int]]:
@@ -68,6 +73,11 @@ def _places(config: Config, cpu: bool) -> list[list[int]]:
             raise ConfigError(
                 f"rollout.sleep={r.sleep}: a server on a CPU shares no GPU with the trainer. Set"
                 " rollout.sleep=none"
+            )
+        if r.deterministic and r.name == "sglang":
+            raise ConfigError(
+                "rollout.deterministic=true: SGLang's deterministic inference is for GPUs. Leave it"
+                " out, or set rollout.name=local, which always is deterministic"
             )
         return [[] for _ in range(r.engines)]
     found, each = torch.cuda.device_count(), r.tensor_parallel_size

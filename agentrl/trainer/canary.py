@@ -22,7 +22,12 @@ TOLERANCE = 1.5
 larger, and so are their rounding errors."""
 MOVED = 3.0
 """Times the noise: a policy that moved further is told from the last one."""
-BEHIND = 0.5
+MOST_NOISE = 3.0
+"""Times the mismatch at the start: more growth is no noise."""
+FAR, OWN = 10.0, 0.05
+"""A policy that moves by more than `FAR` times the noise at once may bring this share of the rest
+as rounding errors of its own, up to the noise: one of 7 billion new random weights did."""
+BEHIND = 0.25
 """The share of the last movement that an engine may lack."""
 LEAST_MISMATCH = 1e-5
 """The noise of float32, in nats; what is measured at the start may be less by chance."""
@@ -33,7 +38,19 @@ MOST_MISMATCH = 0.2
 class Canary:
     """The fixed row, as it was scored last."""
 
-    def __init__(self, trainer: Tensor, engines: Tensor):
+    def __init__(self, reference: float):
+        """Judge by what was measured at the start.
+
+        Args:
+            reference: mean absolute difference of the logprobs in nats.
+        """
+        self.reference = reference
+        self._noise = reference
+        self._last: Tensor | None = None
+        """The trainer's logprobs when an engine was last seen to follow them."""
+
+    @classmethod
+    def measured(cls, trainer: Tensor, engines: Tensor) -> Canary:
         """Measure at the start, where both hold the same.
 
         Args:
@@ -43,17 +60,14 @@ class Canary:
         Raises:
             RunStopped: they are of different models.
         """
-        self.reference = max(_worst(_distance(trainer, e) for e in engines), LEAST_MISMATCH)
-        """Mean absolute difference of the logprobs in nats."""
-        if not self.reference <= MOST_MISMATCH:
+        reference = max(_worst(_distance(trainer, e) for e in engines), LEAST_MISMATCH)
+        if not reference <= MOST_MISMATCH:
             raise RunStopped(
-                f"engine and trainer differ by {self.reference:.3g} nats a token before the first"
+                f"engine and trainer differ by {reference:.3g} nats a token before the first"
                 f" step, where arithmetic makes at most {MOST_MISMATCH:g}. Do they hold the same"
                 " model? Were the weights, or the adapter, taken by the engine?"
             )
-        self._noise = self.reference
-        self._last: Tensor | None = None
-        """The trainer's logprobs when an engine was last seen to follow them."""
+        return cls(reference)
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
         """Judge an update.
@@ -74,14 +88,19 @@ class Canary:
         moved = drift > MOVED * self._noise
         worst = _worst(self._judge(trainer, e, drift, moved, version) for e in engines)
         if moved or self._last is None:
-            self._noise, self._last = max(self.reference, worst), trainer
+            self._noise = min(max(self.reference, worst), MOST_NOISE * self.reference)
+            self._last = trainer
         return {"canary/mismatch": worst, "canary/drift": drift}
 
     def _judge(
         self, trainer: Tensor, engine: Tensor, drift: float, moved: bool, version: int
     ) -> float:
         mismatch = _distance(trainer, engine)
-        limit = TOLERANCE * self._noise if moved else MOVED * self._noise + drift
+        if moved:
+            own = OWN * max(0.0, drift - FAR * self._noise)
+            limit = TOLERANCE * self._noise + min(own, self._noise)
+        else:
+            limit = MOVED * self._noise + drift
         behind = 0.0
         if moved and self._last is not None:
             behind = _share(trainer - engine, trainer - self._last)

@@ -201,7 +201,10 @@ class Policy:
     def save_adapter(self, folder: Path) -> None:
         """The policy's LoRA adapter, in a folder that PEFT and engines load."""
         assert self.peft is not None
-        self.peft.save_pretrained(str(folder), selected_adapters=[ACTOR])
+        # Else PEFT asks the hub whether the vocabulary grew, which it did not.
+        self.peft.save_pretrained(
+            str(folder), selected_adapters=[ACTOR], save_embedding_layers=False
+        )
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine must hold to sample from this policy: tensors of the plain model by name.

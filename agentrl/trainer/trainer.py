@@ -12,9 +12,8 @@ killed run goes on as if nothing had happened.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from hashlib import file_digest
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from agentrl.agent_loops.attempt import load_template
 from agentrl.config import Config
 from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
-from agentrl.engine.open import open_engine
+from agentrl.engine.open import open_engine, opening
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
@@ -34,6 +33,7 @@ from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import ALGORITHMS
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import drop_after, find_checkpoint, recover, save_checkpoint
+from agentrl.trainer.clock import StepClock
 from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.interrupt import Interrupt
@@ -88,7 +88,7 @@ class Trainer:
         )
         self.total_steps = self.plan.total_steps
         self.global_step = 0
-        self._seconds: dict[str, float] = {}
+        self.clock = StepClock()
         self._whole = True
         """Whether the learner's state is that of `global_step`, and may be saved."""
         self._unfinished: dict[str, float] | None = None
@@ -97,12 +97,12 @@ class Trainer:
     # -- the algorithm ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One step: play, judge, learn, publish.
+        """One step: play, judge, learn.
 
         Returns:
             The step's metrics.
         """
-        with self._timed("gen"), self.interrupt.abandonable():
+        with self.clock.timed("gen"), self.interrupt.abandonable():
             groups = self.rollouts.collect(
                 self._next_samples(),
                 n=self.config.rollout.n,
@@ -111,19 +111,18 @@ class Trainer:
             )
         self.engine.sleep()
         batch = self._collate(groups)  # (B, T)
-        self._whole = False  # until the update is made and published
-        with self._timed("ref"):
+        self._whole = False  # until the update is made
+        with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
-        with self._timed("values"):
+        with self.clock.timed("values"):
             values = self.learner.values(batch)  # (B, T) or None
-        with self._timed("old_log_prob"):
+        with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
         targets = self.algorithm.targets(batch, self.config.algorithm, old, values, reference)
-        with self._timed("update_actor"):
+        with self.clock.timed("update_actor"):
             metrics = self.learner.update(batch, targets, self.global_step + 1, self._sound)
-        metrics |= self.publisher.publish(self.global_step + 1)
         self.store.write(self.global_step + 1, groups)
-        return metrics | self.engine.metrics() | rollout_metrics(groups)
+        return metrics | rollout_metrics(groups)
 
     def _sound(self, compared: Mapping[str, float]) -> None:
         """Stop where engine and trainer are suddenly far apart, before a weight moves."""
@@ -182,17 +181,18 @@ class Trainer:
             self._complete(self._advance())
 
     def _advance(self) -> dict[str, float]:
-        """One step with its times; its validation and its line in the record are still to come."""
-        start, self._seconds = time.perf_counter(), {}
+        """One step, published; its validation and its line in the record are still to come."""
+        self.clock = StepClock()
         metrics = self.step()
-        self._seconds["step"] = time.perf_counter() - start
-        sampled = metrics.get("rollout/sampled_tokens", 0.0)
-        metrics |= {f"timing_s/{name}": s for name, s in self._seconds.items()}
-        metrics["perf/throughput"] = sampled / self._seconds["step"]
         self.global_step += 1
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self._epoch()
+        metrics |= self.clock.metrics(metrics)
+        # What was learned is not lost with an engine that does not take it.
         self._unfinished, self._whole = metrics, True
+        metrics |= self.publisher.publish(self.global_step)
+        metrics |= self.engine.metrics()
+        metrics |= self.clock.metrics(metrics)
         return metrics
 
     def _complete(self, metrics: dict[str, float]) -> None:
@@ -200,7 +200,7 @@ class Trainer:
         trainer, last = self.config.trainer, self.global_step == self.total_steps
         if self.plan.val and _due(self.global_step, trainer.test_freq, last):
             metrics |= self._validate()
-            metrics["timing_s/testing"] = self._seconds["testing"]
+            metrics["timing_s/testing"] = self.clock.seconds["testing"]
         self.tracker.log(self.global_step, metrics)
         self._unfinished = None
         self.console.step(self.global_step, self.total_steps, metrics)
@@ -221,8 +221,8 @@ class Trainer:
         return f"saved after step {saved.step}; the same command goes on from there"
 
     def _validate(self) -> dict[str, float]:
-        self._seconds.pop("testing", None)
-        with self._timed("testing"), self.interrupt.abandonable():
+        self.clock.seconds.pop("testing", None)
+        with self.clock.timed("testing"), self.interrupt.abandonable():
             result = evaluate(self.rollouts, self.plan.val, self.config.val)
         self.store.write(self.global_step, result.groups, split="val")
         if result.greedy_groups:
@@ -232,14 +232,6 @@ class Trainer:
 
     def _epoch(self) -> float:
         return self.global_step * self.config.data.batch_size / len(self.plan.train)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     # -- beginning and end ------------------------------------------------------------------------
 
@@ -279,15 +271,20 @@ class Trainer:
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
+        if config.rollout.name != "local":
+            self.console.note(opening(config))
         self.engine = open_engine(config, self.tokenizer)
         stack.callback(self.engine.close)
         check_model_fits(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
         )
-        row = fixed_row(self.plan, template, self.engine.max_length)
         self.publisher = Publisher(
-            self.learner, self.engine, row, lambda ids: self.rollouts.run(self.engine.scores(ids))
+            self.learner,
+            self.engine,
+            fixed_row(self.plan, template, self.engine.max_length),
+            lambda ids: self.rollouts.run(self.engine.scores(ids)),
+            noise=checkpoint.meta.get("noise") if checkpoint else None,
         )
         self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
@@ -311,7 +308,7 @@ class Trainer:
         stack.callback(self.tracker.close)
 
     def _save(self) -> None:
-        with self._timed("save_checkpoint"):
+        with self.clock.timed("save_checkpoint"):
             save_checkpoint(
                 self.folder,
                 self.global_step,
@@ -320,6 +317,7 @@ class Trainer:
                     "config": self.config.model_dump(mode="json"),
                     "rows": self._rows,
                     "unfinished": self._unfinished,
+                    "noise": self.publisher.noise,
                 },
             )
 

@@ -23,6 +23,7 @@ class Publisher:
         engine: EngineControl,
         token_ids: array[int],
         scores: Callable[[array[int]], list[array[float]]],
+        noise: float | None = None,
     ):
         """Send nothing yet.
 
@@ -31,10 +32,12 @@ class Publisher:
             engine: gets it.
             token_ids: a row that both score after each update, two tokens at least.
             scores: the logprobs of it by every engine behind `engine`.
+            noise: of the run's beginning, where it goes on from a checkpoint: then an engine that
+                holds the base is not taken for the measure.
         """
         self._learner, self._engine = learner, engine
         self._token_ids, self._scores = token_ids, scores
-        self._canary: Canary | None = None
+        self._canary = None if noise is None else Canary(noise)
 
     @property
     def noise(self) -> float:
@@ -73,10 +76,10 @@ class Publisher:
         policy = self._learner.policy
         if policy.peft is None:
             self._send(version)
-            return Canary(*self._both())
+            return Canary.measured(*self._both())
         with policy.shaken(self._learner.config.trainer.seed):
             self._send(version)
-            canary = Canary(*self._both())
+            canary = Canary.measured(*self._both())
             self._engine.sleep()  # what was shaken is sent to no engine that comes late
         return canary
 

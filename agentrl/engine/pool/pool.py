@@ -136,18 +136,24 @@ class Pool:
         )
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """See `Engine`: by every engine that can be asked; one that fails is left out."""
-        found, error = [], None
+        """See `Engine`: by every engine that can be asked.
+
+        One that fails alone is asked no more until it was sent the policy again.
+        """
+        found, failed = list[array[float]](), list[tuple[Member, PooledEngine, EngineError]]()
         deadline = time.monotonic() + SCORE_SECONDS
         for member in self._candidates(set()):
+            engine = member.engine
             try:
                 found.append(await self._ask(member, lambda e: e.score(token_ids), deadline))
             except EngineError as e:
-                error = e
+                failed.append((member, engine, e))
         if not found:
-            if error is not None:
-                raise error
+            if failed:
+                raise failed[-1][2]
             self._supervisor.refuse()
+        for failure in failed:
+            self._supervisor.leave_out(*failure, stale=True)
         return found
 
     # -- EngineControl -----------------------------------------------------------------------------

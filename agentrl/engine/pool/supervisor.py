@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from agentrl.engine.base import Update
+from agentrl.engine.pool.faults import died, laid_at, line
 from agentrl.engine.pool.member import Member, Pacing, PooledEngine
 from agentrl.errors import EngineDead, EngineError, EngineOverloaded
 
@@ -114,7 +115,8 @@ class Supervisor:
                 )
                 member.mender.start()
         if new:
-            log.warning("engine %s is left out: %s", engine.url, _line(cause))
+            said = cause if isinstance(cause, EngineDead) else line(cause)  # its last lines, once
+            log.warning("engine %s is left out: %s", engine.url, said)
         if broken:
             member.drop_flights()
 
@@ -136,7 +138,7 @@ class Supervisor:
             EngineError: with what each was left out for.
         """
         self.check_hope()
-        causes = "; ".join(f"{m.engine.url}: {_line(m.cause)}" for m in self.members if m.cause)
+        causes = "; ".join(f"{m.engine.url}: {line(m.cause)}" for m in self.members if m.cause)
         raise EngineError(f"no engine can be asked now ({causes})")
 
     # -- for the trainer ---------------------------------------------------------------------------
@@ -225,7 +227,7 @@ class Supervisor:
         try:
             self._send(m, update)
         except EngineError as e:
-            self.leave_out(m, engine, e, broken=_died(engine, e), stale=True)
+            self.leave_out(m, engine, e, broken=died(engine, e), stale=True)
             return False
         self.version = update.version
         self._admit(m)
@@ -235,7 +237,8 @@ class Supervisor:
         """Have a member do what it must, or leave it out."""
         engine = m.engine
         try:
-            do(engine)
+            with laid_at(engine):
+                do(engine)
         except EngineError as e:
             self.leave_out(m, engine, e, broken=True, stale=True)
 
@@ -243,14 +246,19 @@ class Supervisor:
 
     def _mend(self, m: Member) -> None:
         """A thread's life: until the member is back, or is out for good."""
+        full_since: float | None = None
         while not self._out(m) and not self._closing.wait(m.breaker.next_wait()):
             try:
                 self._revive(m)
                 if self._return(m):
                     return
+                full_since = None
             except EngineOverloaded as e:
-                m.cause = e
+                full_since = full_since or time.monotonic()
+                with self._lock:  # what has no place for one token for so long is not full
+                    m.cause, m.broken = e, time.monotonic() - full_since > self._pacing.outage
             except Exception as e:  # openers are anybody's, and this thread must not end by them
+                full_since = None
                 with self._lock:
                     m.cause, m.broken = e, True
 
@@ -261,7 +269,7 @@ class Supervisor:
             if m.out:
                 m.mender = None
         if m.out:
-            log.error("engine %s stays out: %s", m.engine.url, _line(m.cause))
+            log.error("engine %s stays out: %s", m.engine.url, line(m.cause))
         return m.out
 
     def _revive(self, m: Member) -> None:
@@ -270,24 +278,34 @@ class Supervisor:
             self._start_anew(m)
             return
         try:
-            m.engine.probe()
+            with laid_at(m.engine):
+                m.engine.probe()
         except (EngineDead, EngineOverloaded):
             raise
         except EngineError as e:
             # It may be a server that somebody else has started anew: it samples, but from what?
             if self._update is None or not self._healthy(m):
                 raise
-            log.warning("engine %s is sent the policy again: %s", m.engine.url, _line(e))
+            log.warning("engine %s is sent the policy again: %s", m.engine.url, line(e))
             m.held = None
 
     def _start_anew(self, m: Member) -> None:
+        """Replace the engine, once the trainer is not at work on the GPU that it may share."""
+        while self._asleep:
+            if self._closing.wait(0.05):
+                return
         with self._lock:
             m.restarts += 1
             self.restarts += 1
         log.warning("engine %s is started anew (%d)", m.engine.url, m.restarts)
         with contextlib.suppress(Exception):
             m.engine.close()
-        engine = m.opener()
+        try:
+            engine = m.opener()
+        except Exception:
+            if self._asleep:  # since it began: no fault of the engine's
+                m.restarts -= 1
+            raise
         with self._lock:
             if not self._closing.is_set():
                 m.engine, m.held = engine, None
@@ -318,7 +336,8 @@ class Supervisor:
         return True
 
     def _send(self, m: Member, update: Update) -> None:
-        self.sent += m.engine.publish(update)
+        with laid_at(m.engine):
+            self.sent += m.engine.publish(update)
         m.held = update
 
     def _admit(self, m: Member) -> None:
@@ -329,21 +348,3 @@ class Supervisor:
 
     def _causes(self) -> str:
         return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.members if m.cause)
-
-
-def _died(engine: PooledEngine, error: EngineError) -> bool:
-    """Whether an engine that failed is gone: connections break a moment before it is seen."""
-    if isinstance(error, EngineDead) or not engine.restartable:
-        return isinstance(error, EngineDead)
-    time.sleep(0.2)
-    try:
-        engine.probe()
-    except EngineDead:
-        return True
-    except EngineError:
-        pass
-    return False
-
-
-def _line(cause: Exception | None) -> str:
-    return str(cause).partition("\n")[0]

@@ -21,8 +21,9 @@ from agentrl.http import fetch
 START_SECONDS = 1800.0
 """Loading and compiling take their time; a server that dies meanwhile is noticed at once."""
 HEALTH_SECONDS = 30.0
-TAIL_LINES = 25
-HIGHEST_PORT = 50_000
+TAIL_LINES, TAIL_BYTES = 25, 64 * 1024
+LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
+PORT_TRIES = 200
 
 
 class ServerProcess:
@@ -94,7 +95,9 @@ class ServerProcess:
     def death(self) -> EngineDead:
         """What to raise of a server that ended: with the last lines it said."""
         try:
-            text = self._log.read_text(errors="replace")
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                text = log.read().decode("utf-8", "replace")
         except OSError:  # stopped, and its folder cleared away
             text = ""
         text = text.replace(self.token, "***").replace(self.admin_token, "***")
@@ -104,8 +107,9 @@ class ServerProcess:
     def stop(self) -> None:
         """End it and all that it started. Idempotent."""
         assert self._process.stdin is not None
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
+        if not self._process.stdin.closed:
+            # Also where the leash is gone: what it held may have outlived it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdin.close()
@@ -165,9 +169,17 @@ def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, with room above: SGLang takes others up to 10,000 higher."""
-    while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
+    """A port that nobody listens on, with room above: SGLang takes others up to 10,000 higher.
+
+    Raises:
+        EngineError: none is found.
+    """
+    for k in range(2 * PORT_TRIES):
+        # The system's choice, and where its range lies too high, our own.
+        span = HIGHEST_PORT - LOWEST_PORT
+        wanted = 0 if k < PORT_TRIES else LOWEST_PORT + secrets.randbelow(span)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", wanted))
             if (port := s.getsockname()[1]) < HIGHEST_PORT:
                 return port
+    raise EngineError(f"no port below {HIGHEST_PORT} is free for a server")

@@ -15,6 +15,9 @@ from agentrl.engine.server.answers import Stamp, refusal
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.trajectory import Generation, float_array, token_array
 
+ROUNDED = 1e-2
+"""Above 0 by rounding; more is no logprob."""
+
 
 def read_generation(answer: Any, limit: int, stamp: Stamp, where: str) -> Generation:
     """A turn from an answer of `/generate`.
@@ -81,8 +84,8 @@ def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) ->
 def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]:
     """Ids and logprobs of `[logprob, id, text]`."""
     logprobs = float_array([entry[0] for entry in entries])
-    if not all(map(math.isfinite, logprobs)):
-        raise ValueError("a logprob that is not finite")
+    if not all(-math.inf < logprob < ROUNDED for logprob in logprobs):
+        raise ValueError("a logprob that is not finite, or of more than certainty")
     return token_array([entry[1] for entry in entries]), logprobs
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +19,7 @@ from agentrl.engine.server.process import ServerProcess
 from agentrl.engine.server.sender import Sender
 from agentrl.engine.sglang.answers import read_generation, read_scores
 from agentrl.engine.sglang.proof import WeightsProof
+from agentrl.engine.sglang.requests import Requests
 from agentrl.engine.sglang.sync.adapter import AdapterSender
 from agentrl.engine.sglang.sync.disk import DiskSender
 from agentrl.errors import EngineError, EngineNonsense
@@ -77,10 +75,10 @@ class SGLangEngine:
         """
         self.url, self._process = url, process
         self._vocabulary, self._dtype = vocabulary, dtype
-        self._http = HttpClient(url, token=key, error=EngineError)
-        self._aborts: set[asyncio.Task[None]] = set()
+        http, aside = (HttpClient(url, token=key, error=EngineError) for _ in range(2))
+        self._requests = Requests(http, aside, process)
         self._paused = False
-        self._memory, self._asleep = MEMORY[sleep], False
+        self._memory, self._given_up = MEMORY[sleep], set[str]()
         self._control = Control(url, key=key, admin_key=admin_key, process=process)
         self._sender = sender(self._control)
         self._proof = WeightsProof(self._control)
@@ -114,11 +112,7 @@ class SGLangEngine:
         Raises:
             EngineError: it did not by then.
         """
-        status, answer = await self._http.request_json(
-            "GET", "/health_generate", deadline=deadline, retries=1
-        )
-        if status != 200:
-            raise refusal(status, answer, f"{self.url}/health_generate")
+        await self._requests.check_health(deadline)
 
     def begin(self, episode_id: str) -> None:
         """See `Sampler`: the server schedules requests, not episodes."""
@@ -154,8 +148,14 @@ class SGLangEngine:
             "sampling_params": _sampling_params(sampling, limit, seed if self._seeded else None),
             **self._sender.request(),
         }
-        answer = await self._ask(body, where, deadline, episode_id)
-        return read_generation(answer, limit, stamp, where)
+        answer = await self._requests.ask(body, where, deadline, episode_id)
+        found = read_generation(answer, limit, stamp, where)
+        if max(found.token_ids) >= self._vocabulary:
+            raise EngineNonsense(
+                f"{where}: token {max(found.token_ids)}, but the model's vocabulary has"
+                f" {self._vocabulary}"
+            )
+        return found
 
     def end(self, episode_id: str) -> None:
         """See `Sampler`: the server forgets what is used least."""
@@ -176,54 +176,8 @@ class SGLangEngine:
             "sampling_params": {"max_new_tokens": 0},
             **self._sender.request(),
         }
-        answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
+        answer = await self._requests.ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return read_scores(answer, token_ids, self._vocabulary, "score")
-
-    async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        """One request of `/generate`; what is not waited for any more is aborted."""
-        # SGLang aborts by prefix: ids of one length are no prefix of each other.
-        rid = uuid.uuid4().hex
-        answered = False
-        try:
-            # Sent again where an idle connection was closed at that moment; the server refuses an
-            # id that it is at work on.
-            status, answer = await self._http.request_json(
-                "POST",
-                "/generate",
-                body | {"rid": rid},
-                deadline=deadline,
-                retries=1,
-                headers={"x-smg-routing-key": episode_id},  # SGLang's router keeps it to a worker
-            )
-            answered = True
-        except EngineError as e:
-            if time.monotonic() < deadline:
-                await self._look_for_death()
-            raise type(e)(f"{where}: {e}") from None
-        finally:
-            if not answered:
-                task = asyncio.create_task(self._abort(rid))
-                self._aborts.add(task)
-                task.add_done_callback(self._aborts.discard)
-        if status != 200:
-            raise refusal(status, answer, where)
-        return answer
-
-    async def _abort(self, rid: str) -> None:
-        """Best effort: a server that does not hear it ends the turn at its limit."""
-        with contextlib.suppress(EngineError):
-            await self._http.request_json(
-                "POST", "/abort_request", {"rid": rid}, deadline=time.monotonic() + 10
-            )
-
-    async def _look_for_death(self) -> None:
-        """A connection breaks a moment before its process is seen to have ended."""
-        for _ in range(20):
-            if self._process is None:
-                return
-            if not self._process.running:
-                raise self._process.death() from None
-            await asyncio.sleep(0.05)
 
     def _check_row(self, token_ids: array[int], where: str, limit: int) -> None:
         checked_row(
@@ -238,11 +192,11 @@ class SGLangEngine:
 
     def sleep(self) -> None:
         """Give up the memory that the trainer needs now, once no turn is in flight."""
-        if self._memory and not self._asleep:
+        if self._memory and not self._given_up:
             self._flush()
             body = {"tags": list(reversed(self._memory))}
             self._control.manage("/release_memory_occupation", body)
-            self._asleep = True
+            self._given_up = set(self._memory)
 
     def publish(self, update: Update) -> int:
         """Send the policy, and prove that the server holds it and samples from it.
@@ -263,7 +217,6 @@ class SGLangEngine:
         self._wake("weights")
         sent = self._sender.send(update)
         self._wake("kv_cache")
-        self._asleep = False
         if adapter:
             self._stamp = Stamp(self._stamp.weights, update.version)
             self.probe()
@@ -304,6 +257,10 @@ class SGLangEngine:
         Raises:
             EngineError: it does not, or under another version than was published.
         """
+        if self._given_up:
+            raise EngineError(
+                f"{self.url}: asleep, without its {', '.join(sorted(self._given_up))}"
+            )
         body = {
             "input_ids": [0] * min(PROBE_TOKENS, self.max_length - 1),
             "return_logprob": True,
@@ -322,8 +279,9 @@ class SGLangEngine:
             yield name, tensor.to(self._dtype or tensor.dtype)
 
     def _wake(self, tag: str) -> None:
-        if self._asleep and tag in self._memory:
+        if tag in self._given_up:
             self._control.manage("/resume_memory_occupation", {"tags": [tag]})
+            self._given_up.remove(tag)
 
     def _flush(self) -> None:
         """Empty the cache, once the turns that were aborted have left it.
@@ -362,6 +320,11 @@ def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[s
         "stop": list(sampling.stop),
         "no_stop_trim": True,
         "skip_special_tokens": False,
+        # What is left out comes from the server's own settings.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
         # SGLang takes it for greedy, and then the logprobs are of temperature 1 or not by what

@@ -47,6 +47,8 @@ class SGLangLaunch:
     """Its share of a GPU's memory."""
     lora: Lora | None = None
     """None: weights alone are sent to it."""
+    whole: bool = True
+    """Whether updates send all its weights; those of merged LoRA leave the others as they were."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     deterministic: bool = False
     on_policy: bool = False
@@ -110,7 +112,7 @@ class SGLangLaunch:
             ]
         if self.sleep != "none":
             flags.append("--enable-memory-saver")
-            if self.sleep == "all" and self.lora:  # of its base nothing is sent again
+            if self.sleep == "all" and (self.lora or not self.whole):
                 flags.append("--enable-weights-cpu-backup")
         if self.deterministic:
             flags.append("--enable-deterministic-inference")

@@ -43,6 +43,10 @@ def start(
     """
     r, m = config.rollout, config.model
     adapter = m.lora_rank > 0 and (r.lora == "adapter" or (r.lora == "auto" and bool(gpus)))
+    if adapter and not gpus:
+        raise ConfigError(
+            "rollout.lora=adapter: SGLang takes no adapters on a CPU. Set rollout.lora=merge"
+        )
     sender = AdapterSender if adapter else _sender(r.sync, gpus, shared)
     sleep = r.sleep if shared else "none"
     targets = m.lora_target_modules
@@ -56,6 +60,7 @@ def start(
         gpus=gpus,
         memory=r.gpu_memory_utilization,
         lora=Lora(m.lora_rank, every) if adapter else None,
+        whole=m.lora_rank == 0,
         sleep=sleep,
         deterministic=r.deterministic,
         arguments=r.launch,

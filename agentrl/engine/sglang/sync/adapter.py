@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.engine.base import Update
 from agentrl.engine.server.control import Control
 from agentrl.engine.server.sender import SEND_SECONDS
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, EngineNonsense
 
 RESIDENT = 2
 """How many adapters of a run a server holds: the last two, so that turns in flight can end."""
@@ -30,13 +30,18 @@ class AdapterSender:
         # A server that outlives runs may hold adapters of others: names are ours alone.
         self._prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
         self._loaded: list[str] = []
+        self._times = 0
 
     def send(self, update: Update) -> int:
         """See `Sender`; then proves that the server lists it, and that it forgot the stale ones."""
         assert update.adapter is not None, "an adapter is sent of a policy that has one"
-        name = f"{self._prefix}{update.version}"
-        if name in self._loaded:  # a server that was asleep, say: the weights may differ
-            self._unload(name)
+        # A name of its own each time: of one whose answer was lost nobody knows what it holds.
+        self._times += 1
+        name = f"{self._prefix}{update.version}-{self._times}"
+        listed = self._listed()
+        self._loaded = [known for known in self._loaded if known in listed]
+        for lost in listed - set(self._loaded):
+            self._control.manage("/unload_lora_adapter", {"lora_name": lost})
         while len(self._loaded) >= RESIDENT:
             self._unload(self._loaded[0])
         with TemporaryDirectory(prefix="agentrl-adapter-") as folder:
@@ -68,9 +73,17 @@ class AdapterSender:
         Raises:
             EngineError: it does not.
         """
-        listed = [str(model["id"]) for model in self._control.ask("/v1/models")["data"]]
-        ours = sorted(name for name in listed if name.startswith(self._prefix))
-        if ours != sorted(self._loaded):
+        if (listed := self._listed()) != set(self._loaded):
             raise EngineError(
-                f"{self._control.url}: its adapters are {ours}, not {sorted(self._loaded)}"
+                f"{self._control.url}: its adapters are {sorted(listed)}, not"
+                f" {sorted(self._loaded)}"
             )
+
+    def _listed(self) -> set[str]:
+        """Those of our adapters that the server has."""
+        answer = self._control.ask("/v1/models")
+        try:
+            names = [str(model["id"]) for model in answer["data"]]
+        except (LookupError, TypeError) as e:
+            raise EngineNonsense(f"{self._control.url}/v1/models: not a list: {e}") from e
+        return {name for name in names if name.startswith(self._prefix)}

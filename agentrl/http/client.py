@@ -1,4 +1,4 @@
-"""The one HTTP client: JSON in, JSON out, for tools, engines, judges and simulated users.
+"""Requests of rollouts: JSON in, JSON out, for tools, engines, judges and simulated users.
 
 Lean on purpose. A rollout makes a request for every tool call and every turn, and a client built of
 request and response objects costs more than the tool behind it (httpx on these same connections:
@@ -20,20 +20,18 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, cast
-from urllib.parse import SplitResult, urlsplit
 
 import httptools
-import httpx
 import orjson
 
-from agentrl.errors import ConfigError, Infrastructure
+from agentrl.errors import Infrastructure
+from agentrl.http.address import UNSAFE, bearer, split
 
 MAX_ANSWER_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
 MAX_IDLE_SECONDS = 60.0
 """Shorter than our servers' keep-alive, so that a connection is rarely found dead."""
 
-_UNSAFE = re.compile(r"[^\x21-\x7e]")
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
 
@@ -175,16 +173,15 @@ class HttpClient:
         error: type[Infrastructure] = Infrastructure,
         max_bytes: int = MAX_ANSWER_BYTES,
     ):
-        url = _split(base_url)
-        if _UNSAFE.search(token):
-            raise ConfigError("a bearer token must be printable ASCII without spaces")
+        url = split(base_url)
+        shown = bearer(token)
         self.base_url = base_url.rstrip("/")
         self._host = url.hostname or ""
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
-            f"authorization: Bearer {token}\r\n" if token else ""
+            f"authorization: {shown}\r\n" if shown else ""
         )
         self._error = error
         self._max_bytes = max_bytes
@@ -250,7 +247,7 @@ class HttpClient:
     def _write(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> bytes:
         """The request's bytes."""
         target = self._prefix + path
-        if _UNSAFE.search(target) or not target.startswith("/"):
+        if UNSAFE.search(target) or not target.startswith("/"):
             raise ValueError(f"not a path that can be requested: {target!r}")
         head = f"{method} {target} HTTP/1.1\r\n{self._headers}"
         for name, value in (headers or {}).items():
@@ -296,56 +293,3 @@ class HttpClient:
             _Connection, self._host, self._port, ssl=self._tls
         )
         return connection
-
-
-def fetch_json(
-    base_url: str,
-    path: str,
-    body: Any = None,
-    *,
-    token: str = "",
-    error: type[Infrastructure] = Infrastructure,
-    timeout: float,
-) -> tuple[int, Any]:
-    """One GET, or a POST of a body, from code that is not async."""
-    status, answer = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
-    try:
-        return status, orjson.loads(answer) if answer else None
-    except orjson.JSONDecodeError as e:
-        raise error(f"{base_url}{path}: status {status} and not JSON: {e}") from None
-
-
-def fetch(
-    base_url: str,
-    path: str,
-    body: Any = None,
-    *,
-    token: str = "",
-    error: type[Infrastructure] = Infrastructure,
-    timeout: float,
-) -> tuple[int, bytes]:
-    """As `fetch_json`, whatever the answer is; httpx does it, since nobody waits for a thousand."""
-    method = "GET" if body is None else "POST"
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    url = _split(base_url).geturl().rstrip("/") + path
-    try:
-        # Reading the certificates of the world takes longer than a request to our own servers.
-        tls = url.startswith("https:")
-        with httpx.Client(trust_env=False, timeout=timeout, verify=tls) as client:
-            answer = client.request(method, url, headers=headers, json=body)
-    except httpx.HTTPError as e:
-        raise error(f"{method} {url}: {type(e).__name__}: {e}") from e
-    return answer.status_code, answer.content
-
-
-def _split(base_url: str) -> SplitResult:
-    """The parts of an http(s) URL."""
-    wrong = ConfigError(f"not a server's URL: {base_url!r}. Expected: http://HOST:PORT")
-    try:
-        url = urlsplit(base_url)
-        named = url.scheme in ("http", "https") and url.hostname and url.port != 0
-    except ValueError:  # a port that is none
-        raise wrong from None
-    if not named or _UNSAFE.search(base_url) or url.username or url.query or url.fragment:
-        raise wrong
-    return url

@@ -1,0 +1,212 @@
+"""Where servers stand and how each is started; none is."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from agentrl.config import load_config
+from agentrl.engine.server.control import Control
+from agentrl.engine.sglang import SGLangLaunch, open
+from agentrl.engine.sglang.sync.adapter import AdapterSender
+from agentrl.engine.sglang.sync.disk import DiskSender
+from agentrl.engine.sglang.sync.ipc import IpcSender
+from agentrl.engine.sglang.sync.nccl import NcclSender
+from agentrl.engine.site import openers
+from agentrl.errors import ConfigError, EngineDead, EngineError
+
+NOTHING = Control("http://127.0.0.1:1")
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """The servers that a run would have started, with their options: what they are, then how."""
+    found = []
+
+    class Engine:
+        def __init__(self, url, *, sender, **options):
+            found[-1] |= options | {"sender": sender(NOTHING)}
+
+    def start(launch):
+        found.append({"launch": launch, "flags": launch._flags()})
+        return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
+
+    monkeypatch.setattr(SGLangLaunch, "start", start)
+    monkeypatch.setattr(SGLangLaunch, "knows_on_policy", lambda launch: True)
+    monkeypatch.setattr(open, "SGLangEngine", Engine)
+    return found
+
+
+def open_all(model, *overrides, gpus=0, monkeypatch=None):
+    """Open a run's servers where there are so many GPUs."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = load_config(None, ["rollout.name=sglang", *overrides])
+    for opener in openers(config, str(model), cpu=not gpus):
+        opener()
+
+
+def after(flags, name):
+    return flags[flags.index(name) + 1]
+
+
+def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
+    two = ["rollout.engines=2"]
+    for gpus, overrides, expected in (
+        (4, [], [[3]]),
+        (4, two, [[2], [3]]),
+        (4, [*two, "rollout.tensor_parallel_size=2"], [[0, 1], [2, 3]]),
+        (1, [], [[0]]),
+    ):
+        starts.clear()
+        open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
+        assert [s["launch"].gpus for s in starts] == expected
+        for s in starts:
+            assert after(s["flags"], "--tp-size") == str(len(expected[0]))
+            shared = s["launch"].gpus[0] == 0
+            assert isinstance(s["sender"], IpcSender if shared else NcclSender)
+    starts.clear()
+    open_all(random_model, *two)
+    assert [s["launch"].gpus for s in starts] == [[], []]
+    assert all(isinstance(s["sender"], DiskSender) for s in starts)
+
+
+@pytest.mark.parametrize(
+    "gpus, overrides, said",
+    [
+        (1, ["rollout.engines=2"], "are 2 GPUs, but torch finds 1"),
+        (2, ["rollout.sleep=all"], "no server shares the trainer's GPU"),
+        (1, ["rollout.sync=nccl"], "GPU 0, which is the trainer's"),
+        (2, ["rollout.sync=ipc"], "GPU 1, which is not the trainer's"),
+        (0, ["rollout.sync=ipc"], "a server is on a CPU"),
+        (0, ["rollout.sleep=kv_cache"], "shares no GPU"),
+        (0, ["rollout.tensor_parallel_size=2"], "is for GPUs"),
+        (0, ["rollout.deterministic=true"], "deterministic inference is for GPUs"),
+    ],
+)
+def test_places_that_cannot_be(starts, random_model, monkeypatch, gpus, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
+    assert not starts
+
+
+def test_memory_and_arguments(starts, random_model, monkeypatch):
+    more = ["rollout.gpu_memory_utilization=0.25", "rollout.launch=[--attention-backend, triton]"]
+    open_all(random_model, *more, gpus=1, monkeypatch=monkeypatch)
+    [server] = starts
+    assert after(server["flags"], "--mem-fraction-static") == "0.25"
+    assert list(server["launch"].arguments) == ["--attention-backend", "triton"]
+
+
+@pytest.mark.parametrize("lora", ["auto", "adapter", "merge"])
+def test_how_lora_goes(starts, random_model, monkeypatch, lora):
+    for gpus, adapter in ((1, lora != "merge"), (0, lora == "adapter")):
+        starts.clear()
+        overrides = ["model.lora_rank=8", f"rollout.lora={lora}"]
+        open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
+        [server] = starts
+        assert isinstance(server["sender"], AdapterSender) == adapter
+        assert ("--enable-lora" in server["flags"]) == adapter
+        if adapter:
+            assert after(server["flags"], "--max-lora-rank") == "8"
+
+
+SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"
+
+
+@pytest.mark.parametrize(
+    "sleep, lora, expected",
+    [
+        ("none", "", set()),
+        ("kv_cache", "merge", {SAVER}),
+        ("all", "", {SAVER}),  # every update brings all weights back
+        ("all", "merge", {SAVER, BACKUP}),  # and these only what is adapted
+        ("all", "adapter", {SAVER, BACKUP}),
+    ],
+)
+def test_what_an_update_does_not_bring_back_outlives_sleep(
+    starts, random_model, monkeypatch, sleep, lora, expected
+):
+    overrides = [f"rollout.sleep={sleep}"]
+    overrides += ["model.lora_rank=8", f"rollout.lora={lora}"] if lora else []
+    open_all(random_model, *overrides, gpus=1, monkeypatch=monkeypatch)
+    [server] = starts
+    assert {SAVER, BACKUP} & set(server["flags"]) == expected
+    assert server["sleep"] == sleep
+
+
+def test_deterministic(starts, random_model, monkeypatch):
+    open_all(random_model, "rollout.deterministic=true", gpus=1, monkeypatch=monkeypatch)
+    [server] = starts
+    assert "--enable-deterministic-inference" in server["flags"]
+    assert after(server["flags"], "--rl-on-policy-target") == "fsdp"
+    assert server["dtype"] is None, "what the trainer has in float32 is sent so"
+
+
+def test_a_model_that_cannot_compute_as_the_trainer_goes_without(
+    starts, random_model, monkeypatch, caplog
+):
+    start = SGLangLaunch.start
+
+    def refusing(launch):
+        if launch.on_policy:
+            raise EngineDead("it ended\n  | ValueError: not this model")
+        return start(launch)
+
+    monkeypatch.setattr(SGLangLaunch, "start", refusing)
+    open_all(random_model, "rollout.deterministic=true", gpus=1, monkeypatch=monkeypatch)
+    [server] = starts
+    assert "--enable-deterministic-inference" in server["flags"]
+    assert "--rl-on-policy-target" not in server["flags"]
+    assert server["dtype"] == torch.bfloat16
+    assert "ValueError: not this model" in caplog.text
+
+
+@pytest.mark.parametrize("name, dtype", [("float32", "bfloat16"), ("float16", "float16")])
+def test_the_precision_is_the_models_on_a_gpu_and_float32_elsewhere(
+    starts, random_model, monkeypatch, tmp_path, name, dtype
+):
+    config = AutoConfig.from_pretrained(random_model)
+    config.dtype = getattr(torch, name)
+    config.save_pretrained(tmp_path)
+    open_all(tmp_path, gpus=1, monkeypatch=monkeypatch)
+    open_all(tmp_path)
+    assert [after(s["flags"], "--dtype") for s in starts] == [dtype, "float32"]
+
+
+@pytest.mark.parametrize(
+    "argument, by",
+    [
+        ("--hos", r"\(--host\) is set by agentrl"),
+        ("--mem-fraction-stat=0.9", "is set by rollout.gpu_memory_utilization"),
+        ("--tensor_parallel_size=2", "is set by rollout.tensor_parallel_size"),
+        ("--tp", "is set by rollout.tensor_parallel_size"),
+    ],
+)
+def test_an_argument_that_is_ours_however_it_is_written(argument, by):
+    with pytest.raises(ConfigError, match=by):
+        load_config(None, ["rollout.name=sglang", f"rollout.launch=[{argument}]"])
+
+
+def test_arguments_that_are_not_ours():
+    more = ["--max-running-requests", "8", "--dp", "tp", "-x", "--model-loader-extra-config={}"]
+    config = load_config(None, ["rollout.name=sglang", f"rollout.launch={json.dumps(more)}"])
+    assert config.rollout.launch == more
+
+
+def test_a_server_is_not_named_twice():
+    with pytest.raises(ConfigError, match="a URL stands there twice"):
+        load_config(None, ["rollout.name=sglang", "rollout.urls=[http://a:1, http://a:1/]"])
+
+
+def test_a_server_that_refuses_us_is_told_with_what_to_look_at(random_model, monkeypatch):
+    monkeypatch.setenv("AGENTRL_ENGINE_TOKEN", "key")
+    config = load_config(None, ["rollout.name=sglang", f"rollout.urls=[{NOTHING.url}]"])
+    [opener] = openers(config, str(random_model), cpu=True)
+    with pytest.raises(EngineError, match=r"Connection refused(.|\n)*rollout\.urls") as raised:
+        opener()
+    said = str(raised.value)
+    assert "AGENTRL_ENGINE_TOKEN (set)" in said
+    assert "AGENTRL_ENGINE_ADMIN_TOKEN (not set)" in said
