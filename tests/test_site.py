@@ -102,9 +102,13 @@ def test_memory_and_arguments(starts, random_model, monkeypatch):
 
 @pytest.mark.parametrize("lora", ["auto", "adapter", "merge"])
 def test_how_lora_goes(starts, random_model, monkeypatch, lora):
-    for gpus, adapter in ((1, lora != "merge"), (0, lora == "adapter")):
+    overrides = ["model.lora_rank=8", f"rollout.lora={lora}"]
+    for gpus, adapter in ((1, lora != "merge"), (0, False)):
         starts.clear()
-        overrides = ["model.lora_rank=8", f"rollout.lora={lora}"]
+        if lora == "adapter" and not gpus:
+            with pytest.raises(ConfigError, match="no adapters on a CPU"):
+                open_all(random_model, *overrides)
+            continue
         open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
         [server] = starts
         assert isinstance(server["sender"], AdapterSender) == adapter

@@ -136,11 +136,9 @@ class Pool:
         )
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """See `Engine`: by every engine that can be asked.
-
-        One that fails alone is asked no more until it was sent the policy again.
-        """
-        found, failed = list[array[float]](), list[tuple[Member, PooledEngine, EngineError]]()
+        """See `Engine`: by all that can be asked. One that fails alone is sent the policy again."""
+        found: list[array[float]] = []
+        failed: list[tuple[Member, PooledEngine, EngineError]] = []
         deadline = time.monotonic() + SCORE_SECONDS
         for member in self._candidates(set()):
             engine = member.engine

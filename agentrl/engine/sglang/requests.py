@@ -24,7 +24,8 @@ class Requests:
 
         Args:
             http: to the server.
-            aside: another, whose requests do not wait for a place behind turns.
+            aside: another, whose requests do not wait for a place behind turns; with the admin key,
+                without which SGLang aborts nothing.
             process: its own, where it is ours: a connection that breaks may be its death.
         """
         self._http, self._aside, self._process = http, aside, process
