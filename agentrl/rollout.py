@@ -213,7 +213,8 @@ class Rollouts:
 
 
 def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:
-    first = str(error).partition("\n")[0]  # of a dead engine's last lines every row would tell
+    # Of a dead engine's last lines every row would tell.
+    first = str(error).partition("\n")[0].removesuffix(" Its last lines:")
     log.warning("row %s: %s (attempt %d of %d)", sample.id, first, attempt + 1, ATTEMPTS)
     return f"{type(error).__name__}: {error}"
 

@@ -272,15 +272,15 @@ def save_forever(root):
     while True:
         step += 1
         save_checkpoint(root, step, write, {"step": step})
-        print(step, flush=True)
+        os.write(1, b"%d\\n" % step)
 
 for line in sys.stdin:  # each line starts a process that saves until it is killed
     pid = os.fork()
     if pid == 0:
         save_forever(Path(line.strip()))
-    print("pid", pid, flush=True)
+    os.write(1, b"pid %d\\n" % pid)  # in one piece: two processes write
     os.waitpid(pid, 0)
-    print("dead", flush=True)
+    os.write(1, b"dead\\n")
 """
 
 

@@ -149,7 +149,8 @@ def _check(settings: Config) -> None:
     _tell(plan)
     if settings.trainer.device == "cuda" and not is_torch_cuda_available():
         typer.echo("note: trainer.device=cuda, but there is no GPU here", err=True)
-    typer.echo("all is wired.")
+    name = plan.config.rollout.name
+    typer.echo("all is wired." if name == "local" else f"all is wired; {name} was not started.")
 
 
 def _tell_format(name: str, template: ChatTemplate) -> None:

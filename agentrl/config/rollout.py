@@ -31,6 +31,7 @@ OUR_ARGUMENTS = {
     "--tensor-parallel-size": "rollout.tensor_parallel_size",
     "--enable-deterministic-inference": "rollout.deterministic",
     "--rl-on-policy-target": "rollout.deterministic", "--logprobs-mode": "",
+    "--dist-init-addr": "", "--dtype": "", "--load-format": "", "--trust-remote-code": "",
 }  # fmt: skip
 """Of a server that the run starts: what agentrl sets, and the key that tells it to."""
 
@@ -115,6 +116,8 @@ class RolloutConfig(Section):
     @classmethod
     def _not_ours(cls, arguments: list[str]) -> list[str]:
         for argument in arguments:
+            if argument.startswith("--") and " " in argument:
+                raise ValueError(f"{argument!r} are several: [{', '.join(argument.split())}]")
             name = argument.partition("=")[0].replace("_", "-")
             # Parsers take the beginning of a name for the whole; none of theirs begins one of ours.
             cut = len(name) > len("--") and name.startswith("--")
