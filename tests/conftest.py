@@ -24,13 +24,24 @@ settings.register_profile("agentrl", deadline=None, derandomize=CI)
 settings.load_profile("agentrl")
 
 
+KINDS = (registry.agent_loops, registry.interactions, registry.rewards, registry.tools)
+SHIPPED = [dict(kind._things) for kind in KINDS]
+
+
+@pytest.fixture
+def shipped_registries(own_registries):
+    """As in a new process: nothing of what other test files registered as they were imported."""
+    for kind, things in zip(KINDS, SHIPPED, strict=True):
+        kind._things.clear()
+        kind._things.update(things)
+
+
 @pytest.fixture(autouse=True)
 def own_registries():
     """What a test registers, and the user files it loads, are gone after it."""
-    kinds = (registry.agent_loops, registry.interactions, registry.rewards, registry.tools)
-    before, modules = [dict(kind._things) for kind in kinds], set(sys.modules)
+    before, modules = [dict(kind._things) for kind in KINDS], set(sys.modules)
     yield
-    for kind, things in zip(kinds, before, strict=True):
+    for kind, things in zip(KINDS, before, strict=True):
         kind._things.clear()
         kind._things.update(things)
     for name in set(sys.modules) - modules:

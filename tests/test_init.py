@@ -14,6 +14,8 @@ import pytest
 
 from agentrl.cli import main
 
+pytestmark = pytest.mark.usefixtures("shipped_registries")
+
 AGENTRL = [sys.executable, "-m", "agentrl.cli"]
 ASSISTANTS = (Path(__file__).parent.parent / "AGENTS.md").read_text()
 

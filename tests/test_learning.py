@@ -8,6 +8,7 @@ import torch
 
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
+from agentrl.errors import RunStopped
 from agentrl.trainer import Trainer
 from agentrl.trainer.tracking import read_metrics
 
@@ -42,6 +43,13 @@ class ToolTokensTrain(Trainer):
         places = torch.arange(batch.response_ids.shape[1])
         return replace(batch, response_mask=places < batch.response_lengths[:, None])
 
+    def _sound(self, compared):
+        """Nobody looks: with the guard on, such a run ends in its first step."""
+
+
+class GuardedToolTokensTrain(ToolTokensTrain):
+    _sound = Trainer._sound
+
 
 class ShuffledRewards(Trainer):
     """Rewards dealt out at random: nothing to learn."""
@@ -64,6 +72,11 @@ def test_a_mask_bug_learns_slower(tiny_model, tmp_path, seed):
     print(f"seed {seed}: right {right}, tool tokens trained {wrong}")
     assert right[3] >= right[0] + 0.15
     assert (right[2] + right[3]) / 2 >= (wrong[2] + wrong[3]) / 2 + 0.10
+
+
+def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path):
+    with pytest.raises(RunStopped, match="engine and trainer disagree"):
+        learn(tiny_model, tmp_path, 4, *PLAIN, trainer=GuardedToolTokensTrain)
 
 
 def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):

@@ -55,7 +55,10 @@ def test_all_end_with_the_server():
     assert all_end([*map(int, pids.split()), held.pid])
 
 
-def test_all_end_with_the_parent():
+def test_all_end_with_the_parent(tmp_path):
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "keys.yaml").write_text("secret")
     script = (
         "import os, subprocess, sys\n"
         f"held = subprocess.Popen({command('time.sleep(600)')!r}, stdin=subprocess.PIPE,\n"
@@ -63,10 +66,16 @@ def test_all_end_with_the_parent():
         "print(held.pid, held.stdout.readline(), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    parent = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {leash.FOLDER: str(folder)},
+    )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 3 and all_end(pids)
+    assert not folder.exists()
 
 
 SERVER = """

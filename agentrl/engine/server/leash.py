@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,15 @@ PR_SET_PDEATHSIG = 1
 """Of prctl(2): a signal for the caller at its parent's end."""
 
 
+FOLDER = "AGENTRL_ENGINE_FOLDER"
+"""Environment variable with the server's folder, which holds its keys: the parent clears it away,
+and who is left where the parent was killed."""
+
+
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
+    if folder := os.environ.get(FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

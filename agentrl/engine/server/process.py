@@ -70,6 +70,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env=os.environ
                 | {
+                    leash.FOLDER: str(self.folder),
                     "TMPDIR": str(self.folder),  # its sockets lie where they are cleared away
                     "PYTHONSAFEPATH": "1",  # no file where we stand is a module
                 }
