@@ -204,13 +204,12 @@ class LocalEngine:
         """See `Sampler`: it is, or its requests say why not."""
 
     def sleep(self) -> None:
-        """See `EngineControl`: it keeps its memory; there are no caches between episodes."""
+        """See `EngineControl`: it keeps its memory."""
 
     def publish(self, update: Update) -> int:
         """Copy named tensors into the model, between two steps; what is not named stays.
 
-        All keys and values are dropped; turns in flight go on with the new weights, and each token
-        carries the version that sampled it.
+        All keys and values are dropped; turns in flight go on, each token with its version.
 
         Raises:
             EngineError: a name the model does not have, or another shape.
