@@ -56,28 +56,24 @@ class Publisher:
             RunStopped: the engine did not take it, or does not sample from it.
         """
         start = time.perf_counter()
-        if self._canary is None:
-            self._canary = self._calibrate(version)
+        if self._canary is None and self._learner.policy.peft is not None:
+            self._canary = self._shaken(version)
         sent_at = time.perf_counter()
         sent = self._send(version)
         sent_by = time.perf_counter()
-        metrics = self._canary.check(*self._both(), version)
+        trainer, engines = self._both()
+        if self._canary is None:
+            self._canary = Canary.measured(trainer, engines)
+        metrics = self._canary.check(trainer, engines, version)
         return metrics | {
             "timing_s/update_weights": sent_by - sent_at,
             "timing_s/canary": sent_at - start + time.perf_counter() - sent_by,
             "perf/update_weights_bytes": float(sent),
         }
 
-    def _calibrate(self, version: int) -> Canary:
-        """How far engine and trainer are apart where they hold the same.
-
-        An adapter is shaken for it: as it begins it is zero, and not seen where it is ignored.
-        """
-        policy = self._learner.policy
-        if policy.peft is None:
-            self._send(version)
-            return Canary.measured(*self._both())
-        with policy.shaken(self._learner.config.trainer.seed):
+    def _shaken(self, version: int) -> Canary:
+        """Measured with another adapter: as it begins it is zero, not seen where it is ignored."""
+        with self._learner.policy.shaken(self._learner.config.trainer.seed):
             self._send(version)
             canary = Canary.measured(*self._both())
             self._engine.sleep()  # what was shaken is sent to no engine that comes late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -129,6 +130,30 @@ class ServerProcess:
         raise EngineError(
             f"the {self._name} server at {self.url} is not healthy after {seconds:g} s"
         )
+
+
+async def look_for_death(process: ServerProcess | None) -> None:
+    """A connection breaks a moment before its process is seen to have ended.
+
+    Raises:
+        EngineDead: it did.
+    """
+    for _ in range(20):
+        if process is None:
+            return
+        if not process.running:
+            raise process.death() from None
+        await asyncio.sleep(0.05)
+
+
+def package_folder(python: str, package: str) -> Path:
+    """Where an interpreter has a package that is there; importing one may take half a minute."""
+    asks = (
+        f"import importlib.util as u; print(u.find_spec('{package}').submodule_search_locations[0])"
+    )
+    command = [python, "-c", asks]
+    found = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    return Path(found.stdout.strip())
 
 
 def python_with(package: str, python: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from agentrl.engine.server.process import START_SECONDS, ServerProcess, python_with, visible_gpus
+from agentrl.engine.server.process import (
+    START_SECONDS,
+    ServerProcess,
+    package_folder,
+    python_with,
+    visible_gpus,
+)
 from agentrl.engine.sglang.sync.adapter import RESIDENT
 
 CPU = (
@@ -92,10 +96,8 @@ class SGLangLaunch:
 
     def knows_on_policy(self) -> bool:
         """Whether this SGLang has the option: its source says so faster than its help."""
-        asks = "import importlib.util as u; print(u.find_spec('sglang').origin)"
-        command = [python_with("sglang", self.python), "-c", asks]
-        found = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
-        source = Path(found.stdout.strip()).parent / "srt/server_args.py"
+        folder = package_folder(python_with("sglang", self.python), "sglang")
+        source = folder / "srt/server_args.py"
         return source.is_file() and "rl_on_policy_target" in source.read_text()
 
     def _flags(self) -> list[str]:

@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from agentrl.engine.server.answers import refusal
-from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.process import ServerProcess, look_for_death
 from agentrl.errors import EngineError
 from agentrl.http import HttpClient
 
@@ -61,7 +61,7 @@ class Requests:
             answered = True
         except EngineError as e:
             if time.monotonic() < deadline:
-                await self._look_for_death()
+                await look_for_death(self._process)
             raise type(e)(f"{where}: {e}") from None
         finally:
             if not answered:
@@ -95,12 +95,3 @@ class Requests:
                 {"rid": rid},
                 deadline=time.monotonic() + ABORT_SECONDS,
             )
-
-    async def _look_for_death(self) -> None:
-        """A connection breaks a moment before its process is seen to have ended."""
-        for _ in range(20):
-            if self._process is None:
-                return
-            if not self._process.running:
-                raise self._process.death() from None
-            await asyncio.sleep(0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from array import array
@@ -13,7 +12,7 @@ from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.server.answers import Stamp, refusal
 from agentrl.engine.server.control import CONTROL_SECONDS, Control
-from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.process import ServerProcess, look_for_death
 from agentrl.engine.server.sender import SEND_SECONDS, Sender
 from agentrl.engine.vllm.dialect import (
     Completions,
@@ -191,22 +190,13 @@ class VLLMEngine:
             )
         except EngineError as e:
             if time.monotonic() < deadline:
-                await self._look_for_death()
+                await look_for_death(self._process)
             raise type(e)(f"{where}: {e}") from None
         if status != 200:
             if status >= 500:
-                await self._look_for_death()
+                await look_for_death(self._process)
             raise refusal(status, answer, where)
         return answer
-
-    async def _look_for_death(self) -> None:
-        """A connection breaks a moment before its process is seen to have ended."""
-        for _ in range(20):
-            if self._process is None:
-                return
-            if not self._process.running:
-                raise self._process.death() from None
-            await asyncio.sleep(0.05)
 
     def _check_row(self, token_ids: array[int], where: str) -> None:
         checked_row(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from agentrl.engine.server.process import START_SECONDS, ServerProcess, python_with, visible_gpus
+from agentrl.engine.server.process import (
+    START_SECONDS,
+    ServerProcess,
+    package_folder,
+    python_with,
+    visible_gpus,
+)
 from agentrl.engine.vllm import guard
 from agentrl.engine.vllm.sync import RESIDENT
 
@@ -109,9 +113,5 @@ class VLLMLaunch:
 
 def _knows(python: str, option: str) -> bool:
     """Whether vLLM has an option: from its source, since importing it takes half a minute."""
-    asks = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
-    found = subprocess.run(
-        [python, "-c", asks], cwd="/", capture_output=True, text=True, timeout=60
-    )
-    entrypoints = Path(found.stdout.strip()) / "entrypoints"
+    entrypoints = package_folder(python, "vllm") / "entrypoints"
     return any(option in file.read_text() for file in entrypoints.rglob("cli_args.py"))
