@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentrl.data import load_samples
     from agentrl.errors import Infrastructure, ToolError, UserError
     from agentrl.interactions import Interaction, Reply, interaction
+    from agentrl.registry import advantage_estimator, policy_loss
     from agentrl.rewards import reward
     from agentrl.tools import tool
     from agentrl.trainer import Trainer
@@ -29,6 +30,7 @@ _HOMES = {
     "data": ("load_samples",),
     "errors": ("Infrastructure", "ToolError", "UserError"),
     "interactions": ("Interaction", "Reply", "interaction"),
+    "registry": ("advantage_estimator", "policy_loss"),
     "rewards": ("reward",),
     "agent_loops.play": ("play",),
     "tools": ("tool",),
@@ -50,11 +52,13 @@ __all__ = [
     "Trainer",
     "Trajectory",
     "UserError",
+    "advantage_estimator",
     "agent_loop",
     "interaction",
     "load_config",
     "load_samples",
     "play",
+    "policy_loss",
     "reward",
     "tool",
 ]

@@ -51,8 +51,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     for reason, count in sorted(Counter(t.stop_reason for t in trajectories).items()):
         metrics[f"stop/{reason}"] = count / len(scored)
-    for source in ("outcome", "turn", "tool"):
+    for source in dict.fromkeys(["outcome", "turn", "tool", *scored[0].rewards]):
         metrics[f"reward/{source}"] = sum(s.rewards.get(source, 0.0) for s in scored) / len(scored)
+    greedy = [g.greedy.reward for g in groups if g.greedy]
+    if greedy:
+        metrics["reward/greedy"] = sum(greedy) / len(greedy)
     return metrics
 
 

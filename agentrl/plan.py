@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -19,7 +19,7 @@ from agentrl.agent_loops import AgentLoop
 from agentrl.agent_loops.base import Schemas
 from agentrl.chat import ChatTemplate
 from agentrl.chat.proof import CALLS_ALONE, SHAPES, Shape, Verdict, prove
-from agentrl.config import Config
+from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
@@ -47,7 +47,10 @@ class Plan:
 
     @property
     def total_steps(self) -> int:
-        """Training steps: `trainer.total_steps`, or what `total_epochs` make of the rows."""
+        """Training steps: `trainer.total_steps`, or what `total_epochs` make of the rows.
+
+        Each is counted as one batch, also where more rows are played to fill it.
+        """
         trainer, size = self.config.trainer, self.config.data.batch_size
         return trainer.total_steps or trainer.total_epochs * max(1, len(self.train) // size)
 
@@ -73,7 +76,12 @@ def make_plan(config: Config) -> Plan:
         noted(partial(registry.load_file, file))
     # What a file would have defined is missing in every row: say the cause, not the effects.
     files_load = not problems
-    scorer = noted(partial(make_scorer, config.reward, config.rollout.budget_policy))
+    if files_load:
+        problems += _unknown_parts(config.algorithm)
+    rollout = config.rollout
+    scorer = noted(
+        partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+    )
     rows: list[Sequence[Sample]] = []
     for path in (config.data.train, config.data.val):
         load = load_checked if files_load else load_samples
@@ -84,6 +92,19 @@ def make_plan(config: Config) -> Plan:
     if problems or scorer is None:
         raise DataError("\n".join(problems))
     return Plan(config, rows[0], rows[1], scorer)
+
+
+def _unknown_parts(config: AlgorithmConfig) -> list[str]:
+    """What is said of parts of the algorithm that nobody registered."""
+    named = {
+        "adv_estimator": registry.advantage_estimators,
+        "policy_loss": registry.policy_losses,
+    }
+    return [
+        f"algorithm.{key}: {kind.unknown(getattr(config, key))}"
+        for key, kind in named.items()
+        if getattr(config, key) not in kind
+    ]
 
 
 def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> None:
@@ -226,7 +247,20 @@ def wiring(plan: Plan) -> str:
             f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
             f" ({config.algorithm.name}); {plan.total_steps} steps"
         )
+        lines += _beside(config)
     return "\n".join(lines)
+
+
+def _beside(config: Config) -> Iterator[str]:
+    """What a step plays beside what it trains on."""
+    a, d = config.algorithm, config.data
+    if a.filter_groups:
+        yield (
+            "  where a prompt's rollouts teach nothing, further prompts are played: at most"
+            f" {a.max_gen_batches} x {d.gen_batch_size or d.batch_size} a step"
+        )
+    if a.adv_estimator == "remax":
+        yield "  and a greedy rollout of each prompt, the baseline of the others"
 
 
 def first_prompts(plan: Plan, template: ChatTemplate) -> str:

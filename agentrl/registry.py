@@ -1,4 +1,4 @@
-"""Names to things: tools, agent loops, interactions and rewards register here by decorator.
+"""Names to things: tools, agent loops, interactions, rewards and algorithms register by decorator.
 
 A dataset row only ever names an entry; code is loaded from the files the user lists, never from a
 row.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import RegistryError, UserError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -25,19 +26,39 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """A dictionary of named things that answers a wrong name with the right ones."""
+    """A dictionary of named things that answers a wrong name with the right ones.
 
-    def __init__(self, kind: str, aliases: Mapping[str, str] | None = None):
+    Things that are heavy to import (those that need torch) can be known before they are defined:
+    `shipped` are their names, `home` is the module or package that defines them when it is
+    imported, which `get` does.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        shipped: Iterable[str] = (),
+        home: str = "",
+    ):
         self.kind = kind
         self.aliases = dict(aliases or {})
+        self.shipped = frozenset(shipped)
+        self._home = home
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
         """Register `thing`; the same definition loaded twice replaces itself.
 
         Raises:
-            RegistryError: another definition holds the name.
+            RegistryError: another definition holds the name, or one that is shipped does.
         """
+        module = getattr(thing, "__module__", "")
+        if name in self.shipped and not f"{module}.".startswith(f"{self._home}."):
+            raise RegistryError(
+                f"{_origin(thing)} is named like the {self.kind} {name!r} that is there already."
+                " Give it another name."
+            )
         held = self._things.get(name)
         if held is not None and _origin(held) != _origin(thing):
             raise RegistryError(
@@ -53,8 +74,11 @@ class Registry(Generic[T]):
         Raises:
             RegistryError: no such name; the message lists the choices.
         """
+        name = self.canonical(name)
+        if name in self.shipped and name not in self._things:
+            importlib.import_module(self._home)
         try:
-            return self._things[self.canonical(name)]
+            return self._things[name]
         except KeyError:
             raise RegistryError(self.unknown(name)) from None
 
@@ -71,10 +95,11 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All registered names, sorted, without aliases."""
-        return sorted(self._things)
+        return sorted({*self._things, *self.shipped})
 
     def __contains__(self, name: str) -> bool:
-        return self.canonical(name) in self._things
+        name = self.canonical(name)
+        return name in self._things or name in self.shipped
 
 
 def _origin(thing: Any) -> str:
@@ -92,6 +117,62 @@ agent_loops: Registry[Any] = Registry(
 )
 interactions: Registry[Any] = Registry("interaction")
 rewards: Registry[Any] = Registry("reward")
+advantage_estimators: Registry[Callable[..., Any]] = Registry(
+    "advantage estimator",
+    shipped=(
+        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+        "turn_rloo",
+    ),
+    home="agentrl.trainer.advantages",
+)  # fmt: skip
+policy_losses: Registry[Callable[..., Any]] = Registry(
+    "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.trainer.losses"
+)
+
+
+def advantage_estimator(name: str) -> Callable[[F], F]:
+    """Register an estimator under the name that `algorithm.adv_estimator` uses.
+
+        @advantage_estimator("plain")
+        def plain(batch, token_rewards, values, config):
+            rewards = batch.rewards[batch.rollout][:, None]  # (B, 1)
+            return rewards.where(batch.action_mask, 0.0), None
+
+    See `agentrl.trainer.advantages` for what it is given and returns. The function stays as it is.
+
+    Raises:
+        RegistryError: the name is taken, or is no text.
+    """
+    return _decorator(advantage_estimators, name)
+
+
+def policy_loss(name: str) -> Callable[[F], F]:
+    """Register a policy loss under the name that `algorithm.policy_loss` uses.
+
+        @policy_loss("reinforce")
+        def reinforce(logprobs, old_logprobs, advantages, mask, config):
+            return -advantages * logprobs, {}
+
+    See `agentrl.trainer.losses` for what it is given and returns. The function stays as it is.
+
+    Raises:
+        RegistryError: the name is taken, or is no text.
+    """
+    return _decorator(policy_losses, name)
+
+
+def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F]:
+    if not isinstance(name, str):
+        raise RegistryError(
+            f'write the {kind.kind}\'s decorator with a name, ("name"): the config refers to it so'
+        )
+
+    def register(function: F) -> F:
+        kind.add(name, function)
+        return function
+
+    return register
+
 
 SHELF = "shelf:"
 

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl.agent_loops.attempt import World, mix_seed
@@ -43,6 +43,19 @@ MAX_DROPPED = 0.05
 """A step that loses more than this share of its rollouts stops the run."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Play:
+    """A rollout to be played."""
+
+    sample: Sample
+    rollout: int
+    episode_id: str
+    sampling: Sampling
+    seed: int
+    trains: bool
+    """Whether its reward is one that trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,8 @@ class Rollouts:
         sampling: Sampling,
         step: int,
         tag: str = "train",
+        earlier: Sequence[Sample] = (),
+        greedy: bool = False,
     ) -> list[Group]:
         """Play each sample n times.
 
@@ -91,16 +106,30 @@ class Rollouts:
             sampling: how turns are sampled.
             step: with the row, rollout and turn, keys the random numbers.
             tag: names the pass in episode ids and keys its randomness ("train", "val").
+            earlier: what was played before in this step: a row that stood there, too, is played
+                with other random numbers.
+            greedy: play each sample once more, as its rollout n, at temperature 0.
 
         Returns:
-            One group a sample, in order; a group that lost more than a quarter of its rollouts is
-            left out.
+            One group a sample, in order; a group that lost more than a quarter of its rollouts, or
+            the greedy one, is left out.
 
         Raises:
             RunStopped: more than 5 % of the rollouts were dropped; the message says by what.
             UserCodeError: a reward raised.
         """
-        return self.run(self._collect(samples, n, sampling, step, tag))
+        ways = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        plays = [*self._plays(samples, ways, step, tag, earlier)]
+        results = self.run(self._play_all(plays))
+        _stop_if_too_many_dropped(results)
+        groups = []
+        for i, sample in enumerate(samples):
+            mine = results[i * len(ways) : (i + 1) * len(ways)]
+            scored = tuple(r for r in mine[:n] if isinstance(r, Scored))
+            best = mine[n] if greedy else None
+            if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(best, _Dropped):
+                groups.append(Group(sample, scored, n - len(scored), best))
+        return groups
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the rollouts' loop and wait for it; Ctrl-C cancels it."""
@@ -136,34 +165,34 @@ class Rollouts:
             await asyncio.wait(others, timeout=CLEANUP_S)
         await self.world.toolbox.aclose()
 
-    async def _collect(
-        self, samples: Sequence[Sample], n: int, sampling: Sampling, step: int, tag: str
-    ) -> list[Group]:
-        plays = []
-        before: Counter[int] = Counter()
+    def _plays(
+        self,
+        samples: Sequence[Sample],
+        ways: Sequence[Sampling],
+        step: int,
+        tag: str,
+        earlier: Sequence[Sample],
+    ) -> Iterator[_Play]:
+        """Each sample in each of these ways, sample by sample."""
+        trains = tag == "train"
+        before = Counter(s.row for s in earlier)
         for s in samples:
             # A row that stands twice in a step is played with other random numbers.
-            seed = mix_seed(self._seed, step, s.row, before[s.row], tag == "train")
+            seed = mix_seed(self._seed, step, s.row, before[s.row], trains)
             before[s.row] += 1
-            for k in range(n):
+            for k, way in enumerate(ways):
                 attempt = f"{self._run_id}-{next(self._attempts)}"
-                plays.append((s, k, f"{tag}-{step}-{s.row}-{k}-{attempt}", sampling, seed))
-        for _, _, episode_id, _, _ in plays:
-            self.world.sampler.begin(episode_id)
-        with self._watchdog.armed():
-            results = await _all([self._play_and_score(*play) for play in plays])
-        _stop_if_too_many_dropped(results)
-        groups = []
-        for i, sample in enumerate(samples):
-            mine = results[i * n : (i + 1) * n]
-            scored = tuple(r for r in mine if isinstance(r, Scored))
-            if len(scored) >= math.ceil(MIN_SURVIVORS * n):
-                groups.append(Group(sample, scored, dropped=n - len(scored)))
-        return groups
+                episode_id = f"{tag}-{step}-{s.row}-{k}-{attempt}"
+                yield _Play(s, k, episode_id, way, seed, trains)
 
-    async def _play_and_score(
-        self, sample: Sample, k: int, episode_id: str, sampling: Sampling, seed: int
-    ) -> Scored | _Dropped:
+    async def _play_all(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
+        for play in plays:
+            self.world.sampler.begin(play.episode_id)
+        with self._watchdog.armed():
+            return await _all([self._play_and_score(play) for play in plays])
+
+    async def _play_and_score(self, play: _Play) -> Scored | _Dropped:
+        sample, episode_id = play.sample, play.episode_id
         cause = ""
         try:
             for attempt in range(ATTEMPTS):
@@ -177,9 +206,9 @@ class Rollouts:
                         self.world,
                         sample,
                         episode_id=episode_id,
-                        rollout=k,
-                        sampling=sampling,
-                        seed=seed,
+                        rollout=play.rollout,
+                        sampling=play.sampling,
+                        seed=play.seed,
                         watchdog=self._watchdog,
                     )
                 except Infrastructure as e:
@@ -191,20 +220,20 @@ class Rollouts:
                         log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
                     return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
                 try:
-                    return await self._score(trajectory)
+                    return await self._score(trajectory, play.trains)
                 except Infrastructure as e:
                     cause = _told(e, sample, attempt)
             return _Dropped(cause)
         finally:
             self._watchdog.forget(episode_id)
 
-    async def _score(self, trajectory: Trajectory) -> Scored:
+    async def _score(self, trajectory: Trajectory, trains: bool) -> Scored:
         """The reward, within the time an episode may take."""
         self._watchdog.enter(trajectory.episode_id, "reward")
         seconds = self.world.config.rollout.timeout_s
         try:
             async with asyncio.timeout(max(seconds, CLEANUP_S)):
-                return await self._scorer.score(trajectory)
+                return await self._scorer.score(trajectory, trains=trains)
         except TimeoutError:
             raise Infrastructure(
                 f"the reward of row {trajectory.sample.id!r} took longer than"

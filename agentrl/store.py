@@ -160,7 +160,7 @@ def load_trajectories(
     Args:
         folder: a folder that a `TrajectoryStore` wrote (`runs/NAME/trajectories`).
         step: one step, or all.
-        split: "train", "val", "greedy", or all.
+        split: "train", "evicted", "baseline", "val", "greedy", or all.
 
     Raises:
         DataError: no such folder, or a file is damaged.

@@ -216,7 +216,7 @@ class Scored:
 
     trajectory: Trajectory
     rewards: Mapping[str, float]
-    """outcome, turn, tool: unweighted."""
+    """outcome, turn, tool: unweighted; and overlong, a penalty, where there is one."""
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers a grader returned (`acc`, ...)."""
@@ -231,3 +231,5 @@ class Group:
     sample: Sample
     scored: tuple[Scored, ...]
     dropped: int = 0
+    greedy: Scored | None = None
+    """One rollout more, at temperature 0, where it was asked for: a baseline, never trained on."""

@@ -96,7 +96,7 @@ class Bench:
         self.name, self.learner, self.repeats = name, learner, repeats
         self._version = 0
         self._runner = asyncio.Runner()
-        vocabulary = learner.policy.model.config.get_text_config().vocab_size
+        vocabulary = learner.rank.policy.model.config.get_text_config().vocab_size
         self._row = array("i", random.Random(0).choices(range(vocabulary - 1), k=ROW))
         self._random = torch.Generator(learner.accelerator.device).manual_seed(1)
 
@@ -115,8 +115,8 @@ class Bench:
     @torch.no_grad()
     def move(self) -> None:
         """What many steps of training would do at once."""
-        keep, lora = (1 - STEP**2) ** 0.5, self.learner.policy.peft is not None
-        for name, p in self.learner.policy.model.named_parameters():
+        keep, lora = (1 - STEP**2) ** 0.5, self.learner.rank.policy.peft is not None
+        for name, p in self.learner.rank.policy.model.named_parameters():
             if not p.requires_grad or p.dim() < 2:
                 continue
             spread = ADAPTER_SPREAD if "lora_B" in name else p.std().item()

@@ -100,13 +100,13 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     """All of it: transformers' RMS norms go through float32 whatever they are given."""
     for module in model.double().modules():
         if isinstance(module, Qwen2RMSNorm):
-            module.forward = partial(
-                rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
+            module.forward = partial(_norm, module)
     return model
+
+
+def _norm(module: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    # The weight as it is now: spread over ranks, it is another one within the pass.
+    return rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def tiny_folder(folder: Path, seed: int = 0) -> Path:

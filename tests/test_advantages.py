@@ -1,11 +1,20 @@
+"""Advantages, as pure functions of tensors."""
+
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from agentrl.trainer.advantages import gae, grpo, whiten
+from agentrl.trainer.advantages import (
+    generalized_advantages,
+    minus_mean,
+    minus_others_mean,
+    unit_variance,
+    whiten,
+)
 
 NAN = float("nan")
 
@@ -21,44 +30,72 @@ def by_definition(rewards, values, gamma, lam, last=0.0):
 def by_rows(rewards, values, mask, rollout, gamma, lam, bootstrap):
     """GAE of rollouts whose rows stand in the order in which they were sampled."""
     turn = torch.zeros_like(mask).long()
-    return gae(rewards, values, mask, rollout, turn, gamma, lam, bootstrap)
+    return generalized_advantages(rewards, values, mask, rollout, turn, gamma, lam, bootstrap)
 
 
-# --- grpo ---------------------------------------------------------------------------------------
+# --- groups -------------------------------------------------------------------------------------
 
 
-def test_grpo_subtracts_the_mean_of_the_group():
+def test_the_mean_of_the_group_is_subtracted():
     rewards = tensor([1.0, 0.0, 1.0, 0.0, 3.0, 5.0])
-    group = tensor([0, 0, 0, 0, 1, 1])
-    assert grpo(rewards, group, False).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
+    of = tensor([0, 0, 0, 0, 1, 1])
+    assert minus_mean(rewards, of).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
     std = (4 * 0.25 / 3) ** 0.5
     expected = [0.5 / std, -0.5 / std, 0.5 / std, -0.5 / std, -(0.5**0.5), 0.5**0.5]
-    torch.testing.assert_close(grpo(rewards, group, True), tensor(expected), atol=1e-5, rtol=0.0)
+    found = minus_mean(rewards, of, by_std=True)
+    torch.testing.assert_close(found, tensor(expected), atol=1e-5, rtol=0.0)
 
 
-def test_grpo_of_one_survivor_is_zero_and_groups_may_be_empty():
-    assert grpo(tensor([7.0, 1.0, 3.0]), tensor([0, 2, 2]), True)[0] == 0
-    assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64), True).shape == (0,)
+def test_the_mean_of_the_others_is_subtracted():
+    rewards, of = tensor([1.0, 0.0, 5.0, 3.0, 5.0]), tensor([0, 0, 0, 1, 1])
+    expected = [1 - 2.5, 0 - 3.0, 5 - 0.5, 3 - 5, 5 - 3]
+    torch.testing.assert_close(minus_others_mean(rewards, of), tensor(expected))
 
 
-@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
+@pytest.mark.parametrize("compare", [minus_mean, minus_others_mean])
+def test_one_survivor_is_zero_and_groups_may_be_empty(compare):
+    assert compare(tensor([7.0, 1.0, 3.0]), tensor([0, 2, 2]))[0] == 0
+    assert compare(tensor([7.0]), tensor([3])).tolist() == [0.0]
+    assert compare(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert compare(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0, 3)
+
+
+@given(
+    st.floats(-1e6, 1e6, width=32),
+    st.integers(1, 9),
+    st.sampled_from([minus_mean, minus_others_mean, lambda r, g: minus_mean(r, g, by_std=True)]),
+)
 @settings(max_examples=100, deadline=None)
-def test_a_dead_group_is_exactly_zero(reward, n, by_std):
+def test_a_group_of_equals_is_exactly_zero(reward, n, compare):
     """Seven times 0.1 has a mean that is not 0.1: equality decides, not the difference."""
     rewards = torch.cat([torch.full((n,), reward), tensor([0.0, 1.0])])
-    group = tensor([0] * n + [1, 1])
-    advantages = grpo(rewards, group, by_std)
+    advantages = compare(rewards, tensor([0] * n + [1, 1]))
     assert advantages[:n].tolist() == [0.0] * n
     assert advantages[n:].abs().min() > 0
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12))
 @settings(max_examples=100, deadline=None)
-def test_grpo_sums_to_zero_in_every_group(pairs):
-    rewards, group = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
-    advantages = grpo(rewards, group, False)
-    for g in range(4):
-        assert abs(advantages[group == g].sum().item()) < 1e-4
+def test_they_sum_to_zero_in_every_group(pairs):
+    rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
+    for advantages in (minus_mean(rewards, of), minus_others_mean(rewards, of)):
+        for g in range(4):
+            assert abs(advantages[of == g].sum().item()) < 1e-4
+
+
+@given(
+    st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=100, deadline=None)
+def test_columns_are_compared_one_by_one(pairs, rng):
+    rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
+    other = torch.full_like(rewards, rng.random())
+    both = torch.stack([rewards, other], 1)
+    for compare in (minus_mean, minus_others_mean):
+        found = compare(both, of)
+        assert torch.equal(found[:, 0], compare(rewards, of))
+        assert not found[:, 1].any()
 
 
 # --- gae ----------------------------------------------------------------------------------------
@@ -159,7 +196,7 @@ def test_gae_walks_in_the_order_of_turns():
     mask = tensor([[True, True, False, True, True], [True, True, True, False, False]])
     turn = tensor([[0, 0, -1, 2, 2], [1, 1, 1, -1, -1]])
     rewards = tensor([[0.0, 1.0, NAN, 0.0, 8.0], [0.0, 0.0, 4.0, NAN, NAN]])
-    advantages, returns = gae(
+    advantages, returns = generalized_advantages(
         rewards, torch.zeros(2, 5), mask, tensor([0, 0]), turn, 0.5, 1.0, torch.zeros(1)
     )
     # In time: 0 1 | 0 0 4 | 0 8, halved at each step back.
@@ -191,7 +228,9 @@ def test_in_which_rows_turns_stand_changes_no_bit(turns, seed):
         at, ends[row] = at + length, here.stop + 1  # and an observation after it
     rows, columns = tensor(place).T
     rollout = tensor([0, 0, 0, 0, 1])
-    several = gae(laid[0], laid[1], mask, rollout, turn, 0.9, 0.8, torch.zeros(2))
+    several = generalized_advantages(
+        laid[0], laid[1], mask, rollout, turn, 0.9, 0.8, torch.zeros(2)
+    )
     alone = torch.ones(1, n, dtype=torch.bool)
     plain = by_rows(stream[:1], stream[1:], alone, tensor([0]), 0.9, 0.8, torch.zeros(1))
     beside = by_rows(
@@ -232,8 +271,9 @@ def test_whiten_of_nothing_one_and_two():
         torch.testing.assert_close(whiten(x, tensor(mask)), tensor(expected))
 
 
-def test_whiten_of_equal_entries_is_zero():
-    assert whiten(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)).tolist() == [0.0] * 4
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
+def test_whiten_of_equal_entries_is_zero(entry, n):
+    assert whiten(torch.full((n,), entry), torch.ones(n, dtype=torch.bool)).tolist() == [0.0] * n
 
 
 def test_whiten_reads_the_masked_entries_only():
@@ -243,3 +283,14 @@ def test_whiten_reads_the_masked_entries_only():
     assert abs(white[mask].mean().item()) < 1e-6
     assert abs(white[mask].var().item() - 1) < 1e-4
     assert not white[~mask].any()
+
+
+def test_unit_variance_of_nothing_one_two_and_equals():
+    x = tensor([[3.0, NAN, 5.0]])
+    for mask, expected in (
+        ([[False, False, False]], 1.0),
+        ([[True, False, False]], 1.0),
+        ([[True, False, True]], 0.5**0.5),
+    ):
+        assert unit_variance(x, tensor(mask)) == pytest.approx(expected)
+    assert unit_variance(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)) == 1

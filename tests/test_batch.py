@@ -7,12 +7,18 @@ from hypothesis import strategies as st
 from learner_world import group, random_groups, scored, segment, turn
 from torch import tensor
 
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, Config
 from agentrl.errors import RunStopped
-from agentrl.trainer.algorithms import ALGORITHMS, token_mean
+from agentrl.trainer.aggregation import loss_weights
+from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate, mini_batch_count, mini_batch_of
 
 PAD = 31
+
+
+def targets_of(batch, old=None, values=None, reference=None, **keys):
+    config = Config(algorithm=AlgorithmConfig(**keys))
+    return make_targets(batch, config, old, values, reference)
 
 
 def test_collate_pads_prompts_left_and_responses_right():
@@ -43,9 +49,7 @@ def test_segments_become_rows_and_rollouts_stay_rollouts():
     assert batch.rewards.tolist() == [1.0, 0.0]
     assert batch.token_rewards.tolist() == [[0.0], [1.0], [0.0]]
     # The baseline is 1/2, not 2/3: a rollout of two segments is one rollout.
-    targets = ALGORITHMS["grpo"].targets(
-        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
-    )
+    targets = targets_of(batch, norm_adv_by_std=False)
     assert targets.advantages.tolist() == [[0.5], [0.5], [-0.5]]
 
 
@@ -113,9 +117,9 @@ def test_ppo_walks_interleaved_rows_in_time():
     rows_at, columns = tensor([0, 0, 1, 0, 0]), tensor([0, 1, 0, 3, 4])
     values = torch.full((2, 5), float("nan"))
     values[rows_at, columns] = one_values = tensor([0.1, -0.2, 0.3, 0.7, -0.4])
-    config = AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8)
-    expected = ALGORITHMS["ppo"].targets(one, config, None, one_values[None], None)
-    found = ALGORITHMS["ppo"].targets(two, config, None, values, None)
+    keys = {"name": "ppo", "gamma": 0.9, "lam": 0.8}
+    expected = targets_of(one, values=one_values[None], **keys)
+    found = targets_of(two, values=values, **keys)
     assert found.returns is not None and expected.returns is not None
     assert torch.equal(found.returns[rows_at, columns], expected.returns[0])
     torch.testing.assert_close(found.advantages[rows_at, columns], expected.advantages[0])
@@ -162,23 +166,19 @@ def test_a_rollout_without_sampled_tokens_counts_in_the_baseline_and_trains_noth
     empty = scored([segment([1])], 1.0)
     spoke = scored([segment([1], ("A", [4]))], 0.0)
     batch = collate([group(silent, empty, spoke)], PAD)
-    targets = ALGORITHMS["grpo"].targets(
-        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
-    )
+    targets = targets_of(batch, norm_adv_by_std=False)
     assert batch.action_mask.tolist() == [[False, False], [False, False], [True, False]]
     assert targets.weights.tolist() == [[0, 0], [0, 0], [1, 0]]
     assert targets.advantages[2, 0].item() == pytest.approx(-2 / 3)
     alone = collate([group(empty)], PAD)
-    assert not token_mean(alone, 0).any()
+    assert not loss_weights(alone, "token-mean", 0, 1).any()
 
 
 def test_a_masked_rollout_is_out_of_loss_and_baseline():
     rows = [scored([segment([1], ("A", [2]))], r) for r in (1.0, 0.0)]
     cut = scored([segment([1], ("A", [2, 3]))], 9.0, masked=True)
     batch = collate([group(*rows, cut)], PAD)
-    targets = ALGORITHMS["grpo"].targets(
-        batch, AlgorithmConfig(norm_adv_by_std=False), None, None, None
-    )
+    targets = targets_of(batch, norm_adv_by_std=False)
     assert targets.advantages.tolist() == [[0.5, 0.0], [-0.5, 0.0], [0.0, 0.0]]
     assert targets.weights.tolist() == [[0.5, 0.0], [0.5, 0.0], [0.0, 0.0]]
 
@@ -213,7 +213,7 @@ def test_mini_batches_are_neighbours_of_nearly_equal_size(rollouts, size):
 
 def test_weights_hold_the_denominator_of_the_whole_mini_batch():
     batch = collate(random_groups(0, groups=4, n=4), PAD)
-    weights = token_mean(batch, mini_batch_size=8)
+    weights = loss_weights(batch, "token-mean", 8, 1)
     first = batch.rollout < 8
     for rows in (first, ~first):
         tokens = batch.action_mask[rows].sum()
@@ -230,12 +230,10 @@ def test_ppo_pays_the_kl_at_the_token_and_grpo_at_the_rollout():
     old = tensor([[-1.0, -2.0, float("nan")]] * 2)
     reference = tensor([[-1.5, -2.0, float("nan")], [-1.0, -3.0, float("nan")]])
     keys = {"kl_reward_coef": 0.1, "kl_type": "k1", "norm_adv_by_std": False}
-    grpo = ALGORITHMS["grpo"].targets(batch, AlgorithmConfig(**keys), old, None, reference)
+    grpo = targets_of(batch, old, None, reference, **keys)
     # rewards 1 - 0.1 * 0.5 and 0 - 0.1 * 1
     assert grpo.advantages[:, 0].tolist() == pytest.approx([0.525, -0.525])
-    ppo = ALGORITHMS["ppo"].targets(
-        batch, AlgorithmConfig(name="ppo", **keys), old, torch.zeros(2, 3), reference
-    )
+    ppo = targets_of(batch, old, torch.zeros(2, 3), reference, **{**keys, "name": "ppo"})
     assert ppo.returns is not None
     torch.testing.assert_close(ppo.returns, tensor([[0.95, 1.0, 0.0], [-0.1, -0.1, 0.0]]))
 
@@ -244,8 +242,7 @@ def test_ppo_returns_reach_back_over_observations():
     row = segment([1], ("A", [2, 3]), ("E", [4, 5]), ("A", [6]), ("E", [7]))
     batch = collate([group(scored([row], 1.0), scored([row], 0.0))], PAD)
     values = torch.where(batch.action_mask, 0.5, float("nan"))
-    config = AlgorithmConfig(name="ppo", gamma=0.5)
-    targets = ALGORITHMS["ppo"].targets(batch, config, None, values, None)
+    targets = targets_of(batch, values=values, name="ppo", gamma=0.5)
     assert targets.returns is not None
     assert targets.returns[0].tolist() == [0.25, 0.5, 0.0, 0.0, 1.0, 0.0]
     advantages = targets.advantages[batch.action_mask]

@@ -16,7 +16,7 @@ from agentrl.errors import EngineError
 from agentrl.rewards import make_scorer, reward
 from agentrl.testing import byte_tokenizer, call, react_call
 from agentrl.tools import tool
-from agentrl.trainer.algorithms import ALGORITHMS
+from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample
 
@@ -88,8 +88,8 @@ def batch_of(trajectories, policies):
 
 
 def targets_of(batch):
-    config = AlgorithmConfig(norm_adv_by_std=False)
-    return ALGORITHMS["grpo"].targets(batch, config, None, None, None)
+    config = Config(algorithm=AlgorithmConfig(norm_adv_by_std=False))
+    return make_targets(batch, config, None, None, None)
 
 
 WORTH = {"keep": 1.0, "zero": 0.0, "mask": 1.0, 0.25: 0.75}

@@ -220,7 +220,7 @@ def world(sglang_server, tiny_model):
     learner = Learner(tiny_model, config(), total_steps=1)
     engine = SGLangEngine(
         sglang_server.url,
-        vocabulary=learner.policy.model.config.vocab_size,
+        vocabulary=learner.rank.policy.model.config.vocab_size,
         key=sglang_server.token,
         admin_key=sglang_server.admin_token,
         process=sglang_server,
@@ -238,7 +238,7 @@ def world(sglang_server, tiny_model):
 def learn(learner, seed):
     """What an optimizer would do, but visible."""
     torch.manual_seed(seed)
-    for p in learner.policy.model.parameters():
+    for p in learner.rank.policy.model.parameters():
         p.add_(0.02 * p.abs().mean() * torch.randn_like(p))
 
 
@@ -251,7 +251,7 @@ def test_updates_that_arrive(world):
         if version:
             assert metrics["canary/drift"] > 100 * publisher.noise
         assert metrics["perf/update_weights_bytes"] == sum(
-            p.nbytes for p in learner.policy.model.parameters()
+            p.nbytes for p in learner.rank.policy.model.parameters()
         )
         learn(learner, version)
 

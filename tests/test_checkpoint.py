@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import FIELDS
+from agentrl.config import FIELDS, Config
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.checkpoint import (
     LATEST,
+    Checkpoint,
     drop_after,
     find_checkpoint,
     recover,
     save_checkpoint,
 )
-from agentrl.trainer.resume import MAY_CHANGE, RunLock, check_same_run
+from agentrl.trainer.resume import MAY_CHANGE, RunLock, check_resumable, check_same_run
 
 
 def write(folder: Path) -> None:
@@ -377,6 +378,24 @@ def test_a_changed_config_is_refused_with_the_difference():
     assert "trainer.resume=never: that deletes the run that is in it" in lines[-1]
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_keys_that_came_after_a_checkpoint_were_at_their_defaults(tmp_path, name):
+    config = Config.model_validate({"algorithm": {"name": name}})
+    saved = config.model_dump(mode="json")
+    for section, key in (("algorithm", "adv_estimator"), ("trainer", "nnodes"), ("optim", "name")):
+        del saved[section][key]
+    old = Checkpoint(tmp_path, 3, {"config": saved, "rows": "abc"})
+    check_resumable(old, config, "abc")
+    other = Config.model_validate({"algorithm": {"name": name, "adv_estimator": "rloo"}})
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator: "):
+        check_resumable(old, other, "abc")
+    with pytest.raises(ConfigError, match="other rows"):
+        check_resumable(old, config, "abd")
+    gone = {**saved, "optim": {**saved["optim"], "long_gone": 3}}
+    with pytest.raises(ConfigError, match=r"optim\.long_gone: 3 in the checkpoint"):
+        check_resumable(Checkpoint(tmp_path, 3, {"config": gone, "rows": "abc"}), config, "abc")
+
+
 def test_values_that_went_through_a_file_are_the_same():
     saved = {"a": {"path": "x", "modules": ["q", "v"], "policy": {}}, "b": 1.0}
     now = {"a": {"path": Path("x"), "modules": ("q", "v"), "policy": {}}, "b": 1.0}
@@ -385,8 +404,8 @@ def test_values_that_went_through_a_file_are_the_same():
 
 def test_what_may_change_moves_no_weight():
     told = {k for k in MAY_CHANGE if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")}
-    # Where servers are, how they run, and how the same policy goes to them.
-    assert told == {
+    # Where servers are, how they run, how the same policy goes to them, and what a pass costs.
+    assert told == {"optim.compile", "optim.offload", "optim.recompute"} | {
         f"rollout.{leaf}"
         for leaf in ("urls", "engines", "tensor_parallel_size", "python", "launch", "sync", "lora",
                      "gpu_memory_utilization", "sleep")
@@ -394,6 +413,8 @@ def test_what_may_change_moves_no_weight():
     check_same_run({"lr": 1}, {"lr": 2}, allowed={"lr"})
     here = {"rollout": {"name": "sglang", "urls": [], "engines": 1, "deterministic": False}}
     check_same_run(here, {"rollout": here["rollout"] | {"urls": ["http://b:1"], "engines": 2}})
+    ranks = {"nnodes": 1, "n_gpus_per_node": 2, "placement": "separate", "ray_address": "here"}
+    check_same_run({"trainer": ranks}, {"trainer": dict.fromkeys(ranks, 4)})
     for key, value in (("name", "vllm"), ("deterministic", True)):
         with pytest.raises(ConfigError, match=f"rollout.{key}: "):
             check_same_run(here, {"rollout": here["rollout"] | {key: value}})

@@ -194,9 +194,9 @@ def test_diff_against_another_config():
         ("data.train={a: 1}", "must be text"),
         (
             "algorithm.name=gpro",
-            "must be grpo or ppo (grpo: the group's mean is the baseline; ppo:",
+            "must be grpo or ppo or dr_grpo or dapo or gspo or cispo or rloo or",
         ),
-        ("algorithm.name=gpro", "Did you mean 'grpo'?"),
+        ("algorithm.name=grop", "Did you mean 'grpo'?"),
         ("trainer.logger=[console]", "must be a list of tensorboard and wandb (trackers beside"),
         ("trainer.test_freq=-1", "must be a whole number >= 0 (validate every so many steps; 0:"),
         ("rollout.budget_policy.turn=zero", "'turn' is no budget. Did you mean 'turns'?"),
@@ -214,7 +214,10 @@ def test_diff_against_another_config():
         ("model.template_kwargs.tokenize=true", "'tokenize' is set by agentrl"),
         ("algorithm.tis_cap=0.5", "must be 0, or a number >= 1"),
         ("model.lora_target_modules={a: 1}", "must be all-linear, the name of a module, or a"),
-        ("algorithm.adv_estimator=gae", "verl's name. Here: algorithm.name, grpo or ppo"),
+        (
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "verl's name. Here: algorithm.loss_agg_mode",
+        ),
         ("actor_rollout_ref.rollout.n=5", "verl's name. Here: rollout.n"),
         ("actor_rollout_ref.model.use_liger=true", "verl's name, and nothing here does the same"),
         (
@@ -236,6 +239,10 @@ def test_diff_against_another_config():
         ("rollout.tool_format=x", "no such format. It must be auto"),
         ("rollout.tool_format=hermez", "Did you mean 'hermes'? It must be auto"),
         ("rollout.budget_policy.turns=drop", "turns=drop is no policy. It must be"),
+        (
+            "algorithm.filter_groups.enable=true",
+            "verl's name. Here: algorithm.filter_groups=true",
+        ),
         ("trainer.n_gpus_per_node=8", "verl's name. Not here yet: a run is one process"),
     ],
 )
@@ -358,7 +365,7 @@ def test_settings_without_effect_are_named():
     )
     assert without_effect(config) == [
         "model.lora_alpha=32 has no effect: model.lora_rank is 0",
-        "algorithm.lam=0.9 has no effect: algorithm.name is grpo",
+        "algorithm.lam=0.9 has no effect: algorithm.adv_estimator is grpo",
         "val.n=4 has no effect: data.val is empty",
     ]
     more = ["model.lora_rank=4", "algorithm.name=ppo", "data.val=x"]

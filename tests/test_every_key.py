@@ -78,13 +78,17 @@ LORA = ["model.lora_rank=2"]
 # A server that cannot be started says so last: what is refused before is seen.
 SERVER = ["rollout.name=sglang", "rollout.python=/no/python"]
 KL = ["algorithm.kl_loss_coef=0.5"]
+REWARD_KL = ["algorithm.kl_reward_coef=0.5"]
 MANY = ["algorithm.ppo_epochs=3", "optim.lr=0.02"]
+FILTER = ["algorithm.filter_groups=true"]
+OVERLONG = ["reward.overlong_buffer=15", "rollout.max_trajectory_tokens=20"]
 # Key -> another value, and what it needs beside it to matter.
 CHANGES = {
     "files": ("[{env}, {late}]", ["reward.function=late_every_key"]),
     "data.train": ("{other_rows}", []),
     "data.val": ("{other_rows}", []),
     "data.batch_size": ("2", []),
+    "data.gen_batch_size": ("4", FILTER),
     "data.shuffle": ("false", []),
     "data.agent_name": ("react", []),
     "data.untrusted": ("true", ["data.train={tagged_rows}"]),
@@ -128,7 +132,14 @@ CHANGES = {
     "reward.outcome_weight": ("2", []),
     "reward.turn_weight": ("1", []),
     "reward.tool_weight": ("1", []),
+    "reward.overlong_buffer": ("15", ["rollout.max_trajectory_tokens=20"]),
+    "reward.overlong_penalty": ("2", OVERLONG),
     "algorithm.name": ("ppo", []),
+    "algorithm.adv_estimator": ("rloo", []),
+    "algorithm.loss_agg_mode": ("seq-mean-token-mean", []),
+    "algorithm.loss_scale": ("7", ["algorithm.name=dr_grpo"]),
+    "algorithm.whiten_advantages": ("true", []),
+    "algorithm.whiten_rewards": ("true", ["algorithm.norm_adv_by_std=false"]),
     "algorithm.gamma": ("0.5", PPO),
     "algorithm.lam": ("0.5", PPO),
     "algorithm.norm_adv_by_std": ("false", []),
@@ -138,11 +149,19 @@ CHANGES = {
     "algorithm.entropy_coef": ("0.5", []),
     "algorithm.clip_low": ("0.01", MANY),
     "algorithm.clip_high": ("0.01", MANY),
+    "algorithm.policy_loss": ("gspo", MANY),
+    "algorithm.dual_clip": ("1.01", MANY),
+    "algorithm.value_clip": ("0.001", [*PPO, *MANY, "optim.critic_lr=0.02"]),
+    "algorithm.kl_target": ("0.5", REWARD_KL),
+    "algorithm.kl_horizon": ("60", [*REWARD_KL, "algorithm.kl_target=0.5"]),
     "algorithm.tis_cap": ("0", []),
     "algorithm.tis_level": ("sequence", []),
     "algorithm.tis_mode": ("mask", ["algorithm.tis_cap=1.0000002"]),
     "algorithm.ppo_epochs": ("2", []),
     "algorithm.mini_batch_size": ("2", []),
+    "algorithm.critic_warmup": ("1", PPO),
+    "algorithm.filter_groups": ("true", []),
+    "algorithm.max_gen_batches": ("1", [*FILTER, "reward.kwargs={{scale: 0}}"]),
     "optim.lr": ("0.02", []),
     "optim.critic_lr": ("0.02", PPO),
     "optim.lr_final": ("0.1", []),

@@ -20,6 +20,7 @@ from agentrl.trajectory import Group, Message, Sample, Scored
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (
     "agent_loops",
+    "algorithms",
     "commands",
     "engines",
     "index",
@@ -45,8 +46,9 @@ def test_snippets_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("model: {path: models/mine}")
     _leave_trajectories(Path("runs/demo/trajectories"))
-    for kind in (registry.agent_loops, registry.interactions, registry.rewards, registry.tools):
-        monkeypatch.setattr(kind, "_things", dict(kind._things))
+    for kind in vars(registry).values():
+        if isinstance(kind, registry.Registry):
+            monkeypatch.setattr(kind, "_things", dict(kind._things))
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):
         exec(compile(block, f"docs/{page}.md", "exec"), space)

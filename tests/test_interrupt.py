@@ -95,11 +95,11 @@ def test_one_signal_within_a_validation_loses_no_step(start, straight, tmp_path,
 def test_one_signal_within_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
     real, calls = trainer_module.Learner.update, []
 
-    def update(self, *args):
+    def update(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             interrupt()
-        return real(self, *args)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(trainer_module.Learner, "update", update)
     with pytest.raises(KeyboardInterrupt):
@@ -112,8 +112,8 @@ def test_one_signal_within_an_update_waits_for_its_end(start, straight, tmp_path
 def test_two_signals_within_an_update_save_nothing_of_it(start, straight, tmp_path, monkeypatch):
     real, calls = trainer_module.Learner.update, []
 
-    def update(self, *args):
-        metrics = real(self, *args)
+    def update(self, *args, **kwargs):
+        metrics = real(self, *args, **kwargs)
         calls.append(1)
         if len(calls) == 3:
             interrupt(2)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
-from agentrl.trainer.algorithms import ALGORITHMS
+from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, Targets, collate
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.weights import Publisher
@@ -53,10 +53,9 @@ def batch() -> Batch:
 
 
 def targets_of(learner: Learner, batch: Batch) -> Targets:
-    a = learner.config.algorithm
-    return ALGORITHMS[a.name].targets(
+    return make_targets(
         batch,
-        a,
+        learner.config,
         learner.old_logprobs(batch),
         learner.values(batch),
         learner.reference_logprobs(batch),
@@ -68,7 +67,7 @@ def step(learner: Learner, batch: Batch, number: int = 1) -> dict[str, float]:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for n, t in learner.policy.model.named_parameters()}
+    return {n: t.clone() for n, t in learner.rank.policy.model.named_parameters()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -173,7 +172,8 @@ def plain_update(
                 else:
                     pg = pg * min(weight, CAP)
                 gap = reference[b, t] - lp
-                kl = gap.exp() - 1 - gap
+                now = math.exp(float(lp - batch.rollout_logprobs[b, t]))
+                kl = (gap.exp() - 1 - gap) * min(now, CAP)  # whatever the mode is
                 entropy = -(row.exp() * row).sum()
                 loss = loss + (pg + w["kl"] * kl - w["entropy"] * entropy) / tokens
         adam.zero_grad()
@@ -206,7 +206,7 @@ def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy, level, m
         "algorithm__tis_mode": mode,
     }
     learner = Learner(folder, config(**FULL, **keys, algorithm__ppo_epochs=3), total_steps=1)
-    in_float64(learner.policy.model)
+    in_float64(learner.rank.policy.model)
     reference = plain_logprobs(tiny_model(1), batch)
     targets = replace(targets_of(learner, batch), reference_logprobs=reference)
     metrics = learner.update(batch, targets, 1)
@@ -229,7 +229,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(folder, batch, tmp_path,
         targets = targets_of(learner, batch)
         if found:
             targets = found[0][2]
-        in_float64(learner.policy.model)
+        in_float64(learner.rank.policy.model)
         metrics = learner.update(batch, targets, 1)
         out = tmp_path / str(tokens)
         out.mkdir()
@@ -404,7 +404,7 @@ def test_a_trainer_that_computes_no_number_is_stopped_and_the_episode_named(
     learner = Learner(folder, config(**keys), total_steps=1)
     targets = targets_of(learner, batch)
     with torch.no_grad():  # tied: there is no distribution any more
-        learner.policy.model.get_parameter("model.embed_tokens.weight")[3] = NAN
+        learner.rank.policy.model.get_parameter("model.embed_tokens.weight")[3] = NAN
     spoilt = replace(targets, old_logprobs=learner.old_logprobs(batch))
     named = replace(batch, episodes=tuple(f"e{r}" for r in range(16)))
     before = everything(learner, tmp_path / "before")
@@ -423,7 +423,7 @@ def test_a_trainer_that_computes_no_number_is_stopped_and_the_episode_named(
 def test_the_kl_to_the_reference_starts_at_zero_and_the_reference_never_moves(folder, batch, keys):
     keys = keys | {"algorithm__kl_loss_coef": 0.1, "algorithm__ppo_epochs": 2}
     learner = Learner(folder, config(**keys), total_steps=9)
-    base = [p for n, p in learner.policy.model.named_parameters() if "lora_" not in n]
+    base = [p for n, p in learner.rank.policy.model.named_parameters() if "lora_" not in n]
 
     def digest() -> str:
         return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in base)).hexdigest()
@@ -439,7 +439,7 @@ def test_the_kl_to_the_reference_starts_at_zero_and_the_reference_never_moves(fo
     after = learner.reference_logprobs(batch)
     assert after is not None and torch.equal(after, before)
     assert not torch.equal(learner.logprobs(batch), before)
-    assert (digest() == held) == (learner.policy.peft is not None)
+    assert (digest() == held) == (learner.rank.policy.peft is not None)
 
 
 def test_without_a_kl_there_is_no_reference(folder, batch):
@@ -510,7 +510,7 @@ def test_the_saved_folder_is_one_that_others_load(folder, batch, tmp_path, keys)
 def adapter(folder, tmp_path_factory) -> Path:
     """What a LoRA run leaves."""
     learner = Learner(folder, config(**LORA), total_steps=2)
-    for name, weight in learner.policy.model.named_parameters():
+    for name, weight in learner.rank.policy.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     path = tmp_path_factory.mktemp("adapter")

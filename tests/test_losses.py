@@ -1,4 +1,4 @@
-"""Losses and KL estimators against enumeration on a distribution of eight symbols."""
+"""Losses: what their papers draw, what must not matter, and the critic's."""
 
 from __future__ import annotations
 
@@ -10,263 +10,297 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from agentrl.trainer.kl import ESTIMATORS, k1, k2, k3
-from agentrl.trainer.losses import (
-    importance_ratios,
-    importance_weights,
-    policy_loss,
-    ratio,
-    value_loss,
-)
-from agentrl.trainer.model import chosen_logprobs
+from agentrl.config import AlgorithmConfig, load_config
+from agentrl.config.checks import without_effect
+from agentrl.registry import policy_losses
+from agentrl.trainer.head import chosen_logprobs
+from agentrl.trainer.losses import cispo, gspo, ratio, value_loss, vanilla
 
-GENERATOR = torch.Generator().manual_seed(0)
-THETA = torch.randn(8, dtype=torch.float64, generator=GENERATOR)
-REFERENCE = torch.randn(8, dtype=torch.float64, generator=GENERATOR).log_softmax(-1)
+LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
+DUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+RATIOS = tensor([[0.5, 0.9, 1.0, 1.1, 1.5]])
 
 
-def expected_gradient(loss, sampler=None):
-    """sum_a p(a) grad loss(a): what averaging over tokens drawn from `sampler` converges to."""
-    theta = THETA.clone().requires_grad_()
-    log_p = theta.log_softmax(-1)
-    p = (log_p if sampler is None else sampler).detach().exp()
-    (p * loss(log_p, REFERENCE)).sum().backward()
-    return theta.grad
+def apply(loss, ratios, advantages, config=CONFIG):
+    """The loss of tokens with these ratios (b, A); its counts; the gradient to their logprobs."""
+    logprobs = (ratios.log() - 1).requires_grad_()
+    old = torch.full_like(ratios, -1.0)
+    advantages = torch.full_like(ratios, advantages)
+    losses, counts = loss(logprobs, old, advantages, torch.ones_like(ratios).bool(), config)
+    losses.sum().backward()
+    return losses.detach(), counts, logprobs.grad
 
 
-def exact_gradient(divergence):
-    theta = THETA.clone().requires_grad_()
-    divergence(theta.log_softmax(-1)).backward()
-    return theta.grad
+def test_they_are_registered_by_their_names():
+    assert {name: policy_losses.get(name) for name in LOSSES} == LOSSES
 
 
-def reverse_kl(log_p):
-    return (log_p.exp() * (log_p - REFERENCE)).sum()
+# --- vanilla --------------------------------------------------------------------------------------
 
 
-def forward_kl(log_p):
-    return (REFERENCE.exp() * (REFERENCE - log_p)).sum()
-
-
-# --- KL -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_the_value_of_k1_and_k3_is_unbiased(name):
-    log_p = THETA.log_softmax(-1)
-    value = (log_p.exp() * ESTIMATORS[name](log_p, REFERENCE)).sum()
-    torch.testing.assert_close(value, reverse_kl(log_p))
-
-
-def test_as_losses_each_estimator_follows_the_gradient_its_docstring_says():
-    torch.testing.assert_close(expected_gradient(k1), torch.zeros_like(THETA))
-    torch.testing.assert_close(expected_gradient(k2), exact_gradient(reverse_kl))
-    torch.testing.assert_close(expected_gradient(k3), exact_gradient(forward_kl))
-
-
-def test_k1_in_the_reward_follows_the_reverse_kl():
-    """The score function times the (gradient-free) estimate, as a policy gradient does it."""
-    score = expected_gradient(lambda log_p, ref: log_p * k1(log_p, ref).detach())
-    torch.testing.assert_close(score, exact_gradient(reverse_kl))
-
-
-@given(st.floats(-30, 0), st.floats(-30, 0))
-def test_k2_and_k3_are_never_negative_and_zero_only_where_equal(a, b):
-    x, y = tensor(a, dtype=torch.float64), tensor(b, dtype=torch.float64)
-    for estimator in (k2, k3):
-        assert estimator(x, y) >= 0
-        assert estimator(x, x) == 0
-
-
-# --- policy loss --------------------------------------------------------------------------------
-
-
-def test_policy_loss_clips_as_the_paper_draws_it():
+def test_vanilla_clips_as_the_paper_draws_it():
     """Figure 1: above the clip with a good token and below it with a bad one, no gain."""
-    r = tensor([0.5, 0.9, 1.0, 1.1, 1.5])
-    zero = torch.zeros(5)
-    good, good_clipped = policy_loss(r.log(), zero, torch.ones(5), 0.2, 0.3)
-    torch.testing.assert_close(good, -tensor([0.5, 0.9, 1.0, 1.1, 1.3]))
-    assert good_clipped.tolist() == [False, False, False, False, True]
-    bad, bad_clipped = policy_loss(r.log(), zero, -torch.ones(5), 0.2, 0.3)
-    torch.testing.assert_close(bad, tensor([0.8, 0.9, 1.0, 1.1, 1.5]))
-    assert bad_clipped.tolist() == [True, False, False, False, False]
+    good, counts, gradient = apply(vanilla, RATIOS, 1.0)
+    torch.testing.assert_close(good, -tensor([[0.5, 0.9, 1.0, 1.1, 1.3]]))
+    assert counts["pg_clipfrac"].tolist() == [[False, False, False, False, True]]
+    torch.testing.assert_close(gradient, -tensor([[0.5, 0.9, 1.0, 1.1, 0.0]]))
+    bad, counts, gradient = apply(vanilla, RATIOS, -1.0)
+    torch.testing.assert_close(bad, tensor([[0.8, 0.9, 1.0, 1.1, 1.5]]))
+    assert counts["pg_clipfrac"].tolist() == [[True, False, False, False, False]]
+    torch.testing.assert_close(gradient, tensor([[0.0, 0.9, 1.0, 1.1, 1.5]]))
+    assert set(counts) == {"pg_clipfrac"}
 
 
-def test_policy_loss_at_ratio_one_has_the_policy_gradient():
-    logprobs = tensor([-1.0, -2.0]).requires_grad_()
-    advantages = tensor([0.5, -3.0])
-    loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
-    loss.sum().backward()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [-0.5, 3.0]
+def test_dual_clip_holds_bad_tokens_that_became_much_likelier():
+    ratios = tensor([[0.5, 1.0, 2.9, 3.1, 50.0]])
+    bad, counts, gradient = apply(vanilla, ratios, -2.0, DUAL)
+    torch.testing.assert_close(bad, tensor([[1.6, 2.0, 5.8, 6.0, 6.0]]))
+    assert counts["pg_clipfrac_lower"].tolist() == [[False, False, False, True, True]]
+    assert counts["pg_clipfrac"].tolist() == [[True, False, False, False, False]]
+    torch.testing.assert_close(gradient, tensor([[0.0, 2.0, 5.8, 0.0, 0.0]]))
+    good, counts, gradient = apply(vanilla, ratios, 2.0, DUAL)
+    assert not counts["pg_clipfrac_lower"].any()
+    free = apply(vanilla, ratios, 2.0)
+    assert torch.equal(good, free[0]) and torch.equal(gradient, free[2])
 
 
-def test_a_clipped_token_has_no_gradient():
-    logprobs = tensor([0.5, -0.5]).requires_grad_()
-    loss, clipped = policy_loss(logprobs, torch.zeros(2), tensor([1.0, -1.0]), 0.2, 0.2)
-    loss.sum().backward()
-    assert clipped.all()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 0.0]
+@given(st.floats(-8, 8), st.floats(-5, 5), st.floats(1.01, 6))
+def test_dual_clip_bounds_the_loss_of_every_bad_token(log_ratio, advantage, bound):
+    config = AlgorithmConfig(dual_clip=bound)
+    ratios = tensor([[log_ratio]], dtype=torch.float64).exp()
+    dual, counts, _ = apply(vanilla, ratios, advantage, config)
+    free, _, _ = apply(vanilla, ratios, advantage, AlgorithmConfig())
+    if advantage < 0:
+        assert dual.item() == min(free.item(), -advantage * bound)
+    else:
+        assert dual.item() == free.item()
+    assert counts["pg_clipfrac_lower"].item() == (dual.item() != free.item())
 
 
-def test_ratios_of_broken_policies_stay_finite():
-    assert ratio(tensor([0.0]), tensor([-1e9])).isfinite().all()
-    assert ratio(tensor([-1e9]), tensor([0.0])).isfinite().all()
+# --- gspo -----------------------------------------------------------------------------------------
 
 
-# --- importance weights -------------------------------------------------------------------------
+def rows(seed, spread):
+    """Logprobs, old ones, one advantage a row, mask; rows of 4, 1, 0 and 3 tokens."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.arange(4) < tensor([[4], [1], [0], [3]])
+    old = -3 * torch.rand(4, 4, generator=g, dtype=torch.float64)
+    logprobs = old + spread * torch.randn(4, 4, generator=g, dtype=torch.float64)
+    advantages = torch.randn(4, 1, generator=g, dtype=torch.float64).expand(4, 4)
+    return logprobs, old, advantages, mask
 
 
-def test_importance_ratios_are_one_for_equal_policies():
-    logprobs = tensor([-1.0, -5.0])
-    assert importance_ratios(logprobs, logprobs).tolist() == [1.0, 1.0]
-    together = importance_ratios(logprobs, logprobs, tensor([[True, True]]))
-    assert together.tolist() == [1.0, 1.0]
+@given(st.integers(0, 2**31), st.floats(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_gspo_is_the_papers_sequence_level_objective(seed, spread):
+    """Equation 5: the root of a row's likelihood ratio by its length, clipped as a whole."""
+    values, old, advantages, mask = rows(seed, spread)
+    lengths = mask.sum(1)
+    paper, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+    objective = 0.0
+    for i in lengths.nonzero()[:, 0].tolist():
+        n = int(lengths[i])
+        likelihood = (paper[i, :n].sum() - old[i, :n].sum()).exp() ** (1 / n)
+        a = advantages[i, 0]
+        objective += -torch.minimum(likelihood * a, likelihood.clamp(0.8, 1.3) * a) / 3
+    objective.backward()
+    loss, _ = gspo(ours, old, advantages, mask, CONFIG)
+    weights = mask / lengths.clamp(min=1)[:, None] / 3  # seq-mean-token-mean
+    (weights * loss).sum().backward()
+    torch.testing.assert_close((weights * loss).sum(), objective)
+    torch.testing.assert_close(ours.grad, paper.grad)
 
 
-def test_the_cap_is_on_the_ratio_and_not_on_its_logarithm():
-    ratios = importance_ratios(tensor([0.4, 2.0, -3.0]), torch.zeros(3))
-    expected = tensor([math.exp(0.4), 2.0, math.exp(-3.0)])
-    torch.testing.assert_close(importance_weights(ratios, 2.0, "truncate"), expected)
-    masked = tensor([math.exp(0.4), 0.0, 0.0])
-    torch.testing.assert_close(importance_weights(ratios, 2.0, "mask"), masked)
+def test_gspo_clips_all_tokens_of_a_row_or_none():
+    ratios = tensor([[4.0, 0.5, 1.0], [4.0, 1.0, 1.0]])  # roots of 2 and of 4: 1.26 and 1.59
+    loss, counts, gradient = apply(gspo, ratios, 1.0)
+    assert counts["pg_clipfrac"].tolist() == [[False] * 3, [True] * 3]
+    torch.testing.assert_close(loss, -tensor([[2 ** (1 / 3)] * 3, [1.3] * 3]))
+    torch.testing.assert_close(gradient, -tensor([[2 ** (1 / 3)] * 3, [0.0] * 3]))
 
 
-def test_a_row_has_the_product_of_its_tokens_ratios():
-    mask = tensor([[True, False, True], [False, False, False], [False, True, False]])
-    ratios = importance_ratios(tensor([2.0, 3.0, 0.7]).log(), torch.zeros(3), mask)
-    torch.testing.assert_close(ratios, tensor([6.0, 6.0, 0.7]))
+def test_gspo_bounds_a_bad_rows_ratio_with_dual_clip():
+    loss, counts, gradient = apply(gspo, tensor([[8.0, 8.0], [2.0, 2.0]]), -1.0, DUAL)
+    torch.testing.assert_close(loss, tensor([[3.0, 3.0], [2.0, 2.0]]))
+    assert counts["pg_clipfrac_lower"].tolist() == [[True, True], [False, False]]
+    torch.testing.assert_close(gradient, tensor([[0.0, 0.0], [2.0, 2.0]]))
 
 
-LOGPROBS = st.floats(-12, 0, width=32)
-CAPS = st.floats(1, 16) | st.just(math.inf)
+# --- cispo ----------------------------------------------------------------------------------------
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    """Equations 4 and 5: minus clipped ratio times advantage times log pi."""
+    weights = tensor([[0.8, 0.9, 1.0, 1.1, 1.3]])
+    for advantage in (1.0, -2.0):
+        loss, counts, gradient = apply(cispo, RATIOS, advantage)
+        torch.testing.assert_close(loss, -weights * advantage * (RATIOS.log() - 1))
+        torch.testing.assert_close(gradient, -weights * advantage)
+        assert counts["pg_clipfrac"].tolist() == [[True, False, False, False, True]]
+
+
+def test_cispo_of_the_table_has_no_bound_from_below():
+    config = AlgorithmConfig(name="cispo")
+    _, counts, gradient = apply(cispo, tensor([[1e-4, 5.0]]), 1.0, config)
+    torch.testing.assert_close(gradient, -tensor([[1e-4, 1.28]]))
+    assert counts["pg_clipfrac"].tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "idle"),
+    [
+        (["policy_loss=cispo", "dual_clip=3", "ppo_epochs=2"], ["dual_clip"]),
+        (["policy_loss=gspo", "dual_clip=3", "ppo_epochs=2"], []),
+        (["dual_clip=3"], ["dual_clip"]),
+        (["value_clip=1", "ppo_epochs=2"], ["value_clip"]),
+        (["name=ppo", "value_clip=1"], ["value_clip"]),
+        (["name=ppo", "value_clip=1", "mini_batch_size=4"], []),
+    ],
+)
+def test_clips_that_do_nothing_are_named(keys, idle):
+    config = load_config(None, [f"algorithm.{k}" for k in keys])
+    assert [n.partition("=")[0] for n in without_effect(config)] == [f"algorithm.{k}" for k in idle]
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_on_the_first_pass_the_gradient_is_the_plain_policy_gradient(name, seed):
+    logprobs, _, _, mask = rows(seed, 0)
+    advantages = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).double()
+    logprobs.requires_grad_()
+    for config in (CONFIG, DUAL):
+        (loss, counts) = LOSSES[name](logprobs, logprobs.detach(), advantages, mask, config)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert torch.equal(gradient, torch.where(mask, -advantages, 0.0))
+        assert not any(count.any() for count in counts.values())
+
+
+NUMBERS = st.floats(-6, 0, width=32)
+SPOILT = st.sampled_from([math.nan, math.inf, -math.inf, 1e9, -1e9, 0.5])
 
 
 @st.composite
-def rows_of_tokens(draw):
-    """Old and engine logprobs (N,) of the tokens at a mask (b, T)."""
-    b, t = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    mask = tensor(draw(st.lists(st.booleans(), min_size=b * t, max_size=b * t))).view(b, t)
-    n = int(mask.sum())
-    old, engine = (
-        tensor(draw(st.lists(LOGPROBS, min_size=n, max_size=n)), dtype=torch.float64)
-        for _ in range(2)
+def spoilt_rows(draw):
+    """Three tensors (b, A) and a mask, and the same with anything off the mask."""
+    b, a = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    on = draw(st.lists(st.booleans(), min_size=b * a, max_size=b * a))
+    clean = [[draw(NUMBERS) if x else 0.0 for x in on] for _ in range(3)]
+    spoilt = [[v if x else draw(SPOILT) for v, x in zip(row, on, strict=True)] for row in clean]
+    mask = tensor(on).view(b, a)
+    # Advantages of both signs, beside logprobs that are negative.
+    shift = tensor([[0.0], [0.0], [3.0]])
+    clean, spoilt = (
+        list((tensor(x) + shift * tensor(on)).view(3, b, a).unbind()) for x in (clean, spoilt)
     )
-    return old, engine, mask
+    return clean, spoilt, mask
 
 
-@given(rows_of_tokens(), CAPS)
-@settings(max_examples=150, deadline=None)
-def test_weights_are_within_the_cap_or_nothing_and_carry_no_gradient(world, cap):
-    old, engine, mask = world
-    old, engine = old.requires_grad_(), engine.requires_grad_()
-    for together in (None, mask):
-        ratios = importance_ratios(old, engine, together)
-        truncated = importance_weights(ratios, cap, "truncate")
-        masked = importance_weights(ratios, cap, "mask")
-        assert not truncated.requires_grad and not masked.requires_grad
-        assert (truncated <= cap).all() and (truncated > 0).all()
-        assert torch.equal(truncated, ratios.minimum(tensor(cap, dtype=ratios.dtype)))
-        kept = (1 / cap <= ratios) & (ratios <= cap)
-        assert torch.equal(masked, torch.where(kept, ratios, 0.0))
+@pytest.mark.parametrize("name", policy_losses.names())
+@pytest.mark.parametrize("config", [CONFIG, DUAL], ids=["clip", "dual"])
+@given(spoilt_rows())
+@settings(max_examples=60, deadline=None)
+def test_what_stands_off_the_mask_changes_no_bit(name, config, world):
+    clean, spoilt, mask = world
+    found = []
+    for logprobs, old, advantages in (clean, spoilt):
+        logprobs = logprobs.clone().requires_grad_()
+        loss, counts = policy_losses.get(name)(logprobs, old, advantages, mask, config)
+        loss.sum().backward()
+        assert (loss[~mask] == 0).all() and (logprobs.grad[~mask] == 0).all()
+        assert not any(count[~mask].any() for count in counts.values())
+        found.append([loss.detach(), logprobs.grad, *counts.values()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
-@given(rows_of_tokens())
-@settings(max_examples=100, deadline=None)
-def test_rows_of_one_token_are_weighted_alike_at_both_levels(world):
-    old, engine, mask = world
-    alone = torch.zeros(len(old), 3, dtype=torch.bool)
-    alone[torch.arange(len(old)), torch.arange(len(old)) % 3] = True
-    by_token = importance_ratios(old, engine)
-    assert torch.equal(importance_ratios(old, engine, alone), by_token)
-    # And all tokens of a row have one ratio, which the other rows do not touch.
-    together, at = importance_ratios(old, engine, mask), 0
-    for count in mask.sum(1).tolist():
-        row = slice(at, at + count)
-        product = (old[row] - engine[row]).sum().clamp(-20, 20).exp().expand(count)
-        torch.testing.assert_close(together[row], product)
-        at += count
+@pytest.mark.parametrize(("name", "elementwise"), [("vanilla", 1), ("gspo", 0), ("cispo", 1)])
+def test_which_tokens_a_loss_looks_at(name, elementwise):
+    logprobs, old, advantages, mask = rows(1, 0.05)
+    moved = logprobs.clone()
+    moved[0, 0] += 0.1
+    wide = AlgorithmConfig(clip_low=1.0, clip_high=9.0)
+    before, after = (LOSSES[name](x, old, advantages, mask, wide)[0] for x in (logprobs, moved))
+    changed = before != after
+    assert changed[0].tolist() == ([True, False, False, False] if elementwise else [True] * 4)
+    assert not changed[1:].any()
 
 
-def test_off_policy_samples_with_weights_give_the_on_policy_gradient():
-    """Tokens drawn from another engine: uncapped weights recover the policy's own gradient."""
-    reward = torch.arange(8, dtype=torch.float64)
-    engine = (THETA + 0.3 * torch.arange(8)).log_softmax(-1)
-
-    def weighted(mode):
-        def loss(log_p, _):
-            old = log_p.detach()
-            surrogate, _ = policy_loss(log_p, old, reward, 0.2, 0.2)
-            return surrogate * importance_weights(importance_ratios(old, engine), math.inf, mode)
-
-        return loss
-
-    def objective(log_p):
-        return -(log_p.exp() * reward).sum()
-
-    for mode in ("truncate", "mask"):
-        found = expected_gradient(weighted(mode), sampler=engine)
-        torch.testing.assert_close(found, exact_gradient(objective))
-    wrong = expected_gradient(
-        lambda log_p, _: policy_loss(log_p, log_p.detach(), reward, 0.2, 0.2)[0], sampler=engine
-    )
-    assert (wrong - exact_gradient(objective)).abs().max() > 0.1
+@pytest.mark.parametrize("name", LOSSES)
+def test_where_in_its_row_a_token_stands_does_not_matter(name):
+    """Nor how wide the rows are, or which others are beside them."""
+    logprobs, old, advantages, mask = rows(2, 0.3)
+    whole, _ = LOSSES[name](logprobs, old, advantages, mask, CONFIG)
+    for i in (0, 1, 3):
+        n = int(mask[i].sum())
+        spots = tensor([5, 0, 3, 6])[:n]
+        at = torch.zeros(1, 8, dtype=torch.bool).index_fill(1, spots, True)
+        spread = [
+            torch.full((1, 8), math.nan, dtype=torch.float64).index_copy(1, spots, x[i : i + 1, :n])
+            for x in (logprobs, old, advantages)
+        ]
+        found, _ = LOSSES[name](*spread, at, CONFIG)
+        torch.testing.assert_close(found[0, spots], whole[i, :n])
 
 
-@pytest.mark.parametrize(("level", "exact"), [("sequence", True), ("token", False)])
-def test_over_two_turns_only_whole_sequences_are_weighted_exactly(level, exact):
-    """Every sequence of two tokens of three, drawn from an engine, told a reward of its own."""
-    g = torch.Generator().manual_seed(3)
-    first, reward = torch.randn(3, generator=g).double(), torch.randn(3, 3, generator=g).double()
-    engine_first, engine_second = (torch.randn(s, generator=g).double() for s in (3, (3, 3)))
-    theta = torch.randn(3, 3, generator=g).double().requires_grad_()
-
-    def both(first, second):
-        """(9, 2): logprobs of both tokens of each sequence."""
-        early = first.log_softmax(-1)[:, None].expand(3, 3)
-        return torch.stack([early, second.log_softmax(-1)], -1).view(9, 2)
-
-    log_p, engine = both(first, theta), both(engine_first, engine_second)
-    (exact_gradient,) = torch.autograd.grad(
-        -(log_p.sum(1).exp() * reward.view(9)).sum(), theta, retain_graph=True
-    )
-    mask = torch.ones(9, 2, dtype=torch.bool) if level == "sequence" else None
-    ratios = importance_ratios(log_p.flatten(), engine.flatten(), mask)
-    weights = importance_weights(ratios, math.inf, "truncate").view(9, 2)
-    surrogate, _ = policy_loss(log_p, log_p.detach(), reward.view(9, 1), 0.2, 0.2)
-    loss = (engine.sum(1).exp()[:, None] * weights * surrogate).sum()
-    (found,) = torch.autograd.grad(loss, theta)
-    assert torch.allclose(found, exact_gradient, atol=1e-12) == exact
-    if not exact:
-        assert (found - exact_gradient).abs().max() > 1e-2
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("far", [-1e9, 1e9])
+def test_broken_policies_give_finite_losses(name, far):
+    logprobs = tensor([[far, -1.0]]).requires_grad_()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        loss, _ = LOSSES[name](logprobs, torch.zeros(1, 2), tensor([[sign, sign]]), mask, CONFIG)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+    assert ratio(tensor([far, -far])).isfinite().all()
 
 
-# --- value loss ---------------------------------------------------------------------------------
+# --- value loss -----------------------------------------------------------------------------------
+
+VALUES, OLD_VALUES, RETURNS = tensor([2.0, 0.2, -1.0]), torch.zeros(3), tensor([3.0, 1.0, -3.0])
 
 
 def test_value_loss_takes_the_larger_of_free_and_clipped():
-    values, old, returns = tensor([2.0, 0.2, -1.0]), torch.zeros(3), tensor([3.0, 1.0, -3.0])
-    loss, clipped = value_loss(values, old, returns, clip=0.5)
+    values = VALUES.clone().requires_grad_()
+    loss, clipped = value_loss(values, OLD_VALUES, RETURNS, clip=0.5)
+    loss.sum().backward()
     torch.testing.assert_close(loss, 0.5 * tensor([2.5**2, 0.8**2, 2.5**2]))
     assert clipped.tolist() == [True, False, True]
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, tensor([0.0, -0.8, 0.0]))
 
 
-# --- logprobs -----------------------------------------------------------------------------------
+def test_value_loss_without_a_clip_is_half_the_squared_error():
+    values = VALUES.clone().requires_grad_()
+    loss, clipped = value_loss(values, OLD_VALUES, RETURNS, clip=0)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, 0.5 * tensor([1.0, 0.8**2, 4.0]))
+    assert not clipped.any()
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, VALUES - RETURNS)
+
+
+# --- logprobs -------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.2, 3.0), st.integers(0, 2**31))
 @settings(max_examples=50, deadline=None)
 def test_temperature_divides_logits_and_never_logprobs(temperature, seed):
     logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(seed)).double()
+    layer = torch.eye(11).double()
     every = torch.stack(
-        [chosen_logprobs(logits, torch.full((3,), v), temperature)[0] for v in range(11)], 1
+        [chosen_logprobs(logits, layer, torch.full((3,), v), temperature)[0] for v in range(11)], 1
     )
     torch.testing.assert_close(every, torch.log_softmax(logits / temperature, -1))
     torch.testing.assert_close(every.exp().sum(1), torch.ones(3).double())
 
 
 def test_entropy_is_that_of_the_tempered_distribution():
-    logits = torch.zeros(1, 16)
-    assert chosen_logprobs(logits, tensor([0]), 0.7)[1].item() == pytest.approx(
-        torch.log(tensor(16.0)).item()
-    )
+    logits = tensor([[0.0, 0.7 * math.log(3.0)]])  # at 0.7 the second is three times likelier
+    _, entropy = chosen_logprobs(logits, torch.eye(2), tensor([0]), 0.7)
+    expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    assert entropy.item() == pytest.approx(expected, rel=1e-5)

@@ -153,8 +153,7 @@ def test_the_shares_are_of_weights_that_the_loss_cuts(level, mode, seed):
     old = apart(batch, 0.5 * torch.randn(mask.shape, generator=g))
     config = AlgorithmConfig(tis_cap=cap, tis_level=level, tis_mode=mode)
     found = weight_metrics(batch, old, mask, config)
-    together = mask if level == "sequence" else None
-    ratios = importance_ratios(old[mask], batch.rollout_logprobs[mask], together)
+    ratios = importance_ratios(old, batch.rollout_logprobs, mask, level)[mask]
     weights = importance_weights(ratios, cap, mode)
     cut = (weights != ratios).float().mean().item()
     high, low = (found[f"rollout_corr/rollout_is_ratio_fraction_{x}"] for x in ("high", "low"))

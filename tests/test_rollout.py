@@ -277,6 +277,59 @@ def test_a_row_twice_in_a_step_is_played_with_other_seeds(rollouts):
     assert len(set(seeds)) == 4
 
 
+def test_a_row_of_an_earlier_round_of_the_step_is_played_with_other_seeds(rollouts):
+    seeds = []
+
+    class Seeing(Failing):
+        async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+            seeds.append(seed)
+            return await super().generate(
+                prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+            )
+
+    one, other = rows(2, "single_turn")
+    r = rollouts(Seeing(["a"]))
+    r.collect([one, one, other], n=2, sampling=SAMPLING, step=0)
+    at_once, seeds[:] = sorted(seeds), []
+    r.collect([one], n=2, sampling=SAMPLING, step=0)
+    r.collect([one, other], n=2, sampling=SAMPLING, step=0, earlier=[one])
+    assert sorted(seeds) == at_once and len(set(seeds)) == 6
+
+
+def test_a_greedy_rollout_stands_beside_its_group(rollouts):
+    seeds = {}
+
+    class Seeing(Failing):
+        async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+            seeds[episode_id] = seed
+            return await super().generate(
+                prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+            )
+
+    engine = Seeing(["#### 12"])
+    groups = rollouts(engine).collect(
+        rows(2, "single_turn"), n=3, sampling=SAMPLING, step=0, greedy=True
+    )
+    assert [len(g.scored) for g in groups] == [3, 3] and len(set(seeds.values())) == 8
+    best = [g.greedy for g in groups]
+    assert [s.reward for s in best] == [1.0, 0.0]
+    assert [s.trajectory.sampling["temperature"] for s in best] == [0.0, 0.0]
+    sampled = {s.trajectory.sampling["temperature"] for g in groups for s in g.scored}
+    assert sampled == {1.0} and len(engine.begun) == len(set(engine.begun)) == 8
+    before = dict(seeds)
+    seeds.clear()
+    rollouts(engine).collect(rows(2, "single_turn"), n=3, sampling=SAMPLING, step=0)
+    assert set(seeds.values()) < set(before.values()), "the others are played as without it"
+
+
+def test_without_its_greedy_rollout_a_group_is_left_out(rollouts):
+    engine = Failing(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-8-"))
+    groups = rollouts(engine).collect(
+        rows(4, "single_turn"), n=8, sampling=SAMPLING, step=0, greedy=True
+    )
+    assert [g.sample.id for g in groups] == ["r0", "r2", "r3"]
+
+
 def test_a_raising_reward_stops_the_run(rollouts, tmp_path):
     (tmp_path / "bad.py").write_text("def compute_score(data_source, solution_str, ground_truth,"
                                      " extra_info=None):\n    return 1 / 0\n")  # fmt: skip

@@ -29,7 +29,8 @@ def starts(monkeypatch):
         def __init__(self, url, *, sender, **options):
             found[-1] |= options | {"sender": sender(NOTHING)}
 
-    def start(launch):
+    def start(launch, *, host):
+        assert host == "127.0.0.1"
         found.append({"launch": launch, "flags": launch._flags()})
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
@@ -154,10 +155,10 @@ def test_a_model_that_cannot_compute_as_the_trainer_goes_without(
 ):
     start = SGLangLaunch.start
 
-    def refusing(launch):
+    def refusing(launch, *, host):
         if launch.on_policy:
             raise EngineDead("it ended\n  | ValueError: not this model")
-        return start(launch)
+        return start(launch, host=host)
 
     monkeypatch.setattr(SGLangLaunch, "start", refusing)
     open_all(random_model, "rollout.deterministic=true", gpus=1, monkeypatch=monkeypatch)

@@ -22,6 +22,7 @@ from updates import update
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling, Update
+from agentrl.engine.server.place import Place
 from agentrl.engine.vllm import AdapterSender, DiskSender, VLLMEngine, VLLMLaunch
 from agentrl.engine.vllm.dialect import Completions, Generate
 from agentrl.engine.vllm.open import parameter_names, start
@@ -86,7 +87,7 @@ def server(vllm_python, untied, tmp_path_factory):
         untied, tmp_path_factory.mktemp("out"),
         f"rollout.python={vllm_python}", f"model.lora_rank={RANK}",
     )  # fmt: skip
-    engine = start(config, str(untied), dtype="float32", gpus=())
+    engine = start(config, str(untied), dtype="float32", place=Place())
     yield engine._process
     engine.close()
 

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentrl.config.sources import assignment
+from agentrl.registry import advantage_estimators
 
 if TYPE_CHECKING:
     from agentrl.config.sections import Config
+
+
+COMPARE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
+"""Estimators for which a rollout is as good as it is better than others of its prompt."""
 
 
 def contradictions(c: Config) -> Iterator[str]:
@@ -28,12 +33,19 @@ def contradictions(c: Config) -> Iterator[str]:
             f" algorithm.kl_loss_coef={a.kl_loss_coef} would only add noise. Set"
             " algorithm.kl_type=k2 or k3, or penalize the reward: algorithm.kl_reward_coef"
         )
+    rollouts = c.data.batch_size * c.rollout.n
+    if a.kl_target and rollouts >= 5 * a.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon={a.kl_horizon} is so much less than a step's {rollouts} rollouts"
+            " that a single step could turn the KL's weight negative. Set it to those of 10 steps,"
+            f" {10 * rollouts}, or more"
+        )
     if c.val.temperature == 0 and c.val.n > 1:
         yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are alike. Set val.n=1"
-    if a.name == "grpo" and c.rollout.n < 2 and not t.val_only:
+    if a.adv_estimator in COMPARE and c.rollout.n < 2 and not t.val_only:
         yield (
-            "rollout.n=1 leaves algorithm.name=grpo nothing to compare with: every advantage is 0."
-            " Set rollout.n to 2 or more"
+            f"rollout.n=1 leaves algorithm.adv_estimator={a.adv_estimator} nothing to compare with:"
+            " every advantage is 0. Set rollout.n to 2 or more"
         )
     if a.mini_batch_size > c.data.batch_size * c.rollout.n:
         yield (
@@ -48,10 +60,47 @@ def contradictions(c: Config) -> Iterator[str]:
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
     yield from _engine_contradictions(c)
+    yield from _filter_contradictions(c)
+    if r.overlong_buffer > c.rollout.max_trajectory_tokens:
+        yield (
+            f"reward.overlong_buffer={r.overlong_buffer} is more than"
+            f" rollout.max_trajectory_tokens={c.rollout.max_trajectory_tokens}: every rollout would"
+            " be overlong. Set a share of it, such as a fifth"
+        )
     if not (r.outcome_weight or r.turn_weight or r.tool_weight):
         yield (
             "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"
             " rewarded. Set one of them"
+        )
+
+
+def _filter_contradictions(c: Config) -> Iterator[str]:
+    """Of which groups nothing can be learned must be known as soon as they were played."""
+    a, d = c.algorithm, c.data
+    if not a.filter_groups:
+        return
+    taught_by_others = {
+        "gae": "a critic's values tell every token apart",
+        "reinforce_plus_plus": "it compares rollouts with those of other prompts",
+    }
+    if why := taught_by_others.get(a.adv_estimator):
+        yield (
+            "algorithm.filter_groups=true sets aside groups whose rollouts earned alike, which with"
+            f" algorithm.adv_estimator={a.adv_estimator} do teach something: {why}. Set"
+            " algorithm.filter_groups=false"
+        )
+    if a.kl_reward_coef:
+        yield (
+            f"algorithm.kl_reward_coef={a.kl_reward_coef} tells the rollouts of every group apart:"
+            " algorithm.filter_groups=true finds none to set aside. Penalize the loss instead,"
+            " with algorithm.kl_loss_coef, or set algorithm.filter_groups=false"
+        )
+    most = (d.gen_batch_size or d.batch_size) * a.max_gen_batches
+    if most < d.batch_size:
+        yield (
+            f"data.gen_batch_size={d.gen_batch_size} prompts, played algorithm.max_gen_batches="
+            f"{a.max_gen_batches} times, never make data.batch_size={d.batch_size}. Set one of the"
+            " first two higher"
         )
 
 
@@ -77,10 +126,16 @@ VALIDATION = ("trainer.test_freq", "trainer.val_before_train")
 
 def without_effect(c: Config) -> list[str]:
     """What was set but does nothing in this run, each with the reason."""
-    a, defaults = c.algorithm, type(c)()
+    a, r = c.algorithm, c.reward
+    # What the algorithm's name sets was not set by hand.
+    defaults = type(c).model_validate({"algorithm": {"name": a.name}})
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
-    critic = "" if a.name == "ppo" else f"algorithm.name is {a.name}"
+    estimator = f"algorithm.adv_estimator is {a.adv_estimator}"
+    critic = "" if a.critic else estimator
+    # What an estimator of the user's own reads is not known.
+    own = a.adv_estimator not in advantage_estimators.shipped
     ratio_is_1 = "" if a.ppo_epochs > 1 or a.mini_batch_size else "one optimizer step a batch"
+    unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
     local = "" if c.rollout.name != "local" else "rollout.name is local"
     started = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
     reasons = {
@@ -92,15 +147,30 @@ def without_effect(c: Config) -> list[str]:
         "rollout.deterministic": "" if c.rollout.name == "vllm" else started,
         "model.lora_alpha": lora,
         "model.lora_target_modules": lora,
-        "algorithm.gamma": critic,
-        "algorithm.lam": critic,
-        "algorithm.norm_adv_by_std": "" if a.name == "grpo" else f"algorithm.name is {a.name}",
+        "algorithm.gamma": ""
+        if own or a.critic or a.adv_estimator == "reinforce_plus_plus"
+        else estimator,
+        "algorithm.lam": "" if own else critic,
+        "algorithm.norm_adv_by_std": "" if own or a.adv_estimator == "grpo" else estimator,
+        "algorithm.loss_scale": ""
+        if a.loss_agg_mode == "seq-mean-token-sum-norm"
+        else f"algorithm.loss_agg_mode is {a.loss_agg_mode}",
         "algorithm.kl_type": "" if a.kl_loss_coef or a.kl_reward_coef else "the KL weighs 0",
+        "algorithm.kl_target": "" if a.kl_reward_coef else "algorithm.kl_reward_coef is 0",
+        "algorithm.kl_horizon": "" if a.kl_target else "algorithm.kl_target is 0",
         "algorithm.clip_low": ratio_is_1,
         "algorithm.clip_high": ratio_is_1,
+        "algorithm.dual_clip": ratio_is_1
+        or ("algorithm.policy_loss is cispo" if a.policy_loss == "cispo" else ""),
+        "algorithm.value_clip": critic or ratio_is_1,
         "algorithm.tis_level": "" if a.tis_cap else "algorithm.tis_cap is 0",
         "algorithm.tis_mode": "" if a.tis_cap else "algorithm.tis_cap is 0",
+        "algorithm.critic_warmup": critic,
+        "algorithm.max_gen_batches": unfiltered,
+        "data.gen_batch_size": unfiltered,
         "optim.critic_lr": critic,
+        "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
+        "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
         "trainer.total_epochs": "trainer.total_steps is set" if c.trainer.total_steps else "",
     }
     if not c.data.val:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.checks import contradictions
 from agentrl.config.rollout import RolloutConfig, ValConfig
 from agentrl.config.section import Section, key
@@ -30,6 +31,12 @@ class DataConfig(Section):
     train: str = key("", "training rows, a .parquet or .jsonl file", flag="--dataset")
     val: str = key("", "validation rows; empty: no validation", flag="--val-dataset")
     batch_size: int = key(16, "prompts a step", ge=1)
+    gen_batch_size: int = key(
+        0,
+        "with algorithm.filter_groups: prompts played at a time, until batch_size of them can teach"
+        " something; 0: batch_size",
+        ge=0,
+    )
     shuffle: bool = key(True, "a new order every epoch; false: the file's order")
     agent_name: str = key("single_turn", "the agent loop of rows that name none")
     untrusted: bool = key(
@@ -113,60 +120,43 @@ class RewardConfig(Section):
     outcome_weight: float = key(1.0, "weight of the reward of the whole trajectory")
     turn_weight: float = key(0.0, "weight of what turns earned (interactions, loops)")
     tool_weight: float = key(0.0, "weight of what tools gave")
-
-
-class AlgorithmConfig(Section):
-    """How rewards become a loss."""
-
-    name: Literal["grpo", "ppo"] = key(
-        "grpo", "grpo: the group's mean is the baseline; ppo: a critic and GAE"
-    )
-    gamma: float = key(1.0, "discount of later rewards", ge=0, le=1)
-    lam: float = key(1.0, "GAE's lambda", ge=0, le=1)
-    norm_adv_by_std: bool = key(True, "divide a group's advantages by their standard deviation")
-    kl_type: Literal["k1", "k2", "k3"] = key("k3", "estimator of the KL to the reference")
-    kl_loss_coef: float = key(0.0, "weight of that KL in the loss; 0: off", ge=0)
-    kl_reward_coef: float = key(0.0, "weight of that KL in the reward; 0: off", ge=0)
-    entropy_coef: float = key(0.0, "weight of the entropy bonus; 0: off", ge=0)
-    clip_low: float = key(0.2, "the ratio is clipped at 1 - clip_low", gt=0, le=1)
-    clip_high: float = key(0.2, "the ratio is clipped at 1 + clip_high", gt=0)
-    tis_cap: float = key(
-        2.0,
-        "cap of the weights that make up for engine and trainer computing different"
-        " probabilities; 0: no weights",
-        allowed="0, or a number >= 1",
+    overlong_buffer: int = key(
+        0,
+        "the last so many of rollout.max_trajectory_tokens cost a penalty that grows from 0 to"
+        " overlong_penalty (DAPO); only sampled tokens count, only training pays; 0: off",
         ge=0,
     )
-    tis_level: Literal["token", "sequence"] = key(
-        "token",
-        "token: each has a weight of its own; sequence: all of a row have the product of theirs",
-    )
-    tis_mode: Literal["truncate", "mask"] = key(
-        "truncate",
-        "truncate: a weight beyond the cap is the cap; mask: one beyond it or below its reciprocal"
-        " is 0",
-    )
-    ppo_epochs: int = key(1, "passes over a batch", ge=1)
-    mini_batch_size: int = key(0, "rollouts an optimizer step; 0: the whole batch", ge=0)
-
-    @field_validator("tis_cap")
-    @classmethod
-    def _no_shrinking(cls, cap: float) -> float:
-        if 0 < cap < 1:
-            raise ValueError
-        return cap
+    overlong_penalty: float = key(1.0, "the penalty of a rollout that used all of them", ge=0)
 
 
 class OptimConfig(Section):
-    """The optimizer, AdamW."""
+    """The optimizer, and what a pass costs in memory."""
 
+    name: Literal["adamw", "adamw_8bit"] = key(
+        "adamw", "adamw, or with its moments in 8 bits (needs the extra `8bit`)"
+    )
     lr: float = key(1e-6, "learning rate of the policy", gt=0)
     critic_lr: float = key(1e-5, "learning rate of the critic", gt=0)
+    lr_warmup_steps: int = key(0, "steps in which the learning rate rises from 0", ge=0)
     lr_final: float = key(
         1.0, "learning rate at the last step, as a share of the first; linear between", ge=0
     )
+    weight_decay: float = key(0.0, "AdamW's weight decay", ge=0)
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", gt=0)
     micro_batch_tokens: int = key(16384, "most tokens of one forward pass", ge=1)
+    recompute: bool = key(
+        False,
+        "keep no activations within a layer, compute them again in the backward pass: a third more"
+        " work, a fraction of the memory",
+    )
+    compile: Literal["auto", "never"] = key(
+        "auto", "auto: layers are compiled (torch.compile) where they run on a GPU"
+    )
+    offload: Literal["none", "optimizer", "all"] = key(
+        "none",
+        "what waits in the CPU's memory: nothing, the optimizer's moments between updates, or"
+        " parameters, gradients and moments",
+    )
 
 
 class TrainerConfig(Section):
@@ -176,7 +166,12 @@ class TrainerConfig(Section):
         "", "the run's folder; empty: `runs/` and the dataset's name", flag="--output"
     )
     total_steps: int = key(0, "steps of the run; 0: total_epochs decides", ge=0)
-    total_epochs: int = key(1, "passes over the dataset", ge=1)
+    total_epochs: int = key(
+        1,
+        "passes over the dataset, data.batch_size rows a step; with algorithm.filter_groups a step"
+        " plays more of them, and the same steps make more passes",
+        ge=1,
+    )
     test_freq: int = key(0, "validate every so many steps; 0: not on the way", ge=0)
     save_freq: int = key(0, "save every so many steps; 0: not on the way", ge=0)
     val_before_train: bool = key(True, "validate before the first step")
@@ -189,6 +184,19 @@ class TrainerConfig(Section):
     )
     seed: int = key(0, "the only source of randomness", ge=0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU where there is one")
+    nnodes: int = key(1, "machines that the learner is spread over", ge=1)
+    n_gpus_per_node: int = key(
+        1, "GPUs of each that learn; with trainer.device=cpu, processes", ge=1
+    )
+    placement: Literal["colocated", "separate"] = key(
+        "colocated",
+        "colocated: engines take turns on the learner's GPUs; separate: they have others",
+    )
+    ray_address: str = key(
+        "",
+        "the Ray cluster to join, as `ray start` prints it; empty: one is started where more than"
+        " one process learns",
+    )
     logger: list[Literal["tensorboard", "wandb"]] = key(
         [], "trackers beside the console and metrics.jsonl, which are always on"
     )

@@ -198,7 +198,7 @@ def merge(
                 if isinstance(held, dict):  # else it is a mistake of its own
                     held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
                     merged[owner] = Setting(owner, held, leaf.source)
-            elif owner:
+            elif owner and not verl_name(leaf.path, ()):
                 mistakes.append(f"{leaf}: {owner} is a value, there is nothing below it")
             elif keys := [f for f in fields if f.startswith(f"{leaf.path}.")]:
                 if leaf.value is not None:  # `optim:` with every key commented out is nothing

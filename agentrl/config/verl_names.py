@@ -11,7 +11,8 @@ _RENAMED = {
     "data.train_files": "data.train",
     "data.val_files": "data.val",
     "data.train_batch_size": "data.batch_size",
-    "data.gen_batch_size": "data.batch_size",
+    "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_gen_batches",
+    "trainer.critic_warmup": "algorithm.critic_warmup",
     "data.max_response_length": "rollout.max_trajectory_tokens",
     "data.seed": "trainer.seed",
     "data.apply_chat_template_kwargs": "model.template_kwargs",
@@ -22,6 +23,8 @@ _RENAMED = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "optim.micro_batch_tokens",
     f"{_ACTOR}.clip_ratio_low": "algorithm.clip_low",
     f"{_ACTOR}.clip_ratio_high": "algorithm.clip_high",
+    f"{_ACTOR}.clip_ratio_c": "algorithm.dual_clip",
+    f"{_ACTOR}.policy_loss.loss_mode": "algorithm.policy_loss",
     f"{_ACTOR}.entropy_coeff": "algorithm.entropy_coef",
     f"{_ACTOR}.kl_loss_coef": "algorithm.kl_loss_coef",
     f"{_ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
@@ -48,7 +51,12 @@ _RENAMED = {
     f"{_ROLLOUT}.agent.default_agent_loop": "data.agent_name",
     "critic.optim.lr": "optim.critic_lr",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
+    f"{_ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
+    f"{_ACTOR}.loss_scale_factor": "algorithm.loss_scale",
+    "critic.cliprange_value": "algorithm.value_clip",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
+    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
+    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.tis_cap",
     f"{_ACTOR}.tis_imp_ratio_cap": "algorithm.tis_cap",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
@@ -58,8 +66,8 @@ _RENAMED = {
 }
 
 _OTHERWISE = {
-    "algorithm.adv_estimator": "Here: algorithm.name, grpo or ppo (verl's gae)",
     "algorithm.use_kl_in_reward": "Here: algorithm.kl_reward_coef above 0 switches it on",
+    "algorithm.kl_ctrl.type": "Here: algorithm.kl_target above 0 for verl's adaptive",
     "algorithm.kl_penalty": "Here: algorithm.kl_type, k1 (verl's kl), k2 (mse) or k3 (low_var_kl)",
     f"{_ACTOR}.use_kl_loss": "Here: algorithm.kl_loss_coef above 0 switches it on",
     f"{_ACTOR}.kl_loss_type": "Here: algorithm.kl_type, k1 (verl's kl), k2 (mse) or"
@@ -71,7 +79,6 @@ _OTHERWISE = {
     f"{_ACTOR}.use_dynamic_bsz": "Not needed: optim.micro_batch_tokens always bounds by tokens",
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts"
     " tokens",
-    f"{_ACTOR}.loss_agg_mode": "Not here: the loss is the mean over tokens (token-mean)",
     f"{_ACTOR}.optim.lr_warmup_steps": "Not here; optim.lr_final lets the rate fall",
     f"{_ACTOR}.optim.weight_decay": "Not here: there is no weight decay",
     "actor_rollout_ref.model.lora.merge": "Here: rollout.lora=merge",
@@ -146,7 +153,11 @@ _OTHERWISE = {
     "trainer.experiment_name": "Not here: trainer.output names the run",
     "trainer.resume_mode": "Here: trainer.resume, auto, never (verl's disable) or a path",
     "trainer.resume_from_path": "Here: trainer.resume=PATH",
-    "trainer.critic_warmup": "Not here",
+    "algorithm.filter_groups.enable": "Here: algorithm.filter_groups=true",
+    "algorithm.filter_groups.metric": "Not needed: groups are judged by their advantages",
+    "reward_model.overlong_buffer.enable": "Here: reward.overlong_buffer above 0 switches it on",
+    "reward_model.overlong_buffer.len": "Here: reward.overlong_buffer",
+    "reward_model.overlong_buffer.penalty_factor": "Here: reward.overlong_penalty",
 }
 
 VERL_NAMES = {

@@ -32,7 +32,7 @@ from agentrl.trajectory import Message
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
     from agentrl.trainer.conversations import Example
-    from agentrl.trainer.model import Policy
+    from agentrl.trainer.learner import Learner
 
 TINY = "tiny"
 WHICH = ("gold", "trace")
@@ -188,7 +188,7 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
 
     from agentrl.chat import ChatTemplate
     from agentrl.demo.tokenizer import train_tokenizer
-    from agentrl.trainer.sft import Progress, fit, new_policy, one_thread
+    from agentrl.trainer.sft import Imitator, Progress, imitation, one_thread
 
     tokenizer: Any = train_tokenizer(_texts(recipe))
     template = ChatTemplate(tokenizer)
@@ -199,11 +199,19 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         pad_token_id=tokenizer.pad_token_id,
         **recipe.model,
     )
-    policy = new_policy(shape, recipe.seed)
-    progress = Progress(recipe.steps, say)
+    shape.save_pretrained(folder)
+    # A device that everybody has: half a million weights keep no GPU busy.
+    config = imitation(
+        folder,
+        steps=recipe.steps,
+        lr=recipe.lr,
+        seed=recipe.seed,
+        overrides=["trainer.device=cpu"],
+    )
     with one_thread():
-        fit(policy, _batches(recipe, template), steps=recipe.steps, lr=recipe.lr, report=progress)
-        copied = share_copied(policy, template)
+        learner = Imitator(config, fresh=True)
+        learner.fit(_batches(recipe, template), Progress(recipe.steps, say))
+        copied = share_copied(learner, template)
     if copied < recipe.copied:
         raise RunStopped(
             f"the tiny model copies {copied:.1%} of the digits of a call right, but must copy"
@@ -212,17 +220,17 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         )
     say(f"  copies {copied:.1%} of the digits of held-out calls right")
     logging.disable_progress_bar()
-    policy.save_pretrained(folder)
+    learner.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def share_copied(policy: Policy, template: ChatTemplate) -> float:
+def share_copied(learner: Learner, template: ChatTemplate) -> float:
     """Of which share of the digits in held-out calls is the model sure (p > 1/2)?
 
     It is given the right conversation up to each digit.
     """
     from agentrl.trainer.conversations import Example
-    from agentrl.trainer.sft import score
+    from agentrl.trainer.sft import rows_of
 
     digits = {template.encode(d)[0] for d in "0123456789"}
     examples = []
@@ -233,7 +241,9 @@ def share_copied(policy: Policy, template: ChatTemplate) -> float:
             ids, mask = template.trace(messages[:-2], schemas)
             own = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
             examples.append(Example(ids, own))
-    return float((score(policy, examples) > math.log(0.5)).float().mean())
+    asked = rows_of(examples)
+    sure = learner.logprobs(asked) > math.log(0.5)
+    return float(sure[asked.response_mask].float().mean())
 
 
 def conversation(row: Row, which: str) -> tuple[list[Message], list[Mapping[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 
@@ -11,14 +12,20 @@ from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
+from agentrl.engine.server.place import Place
 
 
-def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def open_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    places: Sequence[Place] | None = None,
+) -> Engine:
     """The model in this process, or servers that are started here or run already.
 
     Args:
         config: the run's.
         tokenizer: the model's.
+        places: where servers are started; None: on this machine.
 
     Raises:
         UserError: there is no such model or no such server, or the engine cannot run this one.
@@ -38,8 +45,8 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
             base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)
-        places = openers(config, base, cpu=resolve_device(device) == "cpu")
-        return Pool(places, close=stack.pop_all().close)
+        found = openers(config, base, cpu=resolve_device(device) == "cpu", places=places)
+        return Pool(found, close=stack.pop_all().close)
 
 
 def opening(config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from agentrl.config import Config
 from agentrl.engine.pool import PooledEngine
+from agentrl.engine.server.place import Place
 from agentrl.engine.sglang import open as sglang
 from agentrl.engine.vllm import open as vllm
 from agentrl.errors import ConfigError, EngineError
@@ -19,13 +20,16 @@ TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that run already."""
 
 
-def openers(config: Config, base: str, *, cpu: bool) -> list[Callable[[], PooledEngine]]:
+def openers(
+    config: Config, base: str, *, cpu: bool, places: Sequence[Place] | None = None
+) -> list[Callable[[], PooledEngine]]:
     """What starts each server of a run, or finds it.
 
     Args:
         config: the run's.
         base: the plain model that servers load.
         cpu: whether they do without a GPU.
+        places: where those stand that are started; None: on this machine.
 
     Raises:
         ConfigError: this machine has no such places.
@@ -35,13 +39,14 @@ def openers(config: Config, base: str, *, cpu: bool) -> list[Callable[[], Pooled
     dtype = torch.float32 if cpu else half
     if config.rollout.urls:
         return [partial(_attach, config, base, url, dtype) for url in config.rollout.urls]
-    return [partial(_start, config, base, gpus, dtype) for gpus in _places(config, cpu)]
+    found = _places(config, cpu) if places is None else places
+    return [partial(_start, config, base, place, dtype) for place in found]
 
 
-def _start(config: Config, base: str, gpus: list[int], dtype: torch.dtype) -> PooledEngine:
+def _start(config: Config, base: str, place: Place, dtype: torch.dtype) -> PooledEngine:
     if config.rollout.name == "vllm":
-        return vllm.start(config, base, dtype=str(dtype).removeprefix("torch."), gpus=gpus)
-    return sglang.start(config, base, dtype=dtype, gpus=gpus, shared=bool(gpus) and gpus[0] == 0)
+        return vllm.start(config, base, dtype=str(dtype).removeprefix("torch."), place=place)
+    return sglang.start(config, base, dtype=dtype, place=place)
 
 
 def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> PooledEngine:
@@ -57,8 +62,8 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> PooledEn
         raise type(e)(f"{e}\nThe server is one of rollout.urls; its keys are in {keys}") from e
 
 
-def _places(config: Config, cpu: bool) -> list[list[int]]:
-    """The GPUs of each server: the last ones, since the trainer is on the first.
+def _places(config: Config, cpu: bool) -> list[Place]:
+    """The last GPUs, since the trainer is on the first.
 
     Raises:
         ConfigError: there are fewer, or none that the trainer shares where one is to sleep.
@@ -79,7 +84,7 @@ def _places(config: Config, cpu: bool) -> list[list[int]]:
                 "rollout.deterministic=true: SGLang's deterministic inference is for GPUs. Leave it"
                 " out, or set rollout.name=local, which always is deterministic"
             )
-        return [[] for _ in range(r.engines)]
+        return [Place([])] * r.engines
     found, each = torch.cuda.device_count(), r.tensor_parallel_size
     first = found - r.engines * each
     if first < 0:
@@ -92,4 +97,5 @@ def _places(config: Config, cpu: bool) -> list[list[int]]:
             f"rollout.sleep={r.sleep}: no server shares the trainer's GPU, which is the first of"
             f" {found}. Set rollout.sleep=none"
         )
-    return [list(range(first + k * each, first + (k + 1) * each)) for k in range(r.engines)]
+    starts = range(first, found, each)
+    return [Place(list(range(k, k + each)), shared=k == 0) for k in starts]

@@ -1,4 +1,7 @@
-"""From a trajectory to the number that trains: outcome, turn and tool rewards, weights, budgets."""
+"""From a trajectory to the number that trains: outcome, turn and tool rewards, weights, budgets.
+
+A penalty for length is no part of how good an answer is: only rollouts that train pay it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agentrl.config import RewardConfig
+from agentrl.config import RewardConfig, RolloutConfig
 from agentrl.errors import DataError, UserCodeError
 from agentrl.rewards.base import Grader
 from agentrl.rewards.graders import GOLD, find_reward, grader_of
+from agentrl.rewards.overlong import overlong
 from agentrl.trajectory import Sample, Scored, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -23,9 +27,10 @@ BudgetPolicy = Mapping[str, str | float]
 class Scorer:
     """Scores trajectories; built once per run by `make_scorer`."""
 
-    def __init__(self, config: RewardConfig, budget_policy: BudgetPolicy):
-        self._kwargs = config.kwargs
+    def __init__(self, config: RewardConfig, budget_policy: BudgetPolicy, max_tokens: int):
+        self._config = config
         self._budget_policy = budget_policy
+        self._max_tokens = max_tokens
         self._weights = {
             "outcome": config.outcome_weight,
             "turn": config.turn_weight,
@@ -51,11 +56,16 @@ class Scorer:
         if self._function is not None:
             return self._function
         if data_source not in self._graders:
-            self._graders[data_source] = grader_of(data_source, self._kwargs)
+            self._graders[data_source] = grader_of(data_source, self._config.kwargs)
         return self._graders[data_source]
 
-    async def score(self, trajectory: Trajectory) -> Scored:
+    async def score(self, trajectory: Trajectory, *, trains: bool = True) -> Scored:
         """Outcome, turn and tool rewards, and their weighted sum under the budget policy.
+
+        Args:
+            trajectory: what was played.
+            trains: take off what it costs to be overlong, the source `overlong`; scores of a
+                validation are of the answers alone.
 
         Raises:
             UserCodeError: the reward raised or returned no finite number: stop the run.
@@ -80,6 +90,15 @@ class Scorer:
             total = 0.0
         elif not isinstance(policy, str):
             total -= policy
+        config = self._config
+        if trains and config.overlong_buffer:
+            earned["overlong"] = overlong(
+                trajectory.sampled_tokens,
+                self._max_tokens,
+                config.overlong_buffer,
+                config.overlong_penalty,
+            )
+            total += earned["overlong"]
         return Scored(trajectory, earned, total, metrics, masked=policy == "mask")
 
     def _warn_unused(self, earned: Mapping[str, float]) -> None:
@@ -95,17 +114,22 @@ class Scorer:
                 )
 
 
-def make_scorer(config: RewardConfig, budget_policy: BudgetPolicy | None = None) -> Scorer:
+def make_scorer(
+    config: RewardConfig,
+    budget_policy: BudgetPolicy | None = None,
+    max_trajectory_tokens: int = RolloutConfig().max_trajectory_tokens,
+) -> Scorer:
     """The run's scorer.
 
     Args:
         config: the section `reward`.
         budget_policy: `rollout.budget_policy`.
+        max_trajectory_tokens: `rollout.max_trajectory_tokens`, at whose end overlong rollouts are.
 
     Raises:
         UserError: no such reward, or it does not take `reward.kwargs`.
     """
-    return Scorer(config, budget_policy or {})
+    return Scorer(config, budget_policy or {}, max_trajectory_tokens)
 
 
 def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:

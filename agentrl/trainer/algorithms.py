@@ -1,114 +1,122 @@
-"""Algorithms as rows of one table: what each needs, and how it makes targets of a batch."""
+"""What an algorithm makes of a batch: the config names its parts, here they meet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from agentrl.config import AlgorithmConfig
-from agentrl.trainer.advantages import gae, grpo, whiten
-from agentrl.trainer.batch import Batch, Targets, mini_batch_of
+from agentrl.config import AlgorithmConfig, Config
+from agentrl.errors import RunStopped, UserCodeError
+from agentrl.registry import advantage_estimators
+from agentrl.trainer.advantages import unit_variance, whiten
+from agentrl.trainer.aggregation import loss_weights
+from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.kl import ESTIMATORS
 
-Estimate = Callable[[Batch, AlgorithmConfig, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(batch, config, token penalties (B, T), values (B, T)) -> advantages and returns, (B, T)."""
 
+def make_targets(
+    batch: Batch,
+    config: Config,
+    old_logprobs: Tensor | None,
+    values: Tensor | None,
+    reference_logprobs: Tensor | None,
+    *,
+    kl_coef: float | None = None,
+) -> Targets:
+    """All that the loss needs of a batch.
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One row of the table."""
+    Args:
+        batch: the step's rollouts.
+        config: the run's.
+        old_logprobs: (B, T) at the start of the step; wanted for a KL in the reward, and where the
+            step takes several mini-batches.
+        values: (B, T) at the start of the step, for an algorithm with a critic.
+        reference_logprobs: (B, T), wanted where a KL coefficient is above 0.
+        kl_coef: weight of the KL in the reward, where a controller steers it; None: the config's.
 
-    name: str
-    critic: bool
-    """Whether it learns and needs a critic's values."""
-    estimate: Estimate
-
-    def targets(
-        self,
-        batch: Batch,
-        config: AlgorithmConfig,
-        old_logprobs: Tensor | None,
-        values: Tensor | None,
-        reference_logprobs: Tensor | None,
-    ) -> Targets:
-        """All that the loss needs of a batch.
-
-        Args:
-            batch: the step's rollouts.
-            config: the section `algorithm`.
-            old_logprobs: (B, T) at the start of the step; wanted for a KL in the reward, and where
-                the step takes several mini-batches.
-            values: (B, T) at the start of the step, for an algorithm with a critic.
-            reference_logprobs: (B, T), wanted where a KL coefficient is above 0.
-        """
-        mask = batch.action_mask
-        penalty = torch.zeros_like(batch.token_rewards)
-        if config.kl_reward_coef:
-            assert old_logprobs is not None and reference_logprobs is not None
-            estimate = ESTIMATORS[config.kl_type]
-            kl = estimate(old_logprobs[mask], reference_logprobs[mask])
-            penalty[mask] = config.kl_reward_coef * kl
-        advantages, returns = self.estimate(batch, config, penalty, values)
-        return Targets(
-            advantages=advantages,
-            weights=token_mean(batch, config.mini_batch_size),
-            old_logprobs=old_logprobs,
-            reference_logprobs=reference_logprobs if config.kl_loss_coef else None,
-            returns=returns,
-            values=values,
-        )
-
-
-def token_mean(batch: Batch, mini_batch_size: int) -> Tensor:
-    """(B, T) weights with which every token of a mini-batch counts alike: 1 / its chosen tokens."""
-    mask = batch.action_mask
-    mini_batch = mini_batch_of(len(batch.rewards), mini_batch_size)[batch.rollout]
-    tokens = torch.zeros(int(mini_batch.max()) + 1).index_add(0, mini_batch, mask.sum(1).float())
-    return mask / tokens.clamp(min=1)[mini_batch][:, None]
-
-
-def _group_relative(
-    batch: Batch, config: AlgorithmConfig, penalty: Tensor, values: Tensor | None
-) -> tuple[Tensor, None]:
-    """One advantage per rollout, the same at all its tokens.
-
-    A KL in the reward is summed over the rollout's tokens and taken off its reward before the
-    group's baseline, as it would be were it a grader's doing.
+    Raises:
+        RegistryError, UserCodeError, RunStopped: see `estimate`.
     """
-    rewards = batch.rewards.index_add(0, batch.rollout, penalty.sum(1), alpha=-1)
-    train = batch.train
-    advantages = torch.zeros_like(rewards)
-    advantages[train] = grpo(rewards[train], batch.group[train], config.norm_adv_by_std)
-    return torch.where(batch.action_mask, advantages[batch.rollout][:, None], 0.0), None
-
-
-def _critic_based(
-    batch: Batch, config: AlgorithmConfig, penalty: Tensor, values: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """GAE over each rollout's chosen tokens in the order of its turns, whitened over the batch.
-
-    Every rollout here was scored, so its last token ends it: nothing is bootstrapped.
-    """
-    assert values is not None
-    mask, ended = batch.action_mask, torch.zeros_like(batch.rewards)
-    advantages, returns = gae(
-        batch.token_rewards - penalty,
-        values,
-        mask,
-        batch.rollout,
-        batch.turn,
-        config.gamma,
-        config.lam,
-        bootstrap=ended,
+    a, mask = config.algorithm, batch.action_mask
+    penalty = torch.zeros_like(batch.token_rewards)
+    if a.kl_reward_coef:
+        assert old_logprobs is not None and reference_logprobs is not None
+        kl = ESTIMATORS[a.kl_type](old_logprobs[mask], reference_logprobs[mask])
+        penalty[mask] = (a.kl_reward_coef if kl_coef is None else kl_coef) * kl
+    advantages, returns = estimate(batch, a, values, penalty)
+    scale = a.loss_scale or config.rollout.max_trajectory_tokens
+    return Targets(
+        advantages=whiten(advantages, mask) if a.whiten_advantages else advantages,
+        weights=loss_weights(batch, a.loss_agg_mode, a.mini_batch_size, scale),
+        old_logprobs=old_logprobs,
+        reference_logprobs=reference_logprobs if a.kl_loss_coef else None,
+        returns=returns,
+        values=values,
     )
-    return whiten(advantages, mask), returns
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm("grpo", critic=False, estimate=_group_relative),
-    "ppo": Algorithm("ppo", critic=True, estimate=_critic_based),
-}
-"""By their name in `algorithm.name`."""
+def estimate(
+    batch: Batch,
+    config: AlgorithmConfig,
+    values: Tensor | None = None,
+    penalty: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages as the estimator has them, before any whitening, and returns for a critic.
+
+    Args:
+        batch: some rollouts.
+        config: the section `algorithm`.
+        values: (B, T), for an algorithm with a critic.
+        penalty: (B, T), taken off what each chosen token earned; 0 elsewhere. None: nothing is.
+
+    Returns:
+        (B, T) advantages; (B, T) returns, or None.
+
+    Raises:
+        RegistryError: no such estimator.
+        UserCodeError: its advantages are not (B, T).
+        RunStopped: one of them is not finite.
+    """
+    if penalty is not None:
+        batch = _penalized(batch, penalty)
+    if config.whiten_rewards:
+        batch = _scaled(batch)
+    name = config.adv_estimator
+    advantages, returns = advantage_estimators.get(name)(batch, batch.token_rewards, values, config)
+    if advantages.shape != batch.token_rewards.shape:
+        raise UserCodeError(
+            f"the advantage estimator {name!r} returned {tuple(advantages.shape)} numbers, not"
+            f" (B, T), here {tuple(batch.token_rewards.shape)}"
+        )
+    if not advantages[batch.action_mask].isfinite().all():
+        raise RunStopped(f"an advantage of the estimator {name!r} is not finite")
+    return advantages, returns
+
+
+def _penalized(batch: Batch, penalty: Tensor) -> Batch:
+    """A rollout's penalty is the sum of its tokens', as it would be were it a grader's doing."""
+    mask = batch.action_mask
+    owner = batch.rollout[mask.nonzero(as_tuple=True)[0]]
+    # In the order of the tokens: a sum over padded rows rounds as their width has it.
+    rewards = batch.rewards.double().index_add(0, owner, penalty[mask].double(), alpha=-1)
+    return replace(
+        batch,
+        rewards=rewards.to(batch.rewards.dtype),
+        token_rewards=batch.token_rewards - penalty,
+    )
+
+
+def _scaled(batch: Batch) -> Batch:
+    """All rewards in units of the spread of those at chosen tokens; a shift would pay for length.
+
+    What rollouts are compared with is scaled alike.
+    """
+    scale = unit_variance(batch.token_rewards, batch.action_mask)
+    return replace(
+        batch,
+        rewards=batch.rewards * scale,
+        token_rewards=batch.token_rewards * scale,
+        baseline=None if batch.baseline is None else batch.baseline * scale,
+    )

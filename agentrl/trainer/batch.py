@@ -32,8 +32,8 @@ from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """All rollouts of a step. Rows of one rollout are neighbours, rollouts of one group as well."""
+class Rows:
+    """Tokens that a model is run on, and those among them that it is asked about."""
 
     prompt_ids: Tensor
     """(B, P) int64, padded on the left."""
@@ -44,7 +44,13 @@ class Batch:
     response_lengths: Tensor
     """(B,) int64."""
     response_mask: Tensor
-    """(B, T) bool: True exactly where the policy sampled the token."""
+    """(B, T) bool: True exactly where the policy sampled the token, or is to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Rows):
+    """All rollouts of a step. Rows of one rollout are neighbours, rollouts of one group as well."""
+
     rollout_logprobs: Tensor
     """(B, T) float32: the engine's, of the sampled tokens; 0 elsewhere."""
     versions: Tensor
@@ -66,6 +72,9 @@ class Batch:
     """(R,) bool: False for a rollout that a budget policy masks: out of loss and baseline."""
     episodes: tuple[str, ...]
     """(R) the rollouts' episode ids, for messages."""
+    baseline: Tensor | None = None
+    """(R,) float32: what the greedy rollout of the same sample earned; None where not every group
+    has one."""
 
     @property
     def action_mask(self) -> Tensor:
@@ -137,9 +146,16 @@ def collate(
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
         train=torch.tensor([not s.masked for s in scored]),
         episodes=tuple(s.trajectory.episode_id for s in scored),
+        baseline=_baseline(groups),
     )
     _check(batch)
     return batch
+
+
+def _baseline(groups: Sequence[Group]) -> Tensor | None:
+    """(R,) of each rollout its group's greedy reward; None where one has none."""
+    rewards = [group.greedy.reward for group in groups for _ in group.scored if group.greedy]
+    return torch.tensor(rewards) if len(rewards) == sum(len(g.scored) for g in groups) else None
 
 
 def _tensor(stream: array[int] | array[float]) -> Tensor:
@@ -155,6 +171,12 @@ def _pad(rows: list[Tensor], fill: float, side: str = "right") -> Tensor:
 def _check(batch: Batch) -> None:
     for r in (~batch.rewards.isfinite()).nonzero().flatten().tolist():
         raise RunStopped(f"the reward of episode {batch.episodes[r]} is {batch.rewards[r].item()}")
+    if batch.baseline is not None and not batch.baseline.isfinite().all():
+        r = int((~batch.baseline.isfinite()).nonzero()[0])
+        raise RunStopped(
+            f"the reward of the greedy rollout beside episode {batch.episodes[r]} is"
+            f" {batch.baseline[r].item()}"
+        )
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
@@ -230,3 +252,21 @@ def mini_batch_of(rollouts: int, size: int) -> Tensor:
     rows of a step come shuffled already, so no random number is needed.
     """
     return torch.arange(rollouts) * mini_batch_count(rollouts, size) // max(1, rollouts)
+
+
+def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
+    """Which groups can teach nothing: all their advantages are exactly 0.
+
+    It is asked of the estimator's own advantages: whitening shifts a 0 to something else.
+
+    Args:
+        batch: some rollouts.
+        advantages: (B, T) of them.
+
+    Returns:
+        (G,) bool, up to the last group that has a rollout. True as well for a group without one.
+    """
+    teaches = (batch.action_mask & (advantages != 0)).any(1)
+    dead = torch.ones(int(batch.group.max()) + 1, dtype=torch.bool)
+    dead[batch.group[batch.rollout[teaches]]] = False
+    return dead

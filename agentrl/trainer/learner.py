@@ -1,8 +1,10 @@
 """The learner: a policy, what it is compared with, and the optimizer steps.
 
-Everything here works on a whole batch. An update goes through the step's mini-batches, each of
-which is one optimizer step on a sum over micro-batches; since `Targets.weights` hold the
-denominator already, loss and gradient do not depend on how rows are cut into micro-batches.
+It is in the controller's process and works on whole batches, (B, T) on the CPU. The passes are made
+by ranks (`rank.py`), one or many, here or elsewhere: the learner deals rows out to them as packed
+micro-batches and puts together what they find. An update goes through the step's mini-batches, each
+of which is one optimizer step on a sum over micro-batches and ranks; since `Targets.weights` hold
+the denominator already, loss and gradient depend on neither.
 
 Three logprobs are never mixed: the engine's (`Batch.rollout_logprobs`), the trainer's at the start
 of the step (`Targets.old_logprobs`), and the trainer's now. Between the first two stand the
@@ -11,90 +13,75 @@ truncated importance weights, between the last two PPO's ratio.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import Tensor
 
 from agentrl.config import Config
-from agentrl.engine.local.load import load_causal_lm
-from agentrl.errors import ConfigError
-from agentrl.trainer.algorithms import ALGORITHMS
-from agentrl.trainer.batch import Batch, Targets, check_logprobs, mini_batch_count, mini_batch_of
+from agentrl.engine.base import Update
+from agentrl.errors import RunStopped
+from agentrl.trainer.batch import (
+    Batch,
+    Rows,
+    Targets,
+    check_logprobs,
+    mini_batch_count,
+    mini_batch_of,
+)
 from agentrl.trainer.diagnostics import target_metrics
-from agentrl.trainer.kl import ESTIMATORS
-from agentrl.trainer.losses import importance_ratios, importance_weights, policy_loss, value_loss
+from agentrl.trainer.dispatch import Alone, Group
 from agentrl.trainer.mismatch import mismatch, weight_metrics
-from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy
-from agentrl.trainer.optimizer import Optimizer
-from agentrl.trainer.packing import Packed, micro_batches, pack, pack_row
+from agentrl.trainer.optimizer import Schedule
+from agentrl.trainer.packing import Micro, micro
+from agentrl.trainer.rank import Learns, Pass, Rank, Who
+from agentrl.trainer.schedule import deal
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Files here are memory."""
 
 
 class Learner:
-    """Owns the weights that learn."""
+    """The policy that learns, whatever it is spread over."""
 
-    def __init__(self, model_path: str | Path, config: Config, *, total_steps: int):
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: Config,
+        *,
+        total_steps: int,
+        group: Group | None = None,
+    ):
         """Load the model; nothing else is read.
 
         Args:
             model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
             config: the run's.
             total_steps: of the run, for the learning rate.
+            group: ranks of that model and config; None: one rank, in this process.
 
         Raises:
             ConfigError: no such model, no such device, nothing for LoRA to adapt.
         """
         self.config = config
-        self._path = model_path
-        self.accelerator = _accelerator(config.trainer.device)
-        # On a GPU weights that learn are float32 under bfloat16 autocast; a frozen base is held as
-        # it was published.
-        lora = config.model.lora_rank > 0
-        cuda = self.accelerator.device.type == "cuda"
-        self._dtype = "auto" if lora and cuda else torch.float32
-        self.policy = self._load_policy()
-        self.critic: Critic | None = None
-        self._frozen: Policy | None = None
-        actor = self._adapter(ACTOR) if lora else dict(self.policy.model.named_parameters())
-        make = partial(
-            Optimizer,
-            config=config.optim,
-            total_steps=total_steps,
-            accelerator=self.accelerator,
-        )
-        self._actor_optimizer = make("actor", actor, config.optim.lr)
-        self._critic_optimizer: Optimizer | None = None
-        if ALGORITHMS[config.algorithm.name].critic:
-            if lora:
-                learns = self._adapter(CRITIC)
-                self.critic = Critic(self.policy.model, partial(self.policy.adapter, CRITIC))
-            else:
-                self.critic = Critic(self._load_policy().model)
-                trunk = self.critic.model.get_decoder()
-                learns = {f"model.{n}": p for n, p in trunk.named_parameters()}
-            learns |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
-            self._critic_optimizer = make("critic", learns, config.optim.critic_lr)
-
-    def _load_policy(self) -> Policy:
-        model = load_causal_lm(self._path, self._dtype, self.accelerator.device)
-        return Policy(model, self.config.rollout.temperature)
-
-    def _adapter(self, name: str) -> dict[str, nn.Parameter]:
-        m = self.config.model
-        # Each adapter draws from a seed of its own: two that start alike would be no harm, but a
-        # seed that depends on what was drawn before would be.
-        seed = self.config.trainer.seed + (name == CRITIC)
-        return self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
+        self._ranks = group or Alone(Rank(model_path, config, total_steps=total_steps))
+        self.rank: Rank | None = self._ranks.rank if isinstance(self._ranks, Alone) else None
+        """The rank in this process, if it is one."""
+        lrs = {"actor": config.optim.lr, "critic": config.optim.critic_lr}
+        self._lr = {name: Schedule(lr, config.optim, total_steps) for name, lr in lrs.items()}
 
     # --- what a step needs to know before it updates -------------------------------------------
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Rows) -> Tensor:
         """(B, T) float32: the policy's, of every sampled token; 0 elsewhere."""
-        return self._score(batch, lambda packed: self.policy.logprobs(packed)[0])
+        return self._look(batch, "policy")
 
     def old_logprobs(self, batch: Batch) -> Tensor | None:
         """(B, T) `logprobs` for `Targets`, or None where the update finds them on its way.
@@ -112,35 +99,25 @@ class Learner:
         With LoRA that is the base with the adapter off; else a frozen copy, loaded at first use.
         """
         a = self.config.algorithm
-        if not (a.kl_loss_coef or a.kl_reward_coef):
-            return None
-        if self.policy.peft is not None:
-            with self.policy.base():
-                return self.logprobs(batch)
-        if self._frozen is None:
-            self._frozen = self._load_policy()
-            self._frozen.model.requires_grad_(False)
-        frozen = self._frozen
-        return self._score(batch, lambda packed: frozen.logprobs(packed)[0])
+        wanted = a.kl_loss_coef or a.kl_reward_coef
+        return self._look(batch, "reference") if wanted else None
 
     def values(self, batch: Batch) -> Tensor | None:
         """(B, T) float32: the critic's, of the state before a sampled token; None without one."""
-        return self._score(batch, self.critic.values) if self.critic else None
+        return self._look(batch, "critic") if self.config.algorithm.critic else None
 
-    @torch.no_grad()
-    def _score(self, batch: Batch, model: Callable[[Packed], Tensor]) -> Tensor:
-        scores = torch.zeros_like(batch.rollout_logprobs)
-        for rows in self._micro_batches(batch, batch.response_mask.any(1)):
-            mask = batch.response_mask[rows]
-            with self.accelerator.autocast():
-                found = model(pack(batch, rows, mask, self.accelerator.device))
-            scores[rows] = scores[rows].masked_scatter(mask, found.to(scores))
-        return scores
+    def _look(self, batch: Rows, who: Who) -> Tensor:
+        mask = batch.response_mask
+        dealt, shares = self._deal(batch, mask.any(1), mask, {})
+        return _laid_out(mask, dealt, self._ranks.look(shares, who) if any(shares) else [])
 
-    def _micro_batches(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        """The rows where `rows` (B,) is True, by the budget of tokens."""
+    def _deal(
+        self, batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[list[list[Tensor]], list[list[Micro]]]:
+        """Micro-batches of the rows where `rows` (B,) is True: their numbers, and contents."""
         budget = self.config.optim.micro_batch_tokens
-        return micro_batches(batch, rows.nonzero()[:, 0], budget)
+        dealt = deal(batch, rows.nonzero()[:, 0], self._ranks.size, budget)
+        return dealt, [[micro(batch, r, mask, columns) for r in share] for share in dealt]
 
     # --- the update ----------------------------------------------------------------------------
 
@@ -150,6 +127,8 @@ class Learner:
         targets: Targets,
         step: int,
         check: Callable[[Mapping[str, float]], None] | None = None,
+        *,
+        learn_policy: bool = True,
     ) -> dict[str, float]:
         """Take the step's optimizer steps: one per mini-batch and epoch.
 
@@ -164,6 +143,7 @@ class Learner:
             check: called once, before any weight moves, with the metrics that compare engine and
                 trainer (none where no token was run). What it raises stops the step: nothing of it
                 was learned.
+            learn_policy: False: only the critic learns, and nothing is compared.
 
         Returns:
             Metrics under verl's names, means over the optimizer steps; `training/rollout_*` and
@@ -174,128 +154,136 @@ class Learner:
             RunStopped: a logprob of the trainer's at the start of the step is not finite, and no
                 weight has moved; or a loss or gradient is not finite.
         """
+        self._ranks.forget()
         a = self.config.algorithm
-        actions = batch.action_mask
-        moves = actions if a.kl_loss_coef or a.entropy_coef else actions & (targets.advantages != 0)
         mini_batch = mini_batch_of(len(batch.rewards), a.mini_batch_size)[batch.rollout]
-        old, given_old = targets.old_logprobs, targets.old_logprobs is not None
-        old = torch.zeros_like(batch.rollout_logprobs) if old is None else old
-        ran = actions if given_old else actions & moves.any(1)[:, None]
         collected: dict[str, list[float]] = defaultdict(list)
-        compared: dict[str, float] = {}
-
-        def compare() -> None:
-            """As soon as `old` is known."""
-            check_logprobs(batch, old, ran, "trainer")
-            compared.update(mismatch(batch, old, ran) | weight_metrics(batch, old, ran, a))
-            if check:
-                check(compared)
-
-        if given_old:
-            compare()
+        policy = _PolicyUpdate(self.config, batch, targets, check) if learn_policy else None
         for epoch in range(a.ppo_epochs):
-            finding = not given_old and epoch == 0
-            actor = partial(self._actor_loss, batch, targets, old, finding)
-            critic = partial(self._critic_loss, batch, targets)
             for m in range(int(mini_batch.max()) + 1):
                 here = mini_batch == m
                 # The policy first: what stops it must find the critic unmoved, too.
-                micro = self._micro_batches(batch, here & moves.any(1))
-                before = compare if finding else None
-                counts = self._actor_optimizer.descend(step, micro, actor, before)
-                _collect(collected, "actor", counts)
-                if self._critic_optimizer:
-                    micro = self._micro_batches(batch, here & actions.any(1))
-                    counts = self._critic_optimizer.descend(step, micro, critic)
+                if policy:
+                    self._learn_policy(policy, here, step, first=epoch == 0, into=collected)
+                if a.critic:
+                    counts = self._learn_values(batch, targets, here, step)
                     _collect(collected, "critic", counts)
 
         metrics = {name: sum(values) / len(values) for name, values in collected.items()}
-        metrics["actor/lr"] = self._actor_optimizer.lr(step)
-        if self._critic_optimizer:
-            metrics["critic/lr"] = self._critic_optimizer.lr(step)
-        return metrics | compared | target_metrics(batch, targets)
+        learning = ["actor"] * learn_policy + ["critic"] * a.critic
+        metrics |= {f"{name}/lr": self._lr[name](step) for name in learning}
+        return metrics | (policy.compared if policy else {}) | target_metrics(batch, targets)
 
-    def _actor_loss(
-        self, batch: Batch, targets: Targets, old: Tensor, first_pass: bool, rows: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the policy's loss that some rows have; `old` is filled on the first pass."""
-        a = self.config.algorithm
-        mask = batch.action_mask[rows]
-        take = partial(self._take, rows, mask)
-        logprobs, entropy = self.policy.logprobs(
-            pack(batch, rows, mask, self.accelerator.device),
-            entropy_gradient=a.entropy_coef > 0,
+    def _learn_policy(
+        self,
+        policy: _PolicyUpdate,
+        here: Tensor,
+        step: int,
+        *,
+        first: bool,
+        into: dict[str, list[float]],
+    ) -> None:
+        """One optimizer step of the policy's, on the rows of `here` (B,)."""
+        finding = first and not policy.given_old
+        mask = policy.mask
+        dealt, shares = self._deal(
+            policy.batch, here & policy.moves.any(1), mask, policy.columns(finding)
         )
-        if first_pass:
-            old[rows] = old[rows].masked_scatter(mask, logprobs.detach().to(old))
-        old_logprobs = logprobs.detach() if first_pass else take(old)
-        weights = take(targets.weights)
-        loss, clipped = policy_loss(
-            logprobs, old_logprobs, take(targets.advantages), a.clip_low, a.clip_high
-        )
-        counted = {
-            "tokens": torch.ones_like(entropy).sum(),
-            "entropy": entropy.detach().sum(),
-            "ppo_kl": (old_logprobs - logprobs.detach()).sum(),
-            "pg_clipfrac": clipped.sum(),
-        }
-        if a.tis_cap:
-            together = mask if a.tis_level == "sequence" else None
-            ratios = importance_ratios(old_logprobs, take(batch.rollout_logprobs), together)
-            loss = loss * importance_weights(ratios, a.tis_cap, a.tis_mode)
-        counted["pg_loss"] = (weights * loss).detach().sum()
-        if a.kl_loss_coef:
-            assert targets.reference_logprobs is not None
-            kl = ESTIMATORS[a.kl_type](logprobs, take(targets.reference_logprobs))
-            loss = loss + a.kl_loss_coef * kl
-            counted["kl_loss"] = (weights * kl).detach().sum()
-        if a.entropy_coef:
-            loss = loss - a.entropy_coef * entropy
-        return (weights * loss).sum(), counted
+        passes = self._ranks.accumulate(shares, "actor", finding) if any(shares) else []
+        if finding:
+            policy.old = _laid_out(mask, dealt, [done.found for done in passes])
+            policy.compare()
+        _collect(into, "actor", self._descend("actor", step, passes))
 
-    def _critic_loss(
-        self, batch: Batch, targets: Targets, rows: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the critic's loss that some rows have."""
-        assert self.critic and targets.values is not None and targets.returns is not None
-        mask = batch.action_mask[rows]
-        take = partial(self._take, rows, mask)
-        values = self.critic.values(pack(batch, rows, mask, self.accelerator.device))
-        loss, clipped = value_loss(values, take(targets.values), take(targets.returns))
-        total = (take(targets.weights) * loss).sum()
-        return total, {
-            "tokens": torch.ones_like(values).sum(),
-            "vf_loss": total.detach(),
-            "vf_clipfrac": clipped.sum(),
-            "vpred_mean": values.detach().sum(),
-        }
+    def _learn_values(
+        self, batch: Batch, targets: Targets, here: Tensor, step: int
+    ) -> dict[str, float]:
+        """One optimizer step of the critic's."""
+        assert targets.values is not None and targets.returns is not None
+        mask = batch.action_mask
+        columns = {
+            "weights": targets.weights, "values": targets.values, "returns": targets.returns
+        }  # fmt: skip
+        _, shares = self._deal(batch, here & mask.any(1), mask, columns)
+        passes = self._ranks.accumulate(shares, "critic") if any(shares) else []
+        return self._descend("critic", step, passes)
 
-    def _take(self, rows: Tensor, mask: Tensor, x: Tensor) -> Tensor:
-        """Of `x` (B, T), what stands at the chosen tokens of some rows: (N,), on the device."""
-        return x[rows][mask].to(self.accelerator.device)
+    def _descend(self, learns: Learns, step: int, passes: Sequence[Pass]) -> dict[str, float]:
+        """Move the weights by what the ranks have gathered.
 
-    @torch.no_grad()
+        Without any pass the gradient is zero and nothing moves, not even by momentum: what taught
+        nothing changes nothing.
+
+        Returns:
+            what the passes counted, summed, and the gradient's norm as `grad_norm`.
+
+        Raises:
+            RunStopped: the loss or the gradient is not finite; the weights are as they were.
+        """
+        if not passes:
+            return {"grad_norm": 0.0}
+        counts: dict[str, float] = defaultdict(float)
+        for done in passes:
+            for name, value in done.counts.items():
+                counts[name] += value
+        finite = all(map(math.isfinite, counts.values()))
+        counts["grad_norm"] = self._ranks.descend(learns, step) if finite else math.nan
+        if not math.isfinite(counts["grad_norm"]):
+            spoilt = ", ".join(f"{key}={value}" for key, value in counts.items())
+            raise RunStopped(
+                f"step {step}: the {learns}'s loss or gradient is not finite ({spoilt}). This"
+                f" update was not made. A lower learning rate (now {self._lr[learns](step):g}) is"
+                " the usual cure; a nan in rollout_logprobs or rewards would have been named"
+                " before."
+            )
+        return dict(counts)
+
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""
-        row = pack_row(token_ids, self.accelerator.device)
-        with self.accelerator.autocast():
-            logprobs, _ = self.policy.logprobs(row, temperature=1.0)
-        return logprobs.float().cpu()
+        return self._ranks.score(token_ids)
 
     # --- what comes out ------------------------------------------------------------------------
 
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter learns."""
+        return self.config.model.lora_rank > 0
+
+    def as_update(self, version: int) -> Update:
+        """The policy as it is now, for an engine."""
+        return Update(version, self.export, self._ranks.save_adapter if self.lora else None)
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors of the plain model, for an engine: see `Policy.export`."""
-        return self.policy.export()
+        """Named tensors of the plain model, for an engine: see `Policy.export`.
+
+        From ranks elsewhere they come through files in memory.
+        """
+        if self.rank is not None:
+            yield from self.rank.policy.export()
+            return
+        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with TemporaryDirectory(prefix="agentrl-weights-", dir=memory) as folder:
+            self._ranks.write_weights(Path(folder))
+            for file in sorted(Path(folder).glob("*.safetensors")):
+                with safe_open(file, "pt") as weights:
+                    yield from ((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
+
+    @contextmanager
+    def shaken(self) -> Iterator[None]:
+        """Within the block the LoRA adapter is another one: see `Policy.shaken`."""
+        self._ranks.shake(self.config.trainer.seed)
+        try:
+            yield
+        finally:
+            self._ranks.calm()
 
     def save_pretrained(self, folder: Path) -> None:
         """A folder that `load_causal_lm` loads, and others do: see `Policy.save_pretrained`."""
-        self.policy.save_pretrained(folder)
+        self._ranks.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
-        """Write all that `load` needs into an existing folder: safetensors only."""
-        for optimizer in self._optimizers:
-            optimizer.save(folder)
+        """Write all that `load` needs into an existing folder."""
+        self._ranks.save(folder)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, bit for bit.
@@ -305,33 +293,81 @@ class Learner:
         Raises:
             ConfigError: it was saved from another model or algorithm.
         """
-        for optimizer in self._optimizers:
-            optimizer.load(folder)
+        self._ranks.load(folder)
 
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        both = (self._actor_optimizer, self._critic_optimizer)
-        return [optimizer for optimizer in both if optimizer]
+    def close(self) -> None:
+        """End the ranks."""
+        self._ranks.close()
 
 
-PER_TOKEN = ("entropy", "ppo_kl", "pg_clipfrac", "vf_clipfrac", "vpred_mean")
-"""Counted as sums over tokens, told as means."""
+class _PolicyUpdate:
+    """What the optimizer steps of one batch have in common."""
+
+    def __init__(
+        self,
+        config: Config,
+        batch: Batch,
+        targets: Targets,
+        check: Callable[[Mapping[str, float]], None] | None,
+    ):
+        self.batch = batch
+        self.mask = batch.action_mask
+        self.compared: dict[str, float] = {}
+        self.given_old = targets.old_logprobs is not None
+        self._a = a = config.algorithm
+        self._targets, self._check = targets, check
+        taught = self.mask & (targets.advantages != 0)
+        self.moves = self.mask if a.kl_loss_coef or a.entropy_coef else taught
+        given = targets.old_logprobs
+        self.old = torch.zeros_like(batch.rollout_logprobs) if given is None else given
+        if self.given_old:
+            self.compare()
+
+    def columns(self, finding: bool) -> dict[str, Tensor]:
+        """(B, T) each: what the loss needs; `finding`: the old logprobs are not known yet."""
+        t = self._targets
+        columns = {"weights": t.weights, "advantages": t.advantages}
+        if not finding:
+            columns["old"] = self.old
+        if self._a.tis_cap:
+            columns["rollout"] = self.batch.rollout_logprobs
+        if self._a.kl_loss_coef:
+            assert t.reference_logprobs is not None
+            columns["reference"] = t.reference_logprobs
+        return columns
+
+    @cached_property
+    def _ran(self) -> Tensor:
+        return self.mask if self.given_old else self.mask & self.moves.any(1)[:, None]
+
+    def compare(self) -> None:
+        """Engine against trainer, as soon as `old` is known."""
+        check_logprobs(self.batch, self.old, self._ran, "trainer")
+        self.compared |= mismatch(self.batch, self.old, self._ran)
+        self.compared |= weight_metrics(self.batch, self.old, self._ran, self._a)
+        if self._check:
+            self._check(self.compared)
+
+
+SUMMED = ("grad_norm", "pg_loss", "kl_loss", "vf_loss")
+"""Counted as sums over the mini-batch; all else as sums over tokens, told as their means."""
 
 
 def _collect(into: dict[str, list[float]], name: str, counts: dict[str, float]) -> None:
     tokens = counts.pop("tokens", 0.0)
     counts.pop("loss", None)
     for key, value in counts.items():
-        into[f"{name}/{key}"].append(value / tokens if key in PER_TOKEN else value)
+        into[f"{name}/{key}"].append(value if key in SUMMED else value / tokens)
 
 
-def _accelerator(device: str) -> Accelerator:
-    """Device, mixed precision and process state; nothing else of it is used."""
-    cuda = torch.cuda.is_available()
-    if device == "cuda" and not cuda:
-        raise ConfigError(
-            "trainer.device=cuda, but torch finds no GPU here. Set trainer.device=cpu or auto, or"
-            " install a torch built for CUDA."
-        )
-    use_cuda = cuda and device != "cpu"
-    return Accelerator(cpu=not use_cuda, mixed_precision="bf16" if use_cuda else "no")
+def _laid_out(
+    mask: Tensor, dealt: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    """(B, T) of what ranks found at the chosen tokens of their micro-batches; 0 elsewhere."""
+    kinds = {flat.dtype for share in found for flat in share} | {torch.float32}
+    out = torch.zeros(mask.shape, dtype=max(kinds, key=lambda kind: kind.itemsize))
+    for share, flats in zip(dealt, found, strict=False):
+        for rows, flat in zip(share, flats, strict=True):
+            if len(rows):
+                out[rows] = out[rows].masked_scatter(mask[rows], flat.to(out))
+    return out

@@ -1,7 +1,25 @@
-"""Losses per token: pure functions, elementwise, of tensors of one shape, usually (N,).
+"""Losses per token, and the weights of tokens: pure functions.
 
-They are not aggregated here: `Targets.weights` does that. They take chosen tokens only, so what
-stands at other positions, were it NaN, cannot reach a loss or a gradient.
+A policy loss sees the tokens that the policy chose, laid out as rows, and nothing else:
+
+    f(logprobs, old_logprobs, advantages, mask, config) -> (loss, counts)
+
+with tensors of shape (b, A): A is the most chosen tokens that a row has, and `mask` is True where
+there is one. What stands elsewhere, were it NaN, reaches neither a loss nor a gradient. A row is
+one segment: all of a rollout, unless its history was edited.
+
+- logprobs: of the chosen tokens, now; the only input with a gradient.
+- old_logprobs: the trainer's at the start of the step.
+- advantages: of the chosen tokens; they may differ within a row.
+- config: the section `algorithm`.
+- loss: of each token, 0 where there is none. It is not aggregated here: `Targets.weights` do that.
+- counts: metric -> (b, A), told as its mean over tokens.
+
+`vanilla` and `cispo` are elementwise: a token's loss depends on that token alone. `gspo` is of
+whole rows: each token's loss depends on all of its row.
+
+On the first pass, where both logprobs are the same, the gradient of all three is that of the plain
+policy gradient: minus the advantage, for each token.
 """
 
 from __future__ import annotations
@@ -11,57 +29,134 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from agentrl.config import AlgorithmConfig
+from agentrl.registry import policy_loss
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios beyond it mean a broken pair of policies; exp() of them would only overflow."""
 
 
-def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi(a|s) / pi_old(a|s) for each chosen token."""
-    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def ratio(log_ratios: Tensor) -> Tensor:
+    """The exp of log-ratios, of any shape, that stays finite for broken policies."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), negated; two clips as in DAPO.
+@policy_loss("vanilla")
+def vanilla(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), negated; elementwise.
 
-    Args:
-        logprobs: of the chosen tokens, now; the only input with a gradient.
-        old_logprobs: the same at the start of the step.
-        advantages: of the chosen tokens.
-        clip_low: no gain from pushing the ratio below 1 - clip_low.
-        clip_high: no gain from pushing it above 1 + clip_high.
+    With two clips, as in DAPO (arXiv:2503.14476): `clip_low` and `clip_high`. And with
+    `dual_clip` a second one for negative advantages (arXiv:1912.09729): there the first
+    leaves the ratio free to grow, and a token that became many times likelier than it was would
+    outweigh all others.
 
     Returns:
-        the loss of each token, and whether (bool) its ratio is clipped.
+        the losses, and counts: `pg_clipfrac`, whether the clip took the token's gradient, and with
+        `dual_clip` also `pg_clipfrac_lower`, whether the second one did.
     """
-    r = ratio(logprobs, old_logprobs)
-    free = -advantages * r
-    clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(free, clipped), clipped > free
+    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
+    return _surrogate(ratio(logprobs - old_logprobs), advantages, config)
+
+
+@policy_loss("gspo")
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """GSPO (arXiv:2507.18071): the surrogate of one ratio for the whole row; not elementwise.
+
+    A row's ratio is exp of the mean log-ratio of its chosen tokens (equation 7), and it is clipped
+    as a whole: either all tokens of a row with one advantage have a gradient or none has. So clips
+    are a thousandth of PPO's. Each token's ratio has that value, and the gradient of its own
+    logprob (GSPO-token, equations 13 and 14), so that tokens of a row may have advantages of their
+    own. With one advantage a row, one row a rollout and seq-mean-token-mean, loss and gradient are
+    those of equation 5. `dual_clip` bounds this ratio as it does PPO's.
+
+    Returns:
+        the losses, and counts: as of `vanilla`.
+    """
+    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
+    mean = (logprobs - old_logprobs).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    own = (logprobs - logprobs.detach()).exp()  # 1, with the gradient of the token's logprob
+    return _surrogate(ratio(mean.detach()) * own, advantages, config)
+
+
+@policy_loss("cispo")
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """CISPO (arXiv:2506.13585, equations 4 and 5): REINFORCE with a clipped weight; elementwise.
+
+    The loss is -w A log pi, where w is the ratio within [1 - clip_low, 1 + clip_high] and has no
+    gradient: a clipped token still teaches, only not by more. With `clip_low` 1 there is no bound
+    from below, as in the paper's runs. The loss's value says nothing, its gradient does.
+
+    Returns:
+        the losses, and counts: `pg_clipfrac`, whether the token's weight was clipped.
+    """
+    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
+    free = ratio(logprobs - old_logprobs).detach()
+    weight = free.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -weight * advantages * logprobs, {"pg_clipfrac": weight != free}
+
+
+def _chosen(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with 0 off the mask. Not by a product: 0 times NaN is NaN, in gradients too."""
+    return tuple(torch.where(mask, x, 0.0) for x in tensors)
+
+
+def _surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss:
+    """PPO's, of ratios (b, A) of whatever kind."""
+    free = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss, counts = torch.maximum(free, clipped), {"pg_clipfrac": clipped > free}
+    if config.dual_clip:
+        most = -advantages * config.dual_clip
+        beyond = (advantages < 0) & (loss > most)
+        loss, counts["pg_clipfrac_lower"] = torch.where(beyond, most, loss), beyond
+    return loss, counts
+
+
+# --- engine against trainer ---------------------------------------------------------------------
 
 
 def importance_ratios(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor | None = None
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    level: Literal["token", "sequence"],
 ) -> Tensor:
     """How much likelier what was sampled is to the trainer than to the engine that sampled it.
 
     Args:
-        old_logprobs: (N,) the trainer's, at the start of the step.
-        rollout_logprobs: (N,) the engine's.
-        mask: (b, T) bool with N True, where the tokens stand in their rows: then all tokens of a
-            row have the ratio of the whole row, the product of theirs. None: each has its own.
+        old_logprobs: (b, A) the trainer's, at the start of the step.
+        rollout_logprobs: (b, A) the engine's.
+        mask: (b, A) bool, where there is a chosen token.
+        level: token: each has its own ratio. sequence: all tokens of a row have the product of
+            theirs, which over several turns is the only one that is exact.
 
     Returns:
-        (N,) without a gradient.
+        (b, A) without a gradient; 1 off the mask.
     """
-    gaps = (old_logprobs - rollout_logprobs).detach()
-    if mask is not None:
-        # Laid out as rows, and not added by index: that has no fixed order on a GPU.
-        mask = mask.to(gaps.device)
-        rows = gaps.new_zeros(mask.shape).masked_scatter(mask, gaps)
-        gaps = rows.sum(1, keepdim=True).expand(mask.shape)[mask]
-    return gaps.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    gaps = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
+    if level == "sequence":
+        gaps = torch.where(mask, gaps.sum(1, keepdim=True), 0.0)
+    return ratio(gaps)
 
 
 def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "mask"]) -> Tensor:
@@ -70,7 +165,8 @@ def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "ma
     Uncapped they make the expected gradient that of the trainer's own policy, whoever sampled;
     the cap trades some of that for less variance. It is on the ratio itself, never on its
     logarithm. The loss's denominators stay as they are: a masked token counts as one that taught
-    nothing, so that what remains weighs no more than it did.
+    nothing, so that what remains weighs no more than it did. The way from the trainer's policy at
+    the start of the step to that of now is not in them: the policy loss has it already.
 
     Args:
         ratios: of `importance_ratios`.
@@ -83,20 +179,27 @@ def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "ma
     return ratios.clamp(max=cap)
 
 
+# --- the critic ---------------------------------------------------------------------------------
+
+
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float = 0.5
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the critic, which may move by at most `clip` in a step.
+    """Half the squared error of the critic; elementwise, of chosen tokens in any shape.
 
     Args:
         values: the critic's, now; the only input with a gradient.
         old_values: the critic's at the start of the step.
         returns: what it should say.
-        clip: the larger of the free and the clipped error counts (OpenAI baselines, PPO2).
+        clip: it gains nothing from moving by more in a step: the larger of the free and the
+            clipped error counts (OpenAI baselines, PPO2). 0: it moves as far as it likes.
 
     Returns:
         the loss of each token, and whether (bool) it is clipped.
     """
+    free = (values - returns).square()
+    if not clip:
+        return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
     near = old_values + (values - old_values).clamp(-clip, clip)
-    free, clipped = (values - returns).square(), (near - returns).square()
+    clipped = (near - returns).square()
     return 0.5 * torch.maximum(free, clipped), clipped > free

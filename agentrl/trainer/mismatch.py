@@ -104,11 +104,7 @@ def weight_metrics(
     """
     if not config.tis_cap or not mask.any():
         return {}
-    ratios = importance_ratios(
-        old_logprobs[mask],
-        batch.rollout_logprobs[mask],
-        mask if config.tis_level == "sequence" else None,
-    )
+    ratios = importance_ratios(old_logprobs, batch.rollout_logprobs, mask, config.tis_level)[mask]
     high = (ratios > config.tis_cap).float().mean().item()
     low = (ratios < 1 / config.tis_cap).float().mean().item()
     metrics = {

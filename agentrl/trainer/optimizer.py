@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.config import OptimConfig
-from agentrl.errors import ConfigError, RunStopped
+from agentrl.errors import ConfigError
+from agentrl.trainer.sharding import whole
 
-Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""rows (b,) of a micro-batch -> its share of the loss, and numbers to sum over micro-batches."""
+BETAS = (0.9, 0.999)
+"""AdamW's own: memories of 10 and of 1,000 steps."""
 
 
 class Optimizer:
-    """AdamW without weight decay; clipped gradients; a learning rate that is linear in the step."""
+    """AdamW with clipped gradients; the learning rate rises, then is linear in the step."""
 
     def __init__(
         self,
@@ -29,88 +30,61 @@ class Optimizer:
         config: OptimConfig,
         total_steps: int,
         accelerator: Accelerator,
+        betas: tuple[float, float] = BETAS,
     ):
         """Set up; nothing is allocated for moments until the first step.
 
         Args:
-            name: "actor" or "critic"; names its metrics and its files.
+            name: "actor" or "critic"; names its files.
             parameters: what learns, by name.
-            lr: at step 1.
+            lr: its peak.
             config: the section `optim`.
             total_steps: of the run; the last one's learning rate is `lr * config.lr_final`.
-            accelerator: does backward and clipping.
+            accelerator: does the clipping.
+            betas: AdamW's.
         """
         self.name = name
         self.parameters = dict(parameters)
-        self._adam = torch.optim.AdamW(
-            self.parameters.values(), lr=lr, weight_decay=0.0, fused=True
-        )
-        self._lr, self._lr_final = lr, config.lr_final
-        self._total_steps = total_steps
+        self._schedule = Schedule(lr, config, total_steps)
+        self._adam = _adam(config, list(self.parameters.values()), lr, betas)
         self._max_grad_norm = config.max_grad_norm
         self._accelerator = accelerator
+        self._stowed = config.offload == "optimizer" and accelerator.device.type == "cuda"
 
-    def lr(self, step: int) -> float:
-        """The learning rate of a step; the first is 1. Steps beyond the last keep the last's."""
-        done = min(1.0, (step - 1) / max(1, self._total_steps - 1))
-        return self._lr * (1 + (self._lr_final - 1) * done)
-
-    def descend(
-        self,
-        step: int,
-        micro_batches: Iterable[Tensor],
-        loss: Loss,
-        before: Callable[[], None] | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on the sum of the micro-batches' losses.
-
-        Without any micro-batch the gradient is zero and nothing moves, not even by momentum: what
-        taught nothing changes nothing.
+    def descend(self, step: int) -> float:
+        """One optimizer step on the gradient that is there, which is gone then.
 
         Args:
-            step: 1 for the first of the run.
-            micro_batches: rows of each.
-            loss: of a micro-batch.
-            before: called when all micro-batches were run, before any weight moves; what it raises
-                leaves the weights as they were.
+            step: 1 for the first of the run; sets the learning rate.
 
         Returns:
-            what `loss` counted, summed, and the gradient's norm before clipping as `grad_norm`.
-
-        Raises:
-            RunStopped: the loss or the gradient is not finite; the weights are as they were.
+            the gradient's norm, over all ranks, before clipping. If that is no finite number, the
+            weights are as they were.
         """
-        self._adam.zero_grad(set_to_none=True)  # what a step that was stopped has left
-        sums: dict[str, Tensor] = {}
-        for rows in micro_batches:
-            with self._accelerator.autocast():
-                share, counted = loss(rows)
-            self._accelerator.backward(share)
-            for key, value in {"loss": share.detach(), **counted}.items():
-                sums[key] = sums[key] + value if key in sums else value
-        if before:
-            before()
-        if not sums:
-            return {"grad_norm": 0.0}
         norm = self._accelerator.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
         assert norm is not None  # only DeepSpeed keeps it to itself
-        sums["grad_norm"] = norm.detach()
-        numbers = torch.stack([value.double() for value in sums.values()])
-        counts = dict(zip(sums, numbers.tolist(), strict=True))
-        finite = all(map(math.isfinite, counts.values()))
-        if finite:
+        size = whole(norm).item()
+        if math.isfinite(size):
             for group in self._adam.param_groups:
-                group["lr"] = self.lr(step)
+                group["lr"] = self._schedule(step)
+            self._move("cuda")
             self._adam.step()
+            self._move("cpu")
+        self.forget()
+        return size
+
+    def forget(self) -> None:
+        """Drop the gradient."""
         self._adam.zero_grad(set_to_none=True)
-        if not finite:
-            spoilt = ", ".join(f"{key}={counts[key]}" for key in counts)
-            raise RunStopped(
-                f"step {step}: the {self.name}'s loss or gradient is not finite ({spoilt}). This"
-                f" update was not made. A lower learning rate (now {self.lr(step):g}) is the usual"
-                " cure; a nan in rollout_logprobs or rewards would have been named before."
-            )
-        return counts
+
+    def _move(self, device: str) -> None:
+        """The moments, where they wait on the CPU between steps."""
+        if not self._stowed:
+            return
+        for state in self._adam.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = value.to(device)
 
     def save(self, folder: Path) -> None:
         """Write `<name>.safetensors` and `<name>_optimizer.safetensors`: parameters and moments."""
@@ -159,3 +133,41 @@ class Optimizer:
 
     def _file(self, folder: Path, suffix: str = "") -> Path:
         return folder / f"{self.name}{suffix}.safetensors"
+
+
+class Schedule:
+    """The learning rate of a step: `Schedule(lr, config, total_steps)(step)`."""
+
+    def __init__(self, lr: float, config: OptimConfig, total_steps: int):
+        """Rise to `lr` in `config.lr_warmup_steps`; then fall to `lr * config.lr_final`."""
+        self._lr, self._final = lr, config.lr_final
+        self._warmup, self._total_steps = config.lr_warmup_steps, total_steps
+
+    def __call__(self, step: int) -> float:
+        """Of a step; the first is 1. Steps beyond the last keep the last's."""
+        if step <= self._warmup:
+            return self._lr * step / (self._warmup + 1)
+        first = self._warmup + 1
+        done = min(1.0, (step - first) / max(1, self._total_steps - first))
+        return self._lr * (1 + (self._final - 1) * done)
+
+
+def _adam(
+    config: OptimConfig, parameters: list[nn.Parameter], lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """The optimizer that `optim.name` names.
+
+    Raises:
+        ConfigError: its package is not there.
+    """
+    if config.name == "adamw":
+        return torch.optim.AdamW(
+            parameters, lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True
+        )
+    try:
+        from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
+    except ImportError:
+        raise ConfigError(
+            'optim.name=adamw_8bit needs torchao: pip install "agentrl[8bit]"'
+        ) from None
+    return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=config.weight_decay)

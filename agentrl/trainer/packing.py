@@ -11,28 +11,15 @@ prompts are as long as responses, as in many groups of tool users, that is half 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from torch import Tensor
 
-from agentrl.trainer.batch import Batch
-
-PACKED = "agentrl_packed"
-"""The name under which transformers finds `packed_attention`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which tokens of the flat row are which piece."""
-
-    pieces: list[int]
-    """Their lengths: a prompt, the responses to it, the next prompt, ..."""
-    responses: list[int]
-    """How many follow each prompt."""
+from agentrl.trainer.attention import PACKED as PACKED
+from agentrl.trainer.attention import Layout
+from agentrl.trainer.batch import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +36,77 @@ class Packed:
     tokens: Tensor
     """(N,) the chosen tokens, row by row."""
 
+    def to(self, device: torch.device) -> Packed:
+        """The same there."""
+        at = {"device": device, "non_blocking": True}
+        return Packed(
+            input_ids=self.input_ids.to(**at),
+            position_ids=self.position_ids.to(**at),
+            layout=self.layout.to(device),
+            states=self.states.to(**at),
+            tokens=self.tokens.to(**at),
+        )
 
-def micro_batches(batch: Batch, rows: Tensor, budget: int) -> list[Tensor]:
-    """Cut `rows` into pieces of at most `budget` tokens each, prompts counted once.
 
-    The order stays: rows of one prompt are neighbours. A row longer than the budget goes alone.
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """What one pass of a model is made on: rows, and numbers for each of their chosen tokens."""
+
+    packed: Packed
+    mask: Tensor
+    """(b, A) bool: how the N chosen tokens lie in rows when nothing else is kept of these, each
+    row's moved to its beginning; A is the most that a row has."""
+    columns: dict[str, Tensor]
+    """(N,) each, by name."""
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """(b, A): (N,) laid out by `mask`, 0 off it; the gradient flows back."""
+        mask = self.mask.to(flat.device)
+        return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+
+    def to(self, device: torch.device) -> Micro:
+        """The same there."""
+        columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
+        return Micro(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
+
+
+def micro(batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> Micro:
+    """Lay rows out for a pass.
+
+    No rows at all make a pass in which nothing is asked. A rank needs it to keep step with the
+    others.
 
     Args:
         batch: the batch.
-        rows: (b,) int64, ascending.
-        budget: tokens of a piece.
+        rows: (b,) which of its rows, ascending.
+        mask: (B, T) bool, the tokens that are asked about.
+        columns: (B, T) each.
     """
-    pieces: list[list[int]] = []
-    room = 0
-    fresh = _starts_prompt(batch, rows).tolist()
-    prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
-    for row, new in zip(rows.tolist(), fresh, strict=True):
-        need = responses[row] + (prompts[row] if new else 0)
-        if need > room or not pieces:
-            pieces.append([])
-            need, room = prompts[row] + responses[row], budget
-        pieces[-1].append(row)
-        room -= need
-    return [torch.tensor(piece) for piece in pieces]
+    if not len(rows):
+        nobody = replace(pack_row([0, 0]), states=rows, tokens=rows)
+        nothing = {name: x.new_zeros(0) for name, x in columns.items()}
+        return Micro(nobody, torch.zeros(1, 0, dtype=torch.bool), nothing)
+    chosen = mask[rows]
+    counts = chosen.sum(1)
+    here = torch.arange(int(counts.max())) < counts[:, None]
+    return Micro(
+        pack(batch, rows, chosen), here, {name: x[rows][chosen] for name, x in columns.items()}
+    )
 
 
-def pack(batch: Batch, rows: Tensor, mask: Tensor, device: torch.device) -> Packed:
+def pack(batch: Rows, rows: Tensor, mask: Tensor) -> Packed:
     """Lay rows out side by side.
 
     Args:
         batch: the batch.
-        rows: (b,) which of its rows, in an order that `micro_batches` keeps.
+        rows: (b,) which of its rows, ascending.
         mask: (b, T) bool, the tokens of these rows that are asked about.
-        device: where the result goes.
     """
     ids, positions, states = [], [], []
     pieces: list[int] = []
     responses: list[int] = []
     start = prompt_end = 0
-    fresh = _starts_prompt(batch, rows).tolist()
+    fresh = starts_prompt(batch, rows).tolist()
     for row, new, chosen in zip(rows.tolist(), fresh, mask, strict=True):
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         if new:
@@ -104,99 +123,33 @@ def pack(batch: Batch, rows: Tensor, mask: Tensor, device: torch.device) -> Pack
         states.append(torch.where(at == 0, prompt_end, start + at) - 1)
         start += response
     return Packed(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
+        input_ids=torch.cat(ids)[None],
+        position_ids=torch.cat(positions)[None],
         layout=Layout(pieces, responses),
-        states=torch.cat(states).to(device),
-        tokens=batch.response_ids[rows][mask].to(device),
+        states=torch.cat(states),
+        tokens=batch.response_ids[rows][mask],
     )
 
 
-def pack_row(token_ids: Sequence[int], device: torch.device) -> Packed:
+def pack_row(token_ids: Sequence[int]) -> Packed:
     """One row by itself, asked about every token but the first.
 
     Args:
         token_ids: two at least.
-        device: where the result goes.
     """
-    ids = torch.tensor(token_ids, device=device)
+    ids = torch.tensor(token_ids)
     return Packed(
         input_ids=ids[None],
-        position_ids=torch.arange(len(ids), device=device)[None],
+        position_ids=torch.arange(len(ids))[None],
         layout=Layout(pieces=[1, len(ids) - 1], responses=[1]),
-        states=torch.arange(len(ids) - 1, device=device),
+        states=torch.arange(len(ids) - 1),
         tokens=ids[1:],
     )
 
 
-def _starts_prompt(batch: Batch, rows: Tensor) -> Tensor:
+def starts_prompt(batch: Rows, rows: Tensor) -> Tensor:
     """(b,) bool: whether a row's prompt is another one than that of the row before it in `rows`."""
     ids, lengths = batch.prompt_ids[rows], batch.prompt_lengths[rows]
     fresh = torch.ones(len(rows), dtype=torch.bool)
     fresh[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
     return fresh
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    layout: Layout,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Causal attention of every response with its prompt; transformers calls it in every layer.
-
-    Args:
-        module: the attention layer.
-        query: (1, heads, L, d).
-        key: (1, key-value heads, L, d).
-        value: the same.
-        attention_mask: None; the layout says it all.
-        layout: of the L tokens.
-        scaling: of the scores.
-        sliding_window: how far back a token sees, itself included; None for all the way.
-        softcap: refused.
-        s_aux: refused.
-
-    Returns:
-        (1, L, heads, d), and None in place of the scores.
-
-    Raises:
-        NotImplementedError: the layer wants more than causal attention.
-    """
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with a soft cap or with sinks")
-    queries, keys, values = (x.split(layout.pieces, dim=2) for x in (query, key, value))
-    out = []
-    p = 0
-    for count in layout.responses:
-        for r in range(p + 1, p + 1 + count):
-            # The prompt's own queries are asked again with every response: that keeps the square
-            # form that the fast kernels know, and costs attention only, no linear layer.
-            q, k, v = (torch.cat([x[p], x[r]], dim=2) for x in (queries, keys, values))
-            band = _band(q.shape[2], sliding_window, q.device)
-            y = scaled_dot_product_attention(
-                q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
-            )
-            out.append(y if r == p + 1 else y[:, :, layout.pieces[p] :])
-        p += 1 + count
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a window that does not reach over the whole piece."""
-    if window is None or length <= window:
-        return None
-    at = torch.arange(length, device=device)
-    back = at[:, None] - at
-    return (back >= 0) & (back < window)
-
-
-AttentionInterface.register(PACKED, packed_attention)

@@ -8,14 +8,23 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from agentrl.config import Config
 from agentrl.errors import ConfigError, UserError
+from agentrl.trainer.checkpoint import Checkpoint
+from agentrl.trainer.tracking import METRICS
 
 MAY_CHANGE = frozenset(
     {
         "data.val",
+        "optim.compile",
+        "optim.offload",
+        "optim.recompute",
         "tools.transport",
         "rollout.engines",
         "rollout.gpu_memory_utilization",
@@ -27,7 +36,11 @@ MAY_CHANGE = frozenset(
         "rollout.tensor_parallel_size",
         "rollout.urls",
         "trainer.logger",
+        "trainer.n_gpus_per_node",
+        "trainer.nnodes",
         "trainer.output",
+        "trainer.placement",
+        "trainer.ray_address",
         "trainer.resume",
         "trainer.save_freq",
         "trainer.test_freq",
@@ -37,7 +50,8 @@ MAY_CHANGE = frozenset(
         "val.*",
     }
 )
-"""Config keys that a resumed run may change: none of them moves a weight."""
+"""Config keys that a resumed run may change: none of them moves a weight, but by rounding: sums
+are made in another order by other ranks, and by compiled layers."""
 
 
 def check_same_run(
@@ -68,6 +82,49 @@ def check_same_run(
             + "\nTo go on, use the same values; for a new run, give another --output. To start over"
             " in this folder, say trainer.resume=never: that deletes the run that is in it."
         )
+
+
+def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
+    """Refuse to go on from another run's checkpoint as if it were this one's.
+
+    Args:
+        checkpoint: a trainer's.
+        config: the present one.
+        rows: the `fingerprint` of the present training rows.
+
+    Raises:
+        ConfigError: another config or other rows; or a folder that holds another run's record.
+    """
+    check_same_run(_completed(checkpoint.meta["config"]), config.model_dump())
+    if checkpoint.meta["rows"] != rows:
+        raise ConfigError(
+            f"{config.data.train} holds other rows than when {checkpoint.folder} was saved."
+            " Give the same file, or another --output"
+        )
+    folder = Path(config.trainer.output)
+    foreign = checkpoint.folder.parent.resolve() != folder.resolve()
+    if foreign and (folder / METRICS).exists():
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume} is another run's, but {folder}"
+            " holds the record of one already. Say trainer.resume=auto to go on with"
+            " that, or give another --output"
+        )
+
+
+def fingerprint(path: str) -> str:
+    """A hash of a file, to know it again; "" for no file."""
+    if not path:
+        return ""
+    with open(path, "rb") as f:
+        return file_digest(f, "blake2b").hexdigest()[:32]
+
+
+def _completed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config as it was saved, with the keys that have come since: they were at their defaults."""
+    try:
+        return Config.model_validate(saved).model_dump()
+    except ValidationError:  # with keys or values that are gone: they are named as changed
+        return saved
 
 
 class RunLock:

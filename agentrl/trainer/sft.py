@@ -1,36 +1,181 @@
 """Supervised fine-tuning: imitate the assistant in finished conversations.
 
 A step's loss is the mean of -log p over the assistant's tokens of its batch, which are exactly the
-tokens that a policy would have sampled: `ChatTemplate.trace` marks them. Rows are packed, never
-padded.
+tokens that a policy would have sampled: `ChatTemplate.trace` marks them. All else is the learner's:
+packing, micro-batches, LoRA, ranks, the optimizer. A conversation is a row whose prompt ends before
+the first token to imitate.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from agentrl.config import Config, load_config
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm
-from agentrl.errors import ConfigError, RunStopped
+from agentrl.errors import ConfigError
+from agentrl.trainer.batch import Rows
 from agentrl.trainer.conversations import Example
-from agentrl.trainer.model import ACTOR, Policy
-from agentrl.trainer.packing import Layout, Packed
+from agentrl.trainer.dispatch import Alone, Group
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.rank import Rank
 
 WARMUP = 0.03
 """Share of the steps in which the learning rate rises to its peak."""
 FINAL_LR = 0.1
 """The learning rate at the last step, as a share of the peak."""
+FULL_LR, LORA_LR = 1e-5, 2e-4
+"""The peak, by default: of all weights, of an adapter."""
 BETAS = (0.9, 0.95)
 """AdamW's: a memory of 20 steps for the second moment, since runs are short."""
+KEYS = (
+    "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
+    "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
+    "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
+    "trainer.n_gpus_per_node", "trainer.ray_address",
+)  # fmt: skip
+"""What of a run's config is for imitation, too."""
+
+
+def imitation(
+    path: str | Path,
+    *,
+    steps: int,
+    lr: float = 0.0,
+    lora_rank: int = 0,
+    micro_batch_tokens: int = 16384,
+    seed: int = 0,
+    files: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> Config:
+    """The config of an `Imitator`: its learning rate warms up, then falls linearly.
+
+    Args:
+        path: a model's or a PEFT adapter's: a folder, or a name on the hub.
+        steps: of the run.
+        lr: the peak learning rate; 0: `FULL_LR` or `LORA_LR`.
+        lora_rank: rank of an adapter; its alpha is twice that. 0: all weights learn.
+        micro_batch_tokens: most tokens of one forward pass; the loss does not depend on it.
+        seed: of random weights, an adapter's too.
+        files: the user's, for ranks elsewhere.
+        overrides: texts `a.b.c=1`, of `KEYS`.
+
+    Raises:
+        ConfigError: a key that is not for imitation, or a value that is wrong.
+    """
+    for given in overrides:
+        if (key := given.partition("=")[0].strip()) not in KEYS:
+            raise ConfigError(f"{key} is not for imitation. Choose from {', '.join(KEYS)}")
+    preset: dict[str, Any] = {
+        "rollout.temperature": 1.0,
+        "optim.lr_warmup_steps": max(1, round(WARMUP * steps)) - 1,
+        "optim.lr_final": FINAL_LR,
+    }
+    if lora_rank:
+        preset["model.lora_alpha"] = 2 * lora_rank
+    flags = {
+        "files": list(files),
+        "model.path": str(path),
+        "model.lora_rank": lora_rank,
+        "optim.lr": lr or (LORA_LR if lora_rank else FULL_LR),
+        "optim.micro_batch_tokens": micro_batch_tokens,
+        "trainer.total_steps": steps,
+        "trainer.seed": seed,
+    }
+    return load_config(None, overrides, flags, preset)
+
+
+def here(rank: Callable[..., Any], *args: Any, **kwargs: Any) -> Group:
+    """A group of one rank, in this process."""
+    return Alone(rank(*args, **kwargs))
+
+
+class Imitator(Learner):
+    """A policy that learns to say what was said."""
+
+    def __init__(
+        self, config: Config, *, fresh: bool = False, start: Callable[..., Group] = here
+    ):
+        """Load the model.
+
+        Args:
+            config: what `imitation` made.
+            fresh: begin from random weights, of the model's shape.
+            start: makes the ranks, given their class and its arguments (`Cluster.ranks`).
+
+        Raises:
+            ConfigError: no such model, or one that cannot be trained here.
+        """
+        t = config.trainer
+        group = start(
+            Rank,
+            config.model.path,
+            config,
+            total_steps=t.total_steps,
+            betas=BETAS,
+            load=partial(new_causal_lm, seed=t.seed) if fresh else load_causal_lm,
+        )
+        super().__init__(config.model.path, config, total_steps=t.total_steps, group=group)
+
+    def imitate(self, examples: Sequence[Example], step: int) -> float:
+        """One optimizer step.
+
+        Args:
+            examples: the batch.
+            step: 1 for the first of the run; sets the learning rate.
+
+        Returns:
+            the loss before it, the mean of -log p over the batch's tokens to imitate.
+
+        Raises:
+            RunStopped: loss or gradient is not finite; the weights are as they were.
+        """
+        rows = rows_of(examples)
+        mask = rows.response_mask
+        weights = mask.double() / mask.sum()
+        _, shares = self._deal(rows, mask.any(1), mask, {"weights": weights})
+        return self._descend("actor", step, self._ranks.accumulate(shares, "sft"))["loss"]
+
+    def fit(
+        self,
+        source: Iterator[Sequence[Example]],
+        report: Callable[[int, float], None] = lambda step, loss: None,
+    ) -> None:
+        """The steps of the run.
+
+        Args:
+            source: batches; each makes one optimizer step.
+            report: called after each step with its number, from 1, and its loss.
+
+        Raises:
+            RunStopped: a loss or gradient is not finite.
+        """
+        for step in range(1, self.config.trainer.total_steps + 1):
+            report(step, self.imitate(next(source), step))
+
+
+def rows_of(examples: Sequence[Example]) -> Rows:
+    """Rows that ask about the tokens to imitate, of which each example has one at least."""
+    ids = [torch.tensor(e.ids) for e in examples]
+    masks = [torch.tensor(e.mask, dtype=torch.bool) for e in examples]
+    starts = [e.mask.index(1) for e in examples]
+    split = list(zip(ids, starts, strict=True))
+    return Rows(
+        prompt_ids=pad_sequence([x[:k] for x, k in split], True, padding_side="left").long(),
+        prompt_lengths=torch.tensor(starts),
+        response_ids=pad_sequence([x[k:] for x, k in split], True).long(),
+        response_lengths=torch.tensor([len(x) - k for x, k in split]),
+        response_mask=pad_sequence([m[k:] for m, k in zip(masks, starts, strict=True)], True),
+    )
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
@@ -42,31 +187,7 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[
         yield from (order[i : i + size] for i in range(0, len(order), size))
 
 
-# -- what learns ----------------------------------------------------------------------------------
-
-
-def open_policy(
-    path: str | Path, *, lora_rank: int = 0, fresh: bool = False, seed: int = 0
-) -> Policy:
-    """A model that learns: all of it, or with `lora_rank` an adapter on it.
-
-    Args:
-        path: a folder in transformers' format, or a name on the hub.
-        lora_rank: rank of the adapter; its alpha is twice that. 0: none.
-        fresh: begin from random weights, of the model's shape.
-        seed: of random weights, the adapter's too.
-
-    Raises:
-        ConfigError: no such model, or one that cannot be trained here.
-    """
-    if fresh:
-        policy = new_policy(shape_of(path), seed)
-    else:
-        dtype = "auto" if lora_rank and torch.cuda.is_available() else torch.float32
-        policy = Policy(load_causal_lm(path, dtype, _device()), 1.0)
-    if lora_rank:
-        policy.add_adapter(ACTOR, lora_rank, 2 * lora_rank, "all-linear", seed)
-    return policy
+# -- models ---------------------------------------------------------------------------------------
 
 
 def shape_of(path: str | Path) -> PretrainedConfig:
@@ -82,72 +203,33 @@ def shape_of(path: str | Path) -> PretrainedConfig:
         raise ConfigError(f"no model at {base!r}: {str(e).splitlines()[0]}") from e
 
 
-def new_policy(shape: PretrainedConfig, seed: int) -> Policy:
-    """A model of that shape with random weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        # A copy, since the policy changes its model's configuration.
-        model = AutoModelForCausalLM.from_config(deepcopy(shape), dtype=torch.float32)
-    model.name_or_path = ""  # these weights lie in no folder, whoever's shape they have
-    return Policy(model.eval().to(_device()), 1.0)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-# -- training -----------------------------------------------------------------------------------
-
-
-def fit(
-    policy: Policy,
-    source: Iterator[Sequence[Example]],
+def new_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
     *,
-    steps: int,
-    lr: float,
-    max_grad_norm: float = 1.0,
-    micro_batch_tokens: int = 16384,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Train on `steps` batches with AdamW; the learning rate warms up, then falls linearly.
+    seed: int,
+) -> PreTrainedModel:
+    """As `load_causal_lm`, but with random weights, which depend on shape and seed alone.
 
     Args:
-        policy: what learns: all weights that require gradients.
-        source: batches; each makes one optimizer step.
-        steps: how many.
-        lr: the peak learning rate.
-        max_grad_norm: gradients are clipped to this norm.
-        micro_batch_tokens: most tokens of one forward pass; the loss does not depend on it.
-        report: called after each step with its number, from 1, and its loss.
+        path: whose shape it has.
+        dtype: of the weights; "auto": float32.
+        device: where it is put.
+        seed: of the weights.
 
     Raises:
-        RunStopped: the loss is not finite.
+        ConfigError: no such model.
     """
-    weights = [p for p in policy.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
-    for step in range(1, steps + 1):
-        batch = next(source)
-        count = sum(sum(e.mask) for e in batch)
-        loss = 0.0
-        for some in _micro_batches(batch, micro_batch_tokens):
-            share = -logprobs(policy, some).sum() / count
-            share.backward()
-            loss += share.item()
-        torch.nn.utils.clip_grad_norm_(weights, max_grad_norm)
-        if not math.isfinite(loss):
-            raise RunStopped(f"the loss is {loss} at step {step}. Lower the learning rate ({lr:g})")
-        for group in optimizer.param_groups:
-            group["lr"] = lr * _schedule(step, steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        report(step, loss)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(shape_of(path), dtype=torch.float32)
+    model.name_or_path = ""  # these weights lie in no folder, whoever's shape they have
+    model.to(device, torch.float32 if dtype == "auto" else dtype)
+    return model.eval()
 
 
-def logprobs(policy: Policy, examples: Sequence[Example]) -> Tensor:
-    """Log p of every token to imitate, (N,), example by example."""
-    device = policy.model.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        return policy.logprobs(_pack(examples, device))[0]
+# -- around the training ----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -165,14 +247,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@torch.no_grad()
-def score(policy: Policy, examples: Sequence[Example]) -> Tensor:
-    """`logprobs`, without a gradient."""
-    return logprobs(policy, examples)
-
-
 class Progress:
-    """A `report` for `fit`: a line of text every few seconds, and one at the end."""
+    """A `report` for `Imitator.fit`: a line of text every few seconds, and one at the end."""
 
     def __init__(self, steps: int, say: Callable[[str], None], every_s: float = 5.0):
         self._steps = steps
@@ -186,41 +262,3 @@ class Progress:
         if now - self._said >= self._every_s or step == self._steps:
             self._said = now
             self._say(f"  step {step}/{self._steps}  loss {loss:.3f}  {now - self._started:.0f} s")
-
-
-def _schedule(step: int, steps: int) -> float:
-    """The learning rate of a step, from 1, as a share of its peak."""
-    warmup = max(1, round(WARMUP * steps))
-    return min(step / warmup, 1 - (1 - FINAL_LR) * (step - warmup) / max(1, steps - warmup))
-
-
-def _micro_batches(batch: Sequence[Example], budget: int) -> Iterator[list[Example]]:
-    """Neighbours of at most `budget` tokens together; a longer example goes alone."""
-    some: list[Example] = []
-    room = budget
-    for example in batch:
-        if some and len(example.ids) > room:
-            yield some
-            some, room = [], budget
-        some.append(example)
-        room -= len(example.ids)
-    yield some
-
-
-def _pack(examples: Sequence[Example], device: torch.device) -> Packed:
-    pieces, states = [], []
-    start = 0
-    for e in examples:
-        prompt = e.mask.index(1)
-        pieces += [prompt, len(e.ids) - prompt]
-        states += [start + i - 1 for i, own in enumerate(e.mask) if own]
-        start += len(e.ids)
-    flat = torch.tensor([i for e in examples for i in e.ids])
-    at = torch.tensor(states)
-    return Packed(
-        input_ids=flat[None].to(device),
-        position_ids=torch.cat([torch.arange(len(e.ids)) for e in examples])[None].to(device),
-        layout=Layout(pieces, [1] * len(examples)),
-        states=at.to(device),
-        tokens=flat[at + 1].to(device),
-    )

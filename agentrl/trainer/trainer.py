@@ -4,45 +4,46 @@ A step is synchronous and has no way back:
 
     rows ─► groups of scored trajectories ─► Batch ─► Targets ─► learner.update ─► publish ─► next
 
-What a run is at any moment is its global step, the learner's state and the config; the sampler's
-position, the seeds and the policy version follow from the step. So a checkpoint is small, and a
-killed run goes on as if nothing had happened.
+What a run is at any moment is its global step, its position in the rows, the learner's state, the
+weight of the KL and the config; the seeds and the policy version follow from the step. So a
+checkpoint is small, and a killed run goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from hashlib import file_digest
 from pathlib import Path
 
+from torch import Tensor
 from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
 from agentrl.config import Config
-from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
 from agentrl.engine.open import open_engine, opening
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
-from agentrl.metrics import rollout_metrics
 from agentrl.plan import Plan, check_model_fits, fixed_row, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
-from agentrl.trainer.algorithms import ALGORITHMS
+from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import drop_after, find_checkpoint, recover, save_checkpoint
 from agentrl.trainer.clock import StepClock
+from agentrl.trainer.collect import Collector, Played
 from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
+from agentrl.trainer.diagnostics import rollout_kl
 from agentrl.trainer.interrupt import Interrupt
+from agentrl.trainer.kl import KLController
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
-from agentrl.trainer.resume import RunLock, check_same_run
+from agentrl.trainer.resume import RunLock, check_resumable, fingerprint
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trainer.weights import Publisher
-from agentrl.trajectory import Group, Sample
+from agentrl.trajectory import Group
 
 
 class Trainer:
@@ -80,14 +81,12 @@ class Trainer:
         if not config.trainer.val_only and len(self.plan.train) == 0:
             raise ConfigError("no training rows: give --dataset FILE (data.train)")
         self.folder = Path(config.trainer.output)
-        self.sampling = Sampling(temperature=config.rollout.temperature)
-        self.sampling.check_trainable()
-        self.algorithm = ALGORITHMS[config.algorithm.name]
-        self.order = RowOrder(
-            max(1, len(self.plan.train)), config.trainer.seed, config.data.shuffle
-        )
+        Sampling(temperature=config.rollout.temperature).check_trainable()
         self.total_steps = self.plan.total_steps
         self.global_step = 0
+        self.position = 0
+        """How many rows were taken: more than the steps' batches where groups are set aside."""
+        self.kl = KLController(config.algorithm)
         self.clock = StepClock()
         self._whole = True
         """Whether the learner's state is that of `global_step`, and may be saved."""
@@ -103,14 +102,9 @@ class Trainer:
             The step's metrics.
         """
         with self.clock.timed("gen"), self.interrupt.abandonable():
-            groups = self.rollouts.collect(
-                self._next_samples(),
-                n=self.config.rollout.n,
-                sampling=self.sampling,
-                step=self.global_step,
-            )
+            played = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
-        batch = self._collate(groups)  # (B, T)
+        batch = self._collate(played.groups)  # (B, T)
         self._whole = False  # until the update is made
         with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
@@ -118,11 +112,16 @@ class Trainer:
             values = self.learner.values(batch)  # (B, T) or None
         with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
-        targets = self.algorithm.targets(batch, self.config.algorithm, old, values, reference)
+        targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
         with self.clock.timed("update_actor"):
-            metrics = self.learner.update(batch, targets, self.global_step + 1, self._sound)
-        self.store.write(self.global_step + 1, groups)
-        return metrics | rollout_metrics(groups)
+            metrics = self.learner.update(
+                batch, targets, self.global_step + 1, self._sound, learn_policy=self._policy_learns
+            )
+        return metrics | self._steer(batch, old, reference) | self._record(played)
+
+    @property
+    def _policy_learns(self) -> bool:
+        return self.global_step >= self.config.algorithm.critic_warmup
 
     def _sound(self, compared: Mapping[str, float]) -> None:
         """Stop where engine and trainer are suddenly far apart, before a weight moves."""
@@ -130,7 +129,7 @@ class Trainer:
         self.guard.check(compared)
         self._whole = False
 
-    def _collate(self, groups: list[Group]) -> Batch:
+    def _collate(self, groups: Sequence[Group]) -> Batch:
         reward, pad_id = self.config.reward, self.tokenizer.pad_token_id
         return collate(
             groups,
@@ -139,10 +138,25 @@ class Trainer:
             tool_weight=reward.tool_weight,
         )
 
-    def _next_samples(self) -> list[Sample]:
-        size = self.config.data.batch_size
-        rows = self.order.take(self.global_step * size, size)
-        return [self.plan.train[row] for row in rows]
+    def _steer(
+        self, batch: Batch, old: Tensor | None, reference: Tensor | None
+    ) -> dict[str, float]:
+        """Steer the weight of the KL in the reward for the next step, where there is one."""
+        if not self.kl.coef or old is None or reference is None:
+            return {}
+        kl, coef = rollout_kl(batch, old, reference, self.config.algorithm.kl_type), self.kl.coef
+        self.kl.update(kl, int(batch.train.sum()))
+        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
+
+    def _record(self, played: Played) -> dict[str, float]:
+        """Store what was played, and take its rows as taken."""
+        step = self.global_step + 1
+        self.store.write(step, played.groups)
+        for split, groups in (("evicted", played.evicted), ("baseline", played.greedy)):
+            if groups:
+                self.store.write(step, groups, split=split)
+        self.position = played.position
+        return played.metrics
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -231,7 +245,7 @@ class Trainer:
         return dict(result.metrics)
 
     def _epoch(self) -> float:
-        return self.global_step * self.config.data.batch_size / len(self.plan.train)
+        return self.position / len(self.plan.train)
 
     # -- beginning and end ------------------------------------------------------------------------
 
@@ -240,21 +254,9 @@ class Trainer:
         config = self.config
         recover(self.folder)
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
-        self._rows = _fingerprint(config.data.train)
+        self._rows = fingerprint(config.data.train)
         if checkpoint is not None:
-            check_same_run(checkpoint.meta["config"], config.model_dump())
-            if checkpoint.meta["rows"] != self._rows:
-                raise ConfigError(
-                    f"{config.data.train} holds other rows than when {checkpoint.folder} was saved."
-                    " Give the same file, or another --output"
-                )
-            foreign = checkpoint.folder.parent.resolve() != self.folder.resolve()
-            if foreign and (self.folder / METRICS).exists():
-                raise ConfigError(
-                    f"trainer.resume={config.trainer.resume} is another run's, but {self.folder}"
-                    " holds the record of one already. Say trainer.resume=auto to go on with"
-                    " that, or give another --output"
-                )
+            check_resumable(checkpoint, config, self._rows)
         logging.disable_progress_bar()  # a bar per model folder says nothing here
         self.folder.mkdir(parents=True, exist_ok=True)
         if not config.trainer.val_only:
@@ -267,6 +269,10 @@ class Trainer:
         if checkpoint is not None:
             self.learner.load(checkpoint.folder)
             self.global_step = checkpoint.step
+            # Older ones have neither: every step took a batch, and no weight was steered.
+            before = self.global_step * config.data.batch_size
+            self.position = checkpoint.meta.get("position", before)
+            self.kl.load(checkpoint.meta.get("kl", self.kl.state))
             self._unfinished = checkpoint.meta["unfinished"]
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
@@ -279,6 +285,7 @@ class Trainer:
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
         )
+        self.collector = Collector(config, self.plan.train, self.rollouts, self._collate)
         self.publisher = Publisher(
             self.learner,
             self.engine,
@@ -316,6 +323,8 @@ class Trainer:
                 {
                     "config": self.config.model_dump(mode="json"),
                     "rows": self._rows,
+                    "position": self.position,
+                    "kl": self.kl.state,
                     "unfinished": self._unfinished,
                     "noise": self.publisher.noise,
                 },
@@ -335,11 +344,3 @@ class Trainer:
 
 def _due(step: int, freq: int, last: bool) -> bool:
     return last or (freq > 0 and step % freq == 0)
-
-
-def _fingerprint(path: str) -> str:
-    """A hash of a file, to know it again; "" for no file."""
-    if not path:
-        return ""
-    with open(path, "rb") as f:
-        return file_digest(f, "blake2b").hexdigest()[:32]

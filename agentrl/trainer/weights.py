@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from agentrl.engine.base import EngineControl, Update
+from agentrl.engine.base import EngineControl
 from agentrl.errors import EngineError, RunStopped
 from agentrl.trainer.canary import Canary
 from agentrl.trainer.learner import Learner
@@ -56,7 +56,7 @@ class Publisher:
             RunStopped: the engine did not take it, or does not sample from it.
         """
         start = time.perf_counter()
-        if self._canary is None and self._learner.policy.peft is not None:
+        if self._canary is None and self._learner.lora:
             self._canary = self._shaken(version)
         sent_at = time.perf_counter()
         sent = self._send(version)
@@ -73,15 +73,14 @@ class Publisher:
 
     def _shaken(self, version: int) -> Canary:
         """Measured with another adapter: as it begins it is zero, not seen where it is ignored."""
-        with self._learner.policy.shaken(self._learner.config.trainer.seed):
+        with self._learner.shaken():
             self._send(version)
             canary = Canary.measured(*self._both())
             self._engine.sleep()  # what was shaken is sent to no engine that comes late
         return canary
 
     def _send(self, version: int) -> int:
-        policy = self._learner.policy
-        update = Update(version, self._learner.export, policy.save_adapter if policy.peft else None)
+        update = self._learner.as_update(version)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
             torch.cuda.empty_cache()  # the engine takes its memory back
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from agentrl.engine.server.answers import refusal
-from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.process import Serving
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.http import fetch
 
@@ -23,7 +23,7 @@ class Control:
         *,
         key: str = "",
         admin_key: str = "",
-        process: ServerProcess | None = None,
+        process: Serving | None = None,
     ):
         """Ask nothing yet.
 

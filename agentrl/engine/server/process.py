@@ -1,4 +1,7 @@
-"""A server of our own: on loopback, with a random key, for as long as this process lives."""
+"""A server of our own: on loopback, with a random key, for as long as this process lives.
+
+For a run on another machine it listens on an address of its own, with the same keys.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from agentrl.engine.server import leash
 from agentrl.errors import ConfigError, EngineDead, EngineError
@@ -25,6 +29,28 @@ HEALTH_SECONDS = 30.0
 TAIL_LINES, TAIL_BYTES = 25, 64 * 1024
 LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
 PORT_TRIES = 200
+LOOPBACK = "127.0.0.1"
+
+
+class Serving(Protocol):
+    """What an engine needs of its server's process, wherever that is."""
+
+    url: str
+    token: str
+    admin_token: str
+
+    @property
+    def running(self) -> bool:
+        """Whether it is there; asked often, so it does not wait."""
+        ...
+
+    def death(self) -> EngineDead:
+        """What to raise of a server that ended: with the last lines it said."""
+        ...
+
+    def stop(self) -> None:
+        """End it and all that it started. Idempotent."""
+        ...
 
 
 class ServerProcess:
@@ -35,6 +61,7 @@ class ServerProcess:
         name: str,
         command: Callable[[ServerProcess], Sequence[str]],
         *,
+        host: str = LOOPBACK,
         environment: Mapping[str, str] | None = None,
         start_seconds: float = START_SECONDS,
     ):
@@ -42,8 +69,9 @@ class ServerProcess:
 
         Args:
             name: the server's, for messages.
-            command: what to run, given `folder`, `port` and `token`. The token must go by a file in
-                the folder or by the environment, since command lines are read by everybody.
+            command: what to run, given `folder`, `host`, `port` and `token`. The token must go by a
+                file in the folder or by the environment, since command lines are read by everybody.
+            host: the address of this machine that it listens on.
             environment: variables beside our own.
             start_seconds: how long that may take.
 
@@ -60,8 +88,8 @@ class ServerProcess:
         self.folder = Path(self._folder.name)
         """For its files; gone after its end."""
         self._log = self.folder / "server.log"
-        self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.host, self.port = host, _free_port(host)
+        self.url = f"http://{host}:{self.port}"
         with self._log.open("wb") as log:
             # A session of its own: Ctrl-C is for the run, which needs it to finish a step.
             self._process = subprocess.Popen(
@@ -132,7 +160,7 @@ class ServerProcess:
         )
 
 
-async def look_for_death(process: ServerProcess | None) -> None:
+async def look_for_death(process: Serving | None) -> None:
     """A connection breaks a moment before its process is seen to have ended.
 
     Raises:
@@ -194,7 +222,7 @@ def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[g] if names else str(g) for g in gpus)}
 
 
-def _free_port() -> int:
+def _free_port(host: str = LOOPBACK) -> int:
     """A port that nobody listens on, with room above: SGLang takes others up to 10,000 higher.
 
     Raises:
@@ -205,7 +233,7 @@ def _free_port() -> int:
         span = HIGHEST_PORT - LOWEST_PORT
         wanted = 0 if k < PORT_TRIES else LOWEST_PORT + secrets.randbelow(span)
         with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", wanted))
+            s.bind((host, wanted))
             if (port := s.getsockname()[1]) < HIGHEST_PORT:
                 return port
     raise EngineError(f"no port below {HIGHEST_PORT} is free for a server")

@@ -15,7 +15,7 @@ from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.server.answers import Stamp, refusal
 from agentrl.engine.server.control import CONTROL_SECONDS, Control
-from agentrl.engine.server.process import ServerProcess
+from agentrl.engine.server.process import Serving
 from agentrl.engine.server.sender import Sender
 from agentrl.engine.sglang.answers import read_generation, read_scores
 from agentrl.engine.sglang.proof import WeightsProof
@@ -54,7 +54,7 @@ class SGLangEngine:
         dtype: torch.dtype | None = None,
         key: str = "",
         admin_key: str = "",
-        process: ServerProcess | None = None,
+        process: Serving | None = None,
         sender: Callable[[Control], Sender] = DiskSender,
         sleep: Literal["none", "kv_cache", "all"] = "none",
     ):

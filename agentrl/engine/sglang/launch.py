@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.engine.server.process import (
+    LOOPBACK,
     START_SECONDS,
     ServerProcess,
     package_folder,
@@ -60,8 +61,8 @@ class SGLangLaunch:
     arguments: Sequence[str] = ()
     """Further ones, which win."""
 
-    def start(self, start_seconds: float = START_SECONDS) -> ServerProcess:
-        """Start it and wait until it is healthy.
+    def start(self, start_seconds: float = START_SECONDS, *, host: str = LOOPBACK) -> ServerProcess:
+        """Start it, listening on an address of this machine, and wait until it is healthy.
 
         Raises:
             ConfigError: there is no such Python, or no SGLang in it.
@@ -79,7 +80,7 @@ class SGLangLaunch:
             return [
                 *(python, "-m", "sglang.launch_server", "--config", str(file)),
                 *("--model-path", self.model, "--weight-version", "0"),
-                *("--host", "127.0.0.1", "--port", str(server.port)),
+                *("--host", server.host, "--port", str(server.port)),
                 *self._flags(),
                 *self.arguments,
             ]
@@ -87,6 +88,7 @@ class SGLangLaunch:
         return ServerProcess(
             "SGLang",
             command,
+            host=host,
             environment=visible_gpus(self.gpus)
             | {
                 "SGLANG_TIMEOUT_KEEP_ALIVE": "300",  # longer than a client keeps connections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from agentrl.config import Config
 from agentrl.engine.server.control import Control
+from agentrl.engine.server.place import Place
 from agentrl.engine.server.process import ServerProcess
 from agentrl.engine.server.sender import Sender
 from agentrl.engine.sglang.client import SGLangEngine
@@ -25,29 +26,26 @@ from agentrl.errors import ConfigError, EngineDead
 log = logging.getLogger("agentrl")
 
 
-def start(
-    config: Config, base: str, *, dtype: torch.dtype, gpus: Sequence[int], shared: bool
-) -> SGLangEngine:
+def start(config: Config, base: str, *, dtype: torch.dtype, place: Place) -> SGLangEngine:
     """Start a server and return once it samples.
 
     Args:
         config: the run's.
         base: the plain model that it loads.
         dtype: what it computes in.
-        gpus: it sees these, as torch counts them; none: a CPU.
-        shared: whether the first of them is the trainer's.
+        place: where it stands.
 
     Raises:
         ConfigError: there is no SGLang, or the policy cannot go to it as was asked for.
         EngineError: the server did not start; with the last lines it said.
     """
-    r, m = config.rollout, config.model
+    r, m, gpus, shared = config.rollout, config.model, place.gpus, place.shared
     adapter = m.lora_rank > 0 and (r.lora == "adapter" or (r.lora == "auto" and bool(gpus)))
     if adapter and not gpus:
         raise ConfigError(
             "rollout.lora=adapter: SGLang takes no adapters on a CPU. Set rollout.lora=merge"
         )
-    sender = AdapterSender if adapter else _sender(r.sync, gpus, shared)
+    sender = AdapterSender if adapter else _sender(r.sync, place)
     sleep = r.sleep if shared else "none"
     targets = m.lora_target_modules
     every = (
@@ -65,7 +63,8 @@ def start(
         deterministic=r.deterministic,
         arguments=r.launch,
     )
-    process, on_policy = _started(launch, on_policy=r.deterministic and bool(gpus))
+    on_policy = r.deterministic and bool(gpus)
+    process, on_policy = place.run(partial(_started, launch, on_policy))
     try:
         return SGLangEngine(
             process.url,
@@ -110,11 +109,11 @@ def _vocabulary(base: str) -> int:
     return AutoConfig.from_pretrained(base).get_text_config().vocab_size
 
 
-def _started(launch: SGLangLaunch, *, on_policy: bool) -> tuple[ServerProcess, bool]:
+def _started(launch: SGLangLaunch, on_policy: bool, host: str) -> tuple[ServerProcess, bool]:
     """The server, and whether it computes as the trainer does, which not every model can."""
     if on_policy and launch.knows_on_policy():
         try:
-            return replace(launch, on_policy=True).start(), True
+            return replace(launch, on_policy=True).start(host=host), True
         except EngineDead as e:
             why = str(e).splitlines()[1:]
             log.warning(
@@ -122,23 +121,29 @@ def _started(launch: SGLangLaunch, *, on_policy: bool) -> tuple[ServerProcess, b
                 " but not as near to the trainer as could be. SGLang said:\n%s",
                 "\n".join(line for line in why if "Error" in line)[:500],
             )
-    return launch.start(), False
+    return launch.start(host=host), False
 
 
-def _sender(sync: str, gpus: Sequence[int], shared: bool) -> Callable[[Control], Sender]:
-    """How weights go to a server on these GPUs.
+def _sender(sync: str, place: Place) -> Callable[[Control], Sender]:
+    """How weights go to a server.
 
     Raises:
         ConfigError: not in the way that was asked for.
     """
+    gpus, shared = place.gpus, place.shared
     if sync == "auto":
-        sync = "disk" if not gpus else "ipc" if shared else "nccl"
+        sync = "disk" if not gpus or not place.near else "ipc" if shared else "nccl"
     if sync == "disk":
         return DiskSender
+    if not place.near:
+        raise ConfigError(
+            f"rollout.sync={sync}: the weights are spread over processes of their own, and go to"
+            " servers through files. Set rollout.sync=auto"
+        )
     if not gpus or shared != (sync == "ipc"):
-        place = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
+        where = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
         owner = "" if not gpus else "the trainer's" if shared else "not the trainer's"
         raise ConfigError(
-            f"rollout.sync={sync}: a server is on {place}{owner}. Set rollout.sync=auto"
+            f"rollout.sync={sync}: a server is on {where}{owner}. Set rollout.sync=auto"
         )
     return partial(IpcSender if sync == "ipc" else NcclSender, tp=len(gpus))

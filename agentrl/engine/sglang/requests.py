@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from agentrl.engine.server.answers import refusal
-from agentrl.engine.server.process import ServerProcess, look_for_death
+from agentrl.engine.server.process import Serving, look_for_death
 from agentrl.errors import EngineError
 from agentrl.http import HttpClient
 
@@ -19,7 +19,7 @@ ABORT_SECONDS = 10.0
 class Requests:
     """Those that are under way at one server; all belong to one event loop."""
 
-    def __init__(self, http: HttpClient, aside: HttpClient, process: ServerProcess | None):
+    def __init__(self, http: HttpClient, aside: HttpClient, process: Serving | None):
         """Ask nothing yet.
 
         Args:

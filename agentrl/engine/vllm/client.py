@@ -12,7 +12,7 @@ from agentrl.engine.base import Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.server.answers import Stamp, refusal
 from agentrl.engine.server.control import CONTROL_SECONDS, Control
-from agentrl.engine.server.process import ServerProcess, look_for_death
+from agentrl.engine.server.process import Serving, look_for_death
 from agentrl.engine.server.sender import SEND_SECONDS, Sender
 from agentrl.engine.vllm.dialect import (
     Completions,
@@ -57,7 +57,7 @@ class VLLMEngine:
         vocabulary: int,
         sender: Callable[[Control], Sender],
         key: str = "",
-        process: ServerProcess | None = None,
+        process: Serving | None = None,
         seeded: bool = False,
     ):
         """Ask a running server what it can do, and let it sample a token.

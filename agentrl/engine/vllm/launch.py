@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.engine.server.process import (
+    LOOPBACK,
     START_SECONDS,
     ServerProcess,
     package_folder,
@@ -52,8 +53,8 @@ class VLLMLaunch:
     arguments: Sequence[str] = ()
     """Further ones, which win."""
 
-    def start(self, start_seconds: float = START_SECONDS) -> ServerProcess:
-        """Start it and wait until it is healthy.
+    def start(self, start_seconds: float = START_SECONDS, *, host: str = LOOPBACK) -> ServerProcess:
+        """Start it, listening on an address of this machine, and wait until it is healthy.
 
         Raises:
             ConfigError: there is no such Python, or no vLLM in it.
@@ -70,7 +71,7 @@ class VLLMLaunch:
             return [
                 *("/usr/bin/env", f"PYTHONPATH={server.folder}"),
                 *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
-                *("--host", "127.0.0.1", "--port", str(server.port)),
+                *("--host", server.host, "--port", str(server.port)),
                 *("--middleware", f"{GUARD}.Guard"),
                 *self._flags(python),
                 *self.arguments,
@@ -79,6 +80,7 @@ class VLLMLaunch:
         return ServerProcess(
             "vLLM",
             command,
+            host=host,
             environment=visible_gpus(self.gpus)
             | ALWAYS
             | ({} if self.gpus else CPU)

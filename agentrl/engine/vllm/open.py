@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import Config
 from agentrl.engine.server.control import Control
+from agentrl.engine.server.place import Place
+from agentrl.engine.server.process import ServerProcess
 from agentrl.engine.server.sender import Sender
 from agentrl.engine.vllm.client import VLLMEngine
 from agentrl.engine.vllm.launch import VLLMLaunch
@@ -17,35 +19,36 @@ from agentrl.engine.vllm.sync import AdapterSender, DiskSender
 from agentrl.errors import ConfigError
 
 
-def start(config: Config, base: str, *, dtype: str, gpus: Sequence[int]) -> VLLMEngine:
+def start(config: Config, base: str, *, dtype: str, place: Place) -> VLLMEngine:
     """Start a server and return once it samples.
 
     Args:
         config: the run's.
         base: the plain model that it loads.
         dtype: in which precision.
-        gpus: it sees these, as torch counts them; none: a CPU.
+        place: where it stands.
 
     Raises:
         ConfigError: there is no vLLM.
         EngineError: the server did not start; with the last lines it said.
     """
     r = config.rollout
-    process = VLLMLaunch(
+    launch = VLLMLaunch(
         base,
         python=r.python,
         dtype=dtype,
-        gpus=gpus,
+        gpus=place.gpus,
         memory=r.gpu_memory_utilization,
         lora_rank=config.model.lora_rank,
         deterministic=r.deterministic,
         arguments=r.launch,
-    ).start()
+    )
+    process, _ = place.run(partial(_started, launch))
     try:
         return VLLMEngine(
             process.url,
             vocabulary=AutoConfig.from_pretrained(base).get_text_config().vocab_size,
-            sender=_sender(config, base, cpu=not gpus),
+            sender=_sender(config, base, cpu=not place.gpus),
             key=process.token,
             process=process,
             seeded=r.deterministic,
@@ -71,6 +74,10 @@ def attach(config: Config, base: str, url: str, key: str) -> VLLMEngine:
         key=key,
         seeded=config.rollout.deterministic,
     )
+
+
+def _started(launch: VLLMLaunch, host: str) -> tuple[ServerProcess, bool]:
+    return launch.start(host=host), False
 
 
 def parameter_names(base: str) -> frozenset[str]:

@@ -1,42 +1,59 @@
-"""Advantages: how much better than expected. Pure functions of tensors (legend: `batch.py`)."""
+"""Advantages of single tokens: returns over the chosen tokens of a rollout, as time has them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def grpo(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-relative advantages: reward minus its group's mean (arXiv:2402.03300, section 4.1).
-
-    A group whose rewards are all equal, a group of one among them, gives exactly 0: nothing can be
-    learned from it, and a mean that rounds must not say otherwise.
-
-    Args:
-        rewards: (R,), of the rollouts that survived and train.
-        group: (R,) int64.
-        norm_by_std: divide by the group's standard deviation (unbiased, + 1e-6).
-
-    Returns:
-        (R,) advantages.
-    """
-    if not len(rewards):
-        return rewards
-    groups = int(group.max()) + 1
-    wide = rewards.double()
-    count = torch.bincount(group, minlength=groups).double()
-    mean = wide.new_zeros(groups).index_add(0, group, wide) / count.clamp(min=1)
-    advantages = wide - mean[group]
-    if norm_by_std:
-        squares = wide.new_zeros(groups).index_add(0, group, advantages.square())
-        std = (squares / (count - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (std[group] + 1e-6)
-    low = rewards.new_zeros(groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
-    high = rewards.new_zeros(groups).scatter_reduce(0, group, rewards, "amax", include_self=False)
-    return torch.where((low == high)[group], 0.0, advantages).to(rewards.dtype)
+from agentrl.config import AlgorithmConfig
+from agentrl.registry import advantage_estimator
+from agentrl.trainer.batch import Batch
 
 
+@advantage_estimator("gae")
 def gae(
+    batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    """GAE (arXiv:1506.02438) over each rollout's chosen tokens, with a critic's values.
+
+    Every rollout here was scored, so its last token ends it: nothing is bootstrapped.
+    """
+    assert values is not None, "a critic's"
+    return generalized_advantages(
+        token_rewards,
+        values,
+        batch.action_mask,
+        batch.rollout,
+        batch.turn,
+        config.gamma,
+        config.lam,
+        bootstrap=torch.zeros_like(batch.rewards),
+    )
+
+
+@advantage_estimator("reinforce_plus_plus")
+def reinforce_plus_plus(
+    batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
+) -> tuple[Tensor, None]:
+    """REINFORCE++ (arXiv:2501.03262): the discounted reward-to-go of each chosen token.
+
+    Its baseline and its scale are the batch's: `whiten_advantages`, which the row of that name
+    sets.
+    """
+    advantages, _ = generalized_advantages(
+        token_rewards,
+        torch.zeros_like(token_rewards),
+        batch.action_mask,
+        batch.rollout,
+        batch.turn,
+        config.gamma,
+        lam=1.0,
+        bootstrap=torch.zeros_like(batch.rewards),
+    )
+    return advantages, None
+
+
+def generalized_advantages(
     token_rewards: Tensor,
     values: Tensor,
     mask: Tensor,
@@ -78,8 +95,8 @@ def gae(
     at = (owner, torch.arange(len(row), device=row.device) - first[owner])
 
     length = int(steps.max()) if len(row) else 0
-    reward = token_rewards.new_zeros(len(bootstrap), length)
-    reward[at] = token_rewards[row, column]
+    reward = values.new_zeros(len(bootstrap), length)
+    reward[at] = token_rewards[row, column].to(values.dtype)
     # One column more: what comes after the last step. Past a rollout's end all is 0.
     value = values.new_zeros(len(bootstrap), length + 1)
     value[at] = values[row, column]
@@ -98,20 +115,3 @@ def gae(
     returns = torch.zeros_like(values)
     returns[row, column] = advantage[at] + value[at]
     return advantages, returns
-
-
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 elsewhere.
-
-    One entry alone becomes 0, and equal entries do: there is no spread to scale by.
-
-    Args:
-        x: any shape; what stands outside the mask is not read.
-        mask: bool, the same shape.
-    """
-    chosen = x[mask]
-    if not len(chosen):
-        return torch.zeros_like(x)
-    centred = chosen - chosen.mean()
-    variance = centred.square().sum() / max(1, len(chosen) - 1)
-    return torch.zeros_like(x).masked_scatter(mask, centred * (variance + 1e-8).rsqrt())

@@ -1,0 +1,247 @@
+"""The ranks of a run as one object, with the methods of each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.seat import Failed, Place, Seat
+from agentrl.cluster.ship import Shipment, versions
+from agentrl.errors import ConfigError, RunStopped
+from agentrl.trainer.dispatch import RANK_ZERO, SPLIT, Dispatch, dispatched
+
+log = logging.getLogger("agentrl")
+
+START_SECONDS = 300.0
+"""Of processes that import torch, all at once, perhaps from a slow file system."""
+BUILD_SECONDS = 3600.0
+"""Of ranks that read a model."""
+CALL_SECONDS = 2 * 3600.0
+"""Longer than any call takes: what hangs for so long does so forever."""
+WATCHDOG_SECONDS = 300.0
+GRACE_SECONDS = 2.0
+"""After one rank failed: for the others to say why they did, if that was the cause."""
+
+
+class WorkerGroup:
+    """One process a rank, and the methods of their class that were marked by `dispatch`.
+
+    A rank that raises, ends or hangs is the end of the group: the others wait for it in a
+    collective operation, and what they hold is no longer the same. `close` ends all of them.
+    """
+
+    def __init__(
+        self,
+        cls: type,
+        pool: ResourcePool,
+        *args: Any,
+        shipment: Shipment | None = None,
+        watchdog_s: float = WATCHDOG_SECONDS,
+        deadline_s: float = CALL_SECONDS,
+        **kwargs: Any,
+    ):
+        """Start a process on each place of a pool, and make an object in each.
+
+        Each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch reads them, and sees only
+        the GPU of its own, which is `cuda:0` (LOCAL_RANK=0).
+
+        Args:
+            cls: of the object.
+            pool: the places, in the order of ranks.
+            *args: for `cls`.
+            shipment: what ranks need of the controller's machine.
+            watchdog_s: after so many seconds of a call, say which ranks are not done, and where.
+            deadline_s: after so many, end.
+            **kwargs: for `cls`.
+
+        Raises:
+            ConfigError: a machine has other packages, files or registered names than this one.
+            AgentRLError: what the first rank raised.
+            RunStopped: a rank ended, or raised something else.
+        """
+        self.size = pool.nodes * pool.each
+        self._watchdog_s, self._deadline_s = watchdog_s, deadline_s
+        self._over = ""
+        """Why it is at its end."""
+        self.places: list[Place] = []
+        actor = ray.remote(Seat)
+        self._seats: list[Any] = [
+            actor.options(max_restarts=0, **pool.options(rank // pool.each)).remote(rank)
+            for rank in range(self.size)
+        ]
+        try:
+            self._open(pool, cls, (args, kwargs), shipment or Shipment())
+        except BaseException:
+            self.close()
+            raise
+        for name, how in dispatched(cls).items():
+            setattr(self, name, partial(self._call, name, how))
+        self._name = cls.__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self._name}.{name} is not dispatched")
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        self._over = self._over or "the group was closed"
+        if ray.is_initialized():
+            for seat in self._seats:
+                with contextlib.suppress(RayError):
+                    ray.kill(seat)
+
+    # -- the beginning -----------------------------------------------------------------------------
+
+    def _open(
+        self, pool: ResourcePool, cls: type, given: tuple[tuple, dict], shipment: Shipment
+    ) -> None:
+        started = [seat.place.remote() for seat in self._seats]
+        self.places = self._gather("start", started, START_SECONDS)
+        self._check_versions()
+        alone = len({place.node for place in self.places}) == 1
+        address = "127.0.0.1" if alone else self.places[0].address
+        asked = [self._seats[0].host.remote(address, self.size)]
+        (port,) = self._gather("host", asked, START_SECONDS)
+        shared = {
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            # The store is there already: rank 0 joins it as all others do.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        if alone and sys.platform == "linux":
+            shared["GLOO_SOCKET_IFNAME"] = "lo"
+        packed = ray.put(shipment)
+        entered = [
+            seat.enter.remote(shared | self._numbers(pool, rank), packed)
+            for rank, seat in enumerate(self._seats)
+        ]
+        self._gather("enter", entered, START_SECONDS)
+        shipped = ray.put(given)
+        built = [seat.build.remote(cls, shipped) for seat in self._seats]
+        self._gather("build", built, BUILD_SECONDS)
+
+    def _numbers(self, pool: ResourcePool, rank: int) -> dict[str, str]:
+        local = 0 if pool.gpu else rank % pool.each
+        each = 1 if pool.gpu else pool.each
+        return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+
+    def _check_versions(self) -> None:
+        here = versions()
+        for rank, place in enumerate(self.places):
+            differ = [
+                f"{package} {place.versions.get(package)} (here {held})"
+                for package, held in here.items()
+                if place.versions.get(package) != held
+            ]
+            if differ:
+                raise ConfigError(f"{self._where(rank)} has {', '.join(differ)}. Install the same")
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _call(self, name: str, how: Dispatch, *args: Any, **kwargs: Any) -> Any:
+        """Call a method as it was declared; see `Dispatch`."""
+        if self._over:
+            raise RunStopped(f"{name}: no rank is left: {self._over}")
+        shares: list[tuple[Any, ...]] = [()] * self.size
+        if how is SPLIT:
+            first, *args = args  # type: ignore[assignment]
+            if len(first) != self.size:
+                raise ValueError(f"{name}: {len(first)} shares for {self.size} ranks")
+            shares = [(share,) for share in first]
+        given = ray.put((tuple(args), kwargs))  # once, whoever reads it
+        refs = [
+            seat.call.remote(name, self._watchdog_s, given, *share)
+            for seat, share in zip(self._seats, shares, strict=True)
+            if seat is self._seats[0] or how is not RANK_ZERO
+        ]
+        results = self._gather(name, refs)
+        return results if how is SPLIT else results[0]
+
+    def _gather(self, name: str, refs: Sequence[Any], seconds: float | None = None) -> list[Any]:
+        """The results of all ranks that were asked.
+
+        Raises:
+            AgentRLError: what the first rank that failed raised; the group is at its end.
+            RunStopped: it raised something else, it died, or there is no result in time.
+        """
+        waiting = {ref: rank for rank, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
+        failed: dict[int, Failed] = {}
+        began = told = time.monotonic()
+        end = began + (seconds or self._deadline_s)
+        while waiting and (now := time.monotonic()) < end:
+            if now - told >= self._watchdog_s:
+                told = now
+                log.warning("%s: %s", name, self._not_done(waiting.values(), now - began))
+            # In pieces, so that Ctrl-C is heard.
+            done, _ = ray.wait(list(waiting), timeout=min(1.0, end - now))
+            for ref in done:
+                rank = waiting.pop(ref)
+                result = _fetched(ref)
+                if isinstance(result, Failed):
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                    failed[rank] = result
+                else:
+                    results[rank] = result
+        if failed:
+            self._fail(name, failed)
+        if waiting:
+            said = self._not_done(waiting.values(), time.monotonic() - began)
+            self._over = f"{name}: {said}"
+            self.close()
+            raise RunStopped(f"{self._over}; the ranks were ended")
+        return [results[rank] for rank in range(len(refs))]
+
+    def _fail(self, name: str, failed: dict[int, Failed]) -> NoReturn:
+        """End the group with the cause: a death, an error of ours, or what came first."""
+        order = sorted(
+            failed, key=lambda r: (not failed[r].died, failed[r].error is None, failed[r].at)
+        )
+        rank = order[0]
+        found = failed[rank]
+        where = self._where(rank)
+        self._over = f"{where}: {name}: {found.said}"
+        self.close()
+        if found.error is not None:
+            raise type(found.error)(f"{where}: {found.said}")
+        did = found.said if found.died else f"raised {found.said}"
+        others = "".join(f"\n  {self._where(r)}: {failed[r].said[:300]}" for r in order[1:])
+        also = f"\nThen, of the others:{others}" if others else ""
+        trace = RuntimeError(f"\n{found.trace}") if found.trace else None
+        raise RunStopped(f"{where}, in {name}: {did}{also}") from trace
+
+    def _where(self, rank: int) -> str:
+        here = f"rank {rank} of {self.size}"
+        if rank < len(self.places):
+            place = self.places[rank]
+            here += f" (process {place.pid} on {place.address})"
+        return here
+
+    def _not_done(self, ranks: Any, seconds: float) -> str:
+        return f"not done after {seconds:.0f} s: {', '.join(map(self._where, sorted(ranks)))}"
+
+
+def _fetched(ref: Any) -> Any:
+    """A result that is there; `Failed` of a process that is not."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as e:  # the call itself: arguments or results do not travel
+        return Failed(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
+    except RayError as e:
+        # Ray's own words are a page; the first line and the kind of exit are what it knows.
+        detail = str(e)
+        kind = detail.partition("Worker exit detail:")[2] or detail
+        said = f"its process ended ({type(e).__name__}): {' '.join(kind.split())[:300]}"
+        return Failed(said, time.time(), died=True)

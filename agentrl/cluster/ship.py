@@ -1,0 +1,127 @@
+"""What a rank must find on its machine: the user's files, the same packages, the same paths."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from agentrl import __version__, registry
+from agentrl.errors import ConfigError
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
+"""Those whose versions must be the same on all machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """What the controller has, to be had by all ranks."""
+
+    folder: str = field(default_factory=os.getcwd)
+    """Where relative paths begin."""
+    files: tuple[tuple[str, bytes], ...] = ()
+    """The user's, path and content."""
+    shelf: tuple[str, ...] = ()
+    """Ready ones, which come with agentrl."""
+    paths: tuple[str, ...] = ()
+    """Folders and files that are there, and must be for all."""
+    names: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """What the user registered, by kind."""
+
+    @classmethod
+    def pack(cls, files: Iterable[str], paths: Iterable[str]) -> Shipment:
+        """Read the user's files, and note what they registered here.
+
+        Args:
+            files: as `config.files` has them; loaded already.
+            paths: of which those that exist here must exist everywhere.
+
+        Raises:
+            UserError: a file is missing.
+        """
+        files = list(files)
+        own = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
+        return cls(
+            files=tuple((str(path), path.read_bytes()) for path in own),
+            shelf=tuple(f for f in files if f.startswith(registry.SHELF)),
+            paths=tuple(path for path in paths if path and Path(path).exists()),
+            names=registered(),
+        )
+
+    def unpack(self) -> None:
+        """On another machine, or in another process: have it as the controller has it.
+
+        A user's file that lies there as well, at the same path with the same content, is loaded
+        from there, so that what lies beside it is found; else from a folder of ours, alone.
+
+        Raises:
+            UserError: a file does not load.
+            ConfigError: a path is not there, or what was registered there is not registered here.
+        """
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        if missing := [path for path in self.paths if not Path(path).exists()]:
+            raise ConfigError(
+                f"{', '.join(missing)}: not there, but on the machine of the run. Put it on a file"
+                " system that all machines see, at the same path"
+            )
+        for name in self.shelf:
+            registry.load_file(name)
+        for path, content in self.files:
+            registry.load_file(str(_laid_down(Path(path), content)))
+        here = registered()
+        for kind, names in self.names.items():
+            if lost := sorted(names - here.get(kind, frozenset())):
+                raise ConfigError(
+                    f"no {kind} {', '.join(map(repr, lost))} here, as there is in the run's own"
+                    " process: define it in a file of --file (files)"
+                )
+
+
+def registered() -> dict[str, frozenset[str]]:
+    """The names that the user's own code defines, by kind of registry."""
+    kinds = (thing for thing in vars(registry).values() if isinstance(thing, registry.Registry))
+    return {kind.kind: frozenset(n for n in kind.names() if _own(kind.get(n))) for kind in kinds}
+
+
+def _own(thing: Any) -> bool:
+    """Whether it does not come with agentrl."""
+    module = getattr(getattr(thing, "target", thing), "__module__", "")
+    return module.partition(".")[0] != "agentrl"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that must be the same everywhere."""
+    found = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "agentrl": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _laid_down(path: Path, content: bytes) -> Path:
+    """The file's path here."""
+    try:
+        if path.read_bytes() == content:
+            return path
+    except OSError:
+        pass
+    # Named by its content: ranks of a machine write the same, and whoever is first is as good.
+    folder = Path(gettempdir()) / f"agentrl-files-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} is somebody else's: a user's files are not laid there")
+    own = folder / sha256(content).hexdigest()[:32]
+    own.mkdir(exist_ok=True)
+    laid, staged = own / path.name, own / f".{os.getpid()}"
+    staged.write_bytes(content)
+    staged.replace(laid)
+    return laid

@@ -1,0 +1,332 @@
+"""One process's share of the learner: the weights it holds, and passes over what it is given.
+
+What all ranks do together (gathering weights, summing gradients) happens within these methods, so
+each is called on all ranks at once, with equally many micro-batches (`schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from agentrl.config import Config
+from agentrl.engine.local.load import load_causal_lm
+from agentrl.engine.server.files import write_weights
+from agentrl.registry import policy_losses
+from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.trainer.kl import ESTIMATORS
+from agentrl.trainer.losses import importance_ratios, importance_weights, value_loss
+from agentrl.trainer.model import Critic
+from agentrl.trainer.optimizer import BETAS, Optimizer
+from agentrl.trainer.packing import Micro, pack_row
+from agentrl.trainer.policy import ACTOR, CRITIC, Policy
+from agentrl.trainer.sharding import is_rank_zero, open_accelerator, settle, shard
+
+Who = Literal["policy", "reference", "critic"]
+Learns = Literal["actor", "critic", "sft"]
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a rank found on its way through forward and backward."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    """Sums over its micro-batches; `tokens` and `loss` among them."""
+    found: list[Tensor] = field(default_factory=list)
+    """(N,) of each micro-batch: the logprobs as they were."""
+
+
+class Rank:
+    """Owns the weights that learn, or its piece of them."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: Config,
+        *,
+        total_steps: int,
+        dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = BETAS,
+        load: Callable[..., PreTrainedModel] = load_causal_lm,
+    ):
+        """Load the model; nothing else is read.
+
+        Args:
+            model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
+            config: the run's.
+            total_steps: of the run, for the learning rate.
+            dtype: of weights and passes, in place of what the device is good for.
+            betas: AdamW's.
+            load: what makes a model of path, dtype and device; the same on all ranks.
+
+        Raises:
+            ConfigError: no such model, no such device, nothing for LoRA to adapt.
+        """
+        logging.disable_progress_bar()  # a bar per model folder says nothing here
+        self.config = config
+        self._path, self._load = model_path, load
+        self.accelerator, self._mesh = open_accelerator(config.trainer.device)
+        self.device = self.accelerator.device
+        cuda = self.device.type == "cuda"
+        # On a GPU passes are made in bfloat16; what learns is float32, what does not stays as it
+        # was published.
+        self._compute = torch.bfloat16 if cuda and dtype is None else None
+        self._dtype = dtype or ("auto" if cuda else torch.float32)
+        self.policy = self._load_policy()
+        self.critic: Critic | None = None
+        self._frozen: Policy | None = None
+        lora = config.model.lora_rank > 0
+        if lora:
+            self._add_adapter(ACTOR)
+        if config.algorithm.critic:
+            if lora:
+                self._add_adapter(CRITIC)
+            self.critic = Critic(self.policy.scorer if lora else self._load_policy().scorer)
+        shard(self.policy.scorer, self._mesh, self._compute, config.optim)
+        if self.critic is not None and not lora:
+            shard(self.critic.scorer, self._mesh, self._compute, config.optim)
+        make = partial(
+            Optimizer,
+            config=config.optim,
+            total_steps=total_steps,
+            accelerator=self.accelerator,
+            betas=betas,
+        )
+        actor = self.policy.parameters(ACTOR)
+        self.optimizers = {"actor": make("actor", actor, config.optim.lr)}
+        if self.critic is not None:
+            learns = self.policy.parameters(CRITIC) if lora else self.critic.trunk()
+            learns |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
+            self.optimizers["critic"] = make("critic", learns, config.optim.critic_lr)
+
+    def _load_policy(self) -> Policy:
+        model = self._load(self._path, self._dtype, self.device)
+        return Policy(model, self.config.rollout.temperature, self._compute)
+
+    def _add_adapter(self, name: str) -> None:
+        m = self.config.model
+        # Each adapter draws from a seed of its own: two that start alike would be no harm, but a
+        # seed that depends on what was drawn before would be.
+        seed = self.config.trainer.seed + (name == CRITIC)
+        self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
+
+    # --- without learning ----------------------------------------------------------------------
+
+    @dispatch(SPLIT)
+    @torch.no_grad()
+    def look(self, share: Sequence[Micro], who: Who) -> list[Tensor]:
+        """(N,) float32 or wider of each micro-batch: logprobs of policy or reference, or values."""
+        with self._as(who) as run:
+            found = [run(micro.to(self.device)).cpu() for micro in share]
+        return found
+
+    @dispatch(BROADCAST)
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""
+        row = pack_row(token_ids).to(self.device)
+        logprobs, _ = self.policy.logprobs(row, temperature=1.0)
+        settle(self.policy.scorer)
+        return logprobs.float().cpu()
+
+    @contextmanager
+    def _as(self, who: Who) -> Iterator[partial[Tensor]]:
+        """What computes the numbers of a micro-batch; weights may change again after the block."""
+        if who == "critic":
+            assert self.critic is not None
+            scorer, run, there = self.critic.scorer, partial(_values, self.critic), self._critic()
+        elif who == "policy" or self.policy.peft is not None:
+            scorer, run = self.policy.scorer, partial(_logprobs, self.policy)
+            there = nullcontext() if who == "policy" else self.policy.base()
+        else:
+            frozen = self._frozen = self._frozen or self._load_frozen()
+            scorer, run, there = frozen.scorer, partial(_logprobs, frozen), nullcontext()
+        with there:
+            yield run
+        settle(scorer)
+
+    def _critic(self) -> AbstractContextManager[None]:
+        """Within it the shared base is the critic's."""
+        return self.policy.adapter(CRITIC) if self.policy.peft is not None else nullcontext()
+
+    def _load_frozen(self) -> Policy:
+        """The policy as it was at first: it rounds as the policy does, and holds no more."""
+        frozen = self._load_policy()
+        frozen.model.requires_grad_(False)
+        if self._compute is not None:
+            frozen.model.to(self._compute)  # type: ignore[arg-type]
+        shard(frozen.scorer, self._mesh, self._compute, self.config.optim)
+        return frozen
+
+    # --- learning ------------------------------------------------------------------------------
+
+    @dispatch(SPLIT)
+    def accumulate(self, share: Sequence[Micro], learns: Learns, first_pass: bool = False) -> Pass:
+        """Add the gradient of some micro-batches' losses to what is there.
+
+        Args:
+            share: the micro-batches.
+            learns: whose loss: the policy's, the critic's, or that of imitation.
+            first_pass: the policy is still that of the step's beginning: its logprobs are the old
+                ones, and come back.
+        """
+        sums: dict[str, Tensor] = {}
+        done = Pass()
+        with self._critic() if learns == "critic" else nullcontext():
+            for micro in share:
+                micro = micro.to(self.device)
+                match learns:
+                    case "actor":
+                        loss, counted, logprobs = self._actor_loss(micro, first_pass)
+                        if first_pass:
+                            done.found.append(logprobs)
+                    case "critic":
+                        loss, counted = self._critic_loss(micro)
+                    case "sft":
+                        loss, counted = self._imitation_loss(micro)
+                self.accelerator.backward(loss)
+                for key, value in {"loss": loss.detach(), **counted}.items():
+                    sums[key] = sums[key] + value if key in sums else value
+        if sums:
+            numbers = torch.stack([value.double() for value in sums.values()])
+            done.counts = dict(zip(sums, numbers.tolist(), strict=True))
+        done.found = [logprobs.cpu() for logprobs in done.found]
+        return done
+
+    @dispatch(BROADCAST)
+    def descend(self, learns: str, step: int) -> float:
+        """Take the optimizer's step on the gradient that is there.
+
+        Returns:
+            the gradient's norm before it was clipped. If it is not finite, nothing moved.
+        """
+        return self.optimizers[learns].descend(step)
+
+    @dispatch(BROADCAST)
+    def forget(self) -> None:
+        """Drop what gradient there is: what a step that was stopped has left."""
+        for optimizer in self.optimizers.values():
+            optimizer.forget()
+
+    def _actor_loss(
+        self, micro: Micro, first_pass: bool
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The share of the policy's loss that some rows have."""
+        a, its = self.config.algorithm, micro.columns
+        logprobs, entropy = self.policy.logprobs(micro.packed, entropy_gradient=a.entropy_coef > 0)
+        old = logprobs.detach() if first_pass else its["old"]
+        rows, mask = micro.rows, micro.mask
+        loss, counts = policy_losses.get(a.policy_loss)(
+            rows(logprobs), rows(old), rows(its["advantages"]), mask, a
+        )
+        loss, weights = loss[mask], its["weights"]
+        counted = {
+            "tokens": torch.ones_like(entropy).sum(),
+            "entropy": entropy.detach().sum(),
+            "ppo_kl": (old - logprobs.detach()).sum(),
+            **{name: count[mask].sum() for name, count in counts.items()},
+        }
+        if a.tis_cap:
+            ratios = importance_ratios(rows(old), rows(its["rollout"]), mask, a.tis_level)[mask]
+            loss = loss * importance_weights(ratios, a.tis_cap, a.tis_mode)
+        counted["pg_loss"] = (weights * loss).detach().sum()
+        if a.kl_loss_coef:
+            kl = ESTIMATORS[a.kl_type](logprobs, its["reference"])
+            if a.tis_cap:  # it is an expectation over what the policy samples now (`kl.py`)
+                ratios = importance_ratios(
+                    rows(logprobs.detach()), rows(its["rollout"]), mask, "token"
+                )
+                kl = kl * importance_weights(ratios[mask], a.tis_cap, "truncate")
+            loss = loss + a.kl_loss_coef * kl
+            counted["kl_loss"] = (weights * kl).detach().sum()
+        if a.entropy_coef:
+            loss = loss - a.entropy_coef * entropy
+        return (weights * loss).sum(), counted, logprobs.detach()
+
+    def _critic_loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of the critic's loss that some rows have."""
+        assert self.critic is not None
+        its = micro.columns
+        values = self.critic.values(micro.packed)
+        loss, clipped = value_loss(
+            values, its["values"], its["returns"], self.config.algorithm.value_clip
+        )
+        total = (its["weights"] * loss).sum()
+        return total, {
+            "tokens": torch.ones_like(values).sum(),
+            "vf_loss": total.detach(),
+            "vf_clipfrac": clipped.sum(),
+            "vpred_mean": values.detach().sum(),
+        }
+
+    def _imitation_loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of -log p that some conversations have (`sft.py`)."""
+        logprobs, _ = self.policy.logprobs(micro.packed)
+        return -(micro.columns["weights"] * logprobs).sum(), {
+            "tokens": torch.ones_like(logprobs).sum()
+        }
+
+    # --- what comes out ------------------------------------------------------------------------
+
+    @dispatch(BROADCAST)
+    def write_weights(self, folder: Path) -> int:
+        """Write what an engine needs (`Policy.export`) as safetensors.
+
+        Returns:
+            how many bytes.
+        """
+        if is_rank_zero():
+            return write_weights(self.policy.export(), folder)
+        for _ in self.policy.export():  # gathered by all
+            pass
+        return 0
+
+    @dispatch(BROADCAST)
+    def save_adapter(self, folder: Path) -> None:
+        """See `Policy.save_adapter`."""
+        self.policy.save_adapter(folder)
+
+    @dispatch(BROADCAST)
+    def save_pretrained(self, folder: Path) -> None:
+        """See `Policy.save_pretrained`."""
+        self.policy.save_pretrained(folder)
+
+    @dispatch(BROADCAST)
+    def save(self, folder: Path) -> None:
+        """Write all that `load` needs into an existing folder."""
+        for optimizer in self.optimizers.values():
+            optimizer.save(folder)
+
+    @dispatch(BROADCAST)
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, bit for bit."""
+        for optimizer in self.optimizers.values():
+            optimizer.load(folder)
+
+    @dispatch(BROADCAST)
+    def shake(self, seed: int) -> None:
+        """Make the LoRA adapter another one until `calm`: see `Policy.shaken`."""
+        self._shaking = self.policy.shaken(seed)
+        self._shaking.__enter__()
+
+    @dispatch(BROADCAST)
+    def calm(self) -> None:
+        """Undo `shake`."""
+        self._shaking.__exit__(None, None, None)
+
+
+def _logprobs(policy: Policy, micro: Micro) -> Tensor:
+    return policy.logprobs(micro.packed)[0]
+
+
+def _values(critic: Critic, micro: Micro) -> Tensor:
+    return critic.values(micro.packed)

@@ -1,0 +1,88 @@
+"""Ranks as processes of this machine, without Ray: what a worker group is, in sixty lines."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.trainer.dispatch import Dispatch, dispatched
+
+SECONDS = 120.0
+"""Ranks that wait for each other for ever end the test."""
+
+
+class Processes:
+    """A group (`agentrl.trainer.dispatch.Group`) whose ranks are processes that meet over gloo."""
+
+    def __init__(self, size: int, make: Callable[..., Any], *args: Any):
+        """Start them; `make(*args)` makes the rank in each, and must be importable."""
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self._pipes, self._processes = [], []
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, port, make, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.call("is_ready")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send((rank, name, args, kwargs))
+        answers = []
+        for pipe in self._pipes:
+            assert pipe.poll(SECONDS), f"{name}: a rank does not answer"
+            how, answer, error = pipe.recv()
+            if error:
+                raise AssertionError(error)
+            answers.append(answer)
+        return answers if how is Dispatch.SPLIT else answers[0]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any], args: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    thing = made = None
+    while True:
+        me, name, given, kwargs = pipe.recv()
+        try:
+            if thing is None:
+                thing, made = make(*args), True
+                ways = dispatched(type(thing))
+            how = ways.get(name)
+            if name == "is_ready":
+                answer = made
+            else:
+                if how is Dispatch.SPLIT:
+                    given = (given[0][me], *given[1:])
+                answer = getattr(thing, name)(*given, **kwargs)
+            pipe.send((how, answer, None))
+        except Exception:
+            pipe.send((None, None, traceback.format_exc()))
