@@ -1,272 +1,339 @@
-"""The learner's update beside a hand-packed torch loop on the same rows.
+"""The learner's update, beside a loop packed by hand and TRL's, on the same rows in one run.
 
-    python benchmarks/learner.py                       # a tiny model: 128 rows of about 180 tokens
-    python benchmarks/learner.py --shape small --rows 16 --prompt 100 --mean 400
-    python benchmarks/learner.py --shape 0.5b --rows 64 --prompt 400 --mean 1500   # a GPU
+    python benchmarks/learner.py --shape tiny --trajs 16           # a CPU: a minute or two
+    python benchmarks/learner.py --shape 0.5b                      # a GPU
+    python benchmarks/learner.py --shape 7b --lora 32 --arms agentrl
+    python benchmarks/learner.py --case long --shape 7b --lora 32  # one row of 32 k tokens
+    python benchmarks/learner.py --case shared --shape 1.5b        # prompts of 4 k, shared or not
 
-Half of the response tokens are tool results, and all groups have signal unless `--live` says less.
-The hand-packed loop writes the transformer out, packs rows without padding and takes logits at
-chosen tokens only; it is a bound for what a general learner may reach, not a learner. (It runs a
-shared prompt once per row, the learner once per group.) Times are the fastest of some repetitions,
-with CPU seconds beside them: on a busy machine compare those.
+agentrl  `Learner.update` and what `Trainer` calls before it: targets, packing, metrics included
+hand     a loop written out for the model (`workload/packed.py`)
+trl      TRL's loss, where TRL is installed
+
+Every line is a JSON object: name, value, unit, context. Tokens are those of the trajectories, each
+with its prompt, whatever an arm shares or pads; MFU is the model's FLOPs for them over the peak of
+the device, on a CPU that of a matrix product: 6 a weight and token, 4 where the weight is frozen,
+none for what is recomputed (`Rollouts.flops`). Times are medians; on a CPU the arms take turns, and
+CPU seconds are told as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import random
-import resource
+import importlib.util
+import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from itertools import pairwise
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig
+from workload.models import SHAPES, random_model
+from workload.packed import Packed
+from workload.ranks import Weighed, most
+from workload.rows import draw, long_tailed
+from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_flops, release, say
 
 from agentrl.config import Config
-from agentrl.trainer.algorithms import ALGORITHMS
-from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.learner import Learner
-from agentrl.trajectory import (
-    Group,
-    Sample,
-    Scored,
-    Segment,
-    Trajectory,
-    float_array,
-    token_array,
-)
+from agentrl.trainer.packing import starts_prompt
+from agentrl.trainer.schedule import deal
 
-SHAPES = {  # hidden, MLP, layers, heads, KV heads, vocabulary
-    "tiny": (128, 384, 2, 4, 2, 576),
-    "small": (256, 768, 4, 4, 2, 8192),
-    "0.5b": (896, 4864, 24, 14, 2, 151936),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936),
-}
-SAMPLED, OBSERVED = 20, 20
-Update = Callable[[], object]
+CARD = 78e9
+"""Bytes that PyTorch may take of a card of 80 GB; the rest is the driver's and the libraries'."""
+Held = Callable[[], dict[str, float | None]]
+"""The memory that updates took."""
+Arm = tuple[Update, Held]
 
 
-def qwen(shape: str) -> Qwen2Config:
-    hidden, mlp, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=65536,
-        tie_word_embeddings=True,
-        initializer_range=0.08 if shape == "tiny" else 0.02,
-    )
+# --- the arms ------------------------------------------------------------------------------------
 
 
-def rollouts(rows: int, n: int, prompt: int, mean: float, vocabulary: int, live: float) -> Batch:
-    """Groups that share a prompt; log-normal response lengths; a share of groups with signal."""
-    rng = random.Random(0)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(vocabulary) for _ in range(count)]
-
-    groups = []
-    for g in range(rows // n):
-        prompt_ids, members = tokens(prompt), []
-        for i in range(n):
-            length = max(8, min(int(6 * mean), int(rng.lognormvariate(math.log(mean) - 0.08, 0.4))))
-            mask = [int(t % (SAMPLED + OBSERVED) < SAMPLED) for t in range(length)]
-            segment = Segment(
-                token_array(prompt_ids),
-                token_array(tokens(length)),
-                token_array(mask),
-                float_array([-math.log(vocabulary)] * length),
-                token_array([0] * length),
-            )
-            trajectory = Trajectory(Sample("s", ()), "e", i, (segment,), (), (), {}, "done")
-            reward = float(i % 2) if g < live * rows / n else 0.0
-            members.append(Scored(trajectory, {"outcome": reward}, reward))
-        groups.append(Group(Sample("s", ()), tuple(members)))
-    return collate(groups, 0)
-
-
-def agentrl_update(folder: Path, batch: Batch, args: argparse.Namespace) -> Update:
-    config = Config.model_validate(
+def settings(args: argparse.Namespace) -> Config:
+    """Of the run that would make these updates."""
+    return Config.model_validate(
         {
-            "algorithm": {"ppo_epochs": args.epochs, "tis_cap": 0.0},
-            "optim": {"micro_batch_tokens": args.tokens},
+            "model": {"lora_rank": args.lora},
+            "algorithm": {"adv_estimator": args.estimator},
+            "optim": {
+                "micro_batch_tokens": args.tokens,
+                "recompute": args.recompute,
+                "compile": args.compile,
+                "offload": args.offload,
+            },
+            "trainer": {"device": DEVICE, "n_gpus_per_node": args.ranks},
         }
     )
-    learner = Learner(folder, config, total_steps=1000)
-    algorithm = ALGORITHMS["grpo"]
-
-    def update() -> None:
-        targets = algorithm.targets(
-            batch, config.algorithm, learner.old_logprobs(batch), None, None
-        )
-        learner.update(batch, targets, 1)
-
-    return update
 
 
-class Block(nn.Module):
-    """A Qwen2 layer over one flat row of packed sequences."""
+@contextmanager
+def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Held]]:
+    """As a run has it, in this process or spread over ranks; and what memory that took."""
+    if config.trainer.n_gpus_per_node == 1:
+        yield Learner(folder, config, total_steps=1000), memory
+        return
+    from agentrl.cluster import open_site
 
-    def __init__(self, c: Qwen2Config):
-        super().__init__()
-        self.heads, self.kv = c.num_attention_heads, c.num_key_value_heads
-        h, self.d = c.hidden_size, c.hidden_size // c.num_attention_heads
-        self.n1, self.n2 = nn.RMSNorm(h, 1e-6), nn.RMSNorm(h, 1e-6)
-        self.qkv = nn.Linear(h, h + 2 * self.kv * self.d)
-        self.o = nn.Linear(h, h, bias=False)
-        self.gate_up = nn.Linear(h, 2 * c.intermediate_size, bias=False)
-        self.down = nn.Linear(c.intermediate_size, h, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cuts: list[int], cu: Tensor) -> Tensor:
-        split = [self.heads * self.d, self.kv * self.d, self.kv * self.d]
-        q, k, v = self.qkv(self.n1(x)).split(split, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.d)) for t in (q, k, v))
-        half = self.d // 2
-        q, k = (t * cos + torch.cat([-t[..., half:], t[..., :half]], -1) * sin for t in (q, k))
-        if x.is_cuda:
-            from torch.nn.attention.varlen import varlen_attn
-
-            k, v = (t.repeat_interleave(self.heads // self.kv, 1) for t in (k, v))
-            longest = max(b - a for a, b in pairwise(cuts))
-            y = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0)).flatten(1)
-        else:
-            pieces = [
-                F.scaled_dot_product_attention(
-                    *(t[a:b].transpose(0, 1)[None] for t in (q, k, v)),
-                    is_causal=True,
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-                for a, b in pairwise(cuts)
-            ]
-            y = torch.cat(pieces).flatten(1)
-        x = x + self.o(y)
-        gate, up = self.gate_up(self.n2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+    with open_site(config) as site:
+        group = site.ranks(Weighed, folder, config, total_steps=1000)
+        learner = Learner(folder, config, total_steps=1000, group=group)
+        yield learner, lambda: most(group.memory([None] * group.size))
 
 
-def hand_update(batch: Batch, config: Qwen2Config, args: argparse.Namespace) -> Update:
-    """Pack rows that have signal, longest first, under the budget of tokens."""
-    cuda = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
-    targets = ALGORITHMS["grpo"].targets(batch, Config().algorithm, None, None, None)
-    live = (targets.advantages != 0).any(1)
-    lengths = batch.prompt_lengths + batch.response_lengths
-    order = [r for r in lengths.argsort(descending=True).tolist() if live[r]]
-    bins: list[list[int]] = []
-    for r in order:
-        for b in bins:
-            if sum(int(lengths[i]) for i in [*b, r]) <= args.tokens:
-                b.append(r)
-                break
-        else:
-            bins.append([r])
-    packs = []
-    for b in bins:
-        ids, positions, at, cuts = [], [], [], [0]
-        for r in b:
-            p, n = int(batch.prompt_lengths[r]), int(batch.response_lengths[r])
-            ids += [batch.prompt_ids[r, -p:], batch.response_ids[r, :n]]
-            positions.append(torch.arange(p + n))
-            at.append(cuts[-1] + p - 1 + batch.response_mask[r].nonzero()[:, 0])
-            cuts.append(cuts[-1] + p + n)
-        m = batch.response_mask[b]
-        flat = (
-            torch.cat(ids),
-            torch.cat(positions),
-            torch.cat(at),
-            batch.response_ids[b][m],
-            targets.advantages[b][m],
-            targets.weights[b][m],
-            torch.tensor(cuts, dtype=torch.int32),
-        )
-        packs.append((cuts, *(t.to(device) for t in flat)))
-
-    torch.manual_seed(0)
-    embed = nn.Embedding(config.vocab_size, config.hidden_size).to(device, dtype)
-    nn.init.normal_(embed.weight, std=0.02)
-    blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)).to(device, dtype)
-    norm = nn.RMSNorm(config.hidden_size, 1e-6).to(device, dtype)
-    parameters = [*embed.parameters(), *blocks.parameters(), *norm.parameters()]
-    adam = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-    d = config.hidden_size // config.num_attention_heads
-    frequency = 1e6 ** (-torch.arange(0, d, 2, device=device) / d)
-    old: dict[int, Tensor] = {}
-
-    def update() -> None:
-        for epoch in range(args.epochs):
-            for k, (cuts, ids, positions, at, tokens, advantages, weights, cu) in enumerate(packs):
-                angle = (positions[:, None] * frequency).repeat(1, 2)[:, None]
-                cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-                x = embed(ids)
-                for block in blocks:
-                    x = block(x, cos, sin, cuts, cu)
-                logits = F.linear(norm(x)[at], embed.weight).float()
-                logprobs = -F.cross_entropy(logits, tokens, reduction="none")
-                if epoch == 0:
-                    old[k] = logprobs.detach()
-                r = (logprobs - old[k]).exp()
-                loss = -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
-                (weights * loss).sum().backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            adam.step()
-            adam.zero_grad(set_to_none=True)
-
-    return update
+def update_of(learner: Learner, batch: Batch) -> dict[str, float]:
+    """What `Trainer.step` does once the batch is there."""
+    old = learner.old_logprobs(batch)
+    targets = make_targets(batch, learner.config, old, None, None)
+    return learner.update(batch, targets, 1)
 
 
-def measure(update: Update, repetitions: int) -> dict[str, float]:
-    update()
-    wall, cpu = [], []
-    for _ in range(repetitions):
-        start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        update()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        wall.append(time.perf_counter() - start)
-        now = resource.getrusage(resource.RUSAGE_SELF)
-        cpu.append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
-    return {"seconds": round(min(wall), 3), "cpu_seconds": round(min(cpu), 3)}
+def targets_of(batch: Batch, args: argparse.Namespace) -> Targets:
+    return make_targets(batch, settings(args), None, None, None)
+
+
+@contextmanager
+def agentrl_arm(folder: Path, batch: Batch, args: argparse.Namespace) -> Iterator[Arm]:
+    with open_learner(folder, settings(args)) as (learner, held):
+        yield partial(update_of, learner, batch), held
+
+
+@contextmanager
+def hand_arm(folder: Path, batch: Batch, args: argparse.Namespace) -> Iterator[Arm]:
+    packed = Packed(
+        folder,
+        batch,
+        targets_of(batch, args),
+        args.tokens,
+        device=DEVICE,
+        compiled=GPU and args.compile == "auto",
+        recompute=args.recompute,
+        rank=args.lora,
+    )
+    yield packed.update, memory
+
+
+@contextmanager
+def trl_arm(folder: Path, batch: Batch, args: argparse.Namespace) -> Iterator[Arm]:
+    from workload.trl_step import trl_update
+
+    targets, how = targets_of(batch, args), {"device": DEVICE, "recompute": args.recompute}
+    yield trl_update(folder, batch, targets, args.trl_rows, **how), memory
+
+
+ARMS = {"hand": hand_arm, "trl": trl_arm, "agentrl": agentrl_arm}
+
+
+# --- the cases -----------------------------------------------------------------------------------
+
+
+def tokens_run(batch: Batch, args: argparse.Namespace) -> dict[str, int]:
+    """What the learner makes of the rows: tokens, shared prompts once, and micro-batches."""
+    every = torch.arange(len(batch.prompt_ids))
+    dealt = deal(batch, every, args.ranks, args.tokens)
+    pieces = [rows for share in dealt for rows in share if len(rows)]
+    prompts = sum(int(batch.prompt_lengths[p] @ starts_prompt(batch, p).long()) for p in pieces)
+    return {"tokens": prompts + int(batch.response_lengths.sum()), "passes": len(dealt[0])}
+
+
+def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
+    """Tokens a second of each arm."""
+    rollouts = draw(
+        args.trajs, args.group, args.prompt, long_tailed(args.mean), model.vocab_size, args.seed
+    )
+    batch = rollouts.batch(model.vocab_size)
+    run = tokens_run(batch, args)
+    peak = peak_flops(args.peak) * args.ranks
+    flops = rollouts.flops(model, frozen=args.lora > 0)
+    context: dict[str, object] = {
+        "shape": args.shape,
+        "dtype": "bfloat16" if GPU else "float32",
+        "rows": len(rollouts.rows),
+        "real_tokens": rollouts.tokens,
+        "trained_tokens": rollouts.trained,
+        "lora": args.lora,
+        "recompute": args.recompute,
+        "compile": args.compile,
+        "offload": args.offload,
+        "ranks": args.ranks,
+        "flops": "4 a frozen weight" if args.lora else "6 a weight",
+        "peak_tflops": round(peak / 1e12, 2),
+    }
+    wanted = [a for a in args.arms if a != "trl" or importlib.util.find_spec("trl")]
+    # Side by side they would not fit into a GPU's memory.
+    found: dict[str, Timed] = {}
+    failed = False
+    for arms in [[arm] for arm in wanted] if GPU else [wanted]:
+        try:
+            with ExitStack() as stack:
+                opened = {a: stack.enter_context(ARMS[a](folder, batch, args)) for a in arms}
+                timed = measure({a: update for a, (update, _) in opened.items()}, args.steps)
+                held = {a: memory() for a, (_, memory) in opened.items()}
+        except Exception as e:
+            fail(e, arms=arms, **context)
+            failed = True
+            continue
+        finally:
+            opened = {}
+            release()
+        found |= timed
+        for name, took in timed.items():
+            own = {"run_tokens": run["tokens"], "passes": run["passes"]}
+            wall = took.seconds
+            say(
+                f"learner/{name}",
+                rollouts.tokens / wall,
+                "tokens/s",
+                **context,
+                **(own if name == "agentrl" else {}),
+                step_s=round(wall, 4),
+                spread=round((max(took.wall) - min(took.wall)) / wall, 3),
+                cpu_s=round(statistics.median(took.cpu), 4),
+                mfu=round(flops / wall / peak, 4),
+                warmup_s=round(took.warmup_s, 2),
+                **held[name],
+            )
+    for other in ("hand", "trl"):
+        if other in found and "agentrl" in found:
+            mine, its = found["agentrl"], found[other]
+            cpu = statistics.median(its.cpu) / statistics.median(mine.cpu)
+            of_cpu = {} if GPU else {"of_cpu_seconds": round(cpu, 3)}
+            say(
+                f"learner/over_{other}",
+                its.seconds / mine.seconds,
+                "times its tokens/s",
+                shape=args.shape,
+                **of_cpu,
+            )
+    if failed:
+        raise SystemExit(1)
+
+
+def fail(error: Exception, **context: object) -> None:
+    """Say so; what else was asked for may go on."""
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    say("learner/failed", None, "", **context, why=why)
+    traceback.print_exception(error)
+
+
+def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
+    """One row of 32 k tokens (`--long`), in the memory of a card of 80 GB."""
+    args.estimator = "reinforce_plus_plus"  # no other row to compare it with
+    response = args.long - args.prompt
+    rollouts = draw(1, 1, args.prompt, lambda _: response, model.vocab_size, args.seed)
+    rollouts = replace(rollouts, rewards=[1.0])
+    batch = rollouts.batch(model.vocab_size)
+    if GPU:
+        # More than this, and PyTorch raises.
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, CARD / total))
+    context = {"shape": args.shape, "lora": args.lora, "recompute": args.recompute}
+    try:
+        with agentrl_arm(folder, batch, args) as (update, _):
+            took = measure({"long": update}, args.steps)["long"]
+    except torch.cuda.OutOfMemoryError as e:
+        why = str(e).split(".")[0]
+        say("learner/long_row", None, "GB", **context, verdict=False, why=why, **memory())
+        return
+    held = torch.cuda.max_memory_allocated() / 1e9 if GPU else None
+    flops = rollouts.flops(model, frozen=args.lora > 0)
+    say(
+        "learner/long_row",
+        held,
+        "GB",
+        **context,
+        tokens=rollouts.tokens,
+        limit_gb=CARD / 1e9,
+        verdict=None if held is None else held <= CARD / 1e9,
+        step_s=round(took.seconds, 3),
+        mfu=round(flops / took.seconds / peak_flops(args.peak), 4),
+        **memory(),
+    )
+
+
+def shared(folder: Path, model: Any, args: argparse.Namespace) -> None:
+    """Groups that share a long prompt, beside the same rows with prompts that differ."""
+    prompt, mean = (args.long // 8, args.long // 64)
+    rollouts = draw(
+        args.trajs, args.group, prompt, lambda r: r.randint(mean // 2, 3 * mean // 2),
+        model.vocab_size, args.seed,
+    )  # fmt: skip
+    batches = {
+        "shared": rollouts.batch(model.vocab_size),
+        "apart": rollouts.apart(model.vocab_size).batch(model.vocab_size),
+    }
+    run = {name: tokens_run(batch, args) for name, batch in batches.items()}
+    with open_learner(folder, settings(args)) as (learner, _):
+        updates = {name: partial(update_of, learner, batch) for name, batch in batches.items()}
+        took = measure(updates, args.steps)
+    faster = took["apart"].seconds / took["shared"].seconds
+    fewer = run["apart"]["tokens"] / run["shared"]["tokens"]
+    say(
+        "learner/shared_prompt",
+        faster / fewer,
+        "of the tokens' ratio",
+        shape=args.shape,
+        group=args.group,
+        rows=args.trajs,
+        prompt=prompt,
+        response=mean,
+        verdict=faster / fewer >= 0.8,
+        faster=round(faster, 3),
+        fewer_tokens=round(fewer, 3),
+        step_s={name: round(t.seconds, 4) for name, t in took.items()},
+        run_tokens={name: r["tokens"] for name, r in run.items()},
+        passes={name: r["passes"] for name, r in run.items()},
+        lora=args.lora,
+        recompute=args.recompute,
+    )
+
+
+CASES = {"update": side_by_side, "long": long, "shared": shared}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--n", type=int, default=8, help="rollouts of each prompt")
-    parser.add_argument("--prompt", type=int, default=100)
-    parser.add_argument("--mean", type=float, default=80, help="response tokens")
-    parser.add_argument("--live", type=float, default=1.0, help="share of groups with signal")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--arm", choices=("agentrl", "hand", "both"), default="both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--case", choices=CASES, default="update")
+    add("--arms", nargs="+", choices=ARMS, default=["hand", "agentrl"])
+    add("--shape", choices=SHAPES, default="tiny")
+    add("--trajs", type=int, default=64)
+    add("--group", type=int, default=8, help="rollouts of each prompt")
+    add("--prompt", type=int, default=400, help="its tokens")
+    add("--mean", type=float, default=1500, help="response tokens")
+    add("--long", type=int, default=32768, help="tokens of the long row; 8 times a shared prompt")
+    add("--seed", type=int, default=0)
+    add("--lora", type=int, default=0, help="rank of the adapters; 0: all weights learn")
+    add("--recompute", action="store_true")
+    add("--compile", choices=("auto", "never"), default="auto")
+    add("--offload", choices=("none", "optimizer", "all"), default="none")
+    add("--tokens", type=int, default=32768, help="of a micro-batch")
+    add("--trl-rows", type=int, default=8, help="of a micro-batch of TRL's")
+    add("--ranks", type=int, default=1, help="GPUs or, on a CPU, processes")
+    add("--steps", type=int, default=4)
+    add("--threads", type=int, default=2, help="of a CPU")
+    add("--peak", type=float, default=0.0, help="FLOP/s; 0: an H200's, or this CPU's")
+    add("--models", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-models")
     args = parser.parse_args()
-
-    config = qwen(args.shape)
-    batch = rollouts(args.rows, args.n, args.prompt, args.mean, config.vocab_size, args.live)
-    tokens = int((batch.prompt_lengths + batch.response_lengths).sum()) * args.epochs
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(folder)
-        arms: dict[str, Callable[[], Update]] = {
-            "agentrl": lambda: agentrl_update(Path(folder), batch, args),
-            "hand": lambda: hand_update(batch, config, args),
-        }
-        for name, make in arms.items():
-            if args.arm in (name, "both"):
-                found = measure(make(), args.repetitions)
-                rate = round(tokens / found["seconds"])
-                print(json.dumps({"arm": name, "tokens": tokens, **found, "tokens/s": rate}))
+    args.estimator = "grpo"
+    if not GPU:
+        torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("highest")
+    folder = random_model(args.models, args.shape, device=DEVICE)
+    release()
+    try:
+        CASES[args.case](folder, AutoConfig.from_pretrained(folder), args)
+    except Exception as e:
+        fail(e, case=args.case, shape=args.shape)
+        raise SystemExit(1) from e
 
 
 if __name__ == "__main__":

@@ -152,19 +152,19 @@ def by_sequence(
     return torch.cat(out)
 
 
-def kernels() -> dict[str, attention.Kernel]:
+def kernels() -> dict[str, Any]:
     """Those to compare; torch's own also with keys that it may or may not share by itself."""
     if not GPU:
         return {"by_sequence": by_sequence}
     own = kernel_for(DEVICE)
     assert own is not None
-    found = {"torch": attention.torch_kernel}
+    found: dict[str, Any] = {"torch": attention.torch_kernel}
     if own is not attention.torch_kernel:
         found["flash_attention"] = own
     if not attention.GROUPED:
 
-        def shares(*sequences: Any) -> Any:
-            *sequences, scale, window = sequences
+        def shares(*arguments: Any) -> Any:
+            *sequences, scale, window = arguments
             return attention.varlen_attn(*sequences, scale=scale, window_size=(window, 0))
 
         found["torch_sharing_keys"] = shares
@@ -186,7 +186,7 @@ def layer_step(layout: Layout, shape: tuple[int, int, int], dtype: torch.dtype =
     length = sum(layout.pieces)
     g = torch.Generator().manual_seed(0)
     q, k, v, upstream = (
-        torch.randn(1, length, h, d, generator=g).to(DEVICE, dtype).transpose(1, 2)
+        torch.randn(1, length, h, d, generator=g).to(DEVICE, DTYPE).to(dtype).transpose(1, 2)
         for h in (q_heads, kv_heads, kv_heads, q_heads)
     )
     qkv = [x.requires_grad_() for x in (q, k, v)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -142,6 +143,16 @@ def plain_logprobs(model: PreTrainedModel, batch: Batch, temperature: float = 1.
 def as_sampled_by(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> Batch:
     """The batch as if `model` had sampled it."""
     return replace(batch, rollout_logprobs=plain_logprobs(model, batch, temperature))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all safetensors in a folder, by name."""
+    return {
+        n: t
+        for file in sorted(folder.iterdir())
+        if file.suffix == ".safetensors"
+        for n, t in load_file(file).items()
+    }
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

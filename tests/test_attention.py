@@ -6,6 +6,11 @@ is proven is all that goes into a real one and comes out of it.
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -301,3 +306,14 @@ def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_o
     found = [run(ready(p)) for p in packs]
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_benchmark_runs_on_a_cpu(monkeypatch, capsys):
+    script = Path(__file__).parent.parent / "benchmarks" / "learner_kernels.py"
+    arguments = ["--tiny", "--parts", "attention", "prompts", "--repetitions", "1"]
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    errors = [x["value"] for x in lines if x["name"].endswith("_error")]
+    assert len(errors) == 8
+    assert max(errors) < 1e-5

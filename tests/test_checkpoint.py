@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl.config import FIELDS, Config
 from agentrl.errors import ConfigError, RunStopped, UserError
@@ -27,6 +28,7 @@ from agentrl.trainer.checkpoint import (
     save_checkpoint,
 )
 from agentrl.trainer.resume import MAY_CHANGE, RunLock, check_resumable, check_same_run
+from agentrl.trainer.state import read_state
 
 
 def write(folder: Path) -> None:
@@ -267,6 +269,7 @@ def write(folder):
         (folder / f"{i}.bin").write_bytes(os.urandom(300_000))
 
 def save_forever(root):
+    os.write(1, b"0\\n")
     recover(root)
     found = find_checkpoint(root, "auto")
     step = found.step if found else 0
@@ -279,27 +282,78 @@ for line in sys.stdin:  # each line starts a process that saves until it is kill
     pid = os.fork()
     if pid == 0:
         save_forever(Path(line.strip()))
+    os.setpgid(pid, pid)
     os.write(1, b"pid %d\\n" % pid)  # in one piece: two processes write
     os.waitpid(pid, 0)
     os.write(1, b"dead\\n")
 """
 
 
-def kill_while_saving(root: Path, kills: int) -> None:
+RANKS = """
+import os, sys, tempfile
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from agentrl.trainer.checkpoint import find_checkpoint, recover, save_checkpoint
+from agentrl.trainer.state import write_state
+
+def tensor(mesh, step):
+    return DTensor.from_local(torch.full((50_000,), float(step)), mesh, [Shard(0)])
+
+def write(folder, step, mesh):
+    dist.broadcast_object_list([str(folder), step])
+    write_state(folder / "actor", {"x": tensor(mesh, step)})
+
+def save_forever(root, store):
+    rank = 0 if os.fork() else 1
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    while rank == 1:
+        asked = [None, None]
+        dist.broadcast_object_list(asked)
+        write_state(Path(asked[0]) / "actor", {"x": tensor(mesh, asked[1])})
+    os.write(1, b"0\\n")
+    recover(root)
+    found = find_checkpoint(root, "auto")
+    step = found.step if found else 0
+    while True:
+        step += 1
+        save_checkpoint(root, step, lambda folder: write(folder, step, mesh), {"step": step})
+        os.write(1, b"%d\\n" % step)
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    with tempfile.TemporaryDirectory() as folder:
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            save_forever(Path(line.strip()), folder + "/store")
+        os.setpgid(pid, pid)
+        os.write(1, b"pid %d\\n" % pid)
+        os.waitpid(pid, 0)
+    os.write(1, b"dead\\n")
+"""
+
+
+def kill_while_saving(root: Path, kills: int, script: str = SAVERS) -> None:
     rng = random.Random(kills)
     savers = subprocess.Popen(
-        [sys.executable, "-c", SAVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert savers.stdin is not None and savers.stdout is not None
     promised = leftovers = 0
     for _ in range(kills):
         print(root, file=savers.stdin, flush=True)
-        said = [savers.stdout.readline().strip()]
-        while promised == 0 and len(said) < 2:  # let the first one save once
+        said: list[str] = []
+        pid, awaited = 0, {"0"} if promised else {"0", "1"}  # it begins; the first one has saved
+        while not pid or not awaited <= {*said}:
             said.append(savers.stdout.readline().strip())
-        said.sort(reverse=True)  # "pid ..." before the steps
+            if said[-1].startswith("pid "):
+                pid = int(said[-1].removeprefix("pid "))
         time.sleep(rng.random() * 0.2)
-        os.kill(int(said[0].removeprefix("pid ")), signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
         while said[-1] != "dead":
             said.append(savers.stdout.readline().strip())
         promised = max([promised, *(int(line) for line in said if line.isdigit())])
@@ -326,6 +380,19 @@ def test_random_kills_leave_none_unusable(tmp_path):
 @pytest.mark.slow
 def test_sixty_random_kills_leave_none_unusable(tmp_path):
     kill_while_saving(tmp_path, 60)
+
+
+def test_random_kills_of_two_ranks_leave_none_unusable(tmp_path):
+    kill_while_saving(tmp_path, 8, RANKS)
+    folder = min(tmp_path.glob("global_step_*"))  # the last one is not theirs
+    found = {"x": torch.zeros(100_000)}
+    read_state(folder / "actor", found)
+    assert set(found["x"].tolist()) == {float(folder.name[-8:])}
+
+
+@pytest.mark.slow
+def test_sixty_random_kills_of_two_ranks_leave_none_unusable(tmp_path):
+    kill_while_saving(tmp_path, 60, RANKS)
 
 
 HOLD = """

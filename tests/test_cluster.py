@@ -1,6 +1,7 @@
 """Ray for real, on this machine's CPUs: groups of two ranks that meet over gloo."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,11 +19,11 @@ pytest.importorskip("ray")
 
 import ray
 
-from agentrl.cluster import connect, engines, open_cluster
+from agentrl.cluster import connect, engines
 from agentrl.cluster.connect import check_ray, check_reachable, connected
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.ship import Shipment
+from agentrl.cluster.ship import Shipment, laid_down
 from agentrl.config import load_config
 from agentrl.engine.server.process import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
@@ -155,6 +156,14 @@ def doomed(cluster):
     pool.close()
 
 
+@pytest.fixture
+def one(cluster):
+    """A place for one rank."""
+    pool = ResourcePool(1, 1, gpu=False, why="one rank")
+    yield pool
+    pool.close()
+
+
 # -- the cluster -----------------------------------------------------------------------------------
 
 
@@ -244,34 +253,26 @@ def test_ray_must_know_tokens(monkeypatch, found, said):
         check_ray()
 
 
-def test_more_machines_than_this_one_need_a_cluster():
-    config = load_config(None, ["trainer.nnodes=2"])
-    with (
-        pytest.raises(ConfigError, match=r"set trainer\.ray_address"),
-        open_cluster(config, cpu=True),
-    ):
-        raise AssertionError
-
-
 DRIVER = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 from test_cluster import Adder
-from agentrl.cluster import open_cluster
+from agentrl.cluster import open_site
 from agentrl.config import load_config
 
-config = load_config(None, ["trainer.n_gpus_per_node=2", "trainer.device=cpu"])
-before = dict(os.environ)
+config = load_config(None, ["trainer.device=cpu"])
+rays = lambda: {{k: v for k, v in os.environ.items() if k.startswith("RAY_")}}
+before = rays()
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 for turn in range(2):
-    with open_cluster(config, cpu=True) as cluster:
-        ranks = cluster.ranks(Adder)
+    with open_site(config) as site:
+        ranks = site.ranks(Adder)
         token = os.environ["RAY_AUTH_TOKEN_PATH"]
         print("open", os.path.dirname(token), *(p.pid for p in ranks.places), flush=True)
         print(ranks.sleep(1), ranks.sum(1), flush=True)
         if turn:
             time.sleep(60)
-    assert dict(os.environ) == before
+    assert rays() == before, rays()
     print("closed", flush=True)
 """
 
@@ -292,17 +293,18 @@ def test_what_a_driver_leaves_behind():
         time.sleep(0.3)  # within the ranks' call
         os.killpg(driver.pid, signal.SIGINT)
         assert driver.stdout.readline() == "interrupted\n"
-        assert driver.stdout.readline() == "slept 2.0\n"
+        assert driver.stdout.readline() == "slept 1.0\n"
         assert driver.stdout.readline() == "closed\n"
         assert not processes(folder) and not any(alive(int(pid)) for pid in pids)
         assert not Path(folder).exists()
         # A second cluster in the same process has a token of its own.
         kind, folder, *pids = driver.stdout.readline().split()
         assert kind == "open"
-        assert driver.stdout.readline() == "slept 2.0\n"
+        assert driver.stdout.readline() == "slept 1.0\n"
         assert processes(folder) and all(alive(int(pid)) for pid in pids)
         driver.kill()
         wait_until(lambda: not processes(folder) and not any(alive(int(p)) for p in pids))
+        shutil.rmtree(folder)  # a token that opens nothing any more
     finally:
         driver.kill()
         driver.wait()
@@ -347,9 +349,10 @@ def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
         doomed.sum(1)
 
 
-def test_a_bug_names_its_rank_and_shows_its_line(doomed):
-    with pytest.raises(RunStopped, match=r"rank 0 of 2 .* in raising: raised KeyError: 'x'") as e:
-        doomed.raising(0, "x")
+def test_a_bug_names_its_rank_and_shows_its_line(one):
+    group = WorkerGroup(Adder, one)
+    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
+        group.raising(0, "x")
     assert "raise UserError" in str(e.value.__cause__), "the line that raised"
 
 
@@ -361,22 +364,18 @@ def test_a_rank_that_is_killed_stops_the_run(doomed):
     assert time.monotonic() - began < 10
 
 
-def test_a_rank_that_hangs_is_named_and_ended(cluster, caplog):
-    pool = ResourcePool(1, 1, gpu=False, why="one rank")
-    group = WorkerGroup(Adder, pool, watchdog_s=0.5, deadline_s=1.5)
+def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
+    group = WorkerGroup(Adder, one, watchdog_s=0.5, deadline_s=1.5)
     pid = group.places[0].pid
     with pytest.raises(RunStopped, match=rf"sleep: not done after \d s: rank 0 .*process {pid} "):
         group.sleep(60)
     assert "sleep: not done after" in caplog.text
     wait_until(lambda: not alive(pid))
-    pool.close()
 
 
-def test_a_rank_that_cannot_be_made_says_why(cluster):
-    pool = ResourcePool(1, 2, gpu=False, why="two ranks")
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 .*: this rank has no weights"):
-        WorkerGroup(Adder, pool, refuses=1)
-    pool.close()
+def test_a_rank_that_cannot_be_made_says_why(one):
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 .*: this rank has no weights"):
+        WorkerGroup(Adder, one, refuses=0)
 
 
 # -- what is shipped -------------------------------------------------------------------------------
@@ -390,30 +389,30 @@ def of_the_user(trajectory) -> float:
 """
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_user_files_are_loaded_by_the_ranks(cluster, tmp_path, there):
+def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(value=7.5))
     load_file(str(file))
     shipment = Shipment.pack([str(file), "shelf:calculator"], [str(tmp_path)])
-    if not there:  # as on another machine: something else lies at the path
-        file.write_text("raise AssertionError")
-    pool = ResourcePool(1, 1, gpu=False, why="one rank")
-    group = WorkerGroup(Loaded, pool, shipment=shipment)
+    [(path, content)] = shipment.files
+    assert laid_down(Path(path), content) == file, "what lies beside it is found"
+    # As on another machine: something else lies at the path.
+    file.write_text("raise AssertionError")
+    group = WorkerGroup(Loaded, one, shipment=shipment)
     assert group.reward("of_the_user") == 7.5
-    pool.close()
 
 
-def test_what_is_registered_here_alone_is_refused(cluster, tmp_path):
+def test_what_is_registered_here_alone_is_refused(one, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(value=7.5))
     load_file(str(file))  # but it is in no `files`
-    pool = ResourcePool(1, 1, gpu=False, why="one rank")
     with pytest.raises(ConfigError, match=r"rank 0 of 1 \(.* on .*: no reward 'of_the_user' here"):
-        WorkerGroup(Loaded, pool, shipment=Shipment.pack([], []))
+        WorkerGroup(Loaded, one, shipment=Shipment.pack([], []))
+
+
+def test_a_path_that_only_the_controller_has_is_refused():
     with pytest.raises(ConfigError, match="/nowhere: not there, but on the machine of the run"):
-        WorkerGroup(Loaded, pool, shipment=replace(Shipment(), paths=("/nowhere",)))
-    pool.close()
+        replace(Shipment(), paths=("/nowhere",)).unpack()
 
 
 # -- servers ---------------------------------------------------------------------------------------
@@ -495,3 +494,10 @@ def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, said):
     ]
     with pytest.raises(ConfigError, match=said):
         engines.beside(places, load_config(None, overrides).rollout, cpu=False)
+
+
+def test_servers_that_share_no_gpu_do_not_sleep(cluster):
+    with pytest.raises(ConfigError, match="no server shares a GPU with the learner"):
+        engines.elsewhere(load_config(None, ["rollout.sleep=all"]).rollout)
+    with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
+        engines.elsewhere(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)

@@ -172,11 +172,11 @@ def test_diff_against_another_config():
         ("rollout.temprature=1", "no such key. Did you mean rollout.temperature?"),
         ("rolout.n=1", "no such key. Did you mean rollout.n or val.n?"),
         ("lr=1", "no such key. Did you mean optim.lr?"),
-        ("algorithm.critic_lr=1", "no such key. Did you mean optim.critic_lr?"),
+        ("algorithm.critic_lr=1", "no such key. Did you mean optim.critic_lr or"),
         ("tools.zork=1", "no such key. Keys of tools: transport, max_result_tokens, truncate"),
         ("zork=1", "no such key. Sections: files, data, model,"),
         ("optim.lr.x=1", "optim.lr is a value, there is nothing below it"),
-        ("optim=3", "optim is a section. Its keys: optim.lr, optim.critic_lr"),
+        ("optim=3", "optim is a section. Its keys: optim.name, optim.lr, optim"),
         ("~optim.lr", "keys cannot be removed. optim.lr=null sets the default"),
         ("optim.lr", "'optim.lr' is not of the form section.key=value"),
         ("optim..lr=1", "is not of the form section.key=value"),
@@ -243,7 +243,15 @@ def test_diff_against_another_config():
             "algorithm.filter_groups.enable=true",
             "verl's name. Here: algorithm.filter_groups=true",
         ),
-        ("trainer.n_gpus_per_node=8", "verl's name. Not here yet: a run is one process"),
+        ("trainer.balance_batch=true", "verl's name. Not needed: rows are always balanced over"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+            "verl's name. Here: optim.offload=all",
+        ),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+            "verl's name. Here: optim.recompute",
+        ),
     ],
 )
 def test_a_mistake_says_what_is_allowed(override, said):
@@ -258,6 +266,7 @@ def test_a_mistake_says_what_is_allowed(override, said):
             ["algorithm.kl_loss_coef=.1", "algorithm.kl_reward_coef=.2"],
             "penalize the same KL twice",
         ),
+        (["trainer.nnodes=2"], "this machine alone. Start one on all machines"),
         (["algorithm.kl_type=k1", "algorithm.kl_loss_coef=.1"], "Set algorithm.kl_type=k2 or k3"),
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),
@@ -350,6 +359,11 @@ def test_every_key_refuses_nonsense_with_a_word_on_what_it_takes(path):
     assert allowed(FIELDS[path]) in mistake
 
 
+def test_verls_names_are_no_names_of_ours():
+    """A word on them would never be said."""
+    assert not VERL_NAMES.keys() & FIELDS.keys()
+
+
 def test_what_verls_names_are_here_exists():
     for said in VERL_NAMES.values():
         for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", said):
@@ -370,6 +384,22 @@ def test_settings_without_effect_are_named():
     ]
     more = ["model.lora_rank=4", "algorithm.name=ppo", "data.val=x"]
     assert without_effect(load_config(None, [*config.diff(), *more])) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "idle"),
+    [
+        ("cpu", 2, ["optim.lr_final=0.1", "optim.compile=never", "optim.offload=all"]),
+        ("cpu", 3, ["optim.compile=never", "optim.offload=all"]),
+        ("cuda", 3, []),
+        ("auto", 0, []),
+    ],
+)
+def test_what_of_the_optimizer_does_nothing(device, steps, idle):
+    keys = ["optim.lr_warmup_steps=1", "optim.lr_final=.1", "optim.compile=never"]
+    run = ["optim.offload=all", f"trainer.device={device}", f"trainer.total_steps={steps}"]
+    said = without_effect(load_config(None, [*keys, *run]))
+    assert [line.partition(" has no effect: ")[0] for line in said] == idle
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from agentrl import registry
 from agentrl.chat import ChatTemplate, load_tokenizer
-from agentrl.config import load_config
+from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, recipe, resolve_model, tiny_config, tiny_model
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import Recipe, conversation, share_copied
 from agentrl.errors import RunStopped, UserError
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.sft import open_policy
+from agentrl.trainer.learner import Learner
 
 HASTY = Recipe(steps=2, copied=0.0)
 
@@ -168,4 +168,5 @@ def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
 
 def test_the_model_that_everybody_uses_copies_numbers(tiny_model):
     template = ChatTemplate(load_tokenizer(tiny_model))
-    assert share_copied(open_policy(tiny_model), template) >= Recipe().copied
+    learner = Learner(tiny_model, Config(), total_steps=1)
+    assert share_copied(learner, template) >= Recipe().copied

@@ -162,9 +162,12 @@ CHANGES = {
     "algorithm.critic_warmup": ("1", PPO),
     "algorithm.filter_groups": ("true", []),
     "algorithm.max_gen_batches": ("1", [*FILTER, "reward.kwargs={{scale: 0}}"]),
+    "optim.name": ("adamw_8bit", []),
     "optim.lr": ("0.02", []),
     "optim.critic_lr": ("0.02", PPO),
+    "optim.lr_warmup_steps": ("1", []),
     "optim.lr_final": ("0.1", []),
+    "optim.weight_decay": ("0.5", []),
     "optim.max_grad_norm": ("0.001", []),
     "optim.micro_batch_tokens": ("1", []),
     "trainer.output": ("{folder}/elsewhere", []),
@@ -180,14 +183,18 @@ CHANGES = {
     "trainer.logger": ("[tensorboard]", []),
     "trainer.watchdog_s": ("0.1", ["data.agent_name=slow_every_key"]),
 }  # fmt: skip
-# No GPU here, no SGLang: what these do there is for tests of their own.
+# No GPU here, no SGLang, no extras: what these do there is for tests of their own.
 REFUSED = (
+    "optim.name",
     "trainer.device", "rollout.tool_format", "rollout.name", "rollout.python", "rollout.urls",
     "rollout.launch", "rollout.tensor_parallel_size", "rollout.sync", "rollout.lora",
     "rollout.sleep", "rollout.deterministic",
 )  # fmt: skip
-# Only servers that start would show them. Key -> the test of what they are started with.
+# Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
+    "optim.recompute": "test_sharding.py::test_what_is_done_to_a_layer",
+    "optim.compile": "test_sharding.py::test_what_is_done_to_a_layer",
+    "optim.offload": "test_sharding.py::test_what_waits_in_the_cpus_memory",
     "rollout.engines": "test_site.py::test_each_server_has_gpus_of_its_own",
     "rollout.gpu_memory_utilization": "test_site.py::test_memory_and_arguments",
 }

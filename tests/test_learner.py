@@ -18,6 +18,7 @@ from learner_world import (
     random_groups,
     scored,
     segment,
+    tensors_in,
     tiny_folder,
     tiny_model,
 )
@@ -77,8 +78,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def gradient(learner: Learner, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The clipped gradient of the first optimizer step: ten times Adam's first moment."""
     learner.save(tmp_path)
-    moments = load_file(tmp_path / "actor_optimizer.safetensors")
-    return {n: 10 * t for n, t in moments.items() if n.endswith("exp_avg")}
+    moments = tensors_in(tmp_path / "actor")
+    return {n: 10 * t for n, t in moments.items() if n.startswith("exp_avg.")}
 
 
 # --- logprobs -----------------------------------------------------------------------------------
@@ -293,8 +294,8 @@ def test_one_optimizer_step_per_mini_batch_and_epoch(folder, batch, tmp_path):
     step(learner, batch)
     learner.save(tmp_path)
     for name in ("actor", "critic"):
-        moments = load_file(tmp_path / f"{name}_optimizer.safetensors")
-        assert {t.item() for n, t in moments.items() if n.endswith(".step")} == {6.0}
+        moments = tensors_in(tmp_path / name)
+        assert {t.item() for n, t in moments.items() if n.startswith("step.")} == {6.0}
 
 
 def test_a_batch_without_signal_moves_nothing_not_even_by_momentum(folder, batch):
@@ -352,7 +353,7 @@ WAYS = [FULL, LORA, FULL | PPO, LORA | PPO, FULL | {"algorithm__mini_batch_size"
 def everything(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     learner.save(folder)
-    return {f"{f.name}/{n}": t for f in folder.iterdir() for n, t in load_file(f).items()}
+    return {f"{f.name}/{n}": t for f in folder.iterdir() for n, t in tensors_in(f).items()}
 
 
 @pytest.mark.parametrize("keys", WAYS)
@@ -465,7 +466,8 @@ def test_a_resumed_learner_goes_on_bit_for_bit(folder, batch, tmp_path, keys):
     for s in (3, 4):
         assert step(straight, batch, s) == step(second, batch, s)
     assert same(weights(straight), weights(second))
-    assert {f.suffix for f in tmp_path.iterdir()} == {".safetensors"}
+    written = {f.suffix for who in ("actor", "critic") for f in (tmp_path / who).glob("*")}
+    assert written == {".safetensors"}
 
 
 def test_a_checkpoint_before_the_first_step_loads(folder, batch, tmp_path):

@@ -28,17 +28,15 @@ from transformers import (
 
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError
-from agentrl.trainer import model as model_module
 from agentrl.trainer.batch import Batch, collate
-from agentrl.trainer.model import ACTOR, CRITIC, Critic, Policy, hidden_states
+from agentrl.trainer.model import Critic, hidden_states
 from agentrl.trainer.packing import pack
-
-CPU = torch.device("cpu")
+from agentrl.trainer.policy import ACTOR, CRITIC, Policy
 
 
 def rows_of(batch: Batch, *which: int):
     rows = tensor(which) if which else arange(len(batch.rollout))
-    return pack(batch, rows, batch.response_mask[rows], CPU)
+    return pack(batch, rows, batch.response_mask[rows])
 
 
 def chosen(batch: Batch, full: torch.Tensor) -> torch.Tensor:
@@ -102,20 +100,6 @@ def test_gradients_enter_only_one_before_each_sampled_token():
     assert touched.int().tolist() == [expected]
 
 
-def test_scoring_in_chunks_changes_neither_numbers_nor_gradients(monkeypatch):
-    batch = collate(random_groups(1, groups=2, n=4), 31)
-    found = []
-    for limit in (2**26, 5 * VOCABULARY, 1):
-        monkeypatch.setattr(model_module, "LOGITS_AT_ONCE", limit)
-        model = tiny_model()
-        logprobs, entropy = Policy(model, 1.0).logprobs(rows_of(batch), entropy_gradient=True)
-        (logprobs.sum() + entropy.square().sum()).backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore
-        found.append((logprobs.detach(), entropy.detach(), gradient))
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, atol=1e-4, rtol=1e-4)
-
-
 def test_entropy_has_a_gradient_only_where_asked_for():
     policy = Policy(tiny_model(), 1.0)
     rows = rows_of(collate(random_groups(0, 1, 2), 31))
@@ -128,8 +112,8 @@ def test_entropy_has_a_gradient_only_where_asked_for():
 
 def with_adapter(rank: int = 4, targets: str | list[str] = "all-linear", seed: int = 0):
     policy = Policy(tiny_model(), 1.0)
-    learns = policy.add_adapter(ACTOR, rank, 8, targets, seed)
-    return policy, learns
+    policy.add_adapter(ACTOR, rank, 8, targets, seed)
+    return policy, policy.parameters(ACTOR)
 
 
 def shake(parameters) -> None:
@@ -215,38 +199,61 @@ def test_the_export_of_a_whole_model_is_all_of_it():
 
 
 def test_a_critic_starts_at_zero_and_reads_the_state_before_the_token():
-    critic = Critic(Policy(tiny_model(), 1.0).model)
+    critic = Critic(Policy(tiny_model(), 1.0).scorer)
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     assert not critic.values(rows).any()
     torch.nn.init.ones_(critic.head.weight)
     with torch.no_grad():
-        torch.testing.assert_close(
-            critic.values(rows), hidden_states(critic.model, rows).sum(-1), atol=1e-5, rtol=1e-5
-        )
+        states = hidden_states(critic.scorer.model, rows)
+        torch.testing.assert_close(critic.values(rows), states.sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_critic_of_its_own_learns_all_but_the_output_layer():
+    """A weight without a gradient would be an optimizer's to carry along for nothing."""
+    critic = Critic(Policy(untied_model(), 1.0).scorer)
+    torch.nn.init.ones_(critic.head.weight)
+    critic.values(rows_of(collate(random_groups(0, 2, 2), 31))).sum().backward()
+    named = dict(critic.scorer.model.named_parameters())
+    assert named.keys() - critic.trunk().keys() == {"lm_head.weight"}
+    assert all(p is named[n] and p.grad is not None for n, p in critic.trunk().items())
+
+
+def untied_model():
+    model = tiny_model()
+    model.config.tie_word_embeddings = False
+    return type(model)(model.config).eval()
 
 
 def test_policy_and_critic_share_a_base_and_nothing_else():
     policy, learns = with_adapter()
-    critic_learns = policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
-    critic = Critic(policy.model, lambda: policy.adapter(CRITIC))
+    policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
+    critic_learns = policy.parameters(CRITIC)
+    critic = Critic(policy.scorer)
     torch.nn.init.ones_(critic.head.weight)
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    assert learns.keys() == policy.parameters(ACTOR).keys() and critic_learns
+    assert not learns.keys() & critic_learns.keys()
 
     policy.logprobs(rows)[0].sum().backward()
     assert all(p.grad is None for p in critic_learns.values())
     assert any(p.grad.any() for p in learns.values())  # type: ignore[union-attr]
     policy.model.zero_grad(set_to_none=True)
-    critic.values(rows).sum().backward()
+    with policy.adapter(CRITIC):
+        critic.values(rows).sum().backward()
     assert all(p.grad is None for p in learns.values())
     assert any(p.grad.any() for p in critic_learns.values())  # type: ignore[union-attr]
+
+    def values():
+        with policy.adapter(CRITIC):
+            return critic.values(rows)
 
     with torch.no_grad():
         before = policy.logprobs(rows)[0]
         shake(critic_learns)
         assert torch.equal(policy.logprobs(rows)[0], before)
-        values = critic.values(rows)
+        seen = values()
         shake(learns)
-        assert torch.equal(critic.values(rows), values)
+        assert torch.equal(values(), seen)
     assert all(p.requires_grad for p in (learns | critic_learns).values())
 
 
@@ -302,7 +309,8 @@ def test_only_safetensors_are_read(tmp_path):
 def adapter_folder(folder: Path) -> tuple[Path, Policy]:
     """A PEFT adapter's folder beside its base, and the policy that it was made of."""
     policy = Policy(load_causal_lm(tiny_folder(folder / "base"), torch.float32), 1.0)
-    shake(policy.add_adapter(ACTOR, 4, 8, "all-linear", 0))
+    policy.add_adapter(ACTOR, 4, 8, "all-linear", 0)
+    shake(policy.parameters(ACTOR))
     policy.save_pretrained(folder / "adapter")
     return folder / "adapter", policy
 
@@ -330,7 +338,8 @@ def test_an_adapter_on_an_adapter_is_loaded_too(tmp_path):
     merged = load_causal_lm(first, torch.float32)
     merged.name_or_path = str(first)
     policy = Policy(merged, 1.0)
-    shake(policy.add_adapter(ACTOR, 2, 8, ["q_proj"], 1))
+    policy.add_adapter(ACTOR, 2, 8, ["q_proj"], 1)
+    shake(policy.parameters(ACTOR))
     policy.save_pretrained(tmp_path / "2")
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     with torch.no_grad():

@@ -4,9 +4,13 @@ import json
 import math
 import sys
 from itertools import islice
+from shutil import copytree
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl import registry
@@ -14,17 +18,11 @@ from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.cli import main
 from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
-from agentrl.errors import DataError, RunStopped
+from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.conversations import Example, load_examples
-from agentrl.trainer.sft import (
-    batches,
-    fit,
-    logprobs,
-    new_policy,
-    open_policy,
-    score,
-)
+from agentrl.trainer.packing import micro
+from agentrl.trainer.sft import KEYS, Imitator, batches, imitation, new_causal_lm, rows_of
 from agentrl.trajectory import token_array
 
 END = 258  # <|im_end|>
@@ -37,6 +35,7 @@ SHAPE = Qwen2Config(
     num_key_value_heads=2,
     tie_word_embeddings=True,
     initializer_range=0.08,
+    max_position_embeddings=2048,
     pad_token_id=256,
     eos_token_id=END,
 )
@@ -45,6 +44,34 @@ SHAPE = Qwen2Config(
 @pytest.fixture(scope="module")
 def template():
     return ChatTemplate(byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with random weights."""
+    made = tmp_path_factory.mktemp("models")
+    SHAPE.save_pretrained(made / "shape")
+    new_causal_lm(made / "shape", seed=0).save_pretrained(made / "base")
+    return made / "base"
+
+
+def imitator(path, *, steps=1, fresh=False, **given):
+    config = imitation(path, steps=steps, overrides=["trainer.device=cpu"], **given)
+    return Imitator(config, fresh=fresh)
+
+
+def score(learner, examples):
+    """(N,) logprobs of the tokens to imitate, example by example."""
+    rows = rows_of(examples)
+    return learner.logprobs(rows)[rows.response_mask]
+
+
+def weights(learner):
+    return {n: p.detach().clone() for n, p in learner.rank.policy.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def example(prompt, answer):
@@ -114,6 +141,8 @@ def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, t
     assert mine["tool_agent"].count("|") == 3
     # What stops a react turn is imitated; the end of the turn after it is the harness's.
     assert mine["react"].count("Observation:") == 2 and mine["react"].count("|") == 1
+    said = [m["content"] for m in made["tool_agent"]["gold"] if m["role"] == "assistant"]
+    assert len(said) == 3 and mine["tool_agent"] == "".join(f"{text}|" for text in said)
     for loop, row in made.items():
         assert mine[loop].endswith(f"#### {row['reward_model']['ground_truth']}|")
 
@@ -149,13 +178,30 @@ def test_batches_take_every_example_once_an_epoch():
     assert [e.ids[0] for _ in range(3) for e in next(again)] == epochs[0]
 
 
-def test_logprobs_are_those_of_the_plain_model():
-    policy = new_policy(SHAPE, 0)
+@st.composite
+def marked(draw):
+    """Token ids, and a mask with at least one 1, but not on the first."""
+    mask = [0, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=8).filter(any))]
+    ids = draw(st.lists(st.integers(0, 3), min_size=len(mask), max_size=len(mask)))
+    return Example(token_array(ids), token_array(mask))
+
+
+@given(st.lists(marked(), min_size=1, max_size=5))
+def test_every_marked_token_is_asked_about_after_its_own_past_and_no_other_is(examples):
+    rows = rows_of(examples)
+    packed = micro(rows, torch.arange(len(examples)), rows.response_mask, {}).packed
+    asked = [(e, i) for e in examples for i, own in enumerate(e.mask) if own]
+    assert packed.tokens.tolist() == [e.ids[i] for e, i in asked]
+    before = packed.states
+    assert packed.position_ids[0, before].tolist() == [i - 1 for _, i in asked]
+    assert packed.input_ids[0, before].tolist() == [e.ids[i - 1] for e, i in asked]
+
+
+def test_logprobs_are_those_of_the_plain_model(folder):
     examples = [example(b"ab", b"cde"), example(b"f", b"gh")]
     examples.append(Example(token_array([*b"ijklm"]), token_array([0, 1, 0, 0, 1])))
-    found = score(policy, examples)
-    plain = AutoModelForCausalLM.from_config(SHAPE).eval()
-    plain.load_state_dict(policy.model.state_dict())
+    found = score(imitator(folder), examples)
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = []
     for e in examples:
         with torch.no_grad():
@@ -166,99 +212,112 @@ def test_logprobs_are_those_of_the_plain_model():
     assert torch.allclose(found, torch.stack(expected), atol=1e-5)
 
 
-def test_the_step_does_not_depend_on_micro_batches():
-    batch = [example([5] * n, list(range(n + 1))) for n in (3, 9, 4, 7)]
-    weights = []
-    for budget in (8, 20, 1000):
-        policy = new_policy(SHAPE, 0)
-        fit(policy, iter([batch]), steps=1, lr=1e-2, micro_batch_tokens=budget)
-        weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
-    assert not torch.equal(weights[2], _flat(new_policy(SHAPE, 0)))
-    for other in weights[:2]:
-        assert torch.allclose(other, weights[2], atol=1e-4)
-
-
-def _flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-
-
-def test_a_handful_of_traces_is_learned_by_heart(template, tmp_path):
+def test_a_handful_of_traces_is_learned_by_heart(template, folder, tmp_path):
     registry.load_file("shelf:calculator")
     made = [r.as_dict("train") for r in islice(rows(0), 6)]
     examples = load(template, tmp_path, *made, column="gold")
-    policy = new_policy(SHAPE, 0)
+    learner = imitator(folder, steps=60, lr=1e-2)
     losses = []
-    before = score(policy, examples).mean().item()
-    fit(
-        policy,
-        batches(examples, 6, seed=0),
-        steps=60,
-        lr=1e-2,
-        report=lambda step, loss: losses.append((step, loss)),
-    )
+    before = score(learner, examples).mean().item()
+    learner.fit(batches(examples, 6, seed=0), lambda step, loss: losses.append((step, loss)))
     assert [s for s, _ in losses] == list(range(1, 61))
     assert losses[0][1] == pytest.approx(-before, abs=1e-4)
-    assert score(policy, examples).exp().mean() > 0.9
+    assert score(learner, examples).exp().mean() > 0.9
     # What is not the assistant's was not learned.
     others = [Example(e.ids, token_array([0, *(1 - m for m in e.mask[1:])])) for e in examples]
-    assert score(policy, others).exp().mean() < 0.5
+    assert score(learner, others).exp().mean() < 0.5
 
 
-def test_an_adapter_learns_and_the_base_stays(template, tmp_path):
-    new_policy(SHAPE, 0).save_pretrained(tmp_path / "base")
+def test_an_adapter_learns_and_the_base_stays(folder, tmp_path):
     examples = [example(b"question", b"answer")]
-    policy = open_policy(tmp_path / "base", lora_rank=4, seed=1)
-    before = score(policy, examples).sum()
-    fit(policy, batches(examples, 1, seed=0), steps=30, lr=1e-2)
-    assert score(policy, examples).sum() > before + 1
-    with policy.base():
-        assert torch.allclose(score(policy, examples).sum(), before)
-    policy.save_pretrained(tmp_path / "adapter")
+    learner = imitator(folder, steps=30, lr=1e-2, lora_rank=4, seed=1)
+    before, weights_before = score(learner, examples).sum(), weights(learner)
+    learner.fit(batches(examples, 1, seed=0))
+    assert score(learner, examples).sum() > before + 1
+    base = {n: w for n, w in weights_before.items() if "lora_" not in n}
+    assert 0 < len(base) < len(weights_before)
+    assert same({n: w for n, w in weights(learner).items() if n in base}, base)
+    learner.save_pretrained(tmp_path / "adapter")
     files = {f.name for f in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files
     assert "model.safetensors" not in files
 
 
-def test_fresh_weights_depend_on_the_seed_alone(tmp_path):
-    SHAPE.save_pretrained(tmp_path)
+def test_fresh_weights_depend_on_the_seed_alone(folder):
     torch.manual_seed(5)
-    one, two, other = (_flat(open_policy(tmp_path, fresh=True, seed=s)) for s in (0, 0, 1))
-    assert torch.equal(one, two) and not torch.equal(one, other)
+    one, two, other = (weights(imitator(folder, fresh=True, seed=s)) for s in (1, 1, 2))
+    assert same(one, two) and not same(one, other)
+    assert not same(one, weights(imitator(folder)))
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(1))  # the global stream is left alone
 
 
-def test_an_adapter_on_fresh_weights_is_saved_with_them(tmp_path):
+def test_an_adapter_on_fresh_weights_is_saved_with_them(folder, tmp_path):
     """An adapter's folder alone would name a base whose weights were never used."""
-    SHAPE.save_pretrained(tmp_path / "base")
-    policy = open_policy(tmp_path / "base", lora_rank=4, fresh=True, seed=1)
-    policy.save_pretrained(tmp_path / "new")
+    learner = imitator(folder, lora_rank=4, fresh=True, seed=1)
+    learner.save_pretrained(tmp_path / "new")
     assert (tmp_path / "new/model.safetensors").exists()
     assert not (tmp_path / "new/adapter_config.json").exists()
 
 
-def test_a_loss_that_is_no_number_stops(template):
-    policy = new_policy(SHAPE, 0)
+def test_a_loss_that_is_no_number_stops(folder):
+    learner = imitator(folder)
     with torch.no_grad():
-        next(iter(policy.model.parameters())).fill_(math.nan)
-    with pytest.raises(RunStopped, match="Lower the learning rate"):
-        fit(policy, batches([example(b"a", b"b")], 1, seed=0), steps=1, lr=1e-3)
+        next(iter(learner.rank.policy.model.parameters())).fill_(math.nan)
+    before = weights(learner)
+    with pytest.raises(RunStopped, match=r"step 1: .*loss=nan.*lower learning rate"):
+        learner.fit(batches([example(b"a", b"b")], 1, seed=0))
+    after = weights(learner)
+    assert all(torch.equal(after[n].nan_to_num(), before[n].nan_to_num()) for n in before)
 
 
-def test_logprobs_carry_a_gradient():
-    policy = new_policy(SHAPE, 0)
-    assert logprobs(policy, [example(b"a", b"b")]).requires_grad
-    assert not score(policy, [example(b"a", b"b")]).requires_grad
+def test_the_learning_rate_warms_up_then_falls(folder):
+    learner = imitator(folder, steps=100, lr=1.0)
+    lr = [learner._lr["actor"](step) for step in range(1, 101)]
+    assert lr[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert lr[3] == pytest.approx(1 - 0.9 / 97) and lr[-1] == pytest.approx(0.1)
+
+
+def test_the_second_moment_is_of_short_memory(folder):
+    (optimizer,) = imitator(folder).rank.optimizers.values()
+    assert optimizer._adam.defaults["betas"] == (0.9, 0.95)
+
+
+def test_keys_of_learner_and_ranks_are_taken(folder):
+    given = ["optim.recompute=true", "optim.lr_final=0.5", "trainer.n_gpus_per_node=2"]
+    config = imitation(folder, steps=10, overrides=given)
+    assert config.optim.recompute and config.optim.lr_final == 0.5
+    with pytest.raises(ConfigError, match="need a cluster"):
+        Imitator(config)
+    for key in ("rollout.n", "optim.critic_lr", "optim.lr"):
+        with pytest.raises(ConfigError, match=f"{key} is not for imitation. Choose from {KEYS[0]}"):
+            imitation(folder, steps=10, overrides=[f"{key}=1"])
+
+
+def test_defaults_depend_on_what_learns(folder):
+    whole, adapter = (imitation(folder, steps=10, lora_rank=r) for r in (0, 8))
+    assert (whole.optim.lr, adapter.optim.lr) == (1e-5, 2e-4)
+    assert adapter.model.lora_alpha == 16
+    given = imitation(folder, steps=10, lora_rank=8, overrides=["model.lora_alpha=3"])
+    assert given.model.lora_alpha == 3
+
+
+def test_a_process_may_change_its_device(folder, monkeypatch):
+    """The tiny model is made on the CPU, also where the run after it is on a GPU, or before."""
+    imitator(folder)
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setitem(state._shared_state, "device", torch.device("cuda"))
+    assert imitator(folder).rank.device.type == "cpu"
 
 
 # -- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def base(tmp_path):
-    """A model folder with random weights."""
-    new_policy(SHAPE, 0).save_pretrained(tmp_path / "base")
+def base(folder, tmp_path):
+    """A model with its tokenizer."""
+    copytree(folder, tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -270,7 +329,7 @@ def run(monkeypatch, *words):
     return end.value.code
 
 
-@pytest.mark.parametrize("extra", [(), ("--lora-rank", 4)])
+@pytest.mark.parametrize("extra", [(), ("--lora-rank", 4), ("optim.recompute=true",)])
 def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, capsys, extra):
     write_rows(tmp_path / "rows.parquet", [{"messages": TALK}] * 3)
     given = ("--dataset", tmp_path / "rows.parquet", "--model", base, "--output", tmp_path / "new")
@@ -282,7 +341,7 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
     (e,) = load_examples(str(tmp_path / "rows.parquet"), "messages", template, 1000)[:1]
     answer = e.ids.tolist().index(ord("Y"))
     logits = model(input_ids=torch.tensor([list(e.ids)])).logits[0]
-    before = score(open_policy(base), [e])[0].exp()
+    before = score(imitator(base), [e])[0].exp()
     assert logits[answer - 1].softmax(-1)[ord("Y")] > before + 0.1
 
 
@@ -294,6 +353,8 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
         (("--model", "./nowhere"), "no model folder at ./nowhere"),
         (("--dataset", "no.parquet"), "no such file: no.parquet"),
         (("-f", "no.py"), "no such file: no.py"),
+        (("rollout.n=4",), "rollout.n is not for imitation"),
+        (("optim.recompute=maybe",), "optim.recompute"),
     ],
 )
 def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, said):

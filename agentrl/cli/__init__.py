@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agentrl import __version__
-from agentrl.cli import check_template, evaluate, init, play, sft, tools, train
+from agentrl.cli import check_template, evaluate, export, init, play, sft, tools, train
 
 app = typer.Typer(
     name="agentrl",
@@ -27,6 +27,7 @@ app.command("play")(play.play)
 app.command("eval")(evaluate.eval_)
 app.command("generate")(evaluate.generate)
 app.command("sft")(sft.sft)
+app.command("export")(export.export)
 app.command("init")(init.init)
 app.add_typer(tools.app, name="tools")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.cli.options import Files
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.trainer.site import Site
 
 
 def sft(
@@ -16,6 +21,13 @@ def sft(
         str, typer.Option(help="A model folder or hub name, or `tiny`: what training begins with.")
     ],
     output: Annotated[Path, typer.Option(help="The folder to make: a model's, or an adapter's.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Config keys of learner and ranks, e.g. optim.recompute=true.",
+        ),
+    ] = None,
     column: Annotated[
         str, typer.Option(help="The column of conversations: lists of role and content.")
     ] = "messages",
@@ -52,6 +64,9 @@ def sft(
 
         agentrl sft --dataset rows.parquet --column gold -f my_tools.py --model models/base
         --lora-rank 16 --output models/adapter
+
+        agentrl sft --dataset chats.jsonl --model models/base --output models/chat
+        trainer.n_gpus_per_node=8 optim.recompute=true
     """
     from agentrl.demo import resolve_model
     from agentrl.errors import UserError
@@ -66,29 +81,46 @@ def sft(
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
+    from agentrl.config import without_effect
     from agentrl.trainer.conversations import load_examples
-    from agentrl.trainer.sft import Progress, batches, fit, open_policy, shape_of
+    from agentrl.trainer.sft import Imitator, Progress, batches, imitation, shape_of
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
     max_length: int = shape_of(path).max_position_embeddings
     examples = load_examples(dataset, column, template, max_length)
-    policy = open_policy(path, lora_rank=lora_rank, fresh=fresh, seed=seed)
     steps = steps or -(-len(examples) // batch_size)
-    own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
-    typer.echo(
-        f"{len(examples)} conversations of {tokens:,} tokens, {own:,} of them the assistant's;"
-        f" {steps} steps of {batch_size}"
-    )
-    fit(
-        policy,
-        batches(examples, batch_size, seed),
+    config = imitation(
+        path,
         steps=steps,
-        lr=lr or (2e-4 if lora_rank else 1e-5),
+        lr=lr or 0.0,
+        lora_rank=lora_rank,
         micro_batch_tokens=micro_batch_tokens,
-        report=Progress(steps, typer.echo),
+        seed=seed,
+        files=file or (),
+        overrides=overrides or (),
     )
-    output.mkdir(parents=True, exist_ok=True)
-    policy.save_pretrained(output)
+    for said in without_effect(config):
+        typer.echo(f"note: {said}", err=True)
+    with _site(config) as site:
+        learner = Imitator(config, fresh=fresh, site=site)
+        own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
+        typer.echo(
+            f"{len(examples)} conversations of {tokens:,} tokens, {own:,} of them the assistant's;"
+            f" {steps} steps of {batch_size}"
+        )
+        learner.fit(batches(examples, batch_size, seed), Progress(steps, typer.echo))
+        output.mkdir(parents=True, exist_ok=True)
+        learner.save_pretrained(output)
     template.tokenizer.save_pretrained(output)
     typer.echo(f"written to {output}")
+
+
+def _site(config: Config) -> AbstractContextManager[Site | None]:
+    """Where the ranks are, if that is not this process."""
+    t = config.trainer
+    if t.nnodes * t.n_gpus_per_node == 1 and not t.ray_address:
+        return nullcontext()
+    from agentrl.cluster import open_site
+
+    return open_site(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,10 +71,12 @@ def train(
 
     plan = make_plan(settings)
     plan = replace(plan, config=resolve(settings))
+    from agentrl.cluster import open_site
     from agentrl.trainer import Trainer
 
     _tell(plan)
-    Trainer(plan.config, plan=plan).run()
+    with open_site(plan.config) if plan.config.trainer.spread else nullcontext() as site:
+        Trainer(plan.config, plan, site).run()
 
 
 def check(

@@ -37,8 +37,6 @@ def beside(ranks: Sequence[seat.Place], config: RolloutConfig, *, cpu: bool) -> 
     """
     each = config.tensor_parallel_size
     if cpu:
-        if each > 1:
-            raise ConfigError(f"rollout.tensor_parallel_size={each} is for GPUs. Set it to 1")
         # Where the run is: it talks to them all the time, and on a CPU there is nothing to share.
         node = ray.get_runtime_context().get_node_id()
         return [_place(node, ()) for _ in range(config.engines)]
@@ -68,6 +66,11 @@ def elsewhere(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
         ConfigError: there are fewer.
     """
     each = config.tensor_parallel_size
+    if config.sleep != "none":
+        raise ConfigError(
+            f"rollout.sleep={config.sleep}: with trainer.placement=separate no server shares a GPU"
+            " with the learner. Set rollout.sleep=none"
+        )
     pool = ResourcePool(
         config.engines,
         each,

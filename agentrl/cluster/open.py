@@ -8,54 +8,55 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.connect import connected
 from agentrl.config import Config
-from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
+    from agentrl.cluster.pool import ResourcePool
     from agentrl.engine.server.place import Place
 
 
 @contextmanager
-def open_cluster(config: Config, *, cpu: bool) -> Iterator[Cluster]:
-    """Join the run's cluster or start it; what was taken or started is given back at the end.
+def open_site(config: Config) -> Iterator[RaySite]:
+    """Join the run's cluster or start it, and take the learner's places there.
+
+    What was taken or started is given back at the end. With trainer.device=auto, ranks have GPUs
+    where the cluster has any.
 
     Args:
         config: the run's.
-        cpu: whether ranks do without a GPU.
 
     Raises:
         ConfigError: there is no Ray or no such cluster, or it is too small.
     """
     t = config.trainer
-    if t.nnodes > 1 and not t.ray_address:
-        raise ConfigError(
-            f"trainer.nnodes={t.nnodes}: a cluster that is started here is this machine alone."
-            " Start one on all machines (ray start) and set trainer.ray_address"
-        )
-    with (
-        connected(t.ray_address, cpus=t.n_gpus_per_node, gpus=not cpu),
-        ExitStack() as stack,
-    ):
-        yield Cluster(config, cpu, stack)
+    with connected(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
+        from agentrl.cluster.pool import ResourcePool, has_gpus
+
+        cpu = t.device == "cpu" or (t.device == "auto" and not has_gpus())
+        with ExitStack() as stack:
+            pool = ResourcePool(
+                t.nnodes,
+                t.n_gpus_per_node,
+                gpu=not cpu,
+                why=f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}",
+            )
+            stack.callback(pool.close)
+            yield RaySite(config, pool, stack)
 
 
-class Cluster:
-    """See `open_cluster`."""
+class RaySite:
+    """See `open_site`; a trainer's `Site`."""
 
-    def __init__(self, config: Config, cpu: bool, stack: ExitStack):
-        """Within a cluster; what is taken is given back by the stack."""
-        from agentrl.cluster.pool import ResourcePool
+    def __init__(self, config: Config, pool: ResourcePool, stack: ExitStack):
+        """Use what was taken.
 
-        t = config.trainer
-        self._config, self._cpu, self._stack = config, cpu, stack
+        Args:
+            config: the run's.
+            pool: the learner's places.
+            stack: gives back what is taken later.
+        """
+        self._config, self._pool, self._stack = config, pool, stack
         self._group: WorkerGroup | None = None
-        self._pool = ResourcePool(
-            t.nnodes,
-            t.n_gpus_per_node,
-            gpu=not cpu,
-            why=f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}",
-        )
-        stack.callback(self._pool.close)
 
     def ranks(self, cls: type, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Start one object of a class a rank.
@@ -84,7 +85,7 @@ class Cluster:
         return self._group
 
     def places(self) -> list[Place]:
-        """Where the run's servers stand, for `open_engine`; after `ranks`.
+        """Where the servers that the run starts stand, for `open_engine`; after `ranks`.
 
         Raises:
             ConfigError: they do not fit where they should.
@@ -92,9 +93,11 @@ class Cluster:
         from agentrl.cluster.engines import beside, elsewhere
 
         r, t = self._config.rollout, self._config.trainer
-        if self._cpu or t.placement == "colocated":
+        if r.name == "local" or r.urls:
+            return []
+        if t.placement == "colocated" or not self._pool.gpu:
             assert self._group is not None, "servers stand beside ranks"
-            return beside(self._group.places, r, cpu=self._cpu)
+            return beside(self._group.places, r, cpu=not self._pool.gpu)
         places, pool = elsewhere(r)
         self._stack.callback(pool.close)
         return places

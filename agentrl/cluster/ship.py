@@ -74,7 +74,7 @@ class Shipment:
         for name in self.shelf:
             registry.load_file(name)
         for path, content in self.files:
-            registry.load_file(str(_laid_down(Path(path), content)))
+            registry.load_file(str(laid_down(Path(path), content)))
         here = registered()
         for kind, names in self.names.items():
             if lost := sorted(names - here.get(kind, frozenset())):
@@ -107,7 +107,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _laid_down(path: Path, content: bytes) -> Path:
+def laid_down(path: Path, content: bytes) -> Path:
     """The file's path here."""
     try:
         if path.read_bytes() == content:

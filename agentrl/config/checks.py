@@ -59,6 +59,11 @@ def contradictions(c: Config) -> Iterator[str]:
         )
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
+    if t.nnodes > 1 and not t.ray_address:
+        yield (
+            f"trainer.nnodes={t.nnodes}: the cluster that a run starts is this machine alone. Start"
+            " one on all machines (`ray start`) and set trainer.ray_address"
+        )
     yield from _engine_contradictions(c)
     yield from _filter_contradictions(c)
     if r.overlong_buffer > c.rollout.max_trajectory_tokens:
@@ -126,7 +131,7 @@ VALIDATION = ("trainer.test_freq", "trainer.val_before_train")
 
 def without_effect(c: Config) -> list[str]:
     """What was set but does nothing in this run, each with the reason."""
-    a, r = c.algorithm, c.reward
+    a, o, r, t = c.algorithm, c.optim, c.reward, c.trainer
     # What the algorithm's name sets was not set by hand.
     defaults = type(c).model_validate({"algorithm": {"name": a.name}})
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
@@ -135,6 +140,7 @@ def without_effect(c: Config) -> list[str]:
     # What an estimator of the user's own reads is not known.
     own = a.adv_estimator not in advantage_estimators.shipped
     ratio_is_1 = "" if a.ppo_epochs > 1 or a.mini_batch_size else "one optimizer step a batch"
+    on_cpu = "trainer.device is cpu" if t.device == "cpu" else ""
     unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
     local = "" if c.rollout.name != "local" else "rollout.name is local"
     started = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
@@ -169,9 +175,14 @@ def without_effect(c: Config) -> list[str]:
         "algorithm.max_gen_batches": unfiltered,
         "data.gen_batch_size": unfiltered,
         "optim.critic_lr": critic,
+        "optim.lr_final": "no step is left after the rate has risen"
+        if 0 < t.total_steps <= o.lr_warmup_steps + 1
+        else "",
+        "optim.compile": on_cpu,
+        "optim.offload": on_cpu,
         "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
-        "trainer.total_epochs": "trainer.total_steps is set" if c.trainer.total_steps else "",
+        "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
     }
     if not c.data.val:
         paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]

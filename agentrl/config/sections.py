@@ -204,6 +204,11 @@ class TrainerConfig(Section):
         300.0, "say what every episode waits for after so many seconds without progress", gt=0
     )
 
+    @property
+    def spread(self) -> bool:
+        """Whether the learner is on a cluster, and not in this process."""
+        return self.nnodes * self.n_gpus_per_node > 1 or bool(self.ray_address)
+
 
 class Config(Section):
     """A whole run. Build it with `load_config`."""

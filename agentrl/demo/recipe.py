@@ -68,7 +68,7 @@ CALCULATOR = {
 class Recipe:
     """How the model is made; its folder is named after the hash of this and of what it is fed."""
 
-    version: int = 1
+    version: int = 2
     """Raised when the code makes another model of the same settings."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     seed: int = 3

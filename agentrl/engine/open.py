@@ -45,7 +45,9 @@ def open_engine(
             base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)
-        found = openers(config, base, cpu=resolve_device(device) == "cpu", places=places)
+        # Places have GPUs or not, whatever this machine has.
+        cpu = not places[0].gpus if places else resolve_device(device) == "cpu"
+        found = openers(config, base, cpu=cpu, places=places)
         return Pool(found, close=stack.pop_all().close)
 
 

@@ -39,6 +39,8 @@ def openers(
     dtype = torch.float32 if cpu else half
     if config.rollout.urls:
         return [partial(_attach, config, base, url, dtype) for url in config.rollout.urls]
+    if cpu:
+        _check_without_gpu(config)
     found = _places(config, cpu) if places is None else places
     return [partial(_start, config, base, place, dtype) for place in found]
 
@@ -70,20 +72,6 @@ def _places(config: Config, cpu: bool) -> list[Place]:
     """
     r = config.rollout
     if cpu:
-        if r.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"rollout.tensor_parallel_size={r.tensor_parallel_size} is for GPUs. Set it to 1"
-            )
-        if r.sleep != "none":
-            raise ConfigError(
-                f"rollout.sleep={r.sleep}: a server on a CPU shares no GPU with the trainer. Set"
-                " rollout.sleep=none"
-            )
-        if r.deterministic and r.name == "sglang":
-            raise ConfigError(
-                "rollout.deterministic=true: SGLang's deterministic inference is for GPUs. Leave it"
-                " out, or set rollout.name=local, which always is deterministic"
-            )
         return [Place([])] * r.engines
     found, each = torch.cuda.device_count(), r.tensor_parallel_size
     first = found - r.engines * each
@@ -99,3 +87,26 @@ def _places(config: Config, cpu: bool) -> list[Place]:
         )
     starts = range(first, found, each)
     return [Place(list(range(k, k + each)), shared=k == 0) for k in starts]
+
+
+def _check_without_gpu(config: Config) -> None:
+    """Raises where a server is to do what takes a GPU.
+
+    Raises:
+        ConfigError: it is.
+    """
+    r = config.rollout
+    if r.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={r.tensor_parallel_size} is for GPUs. Set it to 1"
+        )
+    if r.sleep != "none":
+        raise ConfigError(
+            f"rollout.sleep={r.sleep}: a server on a CPU shares no GPU with the trainer. Set"
+            " rollout.sleep=none"
+        )
+    if r.deterministic and r.name == "sglang":
+        raise ConfigError(
+            "rollout.deterministic=true: SGLang's deterministic inference is for GPUs. Leave it"
+            " out, or set rollout.name=local, which always is deterministic"
+        )

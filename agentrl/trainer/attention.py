@@ -326,18 +326,15 @@ def torch_kernel(
         else:
             each = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
-    out = varlen_attn(
-        q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(window, 0), **more
-    )
-    assert isinstance(out, Tensor)
-    return out
+    more |= {"scale": scale, "window_size": (window, 0)}
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **more)  # type: ignore[return-value]
 
 
 def _flash(function: Callable[..., Any]) -> Kernel:
     """`Kernel` by a function of flash-attention 2 or 3, which share these arguments."""
 
-    def kernel(*sequences: Any) -> Tensor:
-        *sequences, scale, window = sequences
+    def kernel(*arguments: Any) -> Tensor:
+        *sequences, scale, window = arguments
         out = function(
             *sequences,
             softmax_scale=scale,

@@ -58,7 +58,8 @@ def save_checkpoint(
     Args:
         root: the run's folder.
         step: the step whose end it holds; of a step saved twice the later one stays.
-        write: puts the state into the (empty) folder it is given. Regular files only.
+        write: puts the state into the (empty) folder it is given. Regular files only. Where other
+            processes write too, it returns when all are done, or raises.
         meta: values that JSON can hold; they come back as `Checkpoint.meta`.
 
     Returns:
@@ -91,7 +92,7 @@ def save_checkpoint(
         _sync(root)
         _write_latest(root)
     except Exception as e:
-        if isinstance(e, OSError) or _is_disk_full(root, e):
+        if isinstance(e, OSError | RunStopped) or _is_disk_full(root, e):
             raise RunStopped(_why_not_saved(root, step, e)) from e
         raise
     finally:
@@ -121,20 +122,31 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
         return None
     if resume == "auto":
         return _newest(root) if _steps(root) else None
-    path = Path(resume).expanduser()
+    try:
+        return open_checkpoint(Path(resume).expanduser())
+    except ConfigError as e:
+        here = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
+        raise ConfigError(
+            f"trainer.resume={resume}: {e}. Choose auto, never, or a folder; checkpoints in {root}:"
+            f" {here}"
+        ) from None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's folder, or the newest that verifies in a run's. Reads every byte of it.
+
+    Raises:
+        ConfigError: it is neither, or damaged.
+    """
     if (path / META).exists():
         try:
             return _verified(path)
         except ValueError as e:
-            raise ConfigError(f"trainer.resume={resume}: {e}") from None
+            raise ConfigError(str(e)) from None
     if path.is_dir() and _steps(path):
         return _newest(path)
     why = f"no {META} in it" if path.is_dir() else "no such folder"
-    here = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
-    raise ConfigError(
-        f"trainer.resume={resume} is no checkpoint: {why}. Choose auto, never, or a folder;"
-        f" checkpoints in {root}: {here}"
-    )
+    raise ConfigError(f"{path} is no checkpoint: {why}")
 
 
 def recover(root: Path) -> None:
@@ -187,7 +199,7 @@ def _newest(root: Path) -> Checkpoint:
     raise ConfigError(
         f"no checkpoint in {root} can be used:\n  "
         + "\n  ".join(skipped)
-        + "\nMend one, or start over with trainer.resume=never."
+        + "\nMend one, or start over with trainer.resume=never"
     )
 
 
@@ -267,9 +279,10 @@ def _why_not_saved(root: Path, step: int, error: Exception) -> str:
     kept = list(_steps(root))
     intact = f"The checkpoint of step {kept[-1]} is intact" if kept else "No earlier one exists"
     free = shutil.disk_usage(root).free / 2**20 if root.exists() else 0
+    full = isinstance(error, OSError) or _is_disk_full(root, error)
     return (
         f"cannot write the checkpoint of step {step} to {root}: {error} ({free:.0f} MiB free)."
-        f" {intact}. Make room and run the same command again."
+        f" {intact}. {'Make room and run' if full else 'Run'} the same command again."
     )
 
 

@@ -127,7 +127,7 @@ def prove_packing(model: PreTrainedModel) -> None:
     pair = Packed(
         input_ids=torch.cat([rows[0], rows[1][4:]])[None],
         position_ids=torch.cat([ids, ids[4:]])[None],
-        layout=Layout(pieces=[4, 4, 4], responses=[2]),
+        layout=Layout(pieces=[4, 4, 4], responses=[2]).to(device),
         states=torch.tensor([3, 4, 5, 6, 7, 3, 8, 9, 10, 11], device=device),
         tokens=ids,
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.config import OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.trainer.sharding import whole
+from agentrl.trainer.state import PARAMETER, check_state, read_state, write_state
 
 BETAS = (0.9, 0.999)
 """AdamW's own: memories of 10 and of 1,000 steps."""
@@ -35,7 +35,7 @@ class Optimizer:
         """Set up; nothing is allocated for moments until the first step.
 
         Args:
-            name: "actor" or "critic"; names its files.
+            name: "actor" or "critic"; names its folder.
             parameters: what learns, by name.
             lr: its peak.
             config: the section `optim`.
@@ -66,7 +66,11 @@ class Optimizer:
         size = whole(norm).item()
         if math.isfinite(size):
             for group in self._adam.param_groups:
-                group["lr"] = self._schedule(step)
+                # In a tensor, torchao's; it would not have it replaced.
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(self._schedule(step))
+                else:
+                    group["lr"] = self._schedule(step)
             self._move("cuda")
             self._adam.step()
             self._move("cpu")
@@ -87,52 +91,49 @@ class Optimizer:
                     state[key] = value.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write `<name>.safetensors` and `<name>_optimizer.safetensors`: parameters and moments."""
-        moments = {
-            f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self._adam.state[parameter].items()
-        }
-        weights = {n: p.detach().contiguous() for n, p in self.parameters.items()}
-        save_file(weights, self._file(folder))
-        save_file(moments, self._file(folder, "_optimizer"))
+        """Write parameters and moments into `folder/<name>`. With ranks, all call it at once.
+
+        Raises:
+            RunStopped: a rank cannot write there.
+        """
+        write_state(folder / self.name, self._parameters() | self._moments())
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, bit for bit.
+        """Take back what `save` wrote, bit for bit (quantised moments: but for rounding).
+
+        With ranks, all call it at once; it may have been written by more of them, or fewer.
 
         Raises:
             ConfigError: it is of another model: other names or shapes, or none of these.
         """
-        saved = self._read(folder)
-        shapes = {name: list(tensor.shape) for name, tensor in saved.items()}
-        ours = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
-        for name in sorted(shapes.keys() | ours.keys()):
-            if shapes.get(name) != ours.get(name):
-                raise ConfigError(
-                    f"{self._file(folder)} is of another model: {name} is"
-                    f" {shapes.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
-                )
-        moments = self._read(folder, "_optimizer")
+        folder, ours = folder / self.name, self._parameters()
+        moments = check_state(folder, ours, PARAMETER)
+        self._make_moments({name.partition(".")[2] for name in moments})
+        read_state(folder, ours | self._moments())
+        self._move("cpu")
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {PARAMETER + name: p.detach() for name, p in self.parameters.items()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """What AdamW remembers: `exp_avg.<name>`, `exp_avg_sq.<name>` and `step.<name>`."""
+        return {
+            f"{kind}.{name}": value
+            for name, parameter in self.parameters.items()
+            for kind, value in self._adam.state.get(parameter, {}).items()
+        }
+
+    def _make_moments(self, names: Collection[str]) -> None:
+        """Moments to be overwritten, of these parameters alone, as AdamW itself makes them.
+
+        Its first step does; it moves the parameters, which are to be overwritten, too.
+        """
         self._adam.state.clear()
-        for name, parameter in self.parameters.items():
-            with torch.no_grad():
-                parameter.copy_(saved[name])
-        for name, value in moments.items():
-            parameter, key = name.rsplit(".", 1)
-            owner = self.parameters[parameter]
-            self._adam.state[owner][key] = value.to(owner.device)
-
-    def _read(self, folder: Path, suffix: str = "") -> dict[str, Tensor]:
-        try:
-            return load_file(self._file(folder, suffix))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{folder} holds no {self._file(folder, suffix).name}: it was saved by a run of"
-                " another algorithm"
-            ) from None
-
-    def _file(self, folder: Path, suffix: str = "") -> Path:
-        return folder / f"{self.name}{suffix}.safetensors"
+        for name in names:
+            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+        if names:
+            self._adam.step()
+        self.forget()
 
 
 class Schedule:

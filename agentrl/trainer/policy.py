@@ -215,7 +215,11 @@ class Policy:
         """
         if self.peft is not None and self.model.name_or_path:
             self.save_adapter(folder)
-            return
+        else:
+            self.save_whole(folder)
+
+    def save_whole(self, folder: Path) -> None:
+        """The whole model, in a folder that transformers loads; LoRA is merged, as in `export`."""
         base = {
             name.replace(".base_layer.", "."): whole(weight.detach()).cpu()
             for name, weight in self.model.named_parameters()

@@ -33,6 +33,9 @@ from agentrl.trainer.sharding import is_rank_zero, open_accelerator, settle, sha
 
 Who = Literal["policy", "reference", "critic"]
 Learns = Literal["actor", "critic", "sft"]
+ADAPTER = "adapter"
+"""Of what is saved: the folder with the policy's LoRA adapter, as PEFT loads it. It is not there
+where the base has no name, being an adapter merged at loading: no folder could say it."""
 
 
 @dataclass(slots=True)
@@ -302,15 +305,28 @@ class Rank:
 
     @dispatch(BROADCAST)
     def save(self, folder: Path) -> None:
-        """Write all that `load` needs into an existing folder."""
+        """Write all that `load` needs into an existing folder; with LoRA, `ADAPTER` for PEFT, too.
+
+        Raises:
+            RunStopped: a rank cannot write there.
+        """
         for optimizer in self.optimizers.values():
             optimizer.save(folder)
+        if self.policy.peft is not None and self.policy.model.name_or_path:
+            self.policy.save_adapter(folder / ADAPTER)
 
     @dispatch(BROADCAST)
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, bit for bit."""
+        """Go on from what `save` wrote, bit for bit, whatever the number of ranks was.
+
+        Raises:
+            ConfigError: it is of another model or algorithm.
+        """
         for optimizer in self.optimizers.values():
             optimizer.load(folder)
+        settle(self.policy.scorer)
+        if self.critic is not None:
+            settle(self.critic.scorer)
 
     @dispatch(BROADCAST)
     def shake(self, seed: int) -> None:

@@ -18,7 +18,7 @@ from agentrl.trainer.batch import Rows
 from agentrl.trainer.packing import starts_prompt
 
 UNEVEN = 1.1
-"""A rank may have so many times the tokens of the mean, before prompts are split over ranks."""
+"""A rank may have so many times the tokens of the mean before a prompt is run on two."""
 
 
 def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor]]:
@@ -38,10 +38,7 @@ def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor
         return [[] for _ in range(ranks)]
     if ranks == 1:
         return [cut(batch, rows, budget)]
-    owned = _spread(batch, _families(batch, rows), ranks)
-    if _unevenness(batch, owned) > UNEVEN:
-        alone = _spread(batch, [[row] for row in rows.tolist()], ranks)
-        owned = min(owned, alone, key=lambda o: max(_tokens(batch, mine) for mine in o))
+    owned = _shared_out(batch, rows, ranks)
     pieces = [cut(batch, torch.tensor(mine), budget) if mine else [] for mine in owned]
     count = max(map(len, pieces))
     return [_in_pieces(batch, some, count) for some in pieces]
@@ -76,14 +73,36 @@ def _families(batch: Rows, rows: Tensor) -> list[list[int]]:
     return families
 
 
-def _spread(batch: Rows, units: list[list[int]], ranks: int) -> list[list[int]]:
-    """The longest first, each to the rank that has least (Graham, 1969)."""
+def _shared_out(batch: Rows, rows: Tensor, ranks: int) -> list[list[int]]:
+    """Rows for each rank, about equally many tokens for all.
+
+    Families stay whole where that is even enough. Else the smallest one of the busiest rank is
+    halved, again and again; of all these ways the evenest is taken, for a prompt that two ranks run
+    costs twice.
+    """
+    units = [(_tokens(batch, family), family) for family in _families(batch, rows)]
+    ways = []
+    while True:
+        owned = _spread(units, ranks)
+        loads = [_tokens(batch, mine) for mine in owned]
+        ways.append((max(loads), owned))
+        busiest = set(owned[loads.index(max(loads))])
+        several = [unit for unit in units if len(unit[1]) > 1 and unit[1][0] in busiest]
+        if max(loads) * ranks <= UNEVEN * sum(loads) or not several:
+            return min(ways, key=lambda way: way[0])[1]
+        units.remove(smallest := min(several))
+        unit, half = smallest[1], len(smallest[1]) // 2
+        units += [(_tokens(batch, part), part) for part in (unit[:half], unit[half:])]
+
+
+def _spread(units: list[tuple[int, list[int]]], ranks: int) -> list[list[int]]:
+    """Units of (tokens, rows): the largest first, each to the rank with least (Graham, 1969)."""
     loads = [(0, rank) for rank in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    for unit in sorted(units, key=lambda unit: (-_tokens(batch, unit), unit)):
+    for tokens, unit in sorted(units, key=lambda unit: (-unit[0], unit[1])):
         load, rank = heapq.heappop(loads)
         owned[rank] += unit
-        heapq.heappush(loads, (load + _tokens(batch, unit), rank))
+        heapq.heappush(loads, (load + tokens, rank))
     return [sorted(mine) for mine in owned]
 
 
@@ -94,11 +113,6 @@ def _tokens(batch: Rows, rows: list[int]) -> int:
     at = torch.tensor(rows)
     prompts = batch.prompt_lengths[at] * starts_prompt(batch, at)
     return int(prompts.sum() + batch.response_lengths[at].sum())
-
-
-def _unevenness(batch: Rows, owned: list[list[int]]) -> float:
-    loads = [_tokens(batch, rows) for rows in owned]
-    return max(loads) * len(loads) / sum(loads)
 
 
 def _in_pieces(batch: Rows, pieces: list[Tensor], count: int) -> list[Tensor]:

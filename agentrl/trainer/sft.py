@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from agentrl.trainer.conversations import Example
 from agentrl.trainer.dispatch import Alone, Group
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.rank import Rank
+from agentrl.trainer.site import Site, check_launched_once
 
 WARMUP = 0.03
 """Share of the steps in which the learning rate rises to its peak."""
@@ -94,28 +95,24 @@ def imitation(
     return load_config(None, overrides, flags, preset)
 
 
-def here(rank: Callable[..., Any], *args: Any, **kwargs: Any) -> Group:
-    """A group of one rank, in this process."""
-    return Alone(rank(*args, **kwargs))
-
-
 class Imitator(Learner):
     """A policy that learns to say what was said."""
 
-    def __init__(
-        self, config: Config, *, fresh: bool = False, start: Callable[..., Group] = here
-    ):
+    def __init__(self, config: Config, *, fresh: bool = False, site: Site | None = None):
         """Load the model.
 
         Args:
             config: what `imitation` made.
             fresh: begin from random weights, of the model's shape.
-            start: makes the ranks, given their class and its arguments (`Cluster.ranks`).
+            site: where the ranks are; None: one, in this process.
 
         Raises:
-            ConfigError: no such model, or one that cannot be trained here.
+            ConfigError: no such model, or one that cannot be trained here; or several ranks are
+                asked for, and there is no site.
         """
+        check_launched_once(config, site)
         t = config.trainer
+        start = _here if site is None else site.ranks
         group = start(
             Rank,
             config.model.path,
@@ -161,6 +158,10 @@ class Imitator(Learner):
         """
         for step in range(1, self.config.trainer.total_steps + 1):
             report(step, self.imitate(next(source), step))
+
+
+def _here(rank: type[Rank], *args: Any, **kwargs: Any) -> Group:
+    return Alone(rank(*args, **kwargs))
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
@@ -229,7 +230,7 @@ def new_causal_lm(
     return model.eval()
 
 
-# -- around the training ----------------------------------------------------------------------------
+# -- around the training ---------------------------------------------------------------------------
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -69,6 +70,10 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         alone = {} if ranks > 1 else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
+    known = AcceleratorState._shared_state.get("device")
+    if known and (known.type == "cuda") != use_cuda:
+        # Accelerate holds a process to its first device; there may be a run after another.
+        AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=not use_cuda, mixed_precision="bf16" if use_cuda else "no")
     if ranks == 1 and not use_cuda:
         return accelerator, None

@@ -11,7 +11,6 @@ checkpoint is small, and a killed run goes on as if nothing had happened.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +39,9 @@ from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.kl import KLController
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
+from agentrl.trainer.rank import Rank
 from agentrl.trainer.resume import RunLock, check_resumable, fingerprint
+from agentrl.trainer.site import Site, check_launched_once
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trainer.weights import Publisher
 from agentrl.trajectory import Group
@@ -55,28 +56,25 @@ class Trainer:
     controller.
     """
 
-    def __init__(self, config: Config, plan: Plan | None = None):
+    def __init__(self, config: Config, plan: Plan | None = None, site: Site | None = None):
         """Check everything that can be checked without a model.
 
         Args:
             config: the run's.
             plan: the run's, where its rows were loaded already.
+            site: where ranks and servers are; None: the learner is this process.
 
         Raises:
             UserError: all that is wrong with config, files and rows.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                "agentrl runs as one process: start it with plain `agentrl train`, not under"
-                " torchrun or `accelerate launch`"
-            )
+        check_launched_once(config, site)
         check_loggers(config.trainer.logger)
         if config.model.path == "tiny":
             raise ConfigError(
                 "model.path=tiny is a preset of the command line. In Python:"
                 " `from agentrl.demo import tiny_config; Trainer(tiny_config(overrides=[...]))`"
             )
-        self.config = config
+        self.config, self.site = config, site
         self.plan = plan or make_plan(config)
         if not config.trainer.val_only and len(self.plan.train) == 0:
             raise ConfigError("no training rows: give --dataset FILE (data.train)")
@@ -265,7 +263,9 @@ class Trainer:
         self.console.note(wiring(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
-        self.learner = Learner(config.model.path, config, total_steps=self.total_steps)
+        model, steps = config.model.path, self.total_steps
+        group = self.site.ranks(Rank, model, config, total_steps=steps) if self.site else None
+        self.learner = Learner(model, config, total_steps=steps, group=group)
         if checkpoint is not None:
             self.learner.load(checkpoint.folder)
             self.global_step = checkpoint.step
@@ -279,7 +279,8 @@ class Trainer:
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
         if config.rollout.name != "local":
             self.console.note(opening(config))
-        self.engine = open_engine(config, self.tokenizer)
+        places = self.site.places() if self.site else None
+        self.engine = open_engine(config, self.tokenizer, places)
         stack.callback(self.engine.close)
         check_model_fits(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(

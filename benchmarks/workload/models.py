@@ -20,6 +20,7 @@ from agentrl.testing.tokenizer import byte_tokenizer
 
 SHAPES = {  # hidden, MLP, layers, heads, KV heads, vocabulary, tied
     "small": (128, 256, 2, 4, 2, 512, True),
+    "tiny": (256, 768, 4, 4, 2, 8192, True),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),

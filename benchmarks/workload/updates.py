@@ -1,0 +1,103 @@
+"""Timing updates on the device there is: warm-up, turns, medians, memory, and its peak."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from workload.timing import cpu_seconds
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+GIB = 2**30
+PEAK = 790e12
+"""FLOP/s of an H200: what a product of two 8192 x 8192 matrices in bfloat16 reaches."""
+Update = Callable[[], object]
+
+
+@dataclass(slots=True)
+class Timed:
+    """What some updates took."""
+
+    warmup_s: float = 0.0
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.wall)
+
+    def once(self, update: Update) -> None:
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        finish(update)
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(cpu_seconds() - cpu)
+
+
+def say(name: str, value: float | None, unit: str, **context: object) -> None:
+    value = None if value is None else float(f"{value:.4g}")
+    where = {"device": torch.cuda.get_device_name() if GPU else "cpu"}
+    print(
+        json.dumps({"name": name, "value": value, "unit": unit, "context": context | where}),
+        flush=True,
+    )
+
+
+def finish(update: Update) -> None:
+    update()
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def measure(updates: Mapping[str, Update], steps: int) -> dict[str, Timed]:
+    """Warm up, then take turns."""
+    found = {name: Timed() for name in updates}
+    for name, update in updates.items():
+        began = time.perf_counter()
+        for _ in range(2 if GPU else 1):  # torch.compile compiles once more for another length
+            finish(update)
+        found[name].warmup_s = time.perf_counter() - began
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        for name, update in updates.items():
+            found[name].once(update)
+    return found
+
+
+def memory() -> dict[str, float | None]:
+    """GiB of this process: most held, and most taken from the device for that."""
+    if not GPU:
+        return {"peak_mem_gib": None, "peak_reserved_gib": None}
+    return {
+        "peak_mem_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+    }
+
+
+def peak_flops(given: float) -> float:
+    """Per second: of the device, or what a matrix product reaches on this CPU."""
+    if given or GPU:
+        return given or PEAK
+    x = torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(10):
+        began = time.perf_counter()
+        _ = x @ x
+        best = max(best, 2 * 1024**3 / (time.perf_counter() - began))
+    return best
+
+
+def release() -> None:
+    """Memory of what was measured before."""
+    gc.collect()
+    torch._dynamo.reset()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

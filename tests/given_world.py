@@ -1,0 +1,57 @@
+"""A learner whose models are given: what they say of each token is a tensor that holds a gradient.
+
+All between is real: targets, dealing out, packing, importance weights, losses.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.config import Config
+from agentrl.trainer.batch import Batch, Targets
+from agentrl.trainer.dispatch import Alone
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.packing import Packed
+from agentrl.trainer.rank import Rank
+
+SAID = ("logprobs", "entropy", "values")
+
+
+class Given(Rank):
+    """A rank that asks (B, T) tensors instead of models. The batch must be `tagged`."""
+
+    def __init__(self, config: Config, **said: Tensor):
+        self.config = config
+        self.device = torch.device("cpu")
+        self.accelerator: Any = SimpleNamespace(backward=Tensor.backward)
+        self.said = {name: x.clone().requires_grad_() for name, x in said.items()}
+        self.policy: Any = SimpleNamespace(logprobs=self._logprobs, peft=None)
+        self.critic: Any = SimpleNamespace(values=lambda packed: self._ask("values", packed))
+        still = SimpleNamespace(descend=lambda step: 1.0, forget=lambda: None)
+        self.optimizers: Any = {"actor": still, "critic": still}
+
+    def _ask(self, name: str, packed: Packed) -> Tensor:
+        return self.said[name].flatten()[packed.tokens]
+
+    def _logprobs(self, packed: Packed, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        entropy = self._ask("entropy", packed)
+        return self._ask("logprobs", packed), entropy if entropy_gradient else entropy.detach()
+
+
+def tagged(batch: Batch) -> Tensor:
+    """(B, T) `response_ids` that say which place each token has."""
+    return torch.arange(batch.response_ids.numel()).view(batch.response_ids.shape)
+
+
+def learned(
+    batch: Batch, targets: Targets, config: Config, **said: Tensor
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """One update on a `tagged` batch: its metrics, and the gradient to all that was said."""
+    rank = Given(config, **said)
+    metrics = Learner("", config, total_steps=1, group=Alone(rank)).update(batch, targets, 1)
+    gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in rank.said.items()}
+    return metrics, gradients
