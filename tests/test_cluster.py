@@ -496,8 +496,6 @@ def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, said):
         engines.beside(places, load_config(None, overrides).rollout, cpu=False)
 
 
-def test_servers_that_share_no_gpu_do_not_sleep(cluster):
-    with pytest.raises(ConfigError, match="no server shares a GPU with the learner"):
-        engines.elsewhere(load_config(None, ["rollout.sleep=all"]).rollout)
+def test_servers_of_their_own_gpus_need_some(cluster):
     with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
         engines.elsewhere(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)

@@ -267,6 +267,10 @@ def test_a_mistake_says_what_is_allowed(override, said):
             "penalize the same KL twice",
         ),
         (["trainer.nnodes=2"], "this machine alone. Start one on all machines"),
+        (
+            ["trainer.placement=separate", "rollout.sleep=all"],
+            "no server shares a GPU with the learner. Set rollout.sleep=none",
+        ),
         (["algorithm.kl_type=k1", "algorithm.kl_loss_coef=.1"], "Set algorithm.kl_type=k2 or k3"),
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),

@@ -180,15 +180,20 @@ CHANGES = {
     "trainer.resume": ("never", ["again"]),
     "trainer.seed": ("1", []),
     "trainer.device": ("cuda", []),
+    "trainer.nnodes": ("2", []),
+    "trainer.n_gpus_per_node": ("2", []),
+    "trainer.placement": ("separate", [*SERVER, "rollout.sleep=all"]),
+    "trainer.ray_address": ("127.0.0.1:1", []),
     "trainer.logger": ("[tensorboard]", []),
     "trainer.watchdog_s": ("0.1", ["data.agent_name=slow_every_key"]),
 }  # fmt: skip
-# No GPU here, no SGLang, no extras: what these do there is for tests of their own.
+# No GPU here, no SGLang, no cluster, no extras: what these do there is for tests of their own.
 REFUSED = (
     "optim.name",
     "trainer.device", "rollout.tool_format", "rollout.name", "rollout.python", "rollout.urls",
     "rollout.launch", "rollout.tensor_parallel_size", "rollout.sync", "rollout.lora",
-    "rollout.sleep", "rollout.deterministic",
+    "rollout.sleep", "rollout.deterministic", "trainer.nnodes", "trainer.n_gpus_per_node",
+    "trainer.placement", "trainer.ray_address",
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {

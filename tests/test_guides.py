@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl import play, registry
-from agentrl.config import FIELDS, load_config
+from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.config.verl_names import VERL_NAMES
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
@@ -27,6 +30,7 @@ PAGES = (
     "interactions",
     "rewards",
     "run_folder",
+    "scaling",
     "tokens",
     "tools",
     "verl",
@@ -96,6 +100,34 @@ def test_config_keys_exist(page):
         for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", said):
             if path.split(".")[0] in sections and not path.endswith((".md", ".py")):
                 assert path in FIELDS, f"{page}.md: no key {path}"
+
+
+@pytest.mark.parametrize("page", ["engines", "scaling"])
+def test_commands_load(page, tmp_path):
+    """None of them is a contradiction, and each key that is given does something."""
+    (tmp_path / "run.yaml").write_text("model: {path: models/mine}\ndata: {train: rows.jsonl}")
+    commands = [
+        line.partition("#")[0]
+        for block in blocks(page, "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if "agentrl train " in line
+    ]
+    assert len(commands) >= 3
+    for command in commands:
+        given = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
+        config = load_config(str(tmp_path / "run.yaml"), given)
+        assert not without_effect(config), command
+
+
+def test_the_command_for_a_laptop_is_wired(tiny_model):
+    (command,) = (b for b in blocks("scaling", "bash") if "--model tiny" in b)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["agentrl", "train"]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", *words[1:], "--dry-run"],
+        cwd=DOCS.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "all is wired." in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from learner_world import tiny_model
-from torch import arange, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +36,7 @@ def spread(monkeypatch) -> list[dict[str, Any]]:
     asked = []
     monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: asked.append(how))
     monkeypatch.setattr(sharding, "_fits_whole", lambda scorer, mesh: True)
+    monkeypatch.setattr(sharding, "COMPILE_FROM", 0)
     monkeypatch.setattr(torch, "compile", lambda function, **how: partial(_compiled, function))
     return asked
 
@@ -59,6 +60,12 @@ def around(layer: nn.Module) -> list[Any]:
         found.append(run.func)
         run = run.args[0]
     return found
+
+
+def test_a_small_model_is_not_compiled(spread, monkeypatch):
+    """Compiling takes longer than all of its run."""
+    monkeypatch.setattr(sharding, "COMPILE_FROM", 10**6)
+    assert [around(layer) for layer in on_gpus(optim())] == [[]] * 2
 
 
 def test_what_is_done_to_a_layer(spread):
@@ -117,9 +124,9 @@ def test_a_layer_that_keeps_nothing_is_run_again(recompute):
     scorer = Scorer(tiny_model())
     ran = []
     for layer in sharding.decoder_layers(scorer):
-        layer.self_attn.register_forward_hook(lambda *_: ran.append(1))
+        layer.get_submodule("self_attn").register_forward_hook(lambda *_: ran.append(1))
     sharding.shard(scorer, None, None, OptimConfig(recompute=recompute))
-    scorer(pack_row(arange(8)), lambda hidden: hidden.sum()).backward()
+    scorer(pack_row(range(8)), lambda hidden: hidden.sum()).backward()
     assert len(ran) == 2 * (1 + recompute)
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from agentrl.cluster import seat
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.seat import Failed
 from agentrl.config.rollout import RolloutConfig
+from agentrl.engine.server.files import check_seen, passing_folder
 from agentrl.engine.server.place import Place, Start
 from agentrl.engine.server.process import LOOPBACK, START_SECONDS, ServerProcess
 from agentrl.errors import ConfigError, EngineDead, EngineError
@@ -66,11 +66,6 @@ def elsewhere(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
         ConfigError: there are fewer.
     """
     each = config.tensor_parallel_size
-    if config.sleep != "none":
-        raise ConfigError(
-            f"rollout.sleep={config.sleep}: with trainer.placement=separate no server shares a GPU"
-            " with the learner. Set rollout.sleep=none"
-        )
     pool = ResourcePool(
         config.engines,
         each,
@@ -100,9 +95,9 @@ def _run(options: dict[str, Any], gpus: Sequence[str], start: Start) -> tuple[Re
         ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options).remote()
     )
     try:
-        with NamedTemporaryFile(prefix="agentrl-seen-") as probe:
+        with passing_folder() as probe:
             node = ray.get_runtime_context().get_node_id()
-            asked = host.start.remote(start, tuple(gpus), node, probe.name)
+            asked = host.start.remote(start, tuple(gpus), node, probe)
             found = _get(asked, HOST_SECONDS + START_SECONDS)
     except BaseException:
         ray.kill(host)
@@ -172,22 +167,18 @@ class EngineHost:
             start: how.
             gpus: those it sees, as CUDA_VISIBLE_DEVICES has them; none: those that Ray gave us.
             node: where those are who talk to it: only on another is it open to a network.
-            probe: a file where they write what servers are to read.
+            probe: a folder such as they write for servers to read.
 
         Returns:
             What `RemoteProcess` is made of, and the word of `start`.
 
         Raises:
-            ConfigError: this machine does not see the file.
+            ConfigError: this machine does not see it.
             AgentRLError: see `start`.
         """
         near = ray.get_runtime_context().get_node_id() == node
-        if not near and not Path(probe).exists():
-            raise ConfigError(
-                f"weights go to servers through files in {Path(probe).parent}, which"
-                f" {ray.util.get_node_ip_address()} does not see: set TMPDIR to a folder on a file"
-                " system that all machines see"
-            )
+        if not near:
+            check_seen(Path(probe), ray.util.get_node_ip_address())
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         process, word = start(LOOPBACK if near else ray.util.get_node_ip_address())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -72,6 +73,9 @@ class WorkerGroup:
         self._watchdog_s, self._deadline_s = watchdog_s, deadline_s
         self._over = ""
         """Why it is at its end."""
+        # An engine that is mended asks for weights beside the run; all ranks must be called in one
+        # order, since they meet in every call.
+        self._calling = threading.Lock()
         self.places: list[Place] = []
         actor = ray.remote(Seat)
         self._seats: list[Any] = [
@@ -161,11 +165,12 @@ class WorkerGroup:
                 raise ValueError(f"{name}: {len(first)} shares for {self.size} ranks")
             shares = [(share,) for share in first]
         given = ray.put((tuple(args), kwargs))  # once, whoever reads it
-        refs = [
-            seat.call.remote(name, self._watchdog_s, given, *share)
-            for seat, share in zip(self._seats, shares, strict=True)
-            if seat is self._seats[0] or how is not RANK_ZERO
-        ]
+        with self._calling:
+            refs = [
+                seat.call.remote(name, self._watchdog_s, given, *share)
+                for seat, share in zip(self._seats, shares, strict=True)
+                if seat is self._seats[0] or how is not RANK_ZERO
+            ]
         results = self._gather(name, refs)
         return results if how is SPLIT else results[0]
 

@@ -118,6 +118,11 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
         )
     if r.name == "vllm" and r.sync in ("ipc", "nccl"):
         yield f"rollout.sync={r.sync} is not for rollout.name=vllm: its weights go through files"
+    if c.trainer.placement == "separate" and r.sleep != "none":
+        yield (
+            f"rollout.sleep={r.sleep}: with trainer.placement=separate no server shares a GPU with"
+            " the learner. Set rollout.sleep=none"
+        )
     if r.name == "vllm" and r.sleep != "none":
         yield f"rollout.sleep={r.sleep} is not for rollout.name=vllm. Set rollout.sleep=none"
 
@@ -182,6 +187,7 @@ def without_effect(c: Config) -> list[str]:
         "optim.offload": on_cpu,
         "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
+        "trainer.placement": started or on_cpu,
         "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
     }
     if not c.data.val:

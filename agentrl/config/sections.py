@@ -150,7 +150,9 @@ class OptimConfig(Section):
         " work, a fraction of the memory",
     )
     compile: Literal["auto", "never"] = key(
-        "auto", "auto: layers are compiled (torch.compile) where they run on a GPU"
+        "auto",
+        "auto: layers are compiled (torch.compile) where they run on a GPU and the model is large"
+        " enough for it to pay, 100 million weights",
     )
     offload: Literal["none", "optimizer", "all"] = key(
         "none",

@@ -100,8 +100,8 @@ _OTHERWISE = {
     " which counts tokens",
     "trainer.balance_batch": "Not needed: rows are always balanced over the GPUs by tokens",
     "actor_rollout_ref.model.lora.merge": "Here: rollout.lora=merge",
-    "actor_rollout_ref.hybrid_engine": "Not needed: servers get the last GPUs, and with all of them"
-    " the trainer's",
+    "actor_rollout_ref.hybrid_engine": "Here: trainer.placement, colocated (verl's true) or"
+    " separate",
     f"{_ROLLOUT}.mode": "Not needed: rollouts are always asynchronous",
     f"{_ROLLOUT}.free_cache_engine": "Here: rollout.sleep, all or kv_cache (verl's true), or none",
     f"{_ROLLOUT}.multi_stage_wake_up": "Not needed: weights come back before the cache",

@@ -68,7 +68,8 @@ def _places(config: Config, cpu: bool) -> list[Place]:
     """The last GPUs, since the trainer is on the first.
 
     Raises:
-        ConfigError: there are fewer, or none that the trainer shares where one is to sleep.
+        ConfigError: there are fewer, or none that the trainer shares where one is to sleep, or one
+            where none is to be shared.
     """
     r = config.rollout
     if cpu:
@@ -79,6 +80,12 @@ def _places(config: Config, cpu: bool) -> list[Place]:
         raise ConfigError(
             f"rollout.engines={r.engines} times rollout.tensor_parallel_size={each} are"
             f" {r.engines * each} GPUs, but torch finds {found}"
+        )
+    if first == 0 and config.trainer.placement == "separate":
+        raise ConfigError(
+            f"trainer.placement=separate: rollout.engines={r.engines} times"
+            f" rollout.tensor_parallel_size={each} leave none of {found} GPUs to the trainer alone."
+            " Set trainer.placement=colocated, or one of them lower"
         )
     if first > 0 and r.sleep != "none":
         raise ConfigError(

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import safe_open
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.engine.base import Update
+from agentrl.engine.server.files import passing_folder
 from agentrl.errors import RunStopped
 from agentrl.trainer.batch import (
     Batch,
@@ -43,9 +43,6 @@ from agentrl.trainer.optimizer import Schedule
 from agentrl.trainer.packing import Micro, micro
 from agentrl.trainer.rank import Learns, Pass, Rank, Who
 from agentrl.trainer.schedule import deal
-
-SHARED_MEMORY = Path("/dev/shm")
-"""Files here are memory."""
 
 
 class Learner:
@@ -251,18 +248,18 @@ class Learner:
 
     def as_update(self, version: int) -> Update:
         """The policy as it is now, for an engine."""
-        return Update(version, self.export, self._ranks.save_adapter if self.lora else None)
+        adapter = self._ranks.save_adapter if self.lora else None
+        return Update(version, self.export, adapter, self._ranks.write_weights)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Named tensors of the plain model, for an engine: see `Policy.export`.
 
-        From ranks elsewhere they come through files in memory.
+        From ranks elsewhere they come through files.
         """
         if self.rank is not None:
             yield from self.rank.policy.export()
             return
-        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with TemporaryDirectory(prefix="agentrl-weights-", dir=memory) as folder:
+        with passing_folder() as folder:
             self._ranks.write_weights(Path(folder))
             for file in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(file, "pt") as weights:

@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainer.head import chosen_logprobs
 from agentrl.trainer.model import Scorer
 from agentrl.trainer.packing import Packed
-from agentrl.trainer.sharding import fill, is_rank_zero, whole
+from agentrl.trainer.sharding import fill, is_rank_zero, settle, whole
 
 SHAKE = 0.3
 """Norm of what a shaken adapter adds to a layer, as a share of the layer's own: about half a nat,
@@ -135,6 +135,7 @@ class Policy:
         try:
             yield
         finally:
+            settle(self.scorer)  # what learns are the pieces, not what was gathered of them
             self.peft.set_adapter(ACTOR)
             self._all_learn()
 
@@ -144,7 +145,10 @@ class Policy:
         assert self.peft is not None
         try:
             with self.peft.disable_adapter():
-                yield
+                try:
+                    yield
+                finally:
+                    settle(self.scorer)  # as above
         finally:
             self._all_learn()
 

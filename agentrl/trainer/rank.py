@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
-from agentrl.engine.server.files import write_weights
+from agentrl.engine.server.files import check_seen, write_weights
 from agentrl.registry import policy_losses
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
 from agentrl.trainer.kl import ESTIMATORS
@@ -282,12 +282,9 @@ class Rank:
 
     @dispatch(BROADCAST)
     def write_weights(self, folder: Path) -> int:
-        """Write what an engine needs (`Policy.export`) as safetensors.
-
-        Returns:
-            how many bytes.
-        """
+        """Write what an engine needs (`Policy.export`) as safetensors; how many bytes it is."""
         if is_rank_zero():
+            check_seen(folder)
             return write_weights(self.policy.export(), folder)
         for _ in self.policy.export():  # gathered by all
             pass
@@ -296,6 +293,8 @@ class Rank:
     @dispatch(BROADCAST)
     def save_adapter(self, folder: Path) -> None:
         """See `Policy.save_adapter`."""
+        if is_rank_zero():
+            check_seen(folder)
         self.policy.save_adapter(folder)
 
     @dispatch(BROADCAST)

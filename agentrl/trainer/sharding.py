@@ -35,6 +35,11 @@ from agentrl.config import OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.trainer.model import Scorer
 
+COMPILE_FROM = 10**8
+"""Weights from which on a run earns back the minute that compiling takes."""
+COMPILED_WAYS = 64
+"""Programs that a layer may be compiled to: with and without a gradient, each adapter or none of
+them, prompts shared or not. Past torch's own limit it would run uncompiled."""
 KEEP_WHOLE = 0.25
 """Weights that take less of a GPU's memory than this stay gathered between forward and backward."""
 
@@ -92,9 +97,15 @@ def shard(
         config: the section `optim`: recompute, compile, offload.
     """
     layers = decoder_layers(scorer)
+    on_gpu = mesh is not None and mesh.device_type == "cuda"
+    size = sum(p.numel() for p in scorer.parameters())
+    compiled = config.compile == "auto" and on_gpu and size >= COMPILE_FROM
+    if compiled:
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, COMPILED_WAYS)
     for layer in layers:
         # The layer's own function, and neither what surrounds it nor the hooks upon it.
-        if config.compile == "auto" and mesh is not None and mesh.device_type == "cuda":
+        if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if config.recompute:
             run = layer.forward

@@ -39,7 +39,8 @@ def check_launched_once(config: Config, site: Site | None) -> None:
         )
     if site is None and t.spread:
         raise ConfigError(
-            f"trainer.nnodes={t.nnodes} and trainer.n_gpus_per_node={t.n_gpus_per_node} need a"
-            " cluster. The command line opens it; in Python: `from agentrl.cluster import"
-            " open_site`, then `with open_site(config) as site: Trainer(config, site=site).run()`"
+            f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node},"
+            f" trainer.ray_address={t.ray_address!r} need a cluster. The command line opens it; in"
+            " Python: `from agentrl.cluster import open_site`, then `with open_site(config) as"
+            " site: Trainer(config, site=site).run()`"
         )

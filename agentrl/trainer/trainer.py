@@ -223,14 +223,17 @@ class Trainer:
         """Save what a stopped run has, if that is whole, and say so.
 
         Within an update it is not: half of its optimizer steps may be made. And a second signal
-        means at once.
+        means at once. That nothing can be saved hides no cause: ranks may be gone, a disk full.
         """
-        if self._whole and self.global_step > 0 and not self.interrupt.urgent:
-            self._save()
-        saved = find_checkpoint(self.folder, "auto")
-        if saved is None:
-            return "nothing was saved; the same command begins again"
-        return f"saved after step {saved.step}; the same command goes on from there"
+        lost = ""
+        try:
+            if self._whole and self.global_step > 0 and not self.interrupt.urgent:
+                self._save()
+        except RunStopped as e:
+            lost = f"{e}\n"
+        if (saved := find_checkpoint(self.folder, "auto")) is None:
+            return f"{lost}nothing was saved; the same command begins again"
+        return f"{lost}saved after step {saved.step}; the same command goes on from there"
 
     def _validate(self) -> dict[str, float]:
         self.clock.seconds.pop("testing", None)

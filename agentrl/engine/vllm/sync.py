@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from agentrl.engine.base import Update
 from agentrl.engine.server.answers import refusal
 from agentrl.engine.server.control import Control
-from agentrl.engine.server.files import write_weights
+from agentrl.engine.server.files import names_in, passing_folder, write_update
 from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.engine.vllm.proof import prove
 from agentrl.errors import ConfigError, EngineError
@@ -54,16 +53,9 @@ class DiskSender:
                 " tied to its embeddings, and vLLM would go on with the old head. Train LoRA"
                 " (model.lora_rank), or set rollout.name=sglang"
             )
-        with TemporaryDirectory(prefix="agentrl-weights-") as folder:
-            named: set[str] = set()
-
-            def noted() -> Iterator[tuple[str, Any]]:
-                for name, tensor in update.weights():
-                    named.add(name)
-                    yield name, tensor
-
-            sent = write_weights(noted(), Path(folder))
-            if missing := sorted(self._names - named):
+        with passing_folder() as folder:
+            sent = write_update(update, Path(folder))
+            if missing := sorted(self._names - names_in(Path(folder))):
                 raise ConfigError(
                     f"vLLM takes all weights at once, but {len(missing)} of {len(self._names)} are"
                     f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
@@ -105,7 +97,7 @@ class AdapterSender:
             self._unload(self._loaded[0])
         while len(self._folders) >= KEPT:
             self._folders.pop(0).cleanup()
-        self._folders.append(TemporaryDirectory(prefix="agentrl-adapter-"))
+        self._folders.append(passing_folder())
         folder = Path(self._folders[-1].name)
         update.adapter(folder)
         self._sent += 1

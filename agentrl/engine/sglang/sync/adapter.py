@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import uuid
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.engine.base import Update
 from agentrl.engine.server.control import Control
+from agentrl.engine.server.files import passing_folder
 from agentrl.engine.server.sender import SEND_SECONDS
 from agentrl.errors import EngineError, EngineNonsense
 
@@ -44,7 +44,7 @@ class AdapterSender:
             self._control.manage("/unload_lora_adapter", {"lora_name": lost})
         while len(self._loaded) >= RESIDENT:
             self._unload(self._loaded[0])
-        with TemporaryDirectory(prefix="agentrl-adapter-") as folder:
+        with passing_folder() as folder:
             update.adapter(Path(folder))
             body = {"lora_name": name, "lora_path": folder}
             self._control.manage("/load_lora_adapter", body, seconds=SEND_SECONDS)

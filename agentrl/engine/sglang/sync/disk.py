@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.engine.base import Update
 from agentrl.engine.server.control import Control
-from agentrl.engine.server.files import write_weights
+from agentrl.engine.server.files import passing_folder, write_update
 from agentrl.engine.server.sender import SEND_SECONDS
 
 
@@ -21,8 +20,8 @@ class DiskSender:
 
     def send(self, update: Update) -> int:
         """See `Sender`. Tensors that are not named keep their values."""
-        with TemporaryDirectory(prefix="agentrl-weights-") as folder:
-            sent = write_weights(update.weights(), Path(folder))
+        with passing_folder() as folder:
+            sent = write_update(update, Path(folder))
             # Not flushed with the update: there SGLang ends over a cache that is in use.
             body = {
                 "model_path": folder,
