@@ -36,6 +36,24 @@ def shipped_registries(own_registries):
         kind._things.update(things)
 
 
+@pytest.fixture(scope="module")
+def no_other_names():
+    """What other test files registered is put aside: ranks must have all names that a run has."""
+    from agentrl.cluster.ship import registered
+
+    things = {kind.kind: kind._things for kind in vars(registry).values()
+              if isinstance(kind, registry.Registry)}  # fmt: skip
+
+    def take():
+        return {(k, n): things[k].pop(n) for k, names in registered().items() for n in names}
+
+    others = take()
+    yield
+    take()
+    for (kind, name), thing in others.items():
+        things[kind][name] = thing
+
+
 @pytest.fixture(autouse=True)
 def own_registries():
     """What a test registers, and the user files it loads, are gone after it."""

@@ -31,7 +31,11 @@ from agentrl.http import fetch
 from agentrl.registry import load_file
 from agentrl.trainer.dispatch import BROADCAST, RANK_ZERO, SPLIT, dispatch
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_other_names"),
+]
 # This file is no module of the ranks'.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -26,7 +26,11 @@ from agentrl.trainer import Trainer
 from agentrl.trainer.checkpoint import find_checkpoint
 from agentrl.trainer.tracking import read_metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("no_other_names"),
+]
 
 ROOT = Path(__file__).parent.parent
 # Losses of the user's that are the end of rank 1: in its second step, within the update or, once
