@@ -201,9 +201,11 @@ def _piece_by_piece(
     p = 0
     for count in layout.responses:
         for r in range(p + 1, p + 1 + count):
-            # The prompt's own queries are asked again with every response: that keeps the square
-            # form that the fast kernels know, and costs attention only, no linear layer.
+            # The prompt's queries are asked again with every response: that keeps the square form
+            # that fast kernels know, and costs attention only.
             q, k, v = (torch.cat([x[p], x[r]], dim=2) for x in (queries, keys, values))
+            if q.is_cuda:  # gradients of transposed ones were found wrong (torch 2.11, an H200)
+                q, k, v = (x.contiguous() for x in (q, k, v))
             band = _band(q.shape[2], window, q.device)
             y = scaled_dot_product_attention(
                 q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=True

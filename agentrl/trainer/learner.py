@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -32,15 +31,14 @@ from agentrl.trainer.batch import (
     Batch,
     Rows,
     Targets,
-    check_logprobs,
     mini_batch_count,
     mini_batch_of,
 )
 from agentrl.trainer.diagnostics import target_metrics
 from agentrl.trainer.dispatch import Alone, Group
-from agentrl.trainer.mismatch import mismatch, weight_metrics
 from agentrl.trainer.optimizer import Schedule
 from agentrl.trainer.packing import Micro, micro
+from agentrl.trainer.policy_update import PolicyUpdate
 from agentrl.trainer.rank import Learns, Pass, Rank, Who
 from agentrl.trainer.schedule import deal
 
@@ -155,7 +153,7 @@ class Learner:
         a = self.config.algorithm
         mini_batch = mini_batch_of(len(batch.rewards), a.mini_batch_size)[batch.rollout]
         collected: dict[str, list[float]] = defaultdict(list)
-        policy = _PolicyUpdate(self.config, batch, targets, check) if learn_policy else None
+        policy = PolicyUpdate(self.config, batch, targets, check) if learn_policy else None
         for epoch in range(a.ppo_epochs):
             for m in range(int(mini_batch.max()) + 1):
                 here = mini_batch == m
@@ -173,7 +171,7 @@ class Learner:
 
     def _learn_policy(
         self,
-        policy: _PolicyUpdate,
+        policy: PolicyUpdate,
         here: Tensor,
         step: int,
         *,
@@ -295,55 +293,6 @@ class Learner:
     def close(self) -> None:
         """End the ranks."""
         self._ranks.close()
-
-
-class _PolicyUpdate:
-    """What the optimizer steps of one batch have in common."""
-
-    def __init__(
-        self,
-        config: Config,
-        batch: Batch,
-        targets: Targets,
-        check: Callable[[Mapping[str, float]], None] | None,
-    ):
-        self.batch = batch
-        self.mask = batch.action_mask
-        self.compared: dict[str, float] = {}
-        self.given_old = targets.old_logprobs is not None
-        self._a = a = config.algorithm
-        self._targets, self._check = targets, check
-        taught = self.mask & (targets.advantages != 0)
-        self.moves = self.mask if a.kl_loss_coef or a.entropy_coef else taught
-        given = targets.old_logprobs
-        self.old = torch.zeros_like(batch.rollout_logprobs) if given is None else given
-        if self.given_old:
-            self.compare()
-
-    def columns(self, finding: bool) -> dict[str, Tensor]:
-        """(B, T) each: what the loss needs; `finding`: the old logprobs are not known yet."""
-        t = self._targets
-        columns = {"weights": t.weights, "advantages": t.advantages}
-        if not finding:
-            columns["old"] = self.old
-        if self._a.tis_cap:
-            columns["rollout"] = self.batch.rollout_logprobs
-        if self._a.kl_loss_coef:
-            assert t.reference_logprobs is not None
-            columns["reference"] = t.reference_logprobs
-        return columns
-
-    @cached_property
-    def _ran(self) -> Tensor:
-        return self.mask if self.given_old else self.mask & self.moves.any(1)[:, None]
-
-    def compare(self) -> None:
-        """Engine against trainer, as soon as `old` is known."""
-        check_logprobs(self.batch, self.old, self._ran, "trainer")
-        self.compared |= mismatch(self.batch, self.old, self._ran)
-        self.compared |= weight_metrics(self.batch, self.old, self._ran, self._a)
-        if self._check:
-            self._check(self.compared)
 
 
 SUMMED = ("grad_norm", "pg_loss", "kl_loss", "vf_loss")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import RunStopped
@@ -53,19 +53,21 @@ def mismatch(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, floa
     old, engine = old_logprobs[mask].double(), batch.rollout_logprobs[mask].double()
     if not len(old):
         return {}
-    gaps = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, old - engine)
-    far = gaps.abs()
-    metrics = {MEAN: far[mask].mean().item(), "rollout_corr/logprob_diff_max": far.max().item()}
-    places = {name: batch.turn == k for k, name in enumerate(TURNS[:-1])}
-    places[TURNS[-1]] = batch.turn >= len(TURNS) - 1
-    places["after_observation"] = torch.zeros_like(mask)
-    places["after_observation"][:, 1:] = ~batch.response_mask[:, :-1]
-    for name, place in places.items():
-        if (here := place & mask).any():
+    # Flat from here on: rows are as wide as the longest of them.
+    gaps = old - engine
+    far, turn = gaps.abs(), batch.turn[mask]
+    metrics = {MEAN: far.mean().item(), "rollout_corr/logprob_diff_max": far.max().item()}
+    places = {name: turn == k for k, name in enumerate(TURNS[:-1])}
+    places[TURNS[-1]] = turn >= len(TURNS) - 1
+    observed = nn.functional.pad(~batch.response_mask[:, :-1], (1, 0))
+    places["after_observation"] = observed[mask]
+    for name, here in places.items():
+        if here.any():
             metrics[f"{MEAN}/{name}"] = far[here].mean().item()
 
-    of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, batch.rollout, gaps.sum(1))
-    compared = batch.rollout[mask.any(1)].unique()
+    owner = batch.rollout.repeat_interleave(mask.sum(1))  # (N,)
+    of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, owner, gaps)
+    compared = owner.unique()
     apart, error = (old.exp() - engine.exp()).abs(), (old - engine).expm1().abs()
     return metrics | {
         "rollout_corr/kl": k1(engine, old).mean().item(),
@@ -104,7 +106,13 @@ def weight_metrics(
     """
     if not config.tis_cap or not mask.any():
         return {}
-    ratios = importance_ratios(old_logprobs, batch.rollout_logprobs, mask, config.tis_level)[mask]
+    both = old_logprobs, batch.rollout_logprobs
+    if config.tis_level == "token":
+        old, engine = (x[mask] for x in both)
+        ratios = importance_ratios(old, engine, torch.ones_like(old, dtype=torch.bool), "token")
+    else:  # sums over rows that observations make wider: in float32 they would round otherwise
+        old, engine = (x.double() for x in both)
+        ratios = importance_ratios(old, engine, mask, "sequence")[mask].float()
     high = (ratios > config.tis_cap).float().mean().item()
     low = (ratios < 1 / config.tis_cap).float().mean().item()
     metrics = {

@@ -73,12 +73,13 @@ def step(learner: Learner, batch, number: int) -> dict[str, float]:
 WORLDS = {
     "full": {},
     "eager": {"optim__compile": "never"},
-    "lora": {"model__lora_rank": 8},
+    "lora": {"model__lora_rank": 8, "optim__lr": 1e-3},
     "recompute": {"optim__recompute": True},
     "critic": {"algorithm__name": "ppo"},
     "shared critic, recompute": {
         "algorithm__name": "ppo",
         "model__lora_rank": 8,
+        "optim__lr": 1e-3,
         "optim__recompute": True,
     },
     "offload": {"optim__offload": "all"},
@@ -91,15 +92,20 @@ WORLDS = {
 def test_an_update_is_that_of_the_cpu(folder, batch, world):
     keys = WORLDS[world]
     gpu, cpu = (learner_on(folder, device, **keys) for device in ("cuda", "cpu"))
+    mask = batch.response_mask
+
+    def apart() -> float:
+        return (gpu.logprobs(batch) - cpu.logprobs(batch))[mask].abs().mean().item()
+
+    noise = apart()
     for number in (1, 2, 3):
         found, expected = step(gpu, batch, number), step(cpu, batch, number)
         for name in ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss"):
             if name in expected:
-                assert found[name] == pytest.approx(expected[name], rel=0.08, abs=2e-3), name
-    mask = batch.response_mask
-    apart = (gpu.logprobs(batch) - cpu.logprobs(batch))[mask].abs().mean()
-    moved = (cpu.logprobs(batch) - batch.rollout_logprobs)[mask].abs().mean()
-    assert apart < CLOSE * moved
+                assert found[name] == pytest.approx(expected[name], rel=0.03, abs=2e-3), name
+    moved = (cpu.logprobs(batch) - batch.rollout_logprobs)[mask].abs().mean().item()
+    assert apart() < 2 * noise + CLOSE * moved
+    assert moved > 5 * noise  # else nothing would be shown
 
 
 def test_the_first_pass_is_the_old_policys(folder, batch):
