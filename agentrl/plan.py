@@ -94,6 +94,23 @@ def make_plan(config: Config) -> Plan:
     return Plan(config, rows[0], rows[1], scorer)
 
 
+def check_policy_learns(plan: Plan) -> None:
+    """Refuse a run that would be over before its policy's first step.
+
+    Raises:
+        ConfigError: all of its steps are the critic's alone.
+    """
+    algorithm = plan.config.algorithm
+    if not plan.train or plan.config.trainer.val_only or not algorithm.critic:
+        return
+    alone, steps = algorithm.critic_warmup, plan.total_steps
+    if alone >= steps:
+        raise ConfigError(
+            f"algorithm.critic_warmup={alone} of {steps} steps: the policy would never"
+            " learn. Set it lower, or play more steps (trainer.total_steps, trainer.total_epochs)"
+        )
+
+
 def _unknown_parts(config: AlgorithmConfig) -> list[str]:
     """What is said of parts of the algorithm that nobody registered."""
     named = {
@@ -242,13 +259,26 @@ def wiring(plan: Plan) -> str:
         size = config.data.batch_size * config.rollout.n
         mini = config.algorithm.mini_batch_size or size
         updates = -(-size // mini) * config.algorithm.ppo_epochs
+        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        spread = f" on {ranks} ranks" if ranks > 1 else ""
         lines.append(
             f"a step: {config.data.batch_size} prompts x {config.rollout.n} rollouts = {size}"
             f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
-            f" ({config.algorithm.name}); {plan.total_steps} steps"
+            f"{spread} ({_named(config.algorithm)}); {plan.total_steps} steps"
         )
         lines += _beside(config)
     return "\n".join(lines)
+
+
+def _named(config: AlgorithmConfig) -> str:
+    """An algorithm's name, and which of its parts are others than the name says."""
+    row = AlgorithmConfig.model_validate({"name": config.name})
+    others = [
+        f"{part}={getattr(config, part)}"
+        for part in ("adv_estimator", "policy_loss", "loss_agg_mode")
+        if getattr(config, part) != getattr(row, part)
+    ]
+    return f"{config.name} with {', '.join(others)}" if others else config.name
 
 
 def _beside(config: Config) -> Iterator[str]:

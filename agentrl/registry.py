@@ -184,6 +184,12 @@ def shelf_folder() -> Path:
     return installed if installed.is_dir() else here.parent / "tools_registry"
 
 
+def where_to_load(*names: str) -> str:
+    """What to do for names that no loaded file defines; whose file is on the shelf is named."""
+    on_shelf = [n for n in names if n.isidentifier() and (shelf_folder() / f"{n}.py").is_file()]
+    return " ".join(["Load its file with --file", *(SHELF + name for name in on_shelf[:1])])
+
+
 def resolve_file(name: str) -> Path:
     """The path of a user file, or of a tool on the shelf for `shelf:NAME`.
 

@@ -193,6 +193,26 @@ def test_what_ships_is_what_the_registry_says_does():
         assert kind.get(name).__name__ == name
 
 
+@pytest.mark.parametrize(
+    ("returns", "wrong"),
+    [
+        (lambda r: r, r"a tensor of shape \(4, 4\), no pair"),
+        (lambda r: None, "None, no pair"),
+        (lambda r: (r, None, {}), "a tuple of 3, no pair"),
+        (lambda r: (r.tolist(), None), "a list of 4 for the advantages"),
+        (lambda r: (r, r[0]), r"a tensor of shape \(4,\) for the returns"),
+    ],
+)
+def test_what_an_estimator_must_return_is_said(monkeypatch, returns, wrong):
+    kind = registry.advantage_estimators
+    monkeypatch.setattr(kind, "_things", dict(kind._things))
+    registry.advantage_estimator("mine")(lambda b, r, v, c: returns(r))
+    batch, keys = world(algorithm__adv_estimator="mine")
+    said = f"the advantage estimator 'mine' returned {wrong}. It must return .advantages, returns"
+    with pytest.raises(UserCodeError, match=said):
+        make_targets(batch, keys, None, None, None)
+
+
 def test_one_of_your_own(monkeypatch):
     kind = registry.advantage_estimators
     monkeypatch.setattr(kind, "_things", dict(kind._things))
@@ -207,9 +227,8 @@ def test_one_of_your_own(monkeypatch):
     registry.advantage_estimator("one a rollout")(lambda b, r, v, c: (b.rewards, None))
     registry.advantage_estimator("infinite")(lambda b, r, v, c: (r / 0, None))
     _, keys = world(algorithm__adv_estimator="one a rollout")
-    with pytest.raises(
-        UserCodeError, match=r"returned \(4,\) numbers, not \(B, T\), here \(4, 4\)"
-    ):
+    said = r"a tensor of shape \(4,\) for the advantages. It must .* \(B, T\) .*, here \(4, 4\)"
+    with pytest.raises(UserCodeError, match=said):
         make_targets(batch, keys, None, None, None)
     _, keys = world(algorithm__adv_estimator="infinite")
     with pytest.raises(RunStopped, match="estimator 'infinite' is not finite"):

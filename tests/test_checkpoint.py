@@ -469,6 +469,17 @@ def test_values_that_went_through_a_file_are_the_same():
     check_same_run(saved, now)
 
 
+@pytest.mark.parametrize("key", ["total_steps", "total_epochs"])
+def test_the_length_may_change_where_the_learning_rate_does_not_depend_on_it(key):
+    steady, falls = {"optim": {"lr_final": 1.0}}, {"optim": {"lr_final": 0.3}}
+    before, after = {"trainer": {key: 2}}, {"trainer": {key: 3}}
+    check_same_run(steady | before, steady | after)
+    with pytest.raises(ConfigError, match=rf"lr_final: 1\.0 .*\n  trainer.{key}: 2 "):
+        check_same_run(steady | before, falls | after)
+    with pytest.raises(ConfigError, match=f"trainer.{key}: 2 .*\\n.*with 0.3 the learning rate"):
+        check_same_run(falls | before, falls | after)
+
+
 def test_what_may_change_moves_no_weight():
     told = {k for k in MAY_CHANGE if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")}
     # Where servers are, how they run, how the same policy goes to them, and what a pass costs.

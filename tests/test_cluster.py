@@ -1,6 +1,7 @@
 """Ray for real, on this machine's CPUs: groups of two ranks that meet over gloo."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,10 +20,11 @@ pytest.importorskip("ray")
 
 import ray
 
-from agentrl.cluster import connect, engines
+from agentrl.cluster import connect, engines, open_site
 from agentrl.cluster.connect import check_ray, check_reachable, connected
-from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.group import WorkerGroup, exit_detail
 from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.seat import raised_at
 from agentrl.cluster.ship import Shipment, laid_down
 from agentrl.config import load_config
 from agentrl.engine.server.process import ServerProcess
@@ -215,6 +217,16 @@ def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
     assert time.monotonic() - began < 2
 
 
+def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
+    config = load_config(None, ["trainer.n_gpus_per_node=2"])
+    said = r"n_gpus_per_node=2: 2 GPUs are asked for, and none is here\. .* trainer.device=cpu"
+    with pytest.raises(ConfigError, match=said), open_site(config):
+        raise AssertionError
+    # One that nobody asked for is no reason.
+    with open_site(load_config(None, [])):
+        pass
+
+
 def test_what_others_hold_is_waited_for_and_named(cluster):
     held = ResourcePool(1, 3, gpu=False, why="held")
     try:
@@ -358,13 +370,48 @@ def test_a_bug_names_its_rank_and_shows_its_line(one):
     with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
         group.raising(0, "x")
     assert "raise UserError" in str(e.value.__cause__), "the line that raised"
+    assert re.search(r"'x' \(\S+test_cluster\.py:\d+: raise UserError.*\)$", str(e.value))
+
+
+def test_the_line_of_a_bug_is_the_users(tmp_path):
+    """Not that of the library which he gave nonsense, nor of what called him."""
+    file = tmp_path / "bad.py"
+    file.write_text("import json\n\n\ndef loss(text):\n    return json.loads(text)\n")
+    names = {}
+    exec(compile(file.read_text(), file, "exec"), names)
+    with pytest.raises(ValueError) as e:
+        names["loss"]("{")
+    assert raised_at(e.value) == f" ({file}:5: return json.loads(text))"
+    with pytest.raises(KeyError) as e:
+        load_config(None, []).value("no.such")
+    assert raised_at(e.value).startswith(f" ({__file__}:")
+    assert raised_at(KeyError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (
+            "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker"
+            " exits with\ncode 2. End of file. Some common causes include: (1) killed, or (2) not.",
+            "Worker exits with code 2. End of file.",
+        ),
+        ("Its node\n  was lost. It is so.", "Its node was lost. It is so."),
+        ("Causes: (1) this (2) that", "it does not say how"),
+    ],
+)
+def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
+    assert exit_detail(words) == known
 
 
 def test_a_rank_that_is_killed_stops_the_run(doomed):
     began = time.monotonic()
     gone = doomed.places[1].pid
-    with pytest.raises(RunStopped, match=rf"rank 1 of 2 \(process {gone} on .* its process ended"):
+    with pytest.raises(
+        RunStopped, match=rf"rank 1 of 2 \(process {gone} on .* its process ended"
+    ) as e:
         doomed.killed(1)
+    assert "causes" not in str(e.value) and len(str(e.value).splitlines()[0]) < 200
     assert time.monotonic() - began < 10
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.config import FIELDS, Config, RolloutConfig, load_config, without_effect
+from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
 from agentrl.config.page import page
 from agentrl.config.sources import assignment, parse_value
@@ -243,6 +244,21 @@ def test_diff_against_another_config():
             "algorithm.filter_groups.enable=true",
             "verl's name. Here: algorithm.filter_groups=true",
         ),
+        ("trainer.save_freq=-1", "verl's -1 is 0 here. It must be a whole number >= 0"),
+        ("trainer.test_freq=-1", "verl's -1 is 0 here"),
+        ("trainer.logger=[console]", "the console is always on: leave it out. It must be a list"),
+        ("trainer.logger=console", "the console is always on: leave it out"),
+        (
+            "actor_rollout_ref.actor.use_torch_compile=false",
+            "verl's name. Here: optim.compile",
+        ),
+        (
+            "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+            "verl's name. Here: optim.offload=all",
+        ),
+        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "verl's name. Here: optim.lr_final"),
+        ("critic.ppo_micro_batch_size_per_gpu=4", "verl's name. Here: optim.micro_batch_tokens"),
+        ("trainer.max_actor_ckpt_to_keep=1", "verl's name. Not here: the two newest"),
         ("trainer.balance_batch=true", "verl's name. Not needed: rows are always balanced over"),
         (
             "actor_rollout_ref.actor.fsdp_config.param_offload=true",
@@ -388,6 +404,31 @@ def test_settings_without_effect_are_named():
     ]
     more = ["model.lora_rank=4", "algorithm.name=ppo", "data.val=x"]
     assert without_effect(load_config(None, [*config.diff(), *more])) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ["turns earn nothing"]),
+        (["reward.turn_weight=1"], []),
+        (["reward.tool_weight=.5"], []),
+        (["algorithm.kl_reward_coef=.1"], []),  # which turns pay
+        (["reward.turn_weight=1", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"], []),
+        (
+            ["reward.turn_weight=1", "algorithm.loss_agg_mode=token-mean"],
+            ["algorithm.loss_agg_mode=token-mean biases"],
+        ),
+        (
+            ["algorithm.loss_agg_mode=seq-mean-token-mean"],
+            ["turns earn nothing", "seq-mean-token-mean biases"],
+        ),
+        (["algorithm.adv_estimator=rloo", "algorithm.loss_agg_mode=token-mean"], []),
+    ],
+)
+def test_what_a_run_may_not_mean(overrides, said):
+    found = list(doubtful(load_config(None, ["algorithm.name=turn_rloo", *overrides])))
+    assert len(found) == len(said)
+    assert all(word in note for word, note in zip(said, found, strict=True))
 
 
 @pytest.mark.parametrize(

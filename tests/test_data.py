@@ -391,6 +391,14 @@ def test_two_tools_that_offer_the_same_function(tmp_path):
     assert "['notebook', 'diary'] offer 'write'" in refused(path, check=True)
 
 
+def test_a_tool_on_the_shelf_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.tools, "_things", {})
+    rows = [{"prompt": "a", "tools": [name]} for name in ("calculator", "../calculator", "other")]
+    said = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
+    assert said[0].endswith("Registered: none. Load its file with --file shelf:calculator")
+    assert all(line.endswith("Load its file with --file") for line in said[1:])
+
+
 def test_duplicate_ids_are_refused(tmp_path):
     path = jsonl(tmp_path, *({"id": i, "prompt": "a"} for i in ("x", "y", "x")))
     assert "row 2, id: 'x' is row 0's id already" in refused(path)

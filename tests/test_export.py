@@ -229,6 +229,13 @@ def test_the_command(said, lora, random_model, tmp_path):
     assert said(root, tmp_path / "a").startswith("error: ")
 
 
+def test_what_does_nothing_is_noted(said, lora, full, tmp_path):
+    told = said(lora[0], tmp_path / "a", "--dtype", "bfloat16")
+    assert "note: --dtype bfloat16 does nothing without --merge" in told
+    told = said(full[0], tmp_path / "b", "--merge", "--dtype", "bfloat16")
+    assert "note: --merge does nothing: all weights were trained" in told and "--dtype" not in told
+
+
 def test_a_damaged_checkpoint_is_skipped_aloud(said, full, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(full[0], run)

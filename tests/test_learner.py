@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import warnings
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.registry import policy_loss, policy_losses
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, Targets, collate
@@ -344,6 +346,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
     assert all(math.isfinite(v) for v in metrics.values())
 
 
+def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch, monkeypatch):
+    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    policy_loss("mine")(lambda logprobs, old, a, mask, config: (logprobs * NAN, {}))
+    learner = Learner(folder, config(**FULL, algorithm__policy_loss="mine"), total_steps=1)
+    with pytest.raises(RunStopped, match=r"first suspect is the policy loss 'mine'"):
+        step(learner, batch)
+    learner = Learner(folder, config(**FULL), total_steps=1)
+    with pytest.raises(RunStopped, match=r"not made\. A lower learning rate"):
+        targets = targets_of(learner, batch)
+        learner.update(batch, replace(targets, advantages=targets.advantages * NAN), 1)
+
+
 # --- before a weight moves ----------------------------------------------------------------------
 
 # Old logprobs found on the first pass, or given; rows that cannot move the policy; a critic.
@@ -523,6 +537,14 @@ def adapter(folder, tmp_path_factory) -> Path:
 def as_peft_says(folder: Path, adapter: Path, batch: Batch) -> torch.Tensor:
     base = AutoModelForCausalLM.from_pretrained(folder)
     return plain_logprobs(PeftModel.from_pretrained(base, str(adapter)).eval(), batch)  # type: ignore
+
+
+def test_peft_s_old_name_for_checkpointing_is_nobody_s_concern(folder, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        learner = Learner(folder, config(**LORA | PPO), total_steps=1)
+        learner.save_pretrained(tmp_path / "adapter")
+        Learner(tmp_path / "adapter", config(), total_steps=1)  # merged at loading
 
 
 def test_an_engine_samples_from_the_base_with_its_adapter(folder, adapter, batch):

@@ -12,9 +12,10 @@ from torch import tensor
 
 from agentrl.config import AlgorithmConfig, load_config
 from agentrl.config.checks import without_effect
-from agentrl.registry import policy_losses
+from agentrl.errors import UserCodeError
+from agentrl.registry import policy_loss, policy_losses
 from agentrl.trainer.head import chosen_logprobs
-from agentrl.trainer.losses import cispo, gspo, ratio, value_loss, vanilla
+from agentrl.trainer.losses import cispo, gspo, ratio, token_losses, value_loss, vanilla
 
 LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
@@ -34,6 +35,36 @@ def apply(loss, ratios, advantages, config=CONFIG):
 
 def test_they_are_registered_by_their_names():
     assert {name: policy_losses.get(name) for name in LOSSES} == LOSSES
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        (lambda x: -x, r"a tensor of shape \(1, 5\), no pair"),
+        (lambda x: (-x, {}, 0), "a tuple of 3, no pair"),
+        (lambda x: (-x.mean(), {}), r"a tensor of shape \(\) for the loss"),
+        (lambda x: (-x[:, 1:], {}), r"a tensor of shape \(1, 4\) for the loss"),
+        (lambda x: (-x, None), "None for the counts"),
+        (lambda x: (-x, {"far": 0.5}), "a float for the count 'far'"),
+        (lambda x: (-x.detach(), {}), "a loss that does not depend on `logprobs`"),
+    ],
+)
+def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
+    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    policy_loss("mine")(lambda logprobs, old, advantages, mask, config: made(logprobs))
+    given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
+    said = f"the policy loss 'mine' returned {wrong}.* It must return .loss, counts.*here .1, 5."
+    with pytest.raises(UserCodeError, match=said):
+        token_losses(*given, AlgorithmConfig(policy_loss="mine"))
+
+
+def test_a_kl_alone_may_learn(monkeypatch):
+    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    policy_loss("none")(lambda logprobs, old, advantages, mask, config: (old * 0, {}))
+    config = AlgorithmConfig(policy_loss="none", kl_loss_coef=0.1)
+    mask = torch.ones_like(RATIOS).bool()
+    loss, counts = token_losses(RATIOS.clone().requires_grad_(), RATIOS, RATIOS, mask, config)
+    assert not loss.any() and counts == {}
 
 
 # --- vanilla --------------------------------------------------------------------------------------

@@ -92,6 +92,22 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     assert played(output) == played(straight)
 
 
+def test_a_run_that_is_done_is_lengthened(command, tmp_path):
+    """As if it had been that long from the beginning, where no rate depends on the length."""
+    steady = [*command, "optim.lr_final=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
+    steady += ["data.batch_size=2", "rollout.n=2", "val.n=1"]
+    run([*steady, "trainer.total_steps=2"], tmp_path / "longer")
+    assert "going on from step 2" in run([*steady, "trainer.total_steps=3"], tmp_path / "longer")
+    run([*steady, "trainer.total_steps=3"], tmp_path / "straight")
+    longer, straight = (dict(metrics(tmp_path / name)) for name in ("longer", "straight"))
+    assert longer.keys() == straight.keys() == {1, 2, 3}
+    assert longer[3] == straight[3] and longer[1] == straight[1]
+    model = "model/model.safetensors"
+    assert (tmp_path / "longer" / model).read_bytes() == (
+        tmp_path / "straight" / model
+    ).read_bytes()
+
+
 def test_the_trainer_agrees_with_the_engine_at_the_first_update(straight):
     first = dict(metrics(straight))[1]
     assert first["training/rollout_ratio_error_mean"] < 1e-6

@@ -16,13 +16,22 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from agentrl import registry
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.cli import main
+from agentrl.config import FIELDS
 from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.conversations import Example, load_examples
 from agentrl.trainer.packing import micro
-from agentrl.trainer.sft import KEYS, Imitator, batches, imitation, new_causal_lm, rows_of
+from agentrl.trainer.sft import (
+    FLAGS,
+    KEYS,
+    Imitator,
+    batches,
+    imitation,
+    new_causal_lm,
+    rows_of,
+)
 from agentrl.trajectory import token_array
 
 END = 258  # <|im_end|>
@@ -266,7 +275,7 @@ def test_a_loss_that_is_no_number_stops(folder):
     with torch.no_grad():
         next(iter(learner.rank.policy.model.parameters())).fill_(math.nan)
     before = weights(learner)
-    with pytest.raises(RunStopped, match=r"step 1: .*loss=nan.*lower learning rate"):
+    with pytest.raises(RunStopped, match=r"step 1: .*loss=nan.*lower learning rate.*cure\.$"):
         learner.fit(batches([example(b"a", b"b")], 1, seed=0))
     after = weights(learner)
     assert all(torch.equal(after[n].nan_to_num(), before[n].nan_to_num()) for n in before)
@@ -290,7 +299,13 @@ def test_keys_of_learner_and_ranks_are_taken(folder):
     assert config.optim.recompute and config.optim.lr_final == 0.5
     with pytest.raises(ConfigError, match="need a cluster"):
         Imitator(config)
-    for key in ("rollout.n", "optim.critic_lr", "optim.lr"):
+    for key, flag in FLAGS.items():
+        assert key in FIELDS and key not in KEYS
+        with pytest.raises(ConfigError, match=f"{key} is a flag here: {flag}$"):
+            imitation(folder, steps=10, overrides=[f"{key}=1"])
+    with pytest.raises(ConfigError, match=r"imitation\. Did you mean 'optim\.offload'\? Choose"):
+        imitation(folder, steps=10, overrides=["optim.ofload=all"])
+    for key in ("rollout.n", "optim.critic_lr"):
         with pytest.raises(ConfigError, match=f"{key} is not for imitation. Choose from {KEYS[0]}"):
             imitation(folder, steps=10, overrides=[f"{key}=1"])
 

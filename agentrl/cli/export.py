@@ -51,5 +51,13 @@ def export(
     made = make(checkpoint, out, merge=merge, dtype=dtype.value, model=model)
     for line in made.checkpoint.skipped:
         typer.echo(f"skipped: {line}")
+    if merge and not made.lora:
+        typer.echo("note: --merge does nothing: all weights were trained, no adapter", err=True)
+    if made.adapter and dtype is not Precision.auto:
+        typer.echo(
+            f"note: --dtype {dtype.value} does nothing without --merge: an adapter is written as it"
+            " was saved",
+            err=True,
+        )
     what = f"an adapter for {made.base}" if made.adapter else "a model"
     typer.echo(f"{out}: {what}, as trained to step {made.checkpoint.step}")

@@ -67,9 +67,10 @@ def train(
         _check(settings)
         return
     from agentrl.demo import resolve
-    from agentrl.plan import make_plan
+    from agentrl.plan import check_policy_learns, make_plan
 
     plan = make_plan(settings)
+    check_policy_learns(plan)
     plan = replace(plan, config=resolve(settings))
     from agentrl.cluster import open_site
     from agentrl.trainer import Trainer
@@ -111,8 +112,9 @@ def check(
 def _tell(plan: Plan) -> None:
     """What the user may not have meant."""
     from agentrl.config import without_effect
+    from agentrl.config.checks import doubtful
 
-    notes = without_effect(plan.config)
+    notes = [*without_effect(plan.config), *doubtful(plan.config)]
     rows, size = len(plan.train), plan.config.data.batch_size
     if 0 < rows < size:
         notes.append(
@@ -127,10 +129,18 @@ def _check(settings: Config) -> None:
     from agentrl.agent_loops.attempt import load_template
     from agentrl.demo import resolve
     from agentrl.engine.local.load import base_and_adapters
-    from agentrl.plan import check_model_fits, first_prompts, history, make_plan, wiring
+    from agentrl.plan import (
+        check_model_fits,
+        check_policy_learns,
+        first_prompts,
+        history,
+        make_plan,
+        wiring,
+    )
     from agentrl.tools import open_toolbox
 
     plan = make_plan(settings)
+    check_policy_learns(plan)
     settings = resolve(settings)
     template = load_template(settings)
     from transformers import AutoConfig

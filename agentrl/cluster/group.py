@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 import time
@@ -245,8 +246,15 @@ def _fetched(ref: Any) -> Any:
     except RayTaskError as e:  # the call itself: arguments or results do not travel
         return Failed(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
     except RayError as e:
-        # Ray's own words are a page; the first line and the kind of exit are what it knows.
-        detail = str(e)
-        kind = detail.partition("Worker exit detail:")[2] or detail
-        said = f"its process ended ({type(e).__name__}): {' '.join(kind.split())[:300]}"
+        said = f"its process ended ({type(e).__name__}): {exit_detail(str(e))}"
         return Failed(said, time.time(), died=True)
+
+
+def exit_detail(words: str) -> str:
+    """What Ray knows of the end of a process, in one line.
+
+    Its own words are a page, most of it a list of what may have been: `Some causes: (1) ...`.
+    """
+    kind = words.partition("Worker exit detail:")[2] or words
+    known = re.split(r"(?:^|(?<=\.) )[^.]*\(1\)", " ".join(kind.split()))[0]
+    return (known or "it does not say how")[:300].strip()

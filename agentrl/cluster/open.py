@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.connect import connected
 from agentrl.config import Config
+from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
@@ -19,26 +20,34 @@ if TYPE_CHECKING:
 def open_site(config: Config) -> Iterator[RaySite]:
     """Join the run's cluster or start it, and take the learner's places there.
 
-    What was taken or started is given back at the end. With trainer.device=auto, ranks have GPUs
-    where the cluster has any.
+    What was taken or started is given back at the end. With trainer.device=auto, several ranks are
+    on GPUs; one alone may be on a CPU.
 
     Args:
         config: the run's.
 
     Raises:
-        ConfigError: there is no Ray or no such cluster, or it is too small.
+        ConfigError: there is no Ray or no such cluster, or it is too small, or several
+            ranks are to have GPUs that it has not.
     """
     t = config.trainer
     with connected(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
         from agentrl.cluster.pool import ResourcePool, has_gpus
 
+        asked = f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}"
+        count = t.nnodes * t.n_gpus_per_node
         cpu = t.device == "cpu" or (t.device == "auto" and not has_gpus())
+        if cpu and t.device == "auto" and count > 1:
+            raise ConfigError(
+                f"{asked}: {count} GPUs are asked for, and none is here. With trainer.device=cpu"
+                " processes are counted instead"
+            )
         with ExitStack() as stack:
             pool = ResourcePool(
                 t.nnodes,
                 t.n_gpus_per_node,
                 gpu=not cpu,
-                why=f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}",
+                why=asked,
             )
             stack.callback(pool.close)
             yield RaySite(config, pool, stack)

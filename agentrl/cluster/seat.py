@@ -6,6 +6,7 @@ import faulthandler
 import os
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,13 @@ from agentrl.errors import AgentRLError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+NOT_THEIRS = (
+    "<",  # code of no file
+    os.path.join(os.path.dirname(errors.__file__), ""),
+    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
+)
+"""How the files begin that are not the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +72,21 @@ def caught(method: Callable[P, R]) -> Callable[P, R | Failed]:
             return Failed(str(e), time.time(), error=kind(str(e)))
         except BaseException as e:  # SystemExit is the end of a call, not of a group
             trace = traceback.format_exc()
-            return Failed(f"{type(e).__name__}: {e}", time.time(), trace=trace)
+            said = f"{type(e).__name__}: {e}{raised_at(e)}"
+            return Failed(said, time.time(), trace=trace)
 
     return call
+
+
+def raised_at(error: BaseException) -> str:
+    """` (FILE:LINE: TEXT)`: the innermost line of the user's, or, where none is, of anybody's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
+    if not theirs:
+        return ""
+    last = theirs[-1]
+    text = f": {last.line}" if last.line else ""
+    return f" ({last.filename}:{last.lineno}{text})"
 
 
 class Seat:

@@ -133,6 +133,11 @@ class AlgorithmConfig(Section):
         """Whether a critic learns."""
         return self.adv_estimator == "gae"
 
+    @property
+    def alone(self) -> int:
+        """Steps at the start in which the critic learns alone."""
+        return self.critic_warmup if self.critic else 0
+
     @field_validator("tis_cap")
     @classmethod
     def _no_shrinking(cls, cap: float) -> float:

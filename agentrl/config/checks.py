@@ -127,6 +127,24 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
         yield f"rollout.sleep={r.sleep} is not for rollout.name=vllm. Set rollout.sleep=none"
 
 
+def doubtful(c: Config) -> Iterator[str]:
+    """What a run can mean, but its user may not."""
+    a, r = c.algorithm, c.reward
+    if a.adv_estimator != "turn_rloo":
+        return
+    if not (r.turn_weight or r.tool_weight or a.kl_reward_coef):
+        yield (
+            "algorithm.adv_estimator=turn_rloo, but turns earn nothing: reward.turn_weight and"
+            " reward.tool_weight are 0. It is rloo then, but for turns that not all rollouts of a"
+            " prompt reach"
+        )
+    if a.loss_agg_mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        yield (
+            f"algorithm.loss_agg_mode={a.loss_agg_mode} biases the gradient of"
+            " algorithm.adv_estimator=turn_rloo, which is exact with seq-mean-token-sum"
+        )
+
+
 STARTING = (
     "engines", "tensor_parallel_size", "python", "launch", "gpu_memory_utilization", "sleep",
 )  # fmt: skip

@@ -29,6 +29,7 @@ _RENAMED = {
     f"{_ACTOR}.kl_loss_coef": "algorithm.kl_loss_coef",
     f"{_ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
     f"{_ACTOR}.grad_clip": "optim.max_grad_norm",
+    f"{_ACTOR}.use_torch_compile": "optim.compile",
     f"{_ACTOR}.optim.lr": "optim.lr",
     f"{_ACTOR}.optim.lr_warmup_steps": "optim.lr_warmup_steps",
     f"{_ACTOR}.optim.weight_decay": "optim.weight_decay",
@@ -79,13 +80,18 @@ _OTHERWISE = {
     f"{_ACTOR}.ppo_mini_batch_size": "Here: algorithm.mini_batch_size, which counts rollouts:"
     " verl's number times rollout.n",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts tokens",
+    "critic.ppo_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts tokens",
     f"{_ACTOR}.use_dynamic_bsz": "Not needed: optim.micro_batch_tokens always bounds by tokens",
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "Here: optim.micro_batch_tokens, which counts"
     " tokens",
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": "Here: optim.lr_warmup_steps, in steps",
     f"{_ACTOR}.optim.lr_scheduler_type": "Here: optim.lr_final; the rate is linear in the step",
+    f"{_ACTOR}.optim.warmup_style": "Here: optim.lr_final, 1 (verl's constant) or the last step's"
+    " share; the rate is linear in the step",
     f"{_ACTOR}.optim.betas": "Not here: they are verl's defaults, 0.9 and 0.999",
     f"{_ACTOR}.fsdp_config.param_offload": "Here: optim.offload=all",
+    f"{_ACTOR}.fsdp_config.offload_policy": "Here: optim.offload=all",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "Here: optim.offload=all",
     f"{_ACTOR}.fsdp_config.optimizer_offload": "Here: optim.offload=optimizer",
     f"{_ACTOR}.fsdp_config.reshard_after_forward": "Not needed: weights that leave room enough stay"
     " gathered",
@@ -167,6 +173,8 @@ _OTHERWISE = {
     "reward.custom_reward_function.name": "Here: reward.function=path.py:function",
     "trainer.project_name": "Not here: trainer.output names the run",
     "trainer.experiment_name": "Not here: trainer.output names the run",
+    "trainer.max_actor_ckpt_to_keep": "Not here: the two newest checkpoints are kept",
+    "trainer.max_critic_ckpt_to_keep": "Not here: the two newest checkpoints are kept",
     "trainer.resume_mode": "Here: trainer.resume, auto, never (verl's disable) or a path",
     "trainer.resume_from_path": "Here: trainer.resume=PATH",
     "algorithm.filter_groups.enable": "Here: algorithm.filter_groups=true",
@@ -184,6 +192,15 @@ VERL_NAMES = {
 
 VERL_SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
 """Sections that only verl has."""
+
+
+def verl_value(path: str, value: object) -> str:
+    """The word on a value of verl's under a key that is here, too; else empty."""
+    if path in ("trainer.save_freq", "trainer.test_freq") and value == -1:
+        return "verl's -1 is 0 here"
+    if path == "trainer.logger" and "console" in (value if isinstance(value, list) else [value]):
+        return "the console is always on: leave it out"
+    return ""
 
 
 def verl_name(path: str, mappings: Collection[str]) -> str:

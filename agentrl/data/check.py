@@ -90,7 +90,7 @@ def _tools(sample: Sample) -> Found:
     offered: Counter[str] = Counter()
     for name in sample.tools:
         if name not in registry.tools:
-            yield "tools", registry.tools.unknown(name) + ". Load its file with --file"
+            yield "tools", f"{registry.tools.unknown(name)}. {registry.where_to_load(name)}"
             continue
         tool = registry.tools.get(name)
         offered.update(function.name for function in tool.functions)

@@ -14,6 +14,7 @@ from agentrl.trainer.advantages import unit_variance, whiten
 from agentrl.trainer.aggregation import loss_weights
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.kl import ESTIMATORS
+from agentrl.trainer.losses import described
 
 
 def make_targets(
@@ -76,7 +77,7 @@ def estimate(
 
     Raises:
         RegistryError: no such estimator.
-        UserCodeError: its advantages are not (B, T).
+        UserCodeError: it does not return (B, T) advantages, and (B, T) returns or None.
         RunStopped: one of them is not finite.
     """
     if penalty is not None:
@@ -84,12 +85,25 @@ def estimate(
     if config.whiten_rewards:
         batch = _scaled(batch)
     name = config.adv_estimator
-    advantages, returns = advantage_estimators.get(name)(batch, batch.token_rewards, values, config)
-    if advantages.shape != batch.token_rewards.shape:
-        raise UserCodeError(
-            f"the advantage estimator {name!r} returned {tuple(advantages.shape)} numbers, not"
-            f" (B, T), here {tuple(batch.token_rewards.shape)}"
+    made = advantage_estimators.get(name)(batch, batch.token_rewards, values, config)
+    shape = batch.token_rewards.shape
+
+    def refuse(wrong: str) -> UserCodeError:
+        return UserCodeError(
+            f"the advantage estimator {name!r} returned {wrong}. It must return (advantages,"
+            f" returns): (B, T) numbers, here {tuple(shape)}, and what a critic should learn,"
+            " (B, T) or None"
         )
+
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise refuse(f"{described(made)}, no pair")
+    advantages, returns = made
+    if not isinstance(advantages, Tensor) or advantages.shape != shape:
+        raise refuse(f"{described(advantages)} for the advantages")
+    if returns is not None and (not isinstance(returns, Tensor) or returns.shape != shape):
+        raise refuse(f"{described(returns)} for the returns")
+    if returns is None and config.critic:
+        raise refuse("None for the returns, and there is a critic that learns them")
     if not advantages[batch.action_mask].isfinite().all():
         raise RunStopped(f"an advantage of the estimator {name!r} is not finite")
     return advantages, returns

@@ -59,7 +59,10 @@ def load_examples(path: str, column: str, template: ChatTemplate, max_length: in
                 )
             examples.append(Example(ids, mask))
         except RegistryError as e:
-            mistakes.add(sample.row, "agent_name, tools", f"{e}. Load its file with --file")
+            unknown = [name for name in sample.tools if name not in registry.tools]
+            mistakes.add(
+                sample.row, "agent_name, tools", f"{e}. {registry.where_to_load(*unknown)}"
+            )
         except ValueError as e:
             mistakes.add(sample.row, column, str(e))
     mistakes.raise_any()

@@ -35,6 +35,8 @@ class Exported:
     """The model that training began with."""
     adapter: bool
     """A PEFT adapter's folder; else a model's."""
+    lora: bool
+    """An adapter was trained; else all weights."""
 
 
 def export(
@@ -62,7 +64,8 @@ def export(
     checkpoint = open_checkpoint(path)
     config = _config_of(checkpoint)
     base = model or config.model.path
-    adapter = config.model.lora_rank > 0 and not merge
+    lora = config.model.lora_rank > 0
+    adapter = lora and not merge
     try:
         tokenizer = load_tokenizer(base)
         with _appearing(out) as folder:
@@ -78,7 +81,7 @@ def export(
             f"{e}\nThe run began with model.path={base!r}. If that is a folder, export from where"
             " the run was started, or name it: --model FOLDER"
         ) from e
-    return Exported(checkpoint, base, adapter)
+    return Exported(checkpoint, base, adapter, lora)
 
 
 def _config_of(checkpoint: Checkpoint) -> Config:

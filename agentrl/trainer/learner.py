@@ -27,6 +27,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Update
 from agentrl.engine.server.files import passing_folder
 from agentrl.errors import RunStopped
+from agentrl.registry import policy_losses
 from agentrl.trainer.batch import (
     Batch,
     Rows,
@@ -227,11 +228,18 @@ class Learner:
             spoilt = ", ".join(f"{key}={value}" for key, value in counts.items())
             raise RunStopped(
                 f"step {step}: the {learns}'s loss or gradient is not finite ({spoilt}). This"
-                f" update was not made. A lower learning rate (now {self._lr[learns](step):g}) is"
-                " the usual cure; a nan in rollout_logprobs or rewards would have been named"
-                " before."
+                f" update was not made. {self._suspects(learns, step)}"
             )
         return dict(counts)
+
+    def _suspects(self, learns: Learns, step: int) -> str:
+        """What may have made a loss that is not finite."""
+        said = f"A lower learning rate (now {self._lr[learns](step):g}) is the usual cure"
+        said += "; a nan in rollout_logprobs or rewards would have been named before."
+        name = self.config.algorithm.policy_loss
+        if learns == "actor" and name not in policy_losses.shipped:
+            return f"The first suspect is the policy loss {name!r}, which is your own. Else: {said}"
+        return said
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""

@@ -24,13 +24,15 @@ policy gradient: minus the advantage, for each token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig
-from agentrl.registry import policy_loss
+from agentrl.errors import UserCodeError
+from agentrl.registry import policy_loss, policy_losses
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -130,6 +132,53 @@ def _surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> L
         beyond = (advantages < 0) & (loss > most)
         loss, counts["pg_clipfrac_lower"] = torch.where(beyond, most, loss), beyond
     return loss, counts
+
+
+def token_losses(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """What the loss that `config.policy_loss` names says of the tokens; all (b, A).
+
+    Raises:
+        RegistryError: no such loss.
+        UserCodeError: it does not return what a policy loss returns.
+    """
+    name = config.policy_loss
+    made = policy_losses.get(name)(logprobs, old_logprobs, advantages, mask, config)
+
+    def refuse(wrong: str) -> UserCodeError:
+        return UserCodeError(
+            f"the policy loss {name!r} returned {wrong}. It must return (loss, counts): a loss for"
+            f" each token, not aggregated, (b, A), here {tuple(mask.shape)}; and a mapping from"
+            " names of metrics to (b, A), {} for none"
+        )
+
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise refuse(f"{described(made)}, no pair")
+    loss, counts = made
+    if not isinstance(loss, Tensor) or loss.shape != mask.shape:
+        raise refuse(f"{described(loss)} for the loss")
+    if not isinstance(counts, Mapping):
+        raise refuse(f"{described(counts)} for the counts")
+    for metric, count in counts.items():
+        if not isinstance(count, Tensor) or count.shape != mask.shape:
+            raise refuse(f"{described(count)} for the count {metric!r}")
+    alone = not (config.kl_loss_coef or config.entropy_coef)
+    if alone and logprobs.requires_grad and not loss.requires_grad:
+        raise refuse("a loss that does not depend on `logprobs`, so that nothing can learn from it")
+    return loss, dict(counts)
+
+
+def described(thing: object) -> str:
+    """What a function returned, for messages: `a tensor of shape (2, 3)`, `a tuple of 3`."""
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    size = f" of {len(thing)}" if isinstance(thing, tuple | list) else ""
+    return f"a {type(thing).__name__}{size}" if thing is not None else "None"
 
 
 # --- engine against trainer ---------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from agentrl.engine.local.load import quiet_peft
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import chosen_logprobs
 from agentrl.trainer.model import Scorer
@@ -97,7 +98,7 @@ class Policy:
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), quiet_peft():
             torch.manual_seed(seed)
             try:
                 if self.peft is None:
@@ -186,13 +187,14 @@ class Policy:
         named = self.model.named_parameters()
         adapters = {f"base_model.model.{n}": whole(p).cpu() for n, p in named if "lora_" in n}
         if is_rank_zero():
-            # Else PEFT asks the hub whether the vocabulary grew, which it did not.
-            self.peft.save_pretrained(
-                str(folder),
-                selected_adapters=[ACTOR],
-                save_embedding_layers=False,
-                state_dict=adapters,
-            )
+            with quiet_peft():
+                self.peft.save_pretrained(
+                    str(folder),
+                    selected_adapters=[ACTOR],
+                    # Else PEFT asks the hub whether the vocabulary grew, which it did not.
+                    save_embedding_layers=False,
+                    state_dict=adapters,
+                )
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine must hold to sample from this policy: tensors of the plain model by name.

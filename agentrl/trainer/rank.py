@@ -21,10 +21,9 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.server.files import check_seen, write_weights
-from agentrl.registry import policy_losses
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
 from agentrl.trainer.kl import ESTIMATORS
-from agentrl.trainer.losses import importance_ratios, importance_weights, value_loss
+from agentrl.trainer.losses import importance_ratios, importance_weights, token_losses, value_loss
 from agentrl.trainer.model import Critic
 from agentrl.trainer.optimizer import BETAS, Optimizer
 from agentrl.trainer.packing import Micro, pack_row
@@ -228,9 +227,7 @@ class Rank:
         logprobs, entropy = self.policy.logprobs(micro.packed, entropy_gradient=a.entropy_coef > 0)
         old = logprobs.detach() if first_pass else its["old"]
         rows, mask = micro.rows, micro.mask
-        loss, counts = policy_losses.get(a.policy_loss)(
-            rows(logprobs), rows(old), rows(its["advantages"]), mask, a
-        )
+        loss, counts = token_losses(rows(logprobs), rows(old), rows(its["advantages"]), mask, a)
         loss, weights = loss[mask], its["weights"]
         counted = {
             "tokens": torch.ones_like(entropy).sum(),

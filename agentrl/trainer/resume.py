@@ -54,6 +54,11 @@ MAY_CHANGE = frozenset(
 are made in another order by other ranks, and by compiled layers."""
 
 
+LENGTH = frozenset({"trainer.total_steps", "trainer.total_epochs"})
+"""Config keys that a resumed run may change, too, where the learning rate is the same whatever the
+run's length."""
+
+
 def check_same_run(
     saved_config: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -67,18 +72,27 @@ def check_same_run(
         allowed: dotted keys, or patterns such as `val.*`, that may differ.
 
     Raises:
-        ConfigError: other keys differ; the message lists each with both values.
+        ConfigError: other keys differ, `LENGTH` among them where `optim.lr_final` is not 1 in both;
+            the message lists each with both values.
     """
     saved, now = dict(_flat(saved_config)), dict(_flat(config))
+    steady = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, now))
+    allowed = {*allowed, *LENGTH} if steady else allowed
     changed = [
         f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {now.get(key, 'not set')} now"
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key) and not any(fnmatch(key, a) for a in allowed)
     ]
     if changed:
+        length = any(line.strip().startswith(tuple(LENGTH)) for line in changed)
+        why = (
+            f"\nThe run's length may change only with optim.lr_final=1: with"
+            f" {now.get('optim.lr_final', 'another')} the learning rate depends on it."
+        )
         raise ConfigError(
             "the checkpoint was made with another config:\n"
             + "\n".join(changed)
+            + (why if length else "")
             + "\nTo go on, use the same values; for a new run, give another --output. To start over"
             " in this folder, say trainer.resume=never: that deletes the run that is in it."
         )

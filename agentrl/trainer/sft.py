@@ -20,14 +20,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from agentrl.config import Config, load_config
+from agentrl.config import FIELDS, Config, load_config
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm
 from agentrl.errors import ConfigError
+from agentrl.registry import did_you_mean
 from agentrl.trainer.batch import Rows
 from agentrl.trainer.conversations import Example
 from agentrl.trainer.dispatch import Alone, Group
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.rank import Rank
+from agentrl.trainer.rank import Learns, Rank
 from agentrl.trainer.site import Site, check_launched_once
 
 WARMUP = 0.03
@@ -45,6 +46,19 @@ KEYS = (
     "trainer.n_gpus_per_node", "trainer.ray_address",
 )  # fmt: skip
 """What of a run's config is for imitation, too."""
+FLAGS = {
+    "optim.lr": "--lr",
+    "optim.micro_batch_tokens": "--micro-batch-tokens",
+    "model.path": "--model",
+    "model.lora_rank": "--lora-rank",
+    "data.train": "--dataset",
+    "data.batch_size": "--batch-size",
+    "trainer.total_steps": "--steps",
+    "trainer.seed": "--seed",
+    "trainer.output": "--output",
+    "files": "--file",
+}
+"""Keys that the command has a flag for."""
 
 
 def imitation(
@@ -74,8 +88,8 @@ def imitation(
         ConfigError: a key that is not for imitation, or a value that is wrong.
     """
     for given in overrides:
-        if (key := given.partition("=")[0].strip()) not in KEYS:
-            raise ConfigError(f"{key} is not for imitation. Choose from {', '.join(KEYS)}")
+        if (key := given.partition("=")[0].strip().removeprefix("+")) not in KEYS:
+            raise ConfigError(_not_for_imitation(key))
     preset: dict[str, Any] = {
         "rollout.temperature": 1.0,
         "optim.lr_warmup_steps": max(1, round(WARMUP * steps)) - 1,
@@ -93,6 +107,13 @@ def imitation(
         "trainer.seed": seed,
     }
     return load_config(None, overrides, flags, preset)
+
+
+def _not_for_imitation(key: str) -> str:
+    if flag := FLAGS.get(key):
+        return f"{key} is a flag here: {flag}"
+    hint = "" if key in FIELDS else did_you_mean(key, (*KEYS, *FLAGS))
+    return f"{key} is not for imitation.{hint} Choose from {', '.join(KEYS)}"
 
 
 class Imitator(Learner):
@@ -141,6 +162,9 @@ class Imitator(Learner):
         weights = mask.double() / mask.sum()
         _, shares = self._deal(rows, mask.any(1), mask, {"weights": weights})
         return self._descend("actor", step, self._ranks.accumulate(shares, "sft"))["loss"]
+
+    def _suspects(self, learns: Learns, step: int) -> str:
+        return f"A lower learning rate (now {self._lr[learns](step):g}) is the usual cure."
 
     def fit(
         self,

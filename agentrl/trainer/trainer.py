@@ -119,7 +119,7 @@ class Trainer:
 
     @property
     def _policy_learns(self) -> bool:
-        return self.global_step >= self.config.algorithm.critic_warmup
+        return self.global_step >= self.config.algorithm.alone
 
     def _sound(self, compared: Mapping[str, float]) -> None:
         """Stop where engine and trainer are suddenly far apart, before a weight moves."""

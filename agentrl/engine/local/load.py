@@ -6,6 +6,9 @@ training would save the adapter alone, and lose what the base had learned.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -90,6 +93,17 @@ def _is_adapter(path: str) -> bool:
         return False  # neither a folder nor a name: loading it says so
 
 
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Within the block nobody is told that PEFT asks transformers by an old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )
+        yield
+
+
+@quiet_peft()
 def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     try:
         config = PeftConfig.from_pretrained(adapter)

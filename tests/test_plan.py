@@ -1,0 +1,57 @@
+"""What is said of a plan, and the plans that are refused, before a model is loaded."""
+
+import pytest
+from learner_world import config
+
+from agentrl.errors import ConfigError
+from agentrl.plan import Plan, check_policy_learns, wiring
+from agentrl.rewards import make_scorer
+from agentrl.trajectory import Sample
+
+
+def plan(rows=1, **keys):
+    c = config(data__train="rows.jsonl", **keys)
+    return Plan(c, [Sample("r", (), row=i) for i in range(rows)], [], make_scorer(c.reward))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "of 128 (grpo);"),
+        ({"algorithm__name": "gspo"}, "of 128 (gspo);"),
+        ({"algorithm__policy_loss": "cispo"}, "of 128 (grpo with policy_loss=cispo);"),
+        (
+            {"algorithm__name": "ppo", "algorithm__adv_estimator": "turn_rloo",
+             "algorithm__loss_agg_mode": "seq-mean-token-sum"},
+            "(ppo with adv_estimator=turn_rloo, loss_agg_mode=seq-mean-token-sum);",
+        ),
+        ({"trainer__n_gpus_per_node": 1}, "of 128 (grpo);"),
+        ({"trainer__n_gpus_per_node": 4}, "of 128 on 4 ranks (grpo);"),
+        (
+            {"trainer__nnodes": 2, "trainer__n_gpus_per_node": 4, "trainer__ray_address": "auto"},
+            "of 128 on 8 ranks (grpo);",
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_says_what_learns_and_on_how_many_ranks(keys, said):
+    assert said in wiring(plan(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [({"trainer__total_steps": 3}, 3), ({"trainer__total_epochs": 2, "data__batch_size": 2}, 4)],
+)
+def test_a_critic_that_warms_up_to_the_end_is_refused(keys, steps):
+    def warm(alone, **more):
+        keys_ = {**keys, "algorithm__name": "ppo", "algorithm__critic_warmup": alone, **more}
+        check_policy_learns(plan(4, **keys_))
+
+    warm(steps - 1)
+    for alone in (steps, steps + 1):
+        with pytest.raises(ConfigError, match=f"critic_warmup={alone} of {steps} steps: .* never"):
+            warm(alone)
+    warm(steps, trainer__val_only=True, data__val="rows.jsonl")
+
+
+def test_without_rows_to_train_on_there_is_nothing_to_refuse():
+    check_policy_learns(plan(0, algorithm__name="ppo", algorithm__critic_warmup=9))
