@@ -107,7 +107,7 @@ def test_ppo_hears_of_turns_at_their_tokens():
         [0.25, 0.5, 1],
     ]
     assert told(batch, keys, values)[0] == [0, 1, 1]
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserCodeError, match="a critic's"):
         told(batch, keys)
 
 

@@ -288,6 +288,7 @@ def test_a_mistake_says_what_is_allowed(override, said):
             "no server shares a GPU with the learner. Set rollout.sleep=none",
         ),
         (["algorithm.kl_type=k1", "algorithm.kl_loss_coef=.1"], "Set algorithm.kl_type=k2 or k3"),
+        (["algorithm.kl_type=k3", "algorithm.kl_reward_coef=.1"], "drives policy and reference"),
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
         (["rollout.n=1"], "every advantage is 0"),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),
@@ -480,3 +481,21 @@ def test_the_import_is_light():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_kl_in_the_reward_is_k1_unless_another_is_named():
+    assert load_config(None, ["algorithm.kl_reward_coef=.1"]).algorithm.kl_type == "k1"
+    assert load_config(None, ["algorithm.kl_loss_coef=.1"]).algorithm.kl_type == "k3"
+
+
+def test_another_algorithm_after_a_runs_own_config(tmp_path):
+    """That file names every key: what its algorithm set gives way, what the user had set stays."""
+    had = ["algorithm.gamma=.5", "algorithm.clip_low=.1"]
+    saved = load_config(None, ["algorithm.name=dapo", *had])
+    file = tmp_path / "config.yaml"
+    file.write_text(saved.resolved_yaml())
+    assert load_config(str(file)).algorithm == saved.algorithm
+    found = load_config(str(file), ["algorithm.name=ppo", "algorithm.lam=.9"]).algorithm
+    direct = ["algorithm.name=ppo", *had, "algorithm.lam=.9"]
+    assert found == load_config(None, direct).algorithm
+    assert found.critic and found.whiten_advantages and not found.filter_groups

@@ -22,8 +22,12 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
 )
 
 from agentrl.engine.local.load import load_causal_lm
@@ -272,6 +276,31 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
     )
     with pytest.raises(ConfigError, match=r"GraniteForCausalLM .* its logits differ"):
         Policy(GraniteForCausalLM(scaled).eval(), 1.0)
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        (
+            LlamaForCausalLM,
+            LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            "depend on the longest row",
+        ),
+        (PhiForCausalLM, PhiConfig(**SMALL), "has a bias"),
+    ],
+)
+def test_what_a_trial_of_a_few_tokens_would_not_show_is_refused(kind, config, said):
+    with pytest.raises(ConfigError, match=said):
+        Policy(kind(config).eval(), 1.0)
 
 
 def test_a_model_that_caps_its_attention_is_refused():

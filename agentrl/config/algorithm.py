@@ -71,7 +71,10 @@ class AlgorithmConfig(Section):
     whiten_rewards: bool = key(
         False, "scale the rewards of a batch's tokens, a KL in them included, to variance 1"
     )
-    kl_type: Literal["k1", "k2", "k3"] = key("k3", "estimator of the KL to the reference")
+    kl_type: Literal["k1", "k2", "k3"] = key(
+        "k3",
+        "estimator of the KL to the reference; in the reward only k1, which is then the default",
+    )
     kl_loss_coef: float = key(0.0, "weight of that KL in the loss; 0: off", ge=0)
     kl_reward_coef: float = key(0.0, "weight of that KL in the reward; 0: off", ge=0)
     kl_target: float = key(
@@ -126,7 +129,10 @@ class AlgorithmConfig(Section):
         """Below what is given lies what the algorithm's name sets."""
         if not isinstance(given, Mapping):
             return given
-        return {**ALGORITHMS.get(str(given.get("name", "grpo")), {}), **given}
+        row = ALGORITHMS.get(str(given.get("name", "grpo")), {})
+        only_paid = given.get("kl_reward_coef") and not given.get("kl_loss_coef")
+        paid = {"kl_type": "k1"} if only_paid else {}
+        return {**row, **paid, **given}
 
     @property
     def critic(self) -> bool:

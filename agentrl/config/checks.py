@@ -27,6 +27,12 @@ def contradictions(c: Config) -> Iterator[str]:
             f"algorithm.kl_loss_coef={a.kl_loss_coef} and algorithm.kl_reward_coef="
             f"{a.kl_reward_coef} penalize the same KL twice. Set one of them to 0"
         )
+    if a.kl_type != "k1" and a.kl_reward_coef > 0 and not a.kl_loss_coef:
+        yield (
+            f"algorithm.kl_type={a.kl_type} in the reward drives policy and reference apart:"
+            f" only k1 is a KL there (algorithm.kl_reward_coef={a.kl_reward_coef}). Set"
+            " algorithm.kl_type=k1, or penalize the loss: algorithm.kl_loss_coef"
+        )
     if a.kl_type == "k1" and a.kl_loss_coef > 0:
         yield (
             f"algorithm.kl_type=k1 has an expected gradient of 0 as a loss:"

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.sections import FIELDS, Config
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml
 from agentrl.config.verl_names import verl_value
@@ -39,6 +40,7 @@ def load_config(
     given += read_overrides(overrides, mistakes)
     for path, value in (flags or {}).items():
         given.append(Setting(path, value, flag_of(path) or "argument"))
+    given = _without_rows_of_another(given)
     recommended = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
     merged = merge(recommended, types, mistakes) | merge(given, types, mistakes)
     config = _validate(merged, mistakes)
@@ -51,6 +53,31 @@ def load_config(
     name = Path(config.data.train or config.data.val or "run").stem
     trainer = config.trainer.model_copy(update={"output": f"runs/{name}"})
     return config.model_copy(update={"trainer": trainer})
+
+
+def _without_rows_of_another(given: list[Setting]) -> list[Setting]:
+    """Settings without those that only repeat what an earlier `algorithm.name` had set.
+
+    A run's own config.yaml names every key. With another algorithm given after it, what its row of
+    the table had set is no wish of the user's.
+    """
+    section = "algorithm."
+    names = [k for k, setting in enumerate(given) if setting.path == f"{section}name"]
+    if len(names) < 2 or given[names[-1]].value == given[names[0]].value:
+        return given
+    before = given[names[0]]
+    try:
+        set_by_name = AlgorithmConfig.model_validate({"name": before.value}).model_dump()
+    except ValidationError:
+        return given  # refused with its own words
+    return [
+        setting
+        for k, setting in enumerate(given)
+        if k >= names[-1]
+        or not setting.path.startswith(section)
+        or setting.source.partition(":")[0] != before.source.partition(":")[0]
+        or set_by_name.get(setting.path.removeprefix(section)) != setting.value
+    ]
 
 
 def flag_of(path: str) -> str:

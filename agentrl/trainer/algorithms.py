@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig, Config
-from agentrl.errors import RunStopped, UserCodeError
+from agentrl.errors import AgentRLError, RunStopped, UserCodeError
 from agentrl.registry import advantage_estimators
 from agentrl.trainer.advantages import unit_variance, whiten
 from agentrl.trainer.aggregation import loss_weights
@@ -85,7 +85,13 @@ def estimate(
     if config.whiten_rewards:
         batch = _scaled(batch)
     name = config.adv_estimator
-    made = advantage_estimators.get(name)(batch, batch.token_rewards, values, config)
+    estimator = advantage_estimators.get(name)
+    try:
+        made = estimator(batch, batch.token_rewards, values, config)
+    except AgentRLError:
+        raise
+    except Exception as e:
+        raise UserCodeError.of(f"the advantage estimator {name!r}", e) from e
     shape = batch.token_rewards.shape
 
     def refuse(wrong: str) -> UserCodeError:
@@ -100,6 +106,8 @@ def estimate(
     advantages, returns = made
     if not isinstance(advantages, Tensor) or advantages.shape != shape:
         raise refuse(f"{described(advantages)} for the advantages")
+    if not advantages.is_floating_point():
+        raise refuse(f"advantages of {advantages.dtype}, no floating-point numbers,")
     if returns is not None and (not isinstance(returns, Tensor) or returns.shape != shape):
         raise refuse(f"{described(returns)} for the returns")
     if returns is None and config.critic:

@@ -134,6 +134,10 @@ def _surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> L
     return loss, counts
 
 
+RESERVED = ("tokens", "loss", "entropy", "ppo_kl", "pg_loss", "kl_loss", "grad_norm", "lr")
+"""Counts that the learner makes itself."""
+
+
 def token_losses(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -165,6 +169,8 @@ def token_losses(
     if not isinstance(counts, Mapping):
         raise refuse(f"{described(counts)} for the counts")
     for metric, count in counts.items():
+        if metric in RESERVED:
+            raise refuse(f"a count named {metric!r}, which is the learner's own name")
         if not isinstance(count, Tensor) or count.shape != mask.shape:
             raise refuse(f"{described(count)} for the count {metric!r}")
     alone = not (config.kl_loss_coef or config.entropy_coef)

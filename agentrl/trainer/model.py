@@ -9,7 +9,7 @@ the first update differ from 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import TypeVar
 
@@ -119,6 +119,8 @@ def prove_packing(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: it does not.
     """
+    if why := _unfit(model):
+        raise ConfigError(f"{type(model).__name__} cannot be trained here: {why}")
     device = model.device
     ids = torch.arange(8, device=device)
     rows = ids, torch.cat([ids[:4], ids[4:].flip(0)])
@@ -145,3 +147,27 @@ def prove_packing(model: PreTrainedModel) -> None:
             f"{type(model).__name__} cannot be trained here: {why}. Choose a model of causal"
             " attention whose logits are its output layer's, such as Qwen or Llama."
         )
+
+
+def _unfit(model: PreTrainedModel) -> str:
+    """Why no trial of a few tokens would show that packing makes another model of it; or ""."""
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        return "its output layer has a bias, which the loss head leaves out"
+    changing = {"dynamic", "longrope"} & set(_rope_types(model.config.get_text_config().to_dict()))
+    if changing:
+        return (
+            f"its rotary positions ({', '.join(changing)}) depend on the longest row of a pass, so"
+            " that a row's logprobs would depend on the rows beside it. Choose a model with other"
+            " ones (default, linear, yarn, llama3)"
+        )
+    return ""
+
+
+def _rope_types(config: object) -> Iterator[str]:
+    """All that a config says of rotary positions, in whatever place: of layers of a kind, too."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            else:
+                yield from _rope_types(value)

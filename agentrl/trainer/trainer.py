@@ -103,7 +103,6 @@ class Trainer:
             played = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
         batch = self._collate(played.groups)  # (B, T)
-        self._whole = False  # until the update is made
         with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
         with self.clock.timed("values"):
@@ -111,6 +110,7 @@ class Trainer:
         with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
         targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
+        self._whole = False  # until the update is made
         with self.clock.timed("update_actor"):
             metrics = self.learner.update(
                 batch, targets, self.global_step + 1, self._sound, learn_policy=self._policy_learns
@@ -140,7 +140,7 @@ class Trainer:
         self, batch: Batch, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, float]:
         """Steer the weight of the KL in the reward for the next step, where there is one."""
-        if not self.kl.coef or old is None or reference is None:
+        if not self.kl.coef or not self._policy_learns or old is None or reference is None:
             return {}
         kl, coef = rollout_kl(batch, old, reference, self.config.algorithm.kl_type), self.kl.coef
         self.kl.update(kl, int(batch.train.sum()))
@@ -177,7 +177,7 @@ class Trainer:
                 self._train()
             except RunStopped as e:
                 raise RunStopped(f"{e}\n{self._rescue()}") from e
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Exception):
                 self.console.note(self._rescue())
                 raise
             return self._finish()
