@@ -48,8 +48,11 @@ def no_other_names():
         return {(k, n): things[k].pop(n) for k, names in registered().items() for n in names}
 
     others = take()
+    # A file that was loaded once is not run again, and would register nothing.
+    files = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("agentrl_user_")}
     yield
     take()
+    sys.modules.update(files)
     for (kind, name), thing in others.items():
         things[kind][name] = thing
 

@@ -67,7 +67,7 @@ def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, wh
     if white:
         keys[f"algorithm__whiten_{white}"] = True
     if kl != "none":
-        keys |= {"algorithm__kl_type": kl, "algorithm__kl_reward_coef": 0.25}
+        keys |= {"algorithm__kl_type": "k1", "algorithm__kl_reward_coef": 0.25}
     bare, full = laid_out(world, None), laid_out(world, random.Random(seed))
     plain = targets_of(bare, keys, seed, 0.0)
     found = targets_of(full, keys, seed, filler)

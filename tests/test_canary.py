@@ -201,7 +201,7 @@ class Faulty(DiskSender):
     def send(self, update):
         now = {name: tensor.clone() for name, tensor in update.weights()}
         weights, self.sent = self.wrong(now), now
-        return super().send(replace(update, weights=lambda: iter(weights.items())))
+        return super().send(replace(update, weights=lambda: iter(weights.items()), write=None))
 
     def wrong(self, now):
         if self.fault == "off":  # an update must hold something: a tensor as it is there already

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import FIELDS, load_config
@@ -210,7 +211,7 @@ def world(tmp_path_factory, random_model):
     import shutil
 
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp("keys")
     for name, text in (("env", ENV), ("late", LATE)):
@@ -291,8 +292,9 @@ def trace(world, output, overrides, again=False):
             [m.content for m in s.trajectory.messages]
             for s in load_trajectories(output / "trajectories")
         ]
+        # Of what is in them: the order within a file is not always the same.
         found["weights"] = [
-            hashlib.sha256(f.read_bytes()).hexdigest()
+            hashlib.sha256(save(dict(sorted(load_file(f).items())))).hexdigest()
             for f in sorted(output.rglob("*.safetensors"))
         ]
     found["watchdog"] = "watchdog:" in said.getvalue()

@@ -15,7 +15,7 @@ from agentrl.engine.scripted import Scripted
 from agentrl.errors import UserCodeError
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import tool
-from agentrl.trainer.advantages import grpo
+from agentrl.trainer.advantages import minus_mean
 from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored
 
@@ -109,7 +109,7 @@ def test_rows_of_one_rollout_share_one_baseline_and_each_token_stands_once():
     batch = collate([group], pad_id=0)
     assert batch.rollout.tolist() == [0, 0, 0, 1, 2]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]  # three rollouts, not five rows
-    advantages = grpo(batch.rewards, batch.group, norm_by_std=False)
+    advantages = minus_mean(batch.rewards, batch.group)
     assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.0])
     assert int(batch.action_mask.sum()) == several.sampled_tokens + 2 * single.sampled_tokens
     # The reward is paid once, on the last token that was sampled of the last row.

@@ -89,8 +89,22 @@ def weights(model):
     return ((name, p.detach()) for name, p in model.named_parameters())
 
 
-def question(tokenizer, text="What is 12*13?"):
-    chat = [{"role": "user", "content": text}]
+QUESTION = []
+"""One that the model answers at length, however it was trained here: see `talkative`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def talkative(model, tiny_tokenizer):
+    for k in range(5, 500):
+        text = f"Compute {k} + {k + 1} with the calculator."
+        if len(greedy_of(model, question(tiny_tokenizer, text), GREEDY.max_tokens)) > 12:
+            QUESTION[:] = [text]
+            return
+    raise AssertionError("the model says little to any question")
+
+
+def question(tokenizer, text=""):
+    chat = [{"role": "user", "content": text or QUESTION[0]}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     return array("i", ids)
 
