@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.config import OptimConfig
+from agentrl.engine.local.load import resolve_device
 from agentrl.errors import ConfigError
 from agentrl.trainer.model import Scorer
 
@@ -59,13 +60,12 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
     Raises:
         ConfigError: no such device.
     """
-    cuda = torch.cuda.is_available()
-    if device == "cuda" and not cuda:
+    use_cuda = resolve_device(device) == "cuda"
+    if use_cuda and not torch.cuda.is_available():
         raise ConfigError(
             "trainer.device=cuda, but torch finds no GPU here. Set trainer.device=cpu or auto, or"
             " install a torch built for CUDA."
         )
-    use_cuda = cuda and device != "cpu"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -108,13 +108,13 @@ def shard(
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if config.recompute:
-            run = layer.forward
-            layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
     if mesh is None:
         return
     learn_in_float32(scorer)
-    cuda = mesh.device_type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=cuda) if config.offload == "all" else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "all" else OffloadPolicy()
     spread = partial(
         fully_shard,
         mesh=mesh,
