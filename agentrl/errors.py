@@ -15,7 +15,9 @@
     │   │   ├── EngineOverloaded it has no place for the request now
     │   │   ├── EngineDead       its process is gone; with the last lines it said
     │   │   └── EngineNonsense   an answer that cannot be
-    │   └── ToolServerError
+    │   ├── ToolServerError
+    │   ├── SandboxError         model-written code cannot be run in isolation, so it is not run
+    │   └── GraderCrash          a grader's process died: out of memory, a segmentation fault
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
     └── RunStopped               the run cannot go on (too many dropped episodes, a dead engine)
 
@@ -93,6 +95,14 @@ class EngineNonsense(EngineError):
 
 class ToolServerError(Infrastructure):
     """The tool server did not answer, or answered nonsense."""
+
+
+class SandboxError(Infrastructure):
+    """Code cannot be run in isolation; the message says what to install or to allow."""
+
+
+class GraderCrash(Infrastructure):
+    """A grader's process died under it: the answer is not judged, and never worth 0."""
 
 
 class UserCodeError(AgentRLError, RuntimeError):

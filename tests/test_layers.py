@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 LAYERS = (
     ("errors", "trajectory"),
     ("registry",),
-    ("answers", "chat", "config", "http", "metrics", "sandbox", "signatures", "watchdog"),
+    ("answers", "chat", "config", "http", "metrics", "signatures", "watchdog", "workers"),
+    ("sandbox",),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),
     ("rollout",),

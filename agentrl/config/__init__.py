@@ -13,22 +13,23 @@ from agentrl.config.sections import (
     DataConfig,
     ModelConfig,
     OptimConfig,
-    RewardConfig,
     RolloutConfig,
-    ToolsConfig,
     TrainerConfig,
     ValConfig,
 )
+from agentrl.config.world import InteractionConfig, RewardConfig, SandboxConfig, ToolsConfig
 
 __all__ = [
     "FIELDS",
     "AlgorithmConfig",
     "Config",
     "DataConfig",
+    "InteractionConfig",
     "ModelConfig",
     "OptimConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SandboxConfig",
     "ToolsConfig",
     "TrainerConfig",
     "ValConfig",

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from agentrl.config.checks import contradictions
 from agentrl.config.rollout import RolloutConfig, ValConfig
 from agentrl.config.section import Section, key
 from agentrl.config.sources import assignment, dump_yaml
+from agentrl.config.world import InteractionConfig, RewardConfig, SandboxConfig, ToolsConfig
 
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
@@ -74,59 +74,6 @@ class ModelConfig(Section):
             if name in RENDERING:
                 raise ValueError(f"{name!r} is set by agentrl")
         return variables
-
-
-class ToolsConfig(Section):
-    """Where tools run."""
-
-    transport: str = key(
-        "http",
-        "http: on a server that the run starts and stops; in_process: in this process; a URL: on"
-        " that server, with the token in AGENTRL_TOOLS_TOKEN",
-        allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)",
-    )
-    max_result_tokens: int = key(1024, "most tokens of a result that the model is shown", ge=1)
-    truncate: Literal["head", "tail", "middle"] = key(
-        "middle",
-        "how a longer result is cut: its head is kept, its tail, or both without the middle",
-    )
-
-    @property
-    def url(self) -> str:
-        """The server to use, or "" where there is none to be found already running."""
-        return self.transport if "://" in self.transport else ""
-
-    @field_validator("transport")
-    @classmethod
-    def _reachable(cls, transport: str) -> str:
-        if re.fullmatch(r"https?://\S*@\S*", transport):
-            raise ValueError("no user and password in a URL: the token is in AGENTRL_TOOLS_TOKEN")
-        if not re.fullmatch(r"http|in_process|https?://\S+", transport):
-            raise ValueError
-        return transport.rstrip("/")
-
-
-class RewardConfig(Section):
-    """What a rollout is worth."""
-
-    function: str = key(
-        "",
-        "the reward function; empty: the grader of the row's data_source",
-        allowed="the name of a registered reward, or path.py:function",
-    )
-    kwargs: dict[str, Any] = key(
-        {}, "further arguments of the reward function or grader", allowed="a mapping"
-    )
-    outcome_weight: float = key(1.0, "weight of the reward of the whole trajectory")
-    turn_weight: float = key(0.0, "weight of what turns earned (interactions, loops)")
-    tool_weight: float = key(0.0, "weight of what tools gave")
-    overlong_buffer: int = key(
-        0,
-        "the last so many of rollout.max_trajectory_tokens cost a penalty that grows from 0 to"
-        " overlong_penalty (DAPO); only sampled tokens count, only training pays; 0: off",
-        ge=0,
-    )
-    overlong_penalty: float = key(1.0, "the penalty of a rollout that used all of them", ge=0)
 
 
 class OptimConfig(Section):
@@ -226,6 +173,8 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     val: ValConfig = ValConfig()
     tools: ToolsConfig = ToolsConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    interaction: InteractionConfig = InteractionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()

@@ -15,8 +15,8 @@ from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeE
 from agentrl.tools.deadline import Deadline
 from agentrl.tools.decorator import Tool, ToolFunction
 from agentrl.tools.results import failure, success
-from agentrl.tools.threads import Outcome, Threads
 from agentrl.trajectory import ToolResult
+from agentrl.workers import Outcome, Threads
 
 log = logging.getLogger("agentrl.tools")
 
