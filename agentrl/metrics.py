@@ -47,6 +47,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "waste/dead_group_frac": _dead(groups),
         **_per_agent("rollout", scored),
         **_errors(trajectories),
+        **_penalized(trajectories),
         **_cached(trajectories),
     }
     for reason, count in sorted(Counter(t.stop_reason for t in trajectories).items()):
@@ -84,6 +85,15 @@ def _errors(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     classes = Counter(r.error for r in results if r.error)
     return {f"tool_error/{name}": n / len(results) for name, n in sorted(classes.items())}
+
+
+def _penalized(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of sampled tokens that pay for calls that failed; nothing where none does."""
+    paying = sum(
+        end - start for t in trajectories for turn in t.turns for start, end, _ in turn.penalties
+    )
+    sampled = sum(t.sampled_tokens for t in trajectories)
+    return {"tool_error/penalized_tokens": paying / sampled} if paying else {}
 
 
 def _cached(trajectories: Sequence[Trajectory]) -> dict[str, float]:

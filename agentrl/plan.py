@@ -78,13 +78,22 @@ def make_plan(config: Config) -> Plan:
     files_load = not problems
     if files_load:
         problems += _unknown_parts(config.algorithm)
+        problems += [
+            f"interaction.kwargs: {registry.interactions.unknown(name)}"
+            for name in config.interaction.kwargs
+            if name not in registry.interactions
+        ]
     rollout = config.rollout
     scorer = noted(
         partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
     )
     rows: list[Sequence[Sample]] = []
     for path in (config.data.train, config.data.val):
-        load = load_checked if files_load else load_samples
+        load = (
+            partial(load_checked, configured=config.interaction.kwargs)
+            if files_load
+            else load_samples
+        )
         samples = (noted(partial(load, path, config.data.agent_name)) if path else None) or []
         if scorer and files_load:
             noted(partial(check_graders, samples, scorer, path))

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -220,7 +221,10 @@ def load_file(name: str) -> Any:
         UserError: the file is missing or does not run; the message names the line.
     """
     path = resolve_file(name)
-    module_name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
+    # The same name in every process: what one pickles, another looks for by it.
+    module_name = (
+        f"agentrl_user_{path.stem}_{blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    )
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -280,7 +280,7 @@ def open_rollouts(
 ) -> Iterator[Rollouts]:
     """Rollouts with the config's tools, in process or served over HTTP; closed at the end."""
     settle_heap()
-    with open_toolbox(config.tools, config.files) as toolbox:
+    with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
         rollouts = Rollouts(
             World(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from agentrl.registry import did_you_mean
 
+INTERACTION_GIVEN = ("sample", "chat")
+"""Parameters of an interaction's constructor that agentrl fills in itself."""
 KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -57,3 +59,28 @@ def argument_problems(
                 f"unknown argument {name!r}.{did_you_mean(name, names)} It takes: {listed}"
             )
     return problems
+
+
+def merged_arguments(
+    key: str, row: Mapping[str, Any], config: Mapping[str, Any], config_only: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """A row's arguments and the config's in one, and what is wrong with having both.
+
+    Args:
+        key: the config key that holds the config's.
+        row: the row's, by name.
+        config: the config's, by name.
+        config_only: those that no row may give.
+    """
+    problems = []
+    for name in row:
+        if name in config_only:
+            problems.append(
+                f"argument {name!r} is for the config alone ({key}.{name}), whatever a dataset says"
+            )
+        elif name in config:
+            problems.append(
+                f"argument {name!r} is given twice: {row[name]!r:.60} in the row and"
+                f" {config[name]!r:.60} in {key}.{name}. Leave one out"
+            )
+    return {**config, **row}, problems

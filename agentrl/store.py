@@ -306,12 +306,18 @@ def _messages(plain: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def _calls(plain: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(**c) for c in plain)
+    return tuple(ToolCall(**{**c, "span": _pair(c.get("span"))}) for c in plain)
+
+
+def _pair(span: Any) -> tuple[int, int] | None:
+    return (span[0], span[1]) if span else None
 
 
 def _turn(plain: Mapping[str, Any]) -> Turn:
     results = tuple(ToolResult(**r) for r in plain["tool_results"])
-    return Turn(**{**plain, "tool_calls": _calls(plain["tool_calls"]), "tool_results": results})
+    penalties = tuple((a, b, price) for a, b, price in plain.get("penalties", ()))
+    calls = _calls(plain["tool_calls"])
+    return Turn(**{**plain, "tool_calls": calls, "tool_results": results, "penalties": penalties})
 
 
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:

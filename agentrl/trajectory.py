@@ -41,6 +41,8 @@ class ToolCall:
     """A JSON object, or the raw text where `error` says why it is not one."""
     error: str = ""
     id: str = ""
+    span: tuple[int, int] | None = field(default=None, compare=False)
+    """Where it stands in its turn's text, in characters; None where its parser does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,8 @@ class Turn:
     """How many tokens the engine was given, all of the row so far."""
     cached_tokens: int = 0
     """How many of them it had computed before."""
+    penalties: tuple[tuple[int, int, float], ...] = ()
+    """Calls that failed at a price (`tools.penalties`): response tokens [start, end), and it."""
 
 
 @dataclass(frozen=True, slots=True)

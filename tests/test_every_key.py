@@ -38,6 +38,12 @@ async def told(ep):
         await ep.generate(stop=("a", "e", " "))
         ep.observe(Message("user", "Go on."))
 
+@agent_loop("mistaken_every_key")
+async def mistaken(ep):
+    for turn in range(2):
+        await ep.generate(stop=("a", "e", " "), parse=lambda text: [ToolCall("nowhere", {})])
+        await ep.call_tools()
+
 @agent_loop("slow_every_key")
 async def slow(ep):
     await ep.generate()
@@ -127,6 +133,7 @@ CHANGES = {
     "val.greedy": ("false", []),
     "tools.transport": ("http", []),
     "tools.max_result_tokens": ("2", []),
+    "tools.penalties": ("{{unknown_tool: 0.5}}", ["data.agent_name=mistaken_every_key"]),
     "tools.truncate": ("head", ["tools.max_result_tokens=4"]),
     "reward.function": ("length_of_answer", []),
     "reward.kwargs": ("{{scale: 3}}", []),

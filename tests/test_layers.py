@@ -43,8 +43,8 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("tools/server.py", "view/"),
-    "uvicorn": ("tools/server.py", "view/"),
+    "fastapi": ("tools/server.py", "tools/openapi.py", "view/"),
+    "uvicorn": ("tools/listen.py", "view/"),
     "typer": ("cli/",),
 }
 

@@ -48,7 +48,7 @@ def zoo():
 @pytest.fixture(scope="module")
 def url(zoo):
     """A tool server in a thread of this process."""
-    from agentrl.tools.server import ToolServer
+    from agentrl.tools.listen import ToolServer
 
     ready = threading.Event()
     server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)

@@ -22,7 +22,7 @@ from agentrl.http import HttpClient, fetch_json
 from agentrl.tools import HttpToolbox, open_toolbox
 from agentrl.tools import guard as guard_module
 from agentrl.tools.background import serve_in_background
-from agentrl.tools.server import ToolServer
+from agentrl.tools.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
 
 TOKEN = "open-sesame"

@@ -24,6 +24,7 @@ from typing import Any
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context
 from agentrl.agent_loops.given import checked
+from agentrl.agent_loops.penalties import moved, penalties_of
 from agentrl.agent_loops.stop import cut_at_stop
 from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
@@ -157,8 +158,11 @@ class Episode:
         generation = await attempt.ask(prompt, max_tokens, stop, seed)
         seconds = attempt.enter("loop")
         generation, text = cut_at_stop(generation, template, stop)
-        said = text if parse else template.thinking.opened(prompt) + text
+        opened = "" if parse else template.thinking.opened(prompt)
+        said = opened + text
         calls = parse(said) if parse else await self._world.calls(said, self.schemas)
+        if opened:
+            calls = moved(calls, len(opened))
         # Nothing waits and nothing of the user's runs from here on: all of the turn, or none.
         start = len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
@@ -228,10 +232,12 @@ class Episode:
         results = [self._world.fit(r) for r in results]
         reward = sum(r.reward for r in results if r.reward is not None)
         turn = attempt.turns[at]
+        prices, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
         attempt.turns[at] = replace(
             turn,
             tool_results=tuple(results),
             tool_seconds=seconds,
+            penalties=penalties_of(turn, results, prices, row, self._world.template),
             rewards={**turn.rewards, **({"tool": reward} if reward else {})},
         )
         self.observe(

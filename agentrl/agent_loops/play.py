@@ -12,6 +12,7 @@ from typing import Any
 from agentrl import registry
 from agentrl.agent_loops.attempt import Attempt, World, template_of
 from agentrl.agent_loops.base import AgentLoop
+from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
@@ -49,7 +50,6 @@ async def play_episode(
     playing: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
-        interaction = build_interaction(sample)
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
         if sample.tools:
@@ -57,6 +57,8 @@ async def play_episode(
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
         attempt = playing = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        arguments = world.config.interaction.kwargs
+        interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
         if watchdog:
             watchdog.watch(attempt)
@@ -79,11 +81,13 @@ async def play_episode(
             await playing.end()
         world.sampler.end(episode_id)
         # Nothing that fails while cleaning up may hide why the episode ended.
-        if opened:
-            with contextlib.suppress(Infrastructure, UserCodeError):
-                await world.toolbox.close(episode_id)
-        if interaction is not None:
-            await _close(interaction, sample)
+        try:
+            if opened:
+                with contextlib.suppress(Infrastructure, UserCodeError):
+                    await world.toolbox.close(episode_id)
+        finally:
+            if interaction is not None:
+                await _close(interaction, sample)
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode) -> None:
@@ -106,8 +110,10 @@ async def _close(interaction: Interaction, sample: Sample) -> None:
         async with asyncio.timeout(CLEANUP_S):
             with user_code(f"closing the interaction of row {sample.id!r}"):
                 await interaction.close()
-    except (TimeoutError, UserCodeError) as e:
-        log.error("%s", e or f"closing the interaction of row {sample.id!r} took too long")
+    except TimeoutError:
+        log.error("closing the interaction of row %r took too long", sample.id)
+    except (EpisodeOver, Infrastructure, UserCodeError) as e:
+        log.error("closing the interaction of row %r: %s", sample.id, e)
 
 
 def play(

@@ -34,28 +34,38 @@ def serve(
     token_env: Annotated[
         str, typer.Option(help="Environment variable with the bearer token.")
     ] = "AGENTRL_TOOLS_TOKEN",
+    workers: Annotated[
+        int, typer.Option(help="Processes, on this port and the next ones.", min=1)
+    ] = 1,
+    max_calls: Annotated[
+        int, typer.Option(help="Calls at once in a process; more are told to come again.", min=1)
+    ] = 1024,
 ) -> None:
-    """Serve tools over HTTP until Ctrl-C.
+    """Serve tools over HTTP until Ctrl-C or SIGTERM; calls that run then may end.
 
-    Without a token only this machine can be served; other addresses need one.
+    Without a token only this machine can be served; other addresses need one. Of several workers
+    one that dies is started again; an episode stays with one of them.
 
     Examples:
         agentrl tools serve shelf:calculator my_tools.py
 
         AGENTRL_TOOLS_TOKEN=... agentrl tools serve -f my_tools.py --host 0.0.0.0
+
+        agentrl tools serve my_tools.py --workers 4
     """
     import os
 
+    token, named = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
+    if workers > 1:
+        _serve_by_workers(named, workers, host, port, token, max_calls)
+        return
     from agentrl.registry import tools
-    from agentrl.tools.server import ToolServer
+    from agentrl.tools.listen import ToolServer
 
-    _load([*(files or []), *(file or [])])
-
-    def ready() -> None:
-        typer.echo(f"{len(tools.names())} tools at {server.url}: {', '.join(tools.names())}")
-        typer.echo(f"use them with: agentrl train ... tools.transport={server.url}")
-
-    server = ToolServer(host, port, os.environ.get(token_env, ""), ready)
+    _load(named)
+    server = ToolServer(
+        host, port, token, lambda: _tell(server.url, tools.names()), max_calls=max_calls
+    )
     server.serve_forever()
 
 
@@ -146,13 +156,50 @@ def call(
         sys.exit(1)
 
 
+def _serve_by_workers(
+    files: list[str], workers: int, host: str, port: int, token: str, max_calls: int
+) -> None:
+    """Watch over processes that serve, and load none of the files here."""
+    import signal
+    import sys
+
+    from agentrl.http import fetch_json
+    from agentrl.tools.background import serve_in_background
+
+    served = serve_in_background(
+        files, workers=workers, host=host, port=port, token=token, max_calls=max_calls
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with served.handle as handle:
+        _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
+        names = [t["name"] for t in answer["tools"]]
+        _some(names, files)
+        _tell(served.url, names)
+        try:
+            handle.wait()
+        finally:
+            handle.drain()
+    sys.exit(1)
+
+
+def _tell(url: str, names: list[str]) -> None:
+    typer.echo(f"{len(names)} tools at {url}: {', '.join(names)}")
+    typer.echo(f"use them with: agentrl train ... tools.transport={url}")
+
+
 def _load(files: list[str]) -> None:
-    from agentrl.errors import UserError
     from agentrl.registry import load_file, tools
 
     for file in files:
         load_file(file)
-    if not tools.names():
+    _some(tools.names(), files)
+
+
+def _some(names: list[str], files: list[str]) -> None:
+    """Refuse to go on without a tool."""
+    from agentrl.errors import UserError
+
+    if not names:
         listed = ", ".join(files) or "no files"
         raise UserError(
             f"no @tool in {listed}. Give files with tools: --file my_tools.py or shelf:calculator"

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from agentrl import registry
 from agentrl.data.mistakes import Mistakes
 from agentrl.data.rows import read_samples
-from agentrl.signatures import argument_problems
+from agentrl.signatures import INTERACTION_GIVEN, argument_problems, merged_arguments
 from agentrl.trajectory import Sample
 
+Configured = Mapping[str, Mapping[str, Any]]
+"""Arguments of interactions that the config gives (`interaction.kwargs`), by name."""
 
-def check_samples(samples: Sequence[Sample], path: str) -> None:
+
+def check_samples(
+    samples: Sequence[Sample], path: str, configured: Configured | None = None
+) -> None:
     """Judge samples against what is registered.
 
     Args:
         samples: the rows.
         path: where they are from, for messages.
+        configured: arguments of interactions that rows need not give.
 
     Raises:
         DataError: unknown loops, tools or interactions; tools or an interaction that the row's loop
@@ -25,11 +33,13 @@ def check_samples(samples: Sequence[Sample], path: str) -> None:
             that nothing can answer. All of them at once.
     """
     mistakes = Mistakes(path)
-    _judge(samples, mistakes)
+    _judge(samples, mistakes, configured or {})
     mistakes.raise_any()
 
 
-def load_checked(path: str, default_agent_name: str = "single_turn") -> list[Sample]:
+def load_checked(
+    path: str, default_agent_name: str = "single_turn", configured: Configured | None = None
+) -> list[Sample]:
     """`load_samples` and `check_samples` in one: what either finds is said at once.
 
     Raises:
@@ -37,14 +47,15 @@ def load_checked(path: str, default_agent_name: str = "single_turn") -> list[Sam
     """
     mistakes = Mistakes(path)
     samples = read_samples(path, default_agent_name, mistakes)
-    _judge([s for s in samples if s.row not in mistakes.rows], mistakes)
+    _judge([s for s in samples if s.row not in mistakes.rows], mistakes, configured or {})
     mistakes.raise_any()
     return samples
 
 
-def _judge(samples: Sequence[Sample], mistakes: Mistakes) -> None:
+def _judge(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
+    checks = (_prompt, _loop, _tools, partial(_interaction, configured=configured))
     for sample in samples:
-        for check in (_prompt, _loop, _tools, _interaction):
+        for check in checks:
             for field, what in check(sample):
                 mistakes.add(sample.row, field, what)
 
@@ -105,13 +116,20 @@ def _tools(sample: Sample) -> Found:
             yield "tools", f"several of {list(sample.tools)} offer {function!r}. Choose one"
 
 
-def _interaction(sample: Sample) -> Found:
+def _interaction(sample: Sample, configured: Configured) -> Found:
     name = sample.interaction
     if not name:
         return
     if name not in registry.interactions:
         yield "interaction", registry.interactions.unknown(name) + ". Load its file with --file"
         return
-    kwargs = sample.interaction_kwargs
-    for problem in argument_problems(registry.interactions.get(name), kwargs, given=("sample",)):
+    cls = registry.interactions.get(name)
+    kwargs, problems = merged_arguments(
+        f"interaction.kwargs.{name}",
+        sample.interaction_kwargs,
+        configured.get(name, {}),
+        cls.config_only,
+    )
+    problems += argument_problems(cls, kwargs, given=INTERACTION_GIVEN)
+    for problem in problems or cls.problems(kwargs):
         yield "interaction_kwargs", f"interaction {name!r}: {problem}"

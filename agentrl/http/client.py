@@ -14,10 +14,13 @@ whatever its status.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import ssl
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -31,6 +34,9 @@ MAX_ANSWER_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
 MAX_IDLE_SECONDS = 60.0
 """Shorter than our servers' keep-alive, so that a connection is rarely found dead."""
+
+BUSY = (429, 503)
+"""Statuses that may come with `Retry-After`."""
 
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
@@ -50,6 +56,7 @@ class _Answer:
         self.complete: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """The status, once all of the body is here."""
         self.keep_alive = False
+        self.retry_after = b""
         self._parser = httptools.HttpResponseParser(self)
         self._left = max_bytes
         self._body: list[bytes] = []
@@ -93,6 +100,8 @@ class _Answer:
             self._has_length = True
         elif name == b"content-encoding" and value.lower() != b"identity":
             raise _Nonsense(f"content-encoding {value.decode('latin-1')}, which was not asked for")
+        elif name == b"retry-after":
+            self.retry_after = value
 
     def on_headers_complete(self) -> None:
         self._headers_seen = self._parser.get_status_code() >= 200
@@ -135,12 +144,15 @@ class _Connection(asyncio.Protocol):
         self.usable = False
         self._transport.abort()
 
-    async def exchange(self, request: bytes, max_bytes: int) -> tuple[int, bytes]:
-        """Send one request; status and body of its answer. Cancelled, it closes the connection."""
+    async def exchange(self, request: bytes, max_bytes: int) -> tuple[int, bytes, bytes]:
+        """Send one request; status, body and Retry-After of its answer.
+
+        Cancelled, it closes the connection.
+        """
         self._answer = answer = _Answer(max_bytes)
         self._transport.write(request)
         try:
-            return await answer.complete, answer.body
+            return await answer.complete, answer.body, answer.retry_after
         finally:
             self._answer = None
             if not answer.keep_alive:
@@ -196,6 +208,7 @@ class HttpClient:
         *,
         deadline: float,
         retries: int = 0,
+        patient: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Send `body` as JSON; the status and the parsed answer, whatever the status.
@@ -207,6 +220,8 @@ class HttpClient:
             deadline: `time.monotonic()` seconds after which to give up, connecting included.
             retries: how often to send it again after the connection failed. Only for a request that
                 may be handled twice; one that ran into its deadline is never sent again.
+            patient: where the server is busy (429, 503) and says when to come again (Retry-After),
+                do, as long as that is before the deadline.
             headers: of this request alone.
 
         Raises:
@@ -220,7 +235,14 @@ class HttpClient:
         try:
             # The loop's clock need not be `time.monotonic`, so the deadline travels as a duration.
             async with asyncio.timeout(deadline - time.monotonic()):
-                status, answer = await self._send_again(request, retries)
+                status, answer, after = await self._send_again(request, retries)
+                while patient and status in BUSY and after:
+                    seconds = _seconds(after)
+                    if seconds > deadline - time.monotonic():
+                        break
+                    # Not all of those who were told the same time at that same time.
+                    await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
+                    status, answer, after = await self._send_again(request, retries)
         except TimeoutError:
             raise self._error(f"{where}: no answer before the deadline") from None
         except (_Dropped, _Nonsense, OSError) as e:
@@ -262,7 +284,7 @@ class HttpClient:
             f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         ).encode("ascii") + content
 
-    async def _send_again(self, request: bytes, retries: int) -> tuple[int, bytes]:
+    async def _send_again(self, request: bytes, retries: int) -> tuple[int, bytes, bytes]:
         for attempt in range(retries):
             try:
                 return await self._send(request)
@@ -271,7 +293,7 @@ class HttpClient:
                 await asyncio.sleep(0.1 * attempt)
         return await self._send(request)
 
-    async def _send(self, request: bytes) -> tuple[int, bytes]:
+    async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """One attempt, on an idle connection or a new one."""
         async with self._places:
             connection = await self._connection()
@@ -293,3 +315,15 @@ class HttpClient:
             _Connection, self._host, self._port, ssl=self._tls
         )
         return connection
+
+
+def _seconds(retry_after: bytes) -> float:
+    """How long a `Retry-After` asks to wait; infinite where it cannot be read."""
+    text = retry_after.decode("latin-1").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        then = parsedate_to_datetime(text)
+    except ValueError:
+        return float("inf")
+    return max((then.replace(tzinfo=then.tzinfo or UTC) - datetime.now(UTC)).total_seconds(), 0.0)

@@ -8,11 +8,15 @@ from agentrl.interactions.base import (
     respond,
 )
 from agentrl.interactions.gsm8k import Gsm8kInteraction
+from agentrl.interactions.gym import GymInteraction
+from agentrl.interactions.simulated_user import SimulatedUser
 
 __all__ = [
     "Gsm8kInteraction",
+    "GymInteraction",
     "Interaction",
     "Reply",
+    "SimulatedUser",
     "build_interaction",
     "interaction",
     "respond",

@@ -1,7 +1,8 @@
 """The other side of a conversation: a teacher, a customer, an examiner.
 
 An interaction hears the assistant out and answers as a user, until it has no more to say. There is
-one object per episode, made from the row's `interaction_kwargs`; its state is plain attributes.
+one object per episode, made from the row's `interaction_kwargs` and the config's
+`interaction.kwargs`; its state is plain attributes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from agentrl.errors import EpisodeOver, RegistryError, UserCodeError, user_code
+from agentrl.errors import DataError, EpisodeOver, RegistryError, UserCodeError, user_code
+from agentrl.http.chat import Chat
 from agentrl.registry import interactions
-from agentrl.signatures import location, place
+from agentrl.signatures import INTERACTION_GIVEN, location, merged_arguments, place
 from agentrl.trajectory import Message, Sample
 
 
@@ -41,9 +43,22 @@ class Reply:
 class Interaction(ABC):
     """Base of all interactions; subclasses need only `respond`.
 
-    The constructor's arguments are the row's `interaction_kwargs`, by name. A constructor with a
-    parameter named `sample` is given the row itself there.
+    The constructor's arguments are the row's `interaction_kwargs` and what `interaction.kwargs`
+    holds for it, by name; none is given twice. A constructor with a parameter named `sample` is
+    given the row itself there, one with `chat` the run's own engine (`agentrl.http.chat.Chat`).
     """
+
+    config_only: ClassVar[tuple[str, ...]] = ()
+    """Arguments that no row may give: a dataset does not choose where requests go."""
+
+    @classmethod
+    def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
+        """What is wrong with arguments that fit the constructor: asked before a model is loaded.
+
+        Args:
+            kwargs: the row's and the config's in one.
+        """
+        return ()
 
     @abstractmethod
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
@@ -98,21 +113,39 @@ def interaction(name: str) -> Callable[[I], I]:
     return register
 
 
-def build_interaction(sample: Sample) -> Interaction | None:
+def build_interaction(
+    sample: Sample,
+    configured: Mapping[str, Mapping[str, Any]] | None = None,
+    chat: Chat | None = None,
+) -> Interaction | None:
     """The episode's own interaction, or None where the row has none.
+
+    Args:
+        sample: the row.
+        configured: the config's `interaction.kwargs`.
+        chat: the run's engine, for an interaction that wants one.
 
     Raises:
         RegistryError: no interaction of that name.
+        DataError: an argument that the row may not give, or that the config gives, too.
         UserCodeError: its constructor raised.
     """
-    if not sample.interaction:
+    name = sample.interaction
+    if not name:
         return None
-    cls = interactions.get(sample.interaction)
+    cls = interactions.get(name)
+    config = (configured or {}).get(name, {})
+    merged, problems = merged_arguments(
+        f"interaction.kwargs.{name}", sample.interaction_kwargs, config, cls.config_only
+    )
+    if problems:
+        raise DataError(f"row {sample.id!r}, interaction_kwargs: {'; '.join(problems)}")
     # Copied deep: the rollouts of one row must not share a list that one of them changes.
-    kwargs = copy.deepcopy(dict(sample.interaction_kwargs))
-    if "sample" in inspect.signature(cls).parameters:
-        kwargs["sample"] = sample
-    with user_code(f"interaction {sample.interaction!r} of sample {sample.id!r}: its constructor"):
+    kwargs = copy.deepcopy(merged)
+    given = dict(zip(INTERACTION_GIVEN, (sample, chat), strict=True))
+    takes = inspect.signature(cls).parameters
+    kwargs |= {name: value for name, value in given.items() if name in takes}
+    with user_code(f"interaction {name!r} of sample {sample.id!r}: its constructor"):
         return cls(**kwargs)
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeVar
 
+from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, RegistryError, UserCodeError, user_code
 from agentrl.registry import rewards
 from agentrl.rewards.compute_score import NAMES, arguments
+from agentrl.rewards.runner import Late, Runner
 from agentrl.signatures import argument_problems, place
 from agentrl.trajectory import Trajectory
+from agentrl.workers import check_reachable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +31,21 @@ POSITIONAL = (
 )
 
 
-def reward(name: str) -> Callable[[F], F]:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a reward is run."""
+
+    process: bool = False
+    group: bool = False
+    late: float | None = None
+
+
+_WAY = "_agentrl_reward"
+
+
+def reward(
+    name: str, *, process: bool = False, group: bool = False, late: float | None = None
+) -> Callable[[F], F]:
     """Register a reward under the name that `reward.function` uses; the function stays as it is.
 
         @reward("exact")
@@ -35,7 +53,16 @@ def reward(name: str) -> Callable[[F], F]:
             return float(trajectory.final_text.strip() == trajectory.sample.ground_truth)
 
     It returns a number, or a mapping with "score" and other numbers (they become metrics). It may
-    be `async def`.
+    be `async def`, or a class: then one object, made with `reward.kwargs`, judges the whole run,
+    and its `close`, if it has one, is called at the end.
+
+    Args:
+        name: what the config calls it.
+        process: run it in a process that is killed at the deadline `reward.timeout_s`: for what may
+            hang without ever giving way, crash, or eat all memory.
+        group: it is called with the list of a sample's trajectories, and returns as many scores.
+        late: the score of a rollout for which it was killed at the deadline, if that is the
+            answer's doing; None: the rollout is judged again, then dropped. Needs `process`.
 
     Raises:
         RegistryError: the name is taken.
@@ -46,6 +73,13 @@ def reward(name: str) -> Callable[[F], F]:
         )
 
     def register(function: F) -> F:
+        said = f"the reward {name!r} ({place(function)})"
+        if process and inspect.isclass(function):
+            raise RegistryError(f"{said} is a class: process=True is for functions")
+        if late is not None and not process:
+            raise RegistryError(f"{said} has late={late}, which needs process=True")
+        if process or group:
+            setattr(function, _WAY, Way(process, group, late))
         return rewards.add(name, function)
 
     return register
@@ -55,9 +89,21 @@ class Grader:
     """A reward with its `reward.kwargs`, proven to fit each other, ready to be called."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        function: Callable[..., Any],
+        kwargs: Mapping[str, Any] | None = None,
+        runner: Runner | None = None,
+        key: str = "reward.kwargs",
     ):
         """Check the function's parameters.
+
+        Args:
+            name: what messages call it.
+            function: a function, or a class that is made with `kwargs`.
+            kwargs: further arguments, by name.
+            runner: where it runs.
+            key: the config key that holds `kwargs`, for messages.
 
         Raises:
             ConfigError: it takes no trajectory, or not these arguments; all problems at once.
@@ -65,45 +111,116 @@ class Grader:
         self.name = name
         self.function = function
         self.kwargs = dict(kwargs or {})
-        parameters = inspect.signature(function).parameters
+        self.way: Way = getattr(function, _WAY, Way())
+        self._runner = runner or Runner(RewardConfig())
+        self._key = key
+        if inspect.isclass(function):
+            self._refuse(argument_problems(function, self.kwargs))
+            self.function, given = function(**self.kwargs), {}
+        else:
+            given = self.kwargs
+        parameters = inspect.signature(self.function).parameters
         kinds = [p.kind for p in parameters.values()]
         self.is_compute_score = "solution_str" in parameters or set(kinds) == {VAR_KEYWORD}
         self._takes = NAMES if VAR_KEYWORD in kinds else [n for n in NAMES if n in parameters]
-        if self.is_compute_score:
-            problems = argument_problems(function, self.kwargs, NAMES)
+        if self.is_compute_score and not self.way.group:
+            problems = argument_problems(self.function, given, NAMES)
         elif kinds and kinds[0] in POSITIONAL:
-            problems = argument_problems(function, self.kwargs, [*parameters][:1])
+            problems = argument_problems(self.function, given, [*parameters][:1])
         else:
+            what = "the list of trajectories first" if self.way.group else "the trajectory first"
             problems = [
-                f"its parameters are ({', '.join(parameters)}), but it must take the trajectory"
-                f" first, or verl's {', '.join(NAMES)}"
+                f"its parameters are ({', '.join(parameters)}), but it must take {what}"
+                + ("" if self.way.group else f", or verl's {', '.join(NAMES)}")
             ]
+        self._refuse(problems)
+        self._given = given
+        if self.way.process:
+            check_reachable(self.function)
+        home = getattr(function, "__module__", None) or ""
+        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
+        self._waits = inspect.iscoroutinefunction(called)
+        # Ours are known to be quick where they do not say otherwise.
+        self._inline = home.startswith("agentrl.") and not self._waits and not self.way.process
+
+    def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
             raise ConfigError(
-                f"the reward {name!r} cannot be called with reward.kwargs={self.kwargs}: "
+                f"the reward {self.name!r} cannot be called with {self._key}={self.kwargs}: "
                 + "; ".join(problems)
             )
 
     async def grade(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """The outcome reward, and the other numbers that the function returned.
 
-        A plain function runs on the event loop, where it should be quick; one that waits (for a
-        judge, a sandbox) should be `async def`.
-
         Raises:
             UserCodeError: the function raised, or returned no finite number.
-            Infrastructure: as the function raised it: a judge is down.
+            Infrastructure: as the function raised it (a judge is down), or it did not end in time.
+            GraderCrash: its process died.
         """
         named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
-        with user_code(named):
-            if self.is_compute_score:
-                known = arguments(trajectory)
-                returned = self.function(**{n: known[n] for n in self._takes}, **self.kwargs)
-            else:
-                returned = self.function(trajectory, **self.kwargs)
-            if inspect.isawaitable(returned):
-                returned = await returned
-        return read_score(named, returned)
+        if self.is_compute_score:
+            known = arguments(trajectory)
+            args, given = (), {n: known[n] for n in self._takes}
+        else:
+            args, given = (trajectory,), {}
+        try:
+            returned = await self._called(named, *args, **given)
+        except Late:
+            if self.way.late is None:
+                raise
+            return self.way.late, {"grader_timeout": 1.0}
+        score, metrics = read_score(named, returned)
+        return score, metrics if self.way.late is None else {**metrics, "grader_timeout": 0.0}
+
+    async def compare(
+        self, trajectories: Sequence[Trajectory]
+    ) -> list[tuple[float, dict[str, float]]]:
+        """As `grade`, of a sample's trajectories by a reward that sees all of them."""
+        named = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
+        returned = await self._called(named, list(trajectories))
+        try:
+            scores = [] if isinstance(returned, (Mapping, str)) else [*returned]
+        except TypeError:
+            scores = []
+        if len(scores) != len(trajectories):
+            raise UserCodeError(
+                f"{named} returned {returned!r:.200}: it must return as many scores as it was given"
+                f" trajectories, {len(trajectories)}"
+            )
+        return [read_score(named, score) for score in scores]
+
+    def grade_text(self, text: str, ground_truth: Any) -> Any:
+        """What a `compute_score` returns for this text, from code that is not async.
+
+        Raises:
+            Infrastructure: it did not end in time, or its process died.
+        """
+        if self.way.process:
+            named = f"the grader {self.name!r}"
+            return self._runner.check(
+                named, self.function, solution_str=text, ground_truth=ground_truth, **self._given
+            )
+        return self.function(solution_str=text, ground_truth=ground_truth, **self._given)
+
+    async def close(self) -> None:
+        """Close an object that a class made for this run."""
+        close = getattr(self.function, "close", None)
+        if close is not None and not inspect.isroutine(self.function):
+            with user_code(f"close of the reward {self.name!r}"):
+                closed = close()
+                if inspect.isawaitable(closed):
+                    await closed
+
+    async def _called(self, named: str, *args: Any, **given: Any) -> Any:
+        runner, given = self._runner, {**given, **self._given}
+        if self._inline:
+            with user_code(named):
+                return self.function(*args, **given)
+        if self.way.process:
+            return await runner.in_process(named, self.function, *args, **given)
+        run = runner.waiting if self._waits else runner.in_thread
+        return await run(named, self.function, *args, **given)
 
 
 def read_score(named: str, returned: Any) -> tuple[float, dict[str, float]]:

@@ -21,6 +21,8 @@ class Offer:
     """Seconds a call may take once it runs."""
     stateful: bool
     """Whether the calls of an episode share an object, and so run one after another."""
+    injected: Sequence[str] = ()
+    """What of the episode it is given: of `state`, `sample`, `messages`, `sandbox`."""
 
     @property
     def functions(self) -> list[str]:
@@ -47,5 +49,14 @@ def schemas_of(offers: Sequence[Offer]) -> list[dict[str, Any]]:
 
 
 def lanes_of(offers: Sequence[Offer]) -> dict[str, str]:
-    """By function, the class tool whose object its calls share: those run one after another."""
-    return {f: offer.name for offer in offers if offer.stateful for f in offer.functions}
+    """By function, what its calls share with others' in the episode: those run one after another.
+
+    That is the object of a class tool, or the episode's `state` (""). So a turn's calls have the
+    same outcome every time.
+    """
+    shared = {o.name: "" if "state" in o.injected else o.name for o in offers if _shares(o)}
+    return {f: shared[o.name] for o in offers if _shares(o) for f in o.functions}
+
+
+def _shares(offer: Offer) -> bool:
+    return offer.stateful or "state" in offer.injected

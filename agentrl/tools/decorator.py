@@ -16,78 +16,23 @@ import logging
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from agentrl.errors import DataError, UserError
+from agentrl.errors import UserError
 from agentrl.registry import tools
-from agentrl.signatures import argument_problems, location, place
-from agentrl.tools.catalogue import Offer
-from agentrl.tools.schema import Parameters, adopt, describe
-from agentrl.trajectory import Sample
+from agentrl.signatures import location, place
+from agentrl.tools.injected import TO_CONSTRUCTORS, injected
+from agentrl.tools.options import check_options
+from agentrl.tools.record import DEFAULT_RETRIES, DEFAULT_TIMEOUT, Scope, Tool, ToolFunction
+from agentrl.tools.schema import adopt, describe
 
 log = logging.getLogger("agentrl.tools")
 
-DEFAULT_TIMEOUT = 30.0
 HOOKS = ("reward", "close")
+OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 T = TypeVar("T", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ToolFunction:
-    """One function a model may call."""
-
-    name: str
-    attribute: str
-    """The method of a class tool; "" where the tool is the function."""
-    schema: dict[str, Any]
-    """OpenAI's function form, as chat templates take it."""
-    parameters: Parameters
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tool:
-    """What a dataset row names in `tools`: a function, or a class made once per episode."""
-
-    name: str
-    target: Callable[..., Any]
-    functions: tuple[ToolFunction, ...]
-    timeout: float = DEFAULT_TIMEOUT
-    """Seconds a call may take; also a constructor, `reward` and `close`."""
-    idempotent: bool = False
-    """Running a call again does no harm: one that fails with anything but `ToolError` is tried
-    twice more within its timeout."""
-    max_concurrency: int = 0
-    """Calls running at once, over all episodes of a process; 0 sets no limit."""
-    hooks: tuple[str, ...] = ()
-    """Which of `reward` and `close` a class tool has."""
-
-    @property
-    def stateful(self) -> bool:
-        """Whether it is a class: one object per episode, whose calls run one after another."""
-        return isinstance(self.target, type)
-
-    @property
-    def offer(self) -> Offer:
-        """The part that others need to know."""
-        return Offer(self.name, [f.schema for f in self.functions], self.timeout, self.stateful)
-
-    def arguments(self, create_kwargs: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-        """The constructor's arguments: `create_kwargs` by name, and `sample` where it wants one.
-
-        Raises:
-            DataError: the constructor does not take them.
-        """
-        problems = argument_problems(self.target, create_kwargs, given=("sample",))
-        if problems:
-            raise DataError(
-                f"row {sample.row} (id {sample.id!r}): create_kwargs of the tool {self.name!r}:"
-                f" {'; '.join(problems)}"
-            )
-        wants_row = "sample" in inspect.signature(self.target).parameters
-        return {**create_kwargs, "sample": sample} if wants_row else dict(create_kwargs)
 
 
 @overload
@@ -98,7 +43,12 @@ def tool(
     name: str = "",
     timeout: float = DEFAULT_TIMEOUT,
     idempotent: bool = False,
+    retries: int | None = None,
     max_concurrency: int = 0,
+    rate_limit: float = 0.0,
+    cache: bool = False,
+    scope: Scope = "episode",
+    process: bool = False,
     schema: Mapping[str, Any] | None = None,
 ) -> Callable[[T], T]: ...
 def tool(
@@ -108,7 +58,12 @@ def tool(
     name: str = "",
     timeout: float = DEFAULT_TIMEOUT,
     idempotent: bool = False,
+    retries: int | None = None,
     max_concurrency: int = 0,
+    rate_limit: float = 0.0,
+    cache: bool = False,
+    scope: Scope = "episode",
+    process: bool = False,
     schema: Mapping[str, Any] | None = None,
 ) -> Any:
     """Register a function or class as a tool, and hand it back unchanged.
@@ -122,23 +77,43 @@ def tool(
         async def search(query: str, k: int = 3) -> str: ...
 
     What a tool returns is text, anything JSON holds, or a `ToolResult`. It refuses input by raising
-    `ToolError`, which the model reads.
+    `ToolError`, which the model reads. Parameters named `state`, `sample`, `messages` and `sandbox`
+    are given by agentrl, see `agentrl.tools.injected`.
 
     Args:
         target: the function or class, where the decorator stands without parentheses.
         name: what rows list; the function's name, or the class's in snake_case, if empty.
         timeout: seconds a call may take.
         idempotent: running a call again does no harm, so that a failed one may be repeated.
+        retries: how often a call that failed with anything but `ToolError` is tried again, within
+            its timeout; by default twice where it is idempotent.
         max_concurrency: calls running at once in a process; 0 sets no limit.
+        rate_limit: calls a second in a process, evenly spread; 0 sets no limit. Waiting for it does
+            not count as the call's time.
+        cache: equal arguments get the equal answer, and calls that wait for it share one run. For
+            idempotent functions that need nothing of the episode.
+        scope: how long a class's object lives: for the "episode", or for one "call".
+        process: run it in a worker process, which is killed at the deadline: for what may hang in
+            C, crash or eat memory. Functions only.
         schema: OpenAI function schema to use in place of the signature's. Functions only.
 
     Raises:
         UserError: nothing a model could call: the message says what and where.
         RegistryError: another tool has the name.
     """
+    options = {
+        "timeout": timeout,
+        "idempotent": idempotent,
+        "retries": retries if retries is not None else DEFAULT_RETRIES * idempotent,
+        "max_concurrency": max_concurrency,
+        "rate_limit": rate_limit,
+        "cache": cache,
+        "scope": scope,
+        "process": process,
+    }
 
     def register(target: T) -> T:
-        record = _record(target, name, timeout, idempotent, max_concurrency, schema)
+        record = _record(target, name, schema, options)
         tools.add(record.name, record)
         return target
 
@@ -148,24 +123,16 @@ def tool(
 def _record(
     target: Callable[..., Any],
     name: str,
-    timeout: float,
-    idempotent: bool,
-    max_concurrency: int,
     schema: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
 ) -> Tool:
-    where = place(target)
-    if timeout <= 0 or max_concurrency < 0:
-        raise UserError(
-            f"@tool on {where}: timeout={timeout} must be above 0 seconds, and"
-            f" max_concurrency={max_concurrency} at least 0"
-        )
-    hooks: tuple[str, ...] = ()
+    made: Mapping[str, Any] = {}
     if isinstance(target, type):
         if schema is not None:
-            raise UserError(f"@tool on {where}: schema= is for functions, not for classes")
+            raise UserError(f"@tool on {place(target)}: schema= is for functions, not for classes")
         name = name or _snake(target.__name__)
         functions = _methods(target, name)
-        hooks = tuple(h for h in HOOKS if h in _attributes(target))
+        made = {"hooks": _hooks(target), "made_with": injected(target, TO_CONSTRUCTORS)}
     elif inspect.isfunction(target):
         if schema is None:
             name = name or target.__name__
@@ -174,9 +141,11 @@ def _record(
             function = _handmade(target, name, schema)
             name, functions = function.name, (function,)
     else:
-        raise UserError(f"@tool goes on a function or a class, not on {where}")
+        raise UserError(f"@tool goes on a function or a class, not on {place(target)}")
     _check_name(name, target)
-    return Tool(name, target, functions, timeout, idempotent, max_concurrency, hooks)
+    record = Tool(name, target, functions, **options, **made)
+    check_options(record)
+    return record
 
 
 def _function(
@@ -188,11 +157,13 @@ def _function(
             f"the tool function {name!r} ({location(function)}) is a generator: return all of the"
             " result instead"
         )
-    description, parameters = describe(function, name, bound=bound)
+    given = injected(function)
+    description, parameters = describe(function, name, bound=bound, given=given)
     if not description:
         log.warning("tool function %r has no docstring: the model reads its name only", name)
     schema = {"name": name, "description": description, "parameters": parameters.schema}
-    return ToolFunction(name, attribute, {"type": "function", "function": schema}, parameters)
+    shown = {"type": "function", "function": schema}
+    return ToolFunction(name, attribute, shown, parameters, given)
 
 
 def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]) -> ToolFunction:
@@ -209,7 +180,8 @@ def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]
         raise UserError(f"{where}: the schema is called {written['name']!r}, the tool {name!r}")
     parameters = adopt(written["parameters"], name, where)
     shown = {**written, "name": name, "parameters": parameters.schema}
-    return ToolFunction(name, "", {"type": "function", "function": shown}, parameters)
+    given = injected(function, models_own=parameters.schema.get("properties", {}))
+    return ToolFunction(name, "", {"type": "function", "function": shown}, parameters, given)
 
 
 def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
@@ -225,6 +197,11 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
             function, bound = method, True
         if inspect.isfunction(function):
             called = name if attribute == "__call__" else attribute
+            if called in [f.name for f in found]:
+                raise UserError(
+                    f"the class tool {name!r} ({place(cls)}) offers two functions {called!r}: its"
+                    " __call__ goes by the tool's name. Rename the method, or give the tool a name="
+                )
             found.append(_function(function, called, attribute, bound))
     if not found:
         raise UserError(
@@ -232,6 +209,24 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
             f" it needs a public method other than {' and '.join(HOOKS)}"
         )
     return tuple(found)
+
+
+def _hooks(cls: type) -> tuple[str, ...]:
+    """Which of `reward` and `close` it has: methods to be called with nothing."""
+    hooks = tuple(h for h in HOOKS if h in _attributes(cls))
+    for hook in hooks:
+        method = getattr(cls, hook)
+        if callable(method):
+            own = inspect.isfunction(inspect.getattr_static(cls, hook))
+            taken = list(inspect.signature(method).parameters.values())[1 if own else 0 :]
+            if all(p.default is not p.empty or p.kind in OPEN_ENDED for p in taken):
+                continue
+        raise UserError(
+            f"the class tool {cls.__name__!r} ({place(cls)}): {hook} is a method that agentrl calls"
+            " without arguments at the end of an episode, never the model. Give yours another name,"
+            " or defaults to its parameters."
+        )
+    return hooks
 
 
 def _attributes(cls: type) -> dict[str, None]:

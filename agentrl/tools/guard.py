@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY = 2**20
 BODY_SECONDS = 15.0
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+REFUSED = "Refused"
+"""The class of what is told to whom the guard turns away."""
 
 
 class Guard:
@@ -65,7 +66,7 @@ class _Refused(Exception):
     """A request that gets no further, and what it is told."""
 
     def __init__(self, status: int, message: str, *, hang_up: bool = False):
-        self.response = refusal(status, "Refused", message)
+        self.response = refusal(status, REFUSED, message)
         if status == 401:
             self.response.headers["www-authenticate"] = "Bearer"
         if hang_up:

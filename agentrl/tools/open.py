@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from agentrl.config import ToolsConfig
+from agentrl.config import SandboxConfig, ToolsConfig
 from agentrl.tools.background import serve_in_background
 from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox
 
@@ -14,12 +14,15 @@ TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 
 
 @contextmanager
-def open_toolbox(config: ToolsConfig, files: Sequence[str]) -> Iterator[Toolbox]:
+def open_toolbox(
+    config: ToolsConfig, files: Sequence[str], sandbox: SandboxConfig | None = None
+) -> Iterator[Toolbox]:
     """Tools in process, on a server that is started here and stopped at the end, or on a given one.
 
     Args:
         config: the section `tools`.
         files: what a server started here loads.
+        sandbox: the section `sandbox`, for the tools of such a server.
 
     Raises:
         UserError: a file does not load.
@@ -31,7 +34,9 @@ def open_toolbox(config: ToolsConfig, files: Sequence[str]) -> Iterator[Toolbox]
     elif config.url:
         yield _asked(HttpToolbox(config.url, os.environ.get(TOKEN_VARIABLE, "")))
     else:
-        url, token, server = serve_in_background(files)
+        url, token, server = serve_in_background(
+            files, workers=config.workers, sandbox=sandbox and sandbox.model_dump()
+        )
         with server:
             yield _asked(HttpToolbox(url, token))
 

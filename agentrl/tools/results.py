@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -17,11 +16,10 @@ from pydantic import BaseModel
 
 from agentrl.registry import did_you_mean
 from agentrl.tools.schema import shorten
-from agentrl.trajectory import ToolCall, ToolResult
+from agentrl.trajectory import ToolResult
 
 MAX_CHARACTERS = 262_144
 """Far more than a model is shown; keeps a tool's flood out of memory and off the wire."""
-MAX_ARGUMENT_BYTES = 262_144
 MAX_MESSAGE = 300
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -35,15 +33,18 @@ def success(value: Any) -> ToolResult:
     kept, its text cleaned.
 
     Raises:
-        TypeError: a `ToolResult` whose content is not text, or whose reward is not a finite number.
+        TypeError: a `ToolResult` whose content is not text, or whose reward is not a finite number;
+            a generator, which may never end.
     """
     if isinstance(value, ToolResult):
         if not isinstance(value.content, str):
             raise TypeError(f"ToolResult.content must be text, got {value.content!r}")
         if value.reward is not None and not is_finite(value.reward):
             raise TypeError(f"ToolResult.reward must be a finite number, got {value.reward!r}")
-        error = "" if value.ok else value.error or "tool_error"
-        return replace(value, content=clean(value.content), error=error)
+        error = "" if value.ok else clean(str(value.error)) or "tool_error"
+        # A plain float: what numpy calls one, JSON does not.
+        reward = None if value.reward is None else float(value.reward)
+        return ToolResult(clean(value.content), bool(value.ok), reward, error)
     return ToolResult(clean(_text(value)))
 
 
@@ -67,41 +68,16 @@ def unknown_tool(name: str, offered: Collection[str]) -> ToolResult:
     )
 
 
-def encode_arguments(call: ToolCall) -> bytes | ToolResult:
-    """A call's arguments as JSON bytes, or the result that tells the model they are not JSON.
-
-    All arguments pass through JSON, also those of a call in this process: so that a tool is given
-    the same whether it is called here or over HTTP, and may keep what it is given.
-    """
-    if call.error or not isinstance(call.arguments, dict):
-        problem = call.error or "the arguments are not a JSON object"
-        return failure(
-            "bad_call",
-            f"{shorten(problem, 160)}. Expected: a tool's name, and its arguments as one JSON"
-            " object.",
-        )
-    try:
-        encoded = orjson.dumps(call.arguments)
-    except TypeError as e:
-        return failure("bad_call", f"the arguments are not JSON: {e}")
-    if len(encoded) > MAX_ARGUMENT_BYTES:
-        return failure(
-            "bad_call",
-            f"the arguments are too long: {len(encoded)} bytes, at most {MAX_ARGUMENT_BYTES}",
-        )
-    return encoded
-
-
 def clean(text: str) -> str:
     """The text with unstorable characters replaced, and its middle left out where it is a flood."""
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         left_out = len(text) - 2 * half
         text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
-    return text if _storable(text) else _UNSTORABLE.sub("\ufffd", text)
+    return text if storable(text) else _UNSTORABLE.sub("\ufffd", text)
 
 
-def _storable(text: str) -> bool:
+def storable(text: str) -> bool:
     """Whether `_UNSTORABLE` finds nothing, a hundred times sooner."""
     try:
         text.encode()
@@ -112,7 +88,10 @@ def _storable(text: str) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether it is a number that may be a reward."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def _text(value: Any) -> str:
@@ -120,14 +99,33 @@ def _text(value: Any) -> str:
         return str(value)
     if value is None:
         return ""
-    if isinstance(value, bytes | bytearray):
-        return value.decode("utf-8", "replace")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _decoded(bytes(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, Iterator | AsyncIterator):
+        raise TypeError(
+            f"the tool returned a {type(value).__name__}: return all of the result instead, such as"
+            " a list"
+        )
     try:
         return orjson.dumps(value, default=_jsonable, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # an integer beyond 64 bits, a lone surrogate, a loop
         return str(value)
+
+
+def _decoded(value: bytes) -> str:
+    """Bytes as text. Of a flood only the ends are decoded: as text it takes up to four times more.
+
+    A character has at most four bytes, so that both ends have enough of them.
+    """
+    end = 2 * MAX_CHARACTERS
+    if len(value) <= 2 * end:
+        return value.decode("utf-8", "replace")
+    half = MAX_CHARACTERS // 2 - 50
+    head = value[:end].decode("utf-8", "replace")[:half]
+    tail = value[-end:].decode("utf-8", "replace")[-half:]
+    return f"{head}\n[... the middle of {len(value)} bytes left out ...]\n{tail}"
 
 
 def _jsonable(value: Any) -> Any:

@@ -7,29 +7,26 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
 from agentrl.tools.deadline import Deadline
-from agentrl.tools.decorator import Tool, ToolFunction
-from agentrl.tools.results import failure, success
+from agentrl.tools.places import QUEUE_SECONDS, Places, caught
+from agentrl.tools.record import Tool, ToolFunction
+from agentrl.tools.remembered import Remembered
+from agentrl.tools.results import failure, is_finite, success
 from agentrl.trajectory import ToolResult
-from agentrl.workers import Outcome, Threads
+from agentrl.workers import Outcome, WorkerDied, WorkerError
+from agentrl.workers.processes import START_S
 
 log = logging.getLogger("agentrl.tools")
-
-THREADS = 64
-QUEUE_SECONDS = 30.0
-"""How long a call may wait to start; beyond it the machine is overloaded, no model's fault."""
-ATTEMPTS = 3
-"""Of a call to an idempotent tool."""
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """A class tool's object, for one episode."""
+    """A class tool's object."""
 
     value: Any
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -37,16 +34,27 @@ class Instance:
     stuck: asyncio.Future[Outcome] | None = None
     """A call that outlived its deadline or its caller, and may still be running."""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether such a call is still running."""
+        return self.stuck is not None and not self.stuck.done()
+
 
 class Runner:
-    """Runs the calls of all sessions of a process. Belongs to one event loop."""
+    """Runs the calls of all sessions of a process. Belongs to one event loop.
 
-    def __init__(self) -> None:
-        self._threads = Threads(THREADS)
-        self._gates: dict[str, asyncio.Semaphore] = {}
+    Args:
+        ran: told of every call that ran: function, seconds it waited to start, seconds from there.
+    """
+
+    def __init__(self, ran: Callable[[str, float, float], None] | None = None) -> None:
+        self._ran = ran
+        self._places = Places()
         self._deadlines: dict[float, Deadline] = {}
-        self._abandoned: set[asyncio.Task[Outcome]] = set()
-        self._logged: set[tuple[str, type]] = set()
+        self._remembered: dict[Tool, Remembered] = {}
+        self._unowned: set[asyncio.Future[Any]] = set()
+        """What ends by itself: the loop holds tasks weakly, and these have no other owner."""
+        self._logged: set[tuple[str, str]] = set()
 
     async def call(
         self,
@@ -62,11 +70,86 @@ class Runner:
         """
         began = time.monotonic()
         if instance is None:
-            result = await self._answer(tool, tool.target, arguments, None)
+            result = await self._answer(tool, function, tool.target, arguments, None)
         else:
             result = await self._in_turn(tool, function, arguments, instance)
         seconds = time.monotonic() - began
         return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
+
+    async def remembered(
+        self, tool: Tool, key: bytes, call: Callable[[], Awaitable[ToolResult]]
+    ) -> ToolResult:
+        """The answer that a tool with a cache gave to equal arguments; of none yet, the call's."""
+        if tool not in self._remembered:
+            self._remembered[tool] = Remembered()
+        return await self._remembered[tool].answer(key, call)
+
+    async def call_once(
+        self,
+        tool: Tool,
+        function: ToolFunction,
+        arguments: Mapping[str, Any],
+        made_of: Mapping[str, Any],
+    ) -> ToolResult:
+        """Call a method of an object that is made for this call, and closed after it.
+
+        Its `reward()` is added to what the call earned.
+
+        Raises:
+            UserCodeError: `reward()` raised.
+            ToolServerError: see `call`.
+        """
+        began = time.monotonic()
+        outcome = await self._outcome(tool, tool.target, made_of)
+        if outcome is None or outcome[1] is not None:
+            return replace(self._result(tool, outcome), seconds=time.monotonic() - began)
+        instance = Instance(outcome[0])
+        try:
+            method = getattr(instance.value, function.attribute)
+            result = await self._answer(tool, function, method, arguments, instance)
+            if "reward" in tool.hooks and not instance.is_stuck:
+                earned = await self.reward(tool, instance)
+                result = replace(result, reward=(result.reward or 0.0) + earned)
+            return replace(result, seconds=time.monotonic() - began)
+        finally:
+            # Whoever gives up on the call does not give up on this.
+            await asyncio.shield(self._own(self.close_object(tool, instance)))
+
+    async def make(self, tool: Tool, arguments: Mapping[str, Any]) -> Instance:
+        """An object of a class tool.
+
+        Raises:
+            UserCodeError, ToolServerError: see `_hook`.
+        """
+        return Instance(await self._hook(tool, tool.target, arguments, "constructor"))
+
+    async def reward(self, tool: Tool, instance: Instance) -> float:
+        """What an object's `reward()` says; 0 where it has none.
+
+        Raises:
+            UserCodeError: no finite number; and see `_hook`.
+            ToolServerError: see `_hook`.
+        """
+        if "reward" not in tool.hooks:
+            return 0.0
+        reward = await self._hook(tool, instance.value.reward, {}, "reward()")
+        if not is_finite(reward):
+            raise UserCodeError(
+                f"tool {tool.name!r}: reward() returned {reward!r}, expected a finite number"
+            )
+        return float(reward)
+
+    async def close_object(self, tool: Tool, instance: Instance) -> None:
+        """Let an object close what it holds. Nobody could do better with its error: it is logged."""
+        if "close" in tool.hooks:
+            try:
+                await self._hook(tool, instance.value.close, {}, "close()")
+            except Exception as e:
+                log.error("%s", e, exc_info=e.__cause__)
+
+    def close(self) -> None:
+        """Let the threads go; what hangs in them dies with the process."""
+        self._places.close()
 
     async def _in_turn(
         self,
@@ -76,20 +159,23 @@ class Runner:
         instance: Instance,
     ) -> ToolResult:
         """Call a method, once the object's earlier calls are done."""
+        if instance.turn.locked():
+            try:
+                async with asyncio.timeout(QUEUE_SECONDS):
+                    await instance.turn.acquire()
+            except TimeoutError:
+                raise self._places.no_room(tool) from None
+        else:
+            await instance.turn.acquire()
         try:
-            async with asyncio.timeout(QUEUE_SECONDS):
-                await instance.turn.acquire()
-        except TimeoutError:
-            raise _no_room(tool) from None
-        try:
-            if instance.stuck is not None and not instance.stuck.done():
+            if instance.is_stuck:
                 return failure("timeout", f"{tool.name} is still busy with a call that hangs")
             method = getattr(instance.value, function.attribute)
-            return await self._answer(tool, method, arguments, instance)
+            return await self._answer(tool, function, method, arguments, instance)
         finally:
             instance.turn.release()
 
-    async def hook(
+    async def _hook(
         self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], what: str
     ) -> Any:
         """What a constructor, `reward` or `close` returned.
@@ -98,7 +184,7 @@ class Runner:
             UserCodeError: it raised, or took longer than the tool's timeout.
             ToolServerError: it found no room to run, or raised `Infrastructure`.
         """
-        outcome = await self._outcome(tool, target, arguments, None, attempts=1)
+        outcome = await self._outcome(tool, target, arguments)
         if outcome is None:
             raise UserCodeError(f"tool {tool.name!r}: {what} took over {tool.timeout:g} s")
         value, error = outcome
@@ -107,19 +193,22 @@ class Runner:
             raise kind(f"tool {tool.name!r}: {what}: {_said(error)}") from error
         return value
 
-    def close(self) -> None:
-        """Let the threads go; what hangs in them dies with the process."""
-        self._threads.close()
-
     async def _answer(
         self,
         tool: Tool,
+        function: ToolFunction,
         target: Callable[..., Any],
         arguments: Mapping[str, Any],
         instance: Instance | None,
     ) -> ToolResult:
-        attempts = ATTEMPTS if tool.idempotent else 1
-        outcome = await self._outcome(tool, target, arguments, instance, attempts)
+        if not (tool.process or inspect.iscoroutinefunction(target)):
+            # The text is made where the value was: in a thread, a flood holds nobody up.
+            target = functools.partial(_answered, target)
+        outcome = await self._outcome(tool, target, arguments, instance, function, tool.retries)
+        return self._result(tool, outcome)
+
+    def _result(self, tool: Tool, outcome: Outcome | None) -> ToolResult:
+        """The answer to a call that ended so."""
         if outcome is None:
             return failure("timeout", f"the tool did not answer within {tool.timeout:g} s")
         value, error = outcome
@@ -129,7 +218,7 @@ class Runner:
             except Exception as e:
                 error = e
         if isinstance(error, ToolError):
-            return failure("tool_error", str(error))
+            return failure("tool_error", _text(error))
         if isinstance(error, Infrastructure):
             raise ToolServerError(f"tool {tool.name!r}: {error}") from error
         self._log(tool, error)
@@ -140,44 +229,50 @@ class Runner:
         tool: Tool,
         target: Callable[..., Any],
         arguments: Mapping[str, Any],
-        instance: Instance | None,
-        attempts: int,
+        instance: Instance | None = None,
+        function: ToolFunction | None = None,
+        retries: int = 0,
     ) -> Outcome | None:
         """What the target returned or raised; None if its deadline came first."""
-        if self._has_room(tool):
-            job = await self._start(tool, target, arguments)
-        else:
-            try:
-                async with asyncio.timeout(QUEUE_SECONDS):
-                    job = await self._start(tool, target, arguments)
-            except TimeoutError:
-                raise _no_room(tool) from None
-        deadline = time.monotonic() + tool.timeout
-        wait = self._deadline(tool.timeout).wait
-        while True:
-            try:
-                await wait(job)
-            finally:
+        asked = time.monotonic()
+        job = await self._places.start(tool, target, arguments, tool.timeout)
+        began = time.monotonic()
+        deadline = began + tool.timeout
+        # A worker process is killed by its pool, whose clock does not count its start.
+        wait = self._deadline(tool.timeout + (START_S if tool.process else 0.0)).wait
+        tries = 0
+        try:
+            while True:
+                try:
+                    await wait(job)
+                finally:
+                    if not job.done():
+                        self._abandon(tool, target, job, instance)
                 if not job.done():
-                    self._abandon(job, instance)
-            if not job.done():
-                return None
-            value, error = job.result()
-            if not isinstance(value, str) and error is None and inspect.isawaitable(value):
-                # A plain function around an async one.
-                job = asyncio.create_task(_caught(lambda value=value: value))
-                wait = Deadline(deadline - time.monotonic()).wait
-                continue
-            attempts -= 1
-            if error is None or isinstance(error, ToolError) or not attempts:
-                return value, error
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await asyncio.sleep(0.1 * 2 ** (ATTEMPTS - attempts))
-                    job = await self._start(tool, target, arguments)
-            except TimeoutError:
-                return None
-            wait = Deadline(deadline - time.monotonic()).wait
+                    return None
+                value, error = job.result()
+                if not isinstance(value, ToolResult) and error is None and _is_awaitable(value):
+                    # A plain function around an async one.
+                    job = asyncio.create_task(caught(lambda value=value: value))
+                    wait = Deadline(deadline - time.monotonic()).wait
+                    continue
+                if tool.process and isinstance(error, TimeoutError):
+                    return None
+                if error is None or isinstance(error, ToolError) or tries == retries:
+                    return value, error
+                tries += 1
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await asyncio.sleep(0.1 * 2**tries)
+                        left = deadline - time.monotonic()
+                        job = await self._places.start(tool, target, arguments, left)
+                except TimeoutError:
+                    return None
+                left = deadline - time.monotonic()
+                wait = Deadline(left + (START_S if tool.process else 0.0)).wait
+        finally:
+            if self._ran is not None and function is not None:
+                self._ran(function.name, began - asked, time.monotonic() - began)
 
     def _deadline(self, seconds: float) -> Deadline:
         """The one that all calls of this timeout share."""
@@ -186,71 +281,64 @@ class Runner:
             found = self._deadlines[seconds] = Deadline(seconds)
         return found
 
-    def _has_room(self, tool: Tool) -> bool:
-        """Whether a call can start at once, so that no clock need be set."""
-        gate = self._gates.get(tool.name)
-        return self._threads.has_room and (gate is None or not gate.locked())
-
-    async def _start(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> asyncio.Future[Outcome]:
-        """Run the target once there is room: async ones here, others in a thread."""
-        if not tool.max_concurrency:
-            return await self._launch(target, arguments)
-        gate = self._gates.setdefault(tool.name, asyncio.Semaphore(tool.max_concurrency))
-        await gate.acquire()
-        try:
-            job = await self._launch(target, arguments)
-        except BaseException:
-            gate.release()
-            raise
-        # When it really ends: one that hangs keeps its place.
-        job.add_done_callback(lambda _: gate.release())
-        return job
-
-    async def _launch(
-        self, target: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> asyncio.Future[Outcome]:
-        bound = functools.partial(target, **arguments)
-        if inspect.iscoroutinefunction(target):
-            return asyncio.create_task(_caught(bound))
-        return await self._threads.start(bound)
-
-    def _abandon(self, job: asyncio.Future[Outcome], instance: Instance | None) -> None:
+    def _abandon(
+        self,
+        tool: Tool,
+        target: Callable[..., Any],
+        job: asyncio.Future[Outcome],
+        instance: Instance | None,
+    ) -> None:
+        self._places.give_up(tool, job)
         if isinstance(job, asyncio.Task):
-            job.cancel()
-            # The loop itself holds tasks weakly, and this one has no other owner any more.
-            self._abandoned.add(job)
-            job.add_done_callback(self._abandoned.discard)
+            if not tool.process:  # its worker would run on, and look free
+                job.cancel()
+            self._unowned.add(job)
+            job.add_done_callback(self._unowned.discard)
         if instance is not None:
             instance.stuck = job
+        if target is tool.target and tool.is_class:
+            job.add_done_callback(functools.partial(self._close_late, tool))
+
+    def _close_late(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
+        """Close an object that nobody waited for any more when it was made."""
+        if not job.cancelled() and job.result()[1] is None:
+            self._own(self.close_object(tool, Instance(job.result()[0])))
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._unowned.add(task)
+        task.add_done_callback(self._unowned.discard)
+        return task
 
     def _log(self, tool: Tool, error: BaseException) -> None:
         """A bug in a tool: the first of its kind with the traceback, the others are counted."""
-        if (tool.name, type(error)) not in self._logged:
-            self._logged.add((tool.name, type(error)))
-            log.error("tool %r failed (said once): %s", tool.name, _said(error), exc_info=error)
+        kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
+        if (tool.name, kind) not in self._logged:
+            self._logged.add((tool.name, kind))
+            log.error("tool %r failed (said once): %s", tool.name, _text(error), exc_info=error)
 
 
-async def _caught(function: Callable[[], Awaitable[Any]]) -> Outcome:
-    """What an async function returns or raises, SystemExit included: it would end the loop."""
-    try:
-        return await function(), None
-    except asyncio.CancelledError as e:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return None, e  # the tool's own doing
-    except BaseException as e:
-        return None, e
+def _answered(target: Callable[..., Any], **arguments: Any) -> Any:
+    """The target's answer as the model reads it; what must be awaited first, as it is."""
+    value = target(**arguments)
+    return value if _is_awaitable(value) else success(value)
+
+
+def _is_awaitable(value: Any) -> bool:
+    return not isinstance(value, str) and inspect.isawaitable(value)
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """What a model is told of an exception: no path of this machine."""
+    if isinstance(error, WorkerError):
+        return f"{error.kind}: {error.text}"
+    if isinstance(error, WorkerDied):
+        return _text(error).partition("\n")[0]
+    return f"{type(error).__name__}: {_text(error)}"
 
 
-def _no_room(tool: Tool) -> ToolServerError:
-    return ToolServerError(
-        f"tool {tool.name!r}: a call waited {QUEUE_SECONDS:g} s and found no room to start"
-        f" ({THREADS} threads, max_concurrency={tool.max_concurrency or 'none'})"
-    )
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception that cannot even say what it is
+        return "?"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -70,7 +70,9 @@ class Parameters:
         return {str(fields[f].alias): getattr(checked, f) for f in checked.model_fields_set}
 
 
-def describe(function: types.FunctionType, name: str, *, bound: bool) -> tuple[str, Parameters]:
+def describe(
+    function: types.FunctionType, name: str, *, bound: bool, given: Collection[str] = ()
+) -> tuple[str, Parameters]:
     """The description and parameters of a function, read from its docstring and signature.
 
     Google, NumPy and ReST docstrings are understood; what is not described has no description.
@@ -80,6 +82,7 @@ def describe(function: types.FunctionType, name: str, *, bound: bool) -> tuple[s
         function: a plain function, or one as it stands in a class.
         name: what the model calls it.
         bound: leave out the first parameter (`self`).
+        given: parameters to leave out, because no model fills them.
 
     Raises:
         UserError: a parameter that no JSON schema describes.
@@ -87,8 +90,9 @@ def describe(function: types.FunctionType, name: str, *, bound: bool) -> tuple[s
     where = f"the tool function {name!r} ({location(function)})"
     docs = docstring_parser.parse(inspect.getdoc(function) or "")
     about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
-    taken = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
-    hints = _hints(function, where)
+    every = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
+    taken = [p for p in every if p.name not in given]
+    hints = _hints(function, where, given)
     fields: dict[str, Any] = {}
     for parameter in taken:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -149,11 +153,12 @@ class _SchemaGenerator(GenerateJsonSchema):
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
 
-def _hints(function: types.FunctionType, where: str) -> dict[str, Any]:
+def _hints(function: types.FunctionType, where: str, given: Collection[str]) -> dict[str, Any]:
     """The parameters' annotations, evaluated. The return annotation may name what is not there."""
     function = inspect.unwrap(function)
+    left_out = {"return", *given}
     holder = types.SimpleNamespace(
-        __annotations__={k: v for k, v in function.__annotations__.items() if k != "return"}
+        __annotations__={k: v for k, v in function.__annotations__.items() if k not in left_out}
     )
     try:
         return typing.get_type_hints(holder, function.__globals__, include_extras=True)

@@ -3,12 +3,15 @@
     POST   /sessions                  {episode_id, sample, create_kwargs}       open an episode
     POST   /sessions/{episode}/calls  {turn, call_index, name, arguments}       run one call
     DELETE /sessions/{episode}        close it -> {"reward": sum of its class tools' rewards}
-    GET    /tools                     what is offered
-    GET    /health                    alive, and how many sessions are open
+    GET    /tools                     what is offered, and the ports of the server's workers
+    GET    /health                    alive, and how much is going on
+    GET    /metrics                   the same for Prometheus, by tool
 
 Anything may be sent twice: (episode, turn, call_index) is what makes a call the same call. A call's
 answer is a `ToolResult` with status 200, also where it tells the model of a mistake. Other statuses
-carry `{"error": class, "message": text}`: 4xx the request's fault, 503 the server's.
+carry `{"error": class, "message": text}`: 4xx the request's fault, 503 the server's; a 503 with
+`Retry-After` is worth sending again. An episode stays with one worker, see `worker_of`; another one
+answers 421.
 
 Tools run code, so nobody else may reach them: see `Guard`.
 """
@@ -17,23 +20,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import ipaddress
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
-from agentrl.tools.guard import LOOPBACK, Guard, refusal
+from agentrl.tools.admission import RETRY_AFTER_SECONDS, Admission, Busy, WrongWorker
+from agentrl.tools.bind import LOOPBACK
+from agentrl.tools.guard import REFUSED, Guard, refusal
+from agentrl.tools.meter import Meter
+from agentrl.tools.openapi import Closed, Health, Offered, Opened, describe, said
 from agentrl.tools.session import IDLE_SECONDS, CallConflict, ToolHost, UnknownEpisode
-from agentrl.trajectory import Sample
+from agentrl.tools.sticky import Place
+from agentrl.trajectory import Sample, ToolResult
 
 MAX_SESSION_BODY = 2**24
 """Rows may hold whole documents."""
@@ -43,7 +48,7 @@ CALLS = "/sessions/{episode_id:path}/calls"
 class OpenBody(BaseModel):
     """POST /sessions."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     episode_id: str = Field(min_length=1, max_length=256)
     sample: dict[str, Any]
     """A dataset row's fields, see `agentrl.Sample`; at least `tools`."""
@@ -53,9 +58,9 @@ class OpenBody(BaseModel):
 class CallBody(BaseModel):
     """POST /sessions/{episode_id}/calls."""
 
-    model_config = ConfigDict(extra="forbid")
-    turn: int = Field(ge=0)
-    call_index: int = Field(ge=0)
+    model_config = ConfigDict(extra="forbid", strict=True)
+    turn: int = Field(ge=0, le=2**31 - 1)
+    call_index: int = Field(ge=0, le=2**31 - 1)
     name: str
     arguments: dict[str, Any]
 
@@ -64,7 +69,12 @@ _SAMPLE = TypeAdapter(Sample)
 
 
 def create_app(
-    *, token: str = "", hosts: frozenset[str] = LOOPBACK, idle_seconds: float = IDLE_SECONDS
+    *,
+    token: str = "",
+    hosts: frozenset[str] = LOOPBACK,
+    idle_seconds: float = IDLE_SECONDS,
+    place: Place = Place(),
+    admission: Admission | None = None,
 ) -> FastAPI:
     """The application, offering what is registered in this process.
 
@@ -72,8 +82,12 @@ def create_app(
         token: the bearer token to ask for; none if empty.
         hosts: names under which the server may be addressed; empty allows all.
         idle_seconds: sessions nobody used for so long are closed.
+        place: of this process among the server's workers.
+        admission: how many calls may be in this process.
     """
+    gate = admission or Admission()
     tool_host = ToolHost(idle_seconds)
+    meter = Meter(lambda: len(tool_host), lambda: gate.in_flight)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,46 +98,71 @@ def create_app(
             async with asyncio.timeout(10.0):
                 await tool_host.aclose()
 
+    def ours(episode_id: str) -> str:
+        """The episode, which stays with this worker."""
+        port = place.elsewhere(episode_id)
+        if port:
+            raise WrongWorker(f"episode {episode_id} stays with the worker at port {port}")
+        return episode_id
+
     app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, token=token, hosts=hosts, limits={"/sessions": MAX_SESSION_BODY})
 
-    @app.post(CALLS, openapi_extra=_takes(CallBody))
+    @app.post(CALLS, **said(ToolResult, CallBody, 404, 409, 421, 503))
     async def call(request: Request) -> Response:
-        body = CallBody.model_validate(await _json(request))
-        result = await tool_host.call(
-            request.path_params["episode_id"],
-            body.turn,
-            body.call_index,
-            body.name,
-            body.arguments,
-        )
-        return _answer(result)
+        name, outcome = "", "BadRequest"
+        gate.enter()
+        try:
+            body = CallBody.model_validate(await _json(request))
+            episode_id = ours(request.path_params["episode_id"])
+            result = await tool_host.call(
+                episode_id, body.turn, body.call_index, body.name, body.arguments
+            )
+            outcome = result.error or "ok"
+            name = "" if outcome == "unknown_tool" else body.name
+            return _answer(result)
+        except AgentRLError as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            gate.leave()
+            meter.answered(name, outcome)
 
     # The hot path: the same function as a plain route, without FastAPI's dependencies, found first.
     app.router.routes.insert(0, Route(CALLS, call, methods=["POST"]))
 
-    @app.post("/sessions", openapi_extra=_takes(OpenBody))
+    @app.post("/sessions", **said(Opened, OpenBody, 404, 421, 500, 503))
     async def open_session(request: Request) -> Response:
+        gate.session()
         body = OpenBody.model_validate(await _json(request))
         sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
-        await tool_host.open(body.episode_id, sample, body.create_kwargs)
+        await tool_host.open(ours(body.episode_id), sample, body.create_kwargs)
         return _answer({})
 
-    @app.delete("/sessions/{episode_id:path}")
+    @app.delete("/sessions/{episode_id:path}", **said(Closed, None, 404, 421, 422, 500, 503))
     async def close_session(episode_id: str) -> Response:
-        return _answer({"reward": await tool_host.close(episode_id)})
+        return _answer({"reward": await tool_host.close(ours(episode_id))})
 
-    @app.get("/tools")
+    @app.get("/tools", **said(Offered, None))
     async def offered() -> Response:
-        return _answer({"tools": [tools.get(n).offer for n in tools.names()]})
+        offers = [tools.get(n).offer for n in tools.names()]
+        return _answer({"tools": offers, "workers": place.ports})
 
-    @app.get("/health")
+    @app.get("/health", **said(Health, None, anybody=True))
     async def health() -> Response:
-        return _answer({"status": "ok", "sessions": len(tool_host)})
+        status = "draining" if gate.draining else "ok"
+        return _answer({"status": status, "sessions": len(tool_host), "calls": gate.in_flight})
+
+    @app.get("/metrics", **said(str, None))
+    async def metrics() -> Response:
+        return Response(meter.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.exception_handler(AgentRLError)
     async def failed(_: Request, e: AgentRLError) -> Response:
-        return refusal(_status(e), type(e).__name__, str(e))
+        response = refusal(_status(e), type(e).__name__, str(e))
+        if isinstance(e, Busy):
+            response.headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+        return response
 
     @app.exception_handler(ValidationError)
     async def misshapen(_: Request, e: ValidationError) -> Response:
@@ -135,6 +174,13 @@ def create_app(
     async def not_json(_: Request, e: orjson.JSONDecodeError) -> Response:
         return refusal(400, "BadRequest", f"the body is not JSON: {e}")
 
+    @app.exception_handler(HTTPException)
+    async def no_such_thing(_: Request, e: HTTPException) -> Response:
+        response = refusal(e.status_code, REFUSED, str(e.detail))
+        response.headers.update(e.headers or {})
+        return response
+
+    describe(app, token=bool(token))
     return app
 
 
@@ -151,81 +197,4 @@ def _status(error: AgentRLError) -> int:
         return 422
     if isinstance(error, UserCodeError):
         return 500
-    return {UnknownEpisode: 404, CallConflict: 409}.get(type(error), 503)
-
-
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of an endpoint that reads its request itself."""
-    schema = {"schema": body.model_json_schema()}
-    described: dict[str, Any] = {
-        "requestBody": {"required": True, "content": {"application/json": schema}}
-    }
-    if body is CallBody:
-        episode = {"name": "episode_id", "in": "path", "required": True}
-        described["parameters"] = [{**episode, "schema": {"type": "string"}}]
-    return described
-
-
-class ToolServer(uvicorn.Server):
-    """The application on a socket of its own, bound from the start: `url` is final.
-
-    Args:
-        host: address to bind.
-        port: 0 lets the system choose.
-        token: bearer token; an address that others can reach needs one.
-        ready: called once requests are answered.
-
-    Raises:
-        UserError: no token where one is needed, or an address that cannot be bound.
-    """
-
-    def __init__(self, host: str, port: int, token: str, ready: Callable[[], None]):
-        try:
-            address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        except ValueError:
-            raise UserError(f"--host {host}: an IP address is needed, such as 127.0.0.1") from None
-        if not address.is_loopback and not token:
-            raise UserError(
-                f"--host {host} lets other machines run your tools: that needs a token. Put one in"
-                " the environment variable that --token-env names."
-            )
-        name = f"[{address}]" if address.version == 6 else str(address)
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        try:
-            self._socket = socket.create_server((str(address), port), family=family, backlog=2048)
-        except OSError as e:
-            raise UserError(
-                f"cannot serve on {name}:{port}: {e.strerror or e}. Choose another --port"
-                " (0 takes a free one)."
-            ) from None
-        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
-        self._ready = ready
-        # Any name may lead to an address like 0.0.0.0; there the token alone decides.
-        hosts = frozenset() if address.is_unspecified else LOOPBACK | {name}
-        super().__init__(
-            uvicorn.Config(
-                create_app(token=token, hosts=hosts),
-                http="httptools",
-                ws="none",
-                lifespan="on",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=120,  # longer than clients keep connections, so they hang up
-                timeout_graceful_shutdown=5,
-            )
-        )
-
-    def serve_forever(self) -> None:
-        """Serve until a signal, or `should_exit`."""
-        self.run(sockets=[self._socket])
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
-        await super().startup(sockets)
-        # What is loaded by now stays, so the collector need not go through it with every batch of
-        # calls (a fifth of a call's time at 512 in flight).
-        gc.collect()
-        gc.freeze()
-        if self.started:
-            self._ready()
+    return {UnknownEpisode: 404, CallConflict: 409, WrongWorker: 421}.get(type(error), 503)

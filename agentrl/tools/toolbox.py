@@ -22,10 +22,12 @@ from agentrl.errors import (
     UserCodeError,
     UserError,
 )
-from agentrl.http import HttpClient, fetch_json
+from agentrl.http import fetch_json
 from agentrl.registry import Registry, tools
+from agentrl.tools.arguments import encode_arguments
 from agentrl.tools.catalogue import Offer, lanes_of, schemas_of
-from agentrl.tools.results import encode_arguments, unknown_tool
+from agentrl.tools.remote import RemoteWorkers
+from agentrl.tools.results import unknown_tool
 from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience
 from agentrl.trajectory import Sample, ToolCall, ToolResult
 
@@ -141,7 +143,7 @@ class HttpToolbox:
     def __init__(self, url: str, token: str = ""):
         self.where = f"at {url}"
         self._url, self._token = url, token
-        self._client = HttpClient(url, token=token, error=ToolServerError)
+        self._workers = RemoteWorkers(url, token)
         self._offers: Registry[Offer] | None = None
         self._episodes: dict[str, tuple[dict[str, str], float]] = {}
         """Of each open episode, the lanes of its calls and how long to wait for one."""
@@ -157,7 +159,7 @@ class HttpToolbox:
                 status, answer = fetch_json(
                     self._url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
                 )
-                self._offers = _offers(_accepted(status, answer))
+                self._offers = self._learn(_accepted(status, answer))
             except ToolServerError as e:
                 raise ConfigError(
                     f"no tool server at {self._url} ({e}). Start one with `agentrl tools serve"
@@ -168,7 +170,7 @@ class HttpToolbox:
     async def open(self, episode_id: str, sample: Sample) -> None:
         """See `Toolbox.open`."""
         if self._offers is None:
-            self._offers = _offers(await self._ask("GET", "/tools", None, ASK_SECONDS))
+            self._offers = self._learn(await self._ask("GET", "/tools", None, ASK_SECONDS, ""))
         offers = [self._offers.get(n) for n in dict.fromkeys(sample.tools)]
         body = {
             "episode_id": episode_id,
@@ -178,7 +180,7 @@ class HttpToolbox:
         }
         seconds = ASK_SECONDS + sum(patience(o.timeout) for o in offers if o.stateful)
         try:
-            await self._ask("POST", "/sessions", body, seconds)
+            await self._ask("POST", "/sessions", body, seconds, episode_id)
         except TypeError as e:
             raise DataError(
                 f"row {sample.row} (id {sample.id!r}) holds what JSON cannot, so it cannot be sent"
@@ -199,7 +201,7 @@ class HttpToolbox:
                 "name": calls[index].name,
                 "arguments": orjson.Fragment(arguments),
             }
-            answer = await self._ask("POST", path, body, seconds)
+            answer = await self._ask("POST", path, body, seconds, episode_id)
             try:
                 return ToolResult(**answer)
             except TypeError:
@@ -212,7 +214,8 @@ class HttpToolbox:
         path = f"/sessions/{quote(episode_id, safe='')}"
         _, seconds = self._episodes.get(episode_id, ({}, ASK_SECONDS))
         try:
-            answer = await self._ask("DELETE", path, None, GRACE_SECONDS + 2 * seconds)
+            seconds = GRACE_SECONDS + 2 * seconds
+            answer = await self._ask("DELETE", path, None, seconds, episode_id)
         except ToolServerError:
             # What was not opened may still be half open over there, and needs no answer.
             if episode_id in self._episodes:
@@ -225,14 +228,29 @@ class HttpToolbox:
     async def aclose(self) -> None:
         """See `Toolbox.aclose`."""
         await asyncio.gather(*map(self.close, list(self._episodes)), return_exceptions=True)
-        await self._client.aclose()
+        await self._workers.aclose()
 
-    async def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
+    async def _ask(
+        self, method: str, path: str, body: Any, seconds: float, episode_id: str
+    ) -> Any:
         # Every request carries its key (episode, turn, index), so sending it again does no harm.
-        deadline = time.monotonic() + seconds
-        return _accepted(
-            *await self._client.request_json(method, path, body, deadline=deadline, retries=1)
+        status, answer = await self._workers.of(episode_id).request_json(
+            method, path, body, deadline=time.monotonic() + seconds, retries=1, patient=True
         )
+        if status == 421:
+            self._offers = None  # the server has other workers than it had
+        return _accepted(status, answer)
+
+    def _learn(self, answer: Any) -> Registry[Offer]:
+        """The server's tools by name, and where its workers are."""
+        offers: Registry[Offer] = Registry("tool")
+        try:
+            for fields in answer["tools"]:
+                offers.add(fields["name"], Offer(**fields))
+            self._workers.spread([int(port) for port in answer.get("workers", ())])
+        except (TypeError, KeyError, ValueError):
+            raise ToolServerError(f"not a list of tools: {answer!r}") from None
+        return offers
 
 
 async def side_by_side(
@@ -298,14 +316,3 @@ def _accepted(status: int, answer: Any) -> Any:
     if not isinstance(answer, dict) or "error" not in answer:
         raise ToolServerError(f"the tool server answered with status {status}: {answer!r}")
     raise _ERRORS.get(answer["error"], ToolServerError)(answer["message"])
-
-
-def _offers(answer: Any) -> Registry[Offer]:
-    """The server's tools by name."""
-    offers: Registry[Offer] = Registry("tool")
-    try:
-        for fields in answer["tools"]:
-            offers.add(fields["name"], Offer(**fields))
-    except (TypeError, KeyError):
-        raise ToolServerError(f"not a list of tools: {answer!r}") from None
-    return offers

@@ -28,6 +28,13 @@ def make_targets(
 ) -> Targets:
     """All that the loss needs of a batch.
 
+    What a failed call costs (`tools.penalties`) is taken off the advantages of the tokens that
+    wrote it, last of all, and off nothing else: a reward that only these tokens see (gamma 0),
+    compared with nobody's. It is a nudge, not a part of the return: it moves the policy from such
+    calls also where they did no harm, and a baseline does not take it back. In units of advantages,
+    which GRPO's and whitened ones have in standard deviations. NeMo RL has the like of it as
+    `invalid_tool_call_advantage`.
+
     Args:
         batch: the step's rollouts.
         config: the run's.
@@ -48,8 +55,12 @@ def make_targets(
         penalty[mask] = (a.kl_reward_coef if kl_coef is None else kl_coef) * kl
     advantages, returns = estimate(batch, a, values, penalty)
     scale = a.loss_scale or config.rollout.max_trajectory_tokens
+    if a.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    if batch.call_penalties is not None:
+        advantages = advantages - batch.call_penalties
     return Targets(
-        advantages=whiten(advantages, mask) if a.whiten_advantages else advantages,
+        advantages=advantages,
         weights=loss_weights(batch, a.loss_agg_mode, a.mini_batch_size, scale),
         old_logprobs=old_logprobs,
         reference_logprobs=reference_logprobs if a.kl_loss_coef else None,

@@ -76,6 +76,10 @@ class Batch(Rows):
     """(R,) float32: what the greedy rollout of the same sample earned; None where not every group
     has one."""
 
+    call_penalties: Tensor | None = None
+    """(B, T) float32: what the tokens of calls that failed cost (`tools.penalties`), 0 elsewhere;
+    None where no call did."""
+
     @property
     def action_mask(self) -> Tensor:
         """(B, T) bool: the sampled tokens of rollouts that train."""
@@ -147,6 +151,7 @@ def collate(
         train=torch.tensor([not s.masked for s in scored]),
         episodes=tuple(s.trajectory.episode_id for s in scored),
         baseline=_baseline(groups),
+        call_penalties=_call_penalties(scored),
     )
     _check(batch)
     return batch
@@ -234,6 +239,20 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
     return paid
 
 
+def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
+    """(B, T) what each token pays for the calls it helped to write; None where none failed."""
+    if not any(turn.penalties for s in scored for turn in s.trajectory.turns):
+        return None
+    rows = []
+    for s in scored:
+        mine = [torch.zeros(len(x.response_ids)) for x in s.trajectory.segments]
+        for turn in s.trajectory.turns:
+            for start, end, price in turn.penalties:
+                mine[turn.segment][start:end] += price
+        rows += mine
+    return _pad(rows, 0.0)
+
+
 def _last_sampled(segment: Segment, start: int, end: int) -> int:
     """The last index in [start, end) that the policy sampled, or -1."""
     return next((i for i in range(end - 1, start - 1, -1) if segment.response_mask[i]), -1)
@@ -255,7 +274,7 @@ def mini_batch_of(rollouts: int, size: int) -> Tensor:
 
 
 def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
-    """Which groups can teach nothing: all their advantages are exactly 0.
+    """Which groups can teach nothing: all their advantages are exactly 0, no failed call costs.
 
     It is asked of the estimator's own advantages: whitening shifts a 0 to something else.
 
@@ -266,7 +285,10 @@ def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
     Returns:
         (G,) bool, up to the last group that has a rollout. True as well for a group without one.
     """
-    teaches = (batch.action_mask & (advantages != 0)).any(1)
+    taught = advantages != 0
+    if batch.call_penalties is not None:
+        taught |= batch.call_penalties > 0
+    teaches = (batch.action_mask & taught).any(1)
     dead = torch.ones(int(batch.group.max()) + 1, dtype=torch.bool)
     dead[batch.group[batch.rollout[teaches]]] = False
     return dead

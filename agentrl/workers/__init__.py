@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentrl.workers.processes import Processes, WorkerDied, WorkerError, check_reachable
 from agentrl.workers.threads import Outcome, Threads
 
-__all__ = ["Outcome", "Threads"]
+__all__ = ["Outcome", "Processes", "Threads", "WorkerDied", "WorkerError", "check_reachable"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import broken, end_of_object, read_object
+from agentrl.chat.formats.strict_json import at, broken, end_of_object, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, read_calls
 from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
@@ -54,14 +54,14 @@ def _group(text: str, start: int) -> tuple[list[ToolCall], int]:
     while len(calls) <= MAX_CALLS:
         stop = _next(text, position)
         if gap := text[position:stop].strip():
-            calls.append(broken(gap, "text between calls"))
+            calls.append(at(broken(gap, "text between calls"), position, stop))
         position = stop
         if text.startswith(CALL, stop):
             call, position = _call(text, stop + len(CALL))
-            calls.append(call)
+            calls.append(at(call, stop, position))
         elif text.startswith(CALL_END, stop):
             position += len(CALL_END)
-            calls.append(broken(CALL_END, f"no {CALL} before {CALL_END}"))
+            calls.append(at(broken(CALL_END, f"no {CALL} before {CALL_END}"), stop, position))
         else:
             if text.startswith(CALLS_END, stop):
                 position += len(CALLS_END)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.chat.formats.strict_json import MAX_DEPTH, broken, is_sound
+from agentrl.chat.formats.strict_json import MAX_DEPTH, at, broken, is_sound
 from agentrl.chat.formats.thinking import MAX_CALLS, too_many
 from agentrl.trajectory import ToolCall
 
@@ -40,7 +40,7 @@ def parse_gemma(text: str) -> list[ToolCall]:
         if tag[0] == OPEN:
             if len(calls) <= MAX_CALLS:  # what follows may still turn out to be a thought
                 call, position = _call(text, position)
-                calls.append(call)
+                calls.append(at(call, tag.start(), position))
         elif tag[0] == CLOSE:
             stray = position
         elif tag[0] == THINK:
@@ -49,7 +49,7 @@ def parse_gemma(text: str) -> list[ToolCall]:
             if end < 0:
                 if text.find(OPEN, position) >= 0:
                     why = f"the call stands in a {THINK} that is never closed"
-                    calls.append(broken(text[position:], why))
+                    calls.append(at(broken(text[position:], why), position, len(text)))
                 break
             said = position = end + len(THOUGHT)
         elif unthought:
@@ -59,7 +59,7 @@ def parse_gemma(text: str) -> list[ToolCall]:
     if len(calls) > MAX_CALLS:
         return [*calls[:MAX_CALLS], too_many()]
     if stray and not calls:
-        return [broken(text[said:stray], f"no {OPEN} before {CLOSE}")]
+        return [at(broken(text[said:stray], f"no {OPEN} before {CLOSE}"), said, stray)]
     return calls
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import broken, end_of_object, read_object
+from agentrl.chat.formats.strict_json import at, broken, end_of_object, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, too_many
 from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
@@ -47,7 +47,7 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
                 call, after = _call(text, header, after)
             else:
                 call = broken(header, f"no {MESSAGE} behind the recipient")
-            calls.append(call)
+            calls.append(at(call, position, after))
             if len(calls) > MAX_CALLS:
                 calls[-1] = too_many()
                 break

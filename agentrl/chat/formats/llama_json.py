@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
-from agentrl.chat.formats.strict_json import broken, end_of_object, load_object, read_call
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
+from agentrl.chat.formats.strict_json import at, broken, end_of_object, load_object, read_call
+from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, placed, too_many
 from agentrl.trajectory import ToolCall
 
 _KEYS = ("parameters", "arguments")
@@ -27,7 +28,7 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     none, whatever JSON it mentions, unless `<|python_tag|>` announces it; nor has a turn that is a
     JSON object with none of a call's keys: that is an answer.
     """
-    text = answer_of(text, _end_of_calls)
+    turn, text = text, answer_of(text, _end_of_calls)
     position = _start_of_calls(text)
     tagged = bool(_TAG.match(text, max(position, 0)))
     calls: list[ToolCall] = []
@@ -35,16 +36,17 @@ def parse_llama_json(text: str) -> list[ToolCall]:
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
         end = end_of_object(text, position)
         if not end:
-            calls += _line_by_line(text[position:], not calls)
+            calls += _line_by_line(text, position, not calls)
             break
         body = text[position:end]
         if not calls and not tagged and not text[end:].strip() and _is_answer(body):
             return []
-        calls.append(_read(body))
+        calls.append(at(_read(body), position, end))
         position = end
         if len(calls) > MAX_CALLS:
             break
-    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
+    calls = calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
+    return placed(calls, turn, text)
 
 
 def _start_of_calls(text: str) -> int:
@@ -76,17 +78,20 @@ def _is_answer(body: str) -> bool:
     return not error and value.keys().isdisjoint(("name", "function", *_KEYS))
 
 
-def _line_by_line(rest: str, first: bool) -> list[ToolCall]:
+def _line_by_line(text: str, position: int, first: bool) -> list[ToolCall]:
     """What cannot be read as a whole: errors, and the calls that begin on lines of their own."""
     calls: list[ToolCall] = []
-    if not rest and not first:
+    if position == len(text) and not first:
         return calls
-    parts = _NEXT.split(rest, maxsplit=MAX_CALLS)
-    for part in parts:
-        part = part.strip("; \r\n\t")
-        if len(parts) > 1 and part and end_of_object(part, 0) == len(part):
-            calls.append(_read(part))
+    cuts = [m.span() for m in islice(_NEXT.finditer(text, position), MAX_CALLS)]
+    starts = [position, *(end for _, end in cuts)]
+    ends = [*(start for start, _ in cuts), len(text)]
+    for start, end in zip(starts, ends, strict=True):
+        part = text[start:end].strip("; \r\n\t")
+        if cuts and part and end_of_object(part, 0) == len(part):
+            call = _read(part)
         else:
             prose = not first and part[:1] not in ("{", "[")
-            calls.append(broken(part, "text after the calls" if prose else "not one JSON object"))
+            call = broken(part, "text after the calls" if prose else "not one JSON object")
+        calls.append(at(call, start, end))
     return calls

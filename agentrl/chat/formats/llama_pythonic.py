@@ -6,8 +6,8 @@ import math
 import re
 from typing import Any
 
-from agentrl.chat.formats.strict_json import broken, end_of_brackets, is_sound
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, too_many
+from agentrl.chat.formats.strict_json import at, broken, end_of_brackets, is_sound
+from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, placed, too_many
 from agentrl.trajectory import ToolCall
 
 _MARK = re.compile(r"<\|python_(?:start|tag)\|>\s*")
@@ -46,31 +46,37 @@ def parse_llama_pythonic(text: str) -> list[ToolCall]:
     with string keys, and the words True, False, None of Python or JSON. Nothing is evaluated.
     A turn that begins as prose has no calls, unless `<|python_start|>` announces them.
     """
-    text = answer_of(text, _end_of_calls)
-    position = _start_of_calls(text)
+    answer = answer_of(text, _end_of_calls)
+    return placed(_calls(answer), text, answer)
+
+
+def _calls(text: str) -> list[ToolCall]:
+    position, length = _start_of_calls(text), len(text)
     if position < 0:
         if _BARE.match(text) and text.rstrip().endswith(")"):
-            return [broken(text, "calls stand in a list: [NAME(KEY=VALUE)]")]
+            return [at(broken(text, "calls stand in a list: [NAME(KEY=VALUE)]"), 0, length)]
         return []
     if not text.startswith("[", position):
-        return [broken(text[position:], "calls stand in a list: [NAME(KEY=VALUE)]")]
+        why = "calls stand in a list: [NAME(KEY=VALUE)]"
+        return [at(broken(text[position:], why), position, length)]
     calls: list[ToolCall] = []
     position += 1
     while len(calls) <= MAX_CALLS:
         name = _NAME.match(text, position)
         end = end_of_brackets(text, name.end(), _TO_BRACKET) if name else 0
         if not name or not end:
-            calls.append(broken(text[position:], "not NAME(KEY=VALUE), or cut off"))
-            return calls
-        calls.append(_call(name[1], text[name.end() : end]))
+            cut = broken(text[position:], "not NAME(KEY=VALUE), or cut off")
+            return [*calls, at(cut, position, length)]
+        calls.append(at(_call(name[1], text[name.end() : end]), name.start(1), end))
         if comma := _COMMA.match(text, end):
             position = comma.end()
             continue
         close = _CLOSE.match(text, end)
         if not close or close[0][-1] != "]":
-            calls.append(broken(text[end:], "no closing ]"))
+            calls.append(at(broken(text[end:], "no closing ]"), end, length))
         elif rest := text[_TAIL.match(text, close.end()).end() :]:  # type: ignore[union-attr]
-            calls.append(broken(rest, "text after the calls"))
+            why = "text after the calls"
+            calls.append(at(broken(rest, why), length - len(rest), length))
         break
     return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
 

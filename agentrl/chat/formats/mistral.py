@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import broken, end_of_object, read_call, read_object
+from agentrl.chat.formats.strict_json import at, broken, end_of_object, read_call, read_object
 from agentrl.chat.formats.thinking import MAX_CALLS, read_calls
 from agentrl.chat.formats.unclosed import end_of_broken_json
 from agentrl.trajectory import ToolCall
@@ -64,9 +64,11 @@ def _listed(text: str, position: int) -> tuple[list[ToolCall], int]:
         after = _after_space(text, end) if end else len(text)
         if text[after : after + 1] not in {",", "]"}:
             stop = end_of_broken_json(text, start, _TAG, _THOUGHT)
-            return [*calls, broken(text[start:stop], "not a closed JSON list of calls")], stop
+            cut = broken(text[start:stop], "not a closed JSON list of calls")
+            return [*calls, at(cut, start, stop)], stop
         body = text[start:end]
-        calls.append(broken(body, "a call must be a JSON object") if scalar else _from_json(body))
+        call = broken(body, "a call must be a JSON object") if scalar else _from_json(body)
+        calls.append(at(call, start, end))
         position = after + 1
         if text[after] == "]":
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import end_of_object, read_object
+from agentrl.chat.formats.strict_json import at, end_of_object, read_object
 from agentrl.trajectory import ToolCall
 
 REACT_STOP = "Observation:"
@@ -24,18 +24,24 @@ def parse_react(text: str) -> list[ToolCall]:
 
     Returns no call where the turn has no `Action:`, or a `Final Answer:` after it.
     """
-    action = max((m.end() for m in _ACTION.finditer(text)), default=-1)
+    actions = [m.span() for m in _ACTION.finditer(text)]
     final = max((m.end() for m in _FINAL.finditer(text)), default=-1)
-    if action <= final:
+    if not actions or actions[-1][1] <= final:
         return []
-    name, _, rest = text[action:].partition("\n")
+    start, action = actions[-1]
+    return [at(_call(text[action:]), start, len(text))]
+
+
+def _call(text: str) -> ToolCall:
+    """The call behind `Action:`."""
+    name, _, rest = text.partition("\n")
     name = name.strip()
     label, _, tail = rest.lstrip().partition("Action Input:")
     if label.strip() or not rest.lstrip().startswith("Action Input:"):
-        return [ToolCall(name, rest, error="`Action:` needs an `Action Input:` line after it")]
+        return ToolCall(name, rest, error="`Action:` needs an `Action Input:` line after it")
     body = tail.strip().removesuffix(REACT_STOP).strip()
     end = end_of_object(body, 0)
     if not end or body[end:].strip():
-        return [ToolCall(name, body, error="`Action Input:` must be one JSON object")]
+        return ToolCall(name, body, error="`Action Input:` must be one JSON object")
     arguments, error = read_object(body)
-    return [ToolCall(name, body if error else arguments, error=error)]
+    return ToolCall(name, body if error else arguments, error=error)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -164,6 +165,11 @@ def read_call(
 def is_sound(text: str) -> bool:
     """Whether text has no lone surrogate, which would break HTTP, parquet and tokenizers later."""
     return text.isascii() or not _SURROGATE.search(text)
+
+
+def at(call: ToolCall, start: int, end: int) -> ToolCall:
+    """The call, standing at these characters of its turn, unless it says already where."""
+    return call if call.span else replace(call, span=(start, end))
 
 
 def broken(raw: str, error: str, name: str = "") -> ToolCall:

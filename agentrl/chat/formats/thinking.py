@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
-from agentrl.chat.formats.strict_json import broken
+from agentrl.chat.formats.strict_json import at, broken
 from agentrl.trajectory import ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -40,7 +41,8 @@ def read_calls(text: str, openings: tuple[str, ...], closing: str, read: Reader)
         read: reads the call at an opening tag; it must not fail.
 
     Returns:
-        The calls in order, broken ones with their error; what exceeds `MAX_CALLS` is one error.
+        The calls in order, each with its span, broken ones with their error; what exceeds
+        `MAX_CALLS` is one error.
     """
     tags = _any_of((*openings, closing, THINK, THOUGHT))
     calls: list[ToolCall] = []
@@ -56,12 +58,12 @@ def read_calls(text: str, openings: tuple[str, ...], closing: str, read: Reader)
             if end < 0:
                 if any(text.find(opening, position) >= 0 for opening in openings):
                     why = "the call stands in a <think> that is never closed"
-                    calls.append(broken(text[position:], why))
+                    calls.append(at(broken(text[position:], why), position, len(text)))
                 break
             said = position = end + len(THOUGHT)
         elif tag[0] != THOUGHT:
             found, position = read(text, tag.start())
-            calls += found
+            calls += [at(call, tag.start(), position) for call in found]
             if len(calls) > MAX_CALLS:
                 end = text.find(THOUGHT, position) if unthought else -1
                 if end < 0 or text.find(THINK, position, end) >= 0:
@@ -72,9 +74,9 @@ def read_calls(text: str, openings: tuple[str, ...], closing: str, read: Reader)
             calls.clear()
             said, stray = position, 0
     if stray and not calls:
-        return [
-            broken(text[said if said < stray else 0 : stray], f"no {openings[0]} before {closing}")
-        ]
+        begin = said if said < stray else 0
+        why = f"no {openings[0]} before {closing}"
+        return [at(broken(text[begin:stray], why), begin, stray)]
     return calls
 
 
@@ -147,6 +149,27 @@ def answer_of(text: str, end_of_calls: Callable[[str, int], int]) -> str:
         called = calls_end > lead and 0 <= begin < end
         text = (text[:begin] if called else "") + text[end + len(THOUGHT) :]
     return ""
+
+
+def placed(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
+    """Calls that were read in `answer_of` a turn, their spans as of the turn.
+
+    None where the answer was put together of what stood before a thought and what came after it.
+    """
+    if turn.endswith(answer):
+        shift = len(turn) - len(answer)
+    elif turn.startswith(answer):
+        shift = 0
+    else:
+        return [replace(call, span=None) for call in calls]
+    return (
+        [
+            replace(call, span=(call.span[0] + shift, call.span[1] + shift)) if call.span else call
+            for call in calls
+        ]
+        if shift
+        else calls
+    )
 
 
 def first_tag(text: str) -> int:

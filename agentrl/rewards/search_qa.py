@@ -1,0 +1,65 @@
+"""Exact match for questions answered by searching, as in Search-R1 (arXiv:2503.09516) and verl.
+
+The normalisation is SQuAD's: small letters, no punctuation, no articles, single spaces.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.answers import as_text, tagged_answer
+from agentrl.rewards.base import reward
+
+MOST_TAGS = 10
+"""More answers than these in one text are guesses: they earn a quarter."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@reward("search_qa")
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, float]:
+    """Compare what stands in the last `<answer>...</answer>` with each of the right answers.
+
+    Args:
+        solution_str: what the assistant wrote.
+        ground_truth: an answer, several, or either under "target".
+        format_score: for a wrong answer in the right form.
+        score: for a right answer; a quarter of it in a text with more than 10 of these tags.
+
+    Returns:
+        `score`: `score`, `format_score`, or 0 where there is no answer; `acc`: 1.0 for a right
+        answer, else 0.0.
+    """
+    answer = tagged_answer(solution_str)
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0}
+    said = normal_answer(answer)
+    if not said or said not in map(normal_answer, right_answers(ground_truth)):
+        return {"score": format_score, "acc": 0.0}
+    guesses = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    return {"score": score / 4 if guesses > MOST_TAGS else score, "acc": 1.0}
+
+
+def right_answers(ground_truth: Any) -> list[str]:
+    """The answers that count, as text; none where the ground truth has another shape."""
+    if isinstance(ground_truth, Mapping):
+        ground_truth = ground_truth.get("target")
+    several = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return [text for answer in several if (text := as_text(answer))]
+
+
+def normal_answer(text: str) -> str:
+    """The text in small letters, without punctuation, articles and superfluous spaces.
+
+    Example: `normal_answer("The Beatles, (band)")` is "beatles band".
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

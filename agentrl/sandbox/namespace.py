@@ -1,0 +1,155 @@
+"""The command line that puts a program into namespaces of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.advice import NO_BWRAP
+from agentrl.sandbox.base import Limits
+from agentrl.sandbox.interpreter import parts_of_python
+from agentrl.sandbox.seccomp import seccomp_filter
+
+FOLDER = "/tmp"
+"""The program's own, in there."""
+SHM_BYTES = 4 * 2**20
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": FOLDER,
+    "LANG": "C.UTF-8",
+    "PYTHONPATH": FOLDER,
+    # What a program prints must not depend on the order of a set, nor a machine's cores on its
+    # limit of processes.
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+SHELL = 'exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; exit $?'
+"""For process 1 of a namespace. Its own words, such as "Killed", go nowhere. It waits, since a shell
+that becomes its last command would not outlive it."""
+
+
+class Files:
+    """Contents that a program is given as descriptors: in memory, and nowhere on this machine."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        """What the program is to have."""
+        self.status = -1
+        """The reading end of a pipe on which bwrap says what becomes of it."""
+
+    def add(self, content: bytes) -> int:
+        """A descriptor of the content, at its beginning."""
+        fd = os.memfd_create("agentrl")
+        self.fds.append(fd)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+    def pipe(self) -> int:
+        """The writing end of the pipe that `status` is the other end of."""
+        self.status, writing = os.pipe()
+        self.fds.append(writing)
+        return writing
+
+    def take_status(self) -> int:
+        """`status`, which from here on is the caller's to close."""
+        status, self.status = self.status, -1
+        return status
+
+    def close(self) -> None:
+        """Close our side, once the program has its own."""
+        if (status := self.take_status()) >= 0:
+            os.close(status)
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def bwrap_command(
+    python: str,
+    limits: Limits,
+    given: Files,
+    *,
+    files: Mapping[str, bytes],
+    script: tuple[str, bytes],
+    uid: int | None,
+) -> list[str]:
+    """All up to the command that runs inside.
+
+    Args:
+        python: the interpreter that will be run, so that it can be seen.
+        limits: the sizes of what it may write to.
+        given: takes up the contents.
+        files: of the program's folder.
+        script: absolute path, in there, and content of one more file that nothing can change.
+        uid: become this user first; None stays what we are.
+
+    Raises:
+        SandboxError: there is no bwrap, or no such interpreter.
+    """
+    command: list[str] = []
+    if uid is not None:
+        command += [
+            _program("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups",
+            "--no-new-privs", "--",
+        ]  # fmt: skip
+    size = str(limits.disk_mb * 2**20)
+    command += [
+        _program("bwrap"), "--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534",
+        "--cap-drop", "ALL", "--disable-userns", "--die-with-parent", "--new-session",
+        "--as-pid-1", "--seccomp", str(given.add(seccomp_filter())),
+        "--json-status-fd", str(given.pipe()), *_mounts(python),
+        "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm",
+        "--remount-ro", "/dev", "--size", size, "--tmpfs", FOLDER,
+    ]  # fmt: skip
+    for path, content in files.items():
+        command += ["--file", str(given.add(content)), f"{FOLDER}/{path}"]
+    command += ["--file", str(given.add(script[1])), script[0], "--remount-ro", "/"]
+    command += ["--chdir", FOLDER, "--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    return command
+
+
+def rlimit_command(limits: Limits) -> list[str]:
+    """Sets the limits of each process; inside the namespace, where no other's processes count.
+
+    Its process 1 does, beside the program's own.
+    """
+    return [
+        "/usr/bin/prlimit", f"--cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}",
+        f"--as={limits.memory_mb * 2**20}", f"--fsize={limits.disk_mb * 2**20}",
+        f"--nofile={limits.open_files}", f"--nproc={limits.processes + 1}", "--core=0", "--",
+    ]  # fmt: skip
+
+
+@cache
+def _program(name: str) -> str:
+    if found := shutil.which(name):
+        return found
+    if name == "bwrap":
+        raise SandboxError(NO_BWRAP)
+    raise SandboxError(f"{name} is not installed (util-linux): programs cannot be run as others")
+
+
+@cache
+def _mounts(python: str) -> Sequence[str]:
+    """What of this machine is to be seen in there, for reading."""
+    mounts = ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        path = Path(name)
+        if path.is_symlink():
+            mounts += ["--symlink", os.readlink(path).removeprefix("/"), name]
+        elif path.is_dir():
+            mounts += ["--ro-bind", name, name]
+    # Where libraries are, and what programs several packages offer.
+    for name in ("/etc/ld.so.cache", "/etc/alternatives"):
+        mounts += ["--ro-bind-try", name, name]
+    for folder in parts_of_python(python):
+        mounts += ["--ro-bind", str(folder), str(folder)]
+    return mounts

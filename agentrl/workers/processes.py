@@ -1,0 +1,311 @@
+"""Worker processes that can be killed: for functions that may hang, crash or eat all memory.
+
+A thread cannot be stopped, and a regular expression or a C library gone wild holds the whole
+interpreter. Here it costs one process, which another takes the place of. Workers are started anew,
+never forked: the process they belong to may hold a GPU and dozens of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.workers import child
+from agentrl.workers.threads import Threads
+
+log = logging.getLogger("agentrl")
+
+START_S = 60.0
+"""Most seconds for a worker to start and to load a function's module."""
+RECYCLE = 2000
+"""After so many calls a worker makes room for a new one: libraries keep what they have computed."""
+LOGGED_LINES = 50
+"""Of what a worker prints, the first so many lines are logged."""
+LAST_LINES = 8
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""A worker runs one function at a time, and each thread of a pool reserves memory."""
+
+
+class WorkerDied(AgentRLError, RuntimeError):
+    """The process that ran a function is gone; the message says how, and what it said last."""
+
+
+class WorkerError(AgentRLError, RuntimeError):
+    """A function raised something in its worker."""
+
+    def __init__(self, kind: str, text: str, where: str = ""):
+        super().__init__(kind, text, where)
+        self.kind = kind
+        """The exception's type, such as "KeyError"."""
+        self.text = text
+        """What it said."""
+        self.where = where
+        """FILE:LINE, or nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
+
+
+class Processes:
+    """At most `count` functions at once, each in a process that can be killed.
+
+    Processes start with the first calls that need them, and end with this one, by whatever death.
+    """
+
+    def __init__(self, count: int, *, memory_mb: int = 2048):
+        """Start nothing yet.
+
+        Args:
+            count: processes at most.
+            memory_mb: MiB of address space that each may take.
+        """
+        self._count = count
+        self._memory_mb = memory_mb
+        # Last in, first out: as few are started as there are calls at once.
+        self._places: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(count):
+            self._places.put(None)
+        self._running: set[_Worker] = set()
+        self._threads: tuple[asyncio.AbstractEventLoop, Threads] | None = None
+        self._closed = False
+
+    async def call(
+        self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any
+    ) -> Any:
+        """What the function returns, run in a worker; a coroutine function is run to its end.
+
+        Args:
+            function: of a module's top level, so that the worker finds it by its name.
+            args: its arguments; anything that can be pickled.
+            seconds: most that it may run; waiting for a free worker and loading do not count.
+            kwargs: its arguments by name.
+
+        Raises:
+            TimeoutError: it did not end in time; it was killed.
+            WorkerDied: its process ended under it, or needed more than `memory_mb`.
+            WorkerError: it raised; but `ToolError`, `UserError` and `Infrastructure` come as such.
+            ConfigError: the worker could not find the function.
+        """
+        job = _packed(function, args, kwargs)
+        future = await self._started(partial(self._run, job, seconds))
+        value, error = await future
+        if error is not None:
+            raise error
+        return value
+
+    def call_blocking(
+        self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any
+    ) -> Any:
+        """As `call`, from code that is not async."""
+        return self._run(_packed(function, args, kwargs), seconds)
+
+    def close(self) -> None:
+        """Kill the workers; calls that still run end with `WorkerDied`. Idempotent."""
+        self._closed = True
+        for worker in [*self._running]:
+            worker.kill()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if worker := self._places.get_nowait():
+                    worker.discard()
+        for _ in range(self._count):  # whoever waits for one finds that there is none
+            self._places.put(None)
+        if self._threads is not None:
+            self._threads[1].close()
+
+    async def _started(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        if self._threads is None or self._threads[0] is not loop:
+            if self._threads is not None:
+                self._threads[1].close()
+            self._threads = loop, Threads(self._count)
+        return await self._threads[1].start(work)
+
+    def _run(self, job: bytes, seconds: float) -> Any:
+        worker, keep = self._places.get(), False
+        try:
+            if self._closed:
+                raise WorkerDied("the pool of workers is closed")
+            if worker is None:
+                worker = _Worker(self._memory_mb)
+            self._running.add(worker)
+            done, value = worker.run(job, seconds)
+            keep = worker.calls < RECYCLE and not self._closed
+        finally:
+            if worker is not None:
+                self._running.discard(worker)
+                if not keep:
+                    worker.discard()
+            self._places.put(worker if keep else None)
+        if not done:
+            raise _raised(*value)
+        return value
+
+
+class _Worker:
+    """One process and the socket to it; used by one thread at a time."""
+
+    def __init__(self, memory_mb: int):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", child.__file__, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env={**dict.fromkeys(ONE_THREAD, "1"), **os.environ},
+                start_new_session=True,
+            )
+        self._channel = ours
+        self._memory_mb = memory_mb
+        self._said: deque[str] = deque(maxlen=LAST_LINES)
+        self._listener = threading.Thread(target=self._listen, name="worker's log", daemon=True)
+        self._listener.start()
+        self._ending = threading.Lock()
+        self.calls = 0
+        self.alive = True
+        self._greeting = pickle.dumps((sys.path, memory_mb))
+
+    def run(self, job: bytes, seconds: float) -> tuple[bool, Any]:
+        """Whether the function returned, and what it returned or raised."""
+        try:
+            end = time.monotonic() + START_S
+            self._channel.settimeout(START_S)
+            if not self.calls:
+                child.send(self._channel, self._greeting)
+            self.calls += 1
+            child.send(self._channel, job)
+            reply = self._receive(end, f"its module did not load in {START_S:g} s")
+            if reply == child.LOADED:
+                reply = self._receive(time.monotonic() + seconds, f"not done in {seconds:g} s")
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            raise WorkerDied(self._death()) from None
+        return pickle.loads(reply)
+
+    def kill(self) -> None:
+        """End the process and all it started."""
+        with self._ending:
+            if not self.alive:
+                return
+            self.alive = False
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            # Closed by who reads it: another file might be given its number before they look.
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def discard(self) -> None:
+        """Kill it, and close the socket, which nobody reads any more."""
+        self.kill()
+        self._channel.close()
+
+    def _receive(self, end: float, late: str) -> bytes:
+        (size,) = struct.unpack(">Q", self._exactly(8, end, late))
+        return self._exactly(size, end, late)
+
+    def _exactly(self, size: int, end: float, late: str) -> bytes:
+        read = bytearray()
+        while len(read) < size:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(late)
+            self._channel.settimeout(left)
+            try:
+                piece = self._channel.recv(min(size - len(read), 1 << 20))
+            except TimeoutError:
+                raise TimeoutError(late) from None
+            if not piece:
+                raise EOFError
+            read += piece
+        return bytes(read)
+
+    def _death(self) -> str:
+        """How the process ended, and what it said last."""
+        ended = None
+        for _ in range(100):  # not reaped before its group is killed: its number stays its own
+            ended = (
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                if self.alive
+                else None
+            )
+            if ended or not self.alive:
+                break
+            time.sleep(0.01)
+        self.kill()
+        self._listener.join(1.0)
+        code = self._process.returncode
+        if code == child.OUT_OF_MEMORY:
+            how = f"it needed more than {self._memory_mb} MiB of memory"
+        elif code < 0:
+            how = f"it ended by {signal.Signals(-code).name}"
+        else:
+            how = f"it ended with exit code {code}"
+        last = "".join(f"\n  | {line}" for line in self._said)
+        return f"the worker process died: {how}" + (f". Its last lines:{last}" if last else "")
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        logged, rest = 0, ""
+        with self._process.stderr as stream:
+            while piece := os.read(stream.fileno(), 65536):
+                *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
+                rest = rest[-500:]
+                for line in lines:
+                    self._said.append(line[:500])
+                    if logged < LOGGED_LINES:
+                        log.info("worker %d: %s", self._process.pid, line[:500])
+                    logged += 1
+        if rest:
+            self._said.append(rest)
+
+
+def check_reachable(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """File (of a user's file), module and name by which a worker finds the function.
+
+    Raises:
+        ConfigError: it finds it by none: a lambda, a method of an object, a function in a function
+            or of a program's own file.
+    """
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    home = sys.modules.get(module or "")
+    found: Any = home
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found) or inspect.ismethod(function) or module == "__main__":
+        raise ConfigError(
+            f"{name or repr(function)} of {module or 'nowhere'} cannot run in a worker process,"
+            " which looks for it by its name: define it at the top level of a file of its own"
+        )
+    file = str(getattr(home, "__file__", ""))
+    return (file if module.startswith("agentrl_user_") else ""), module, name
+
+
+def _packed(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    return pickle.dumps((*check_reachable(function), pickle.dumps((args, kwargs))))
+
+
+def _raised(kind: str, text: str, where: str, whole: bytes) -> Exception:
+    return pickle.loads(whole) if whole else WorkerError(kind, text, where)

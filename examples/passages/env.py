@@ -1,0 +1,170 @@
+"""Passages: questions about an invented county, whose answers are found by searching.
+
+    python examples/passages/env.py data/passages.jsonl --rows 256 --seed 1 --difficulty 2
+
+The difficulty is how many passages a question leads through: 1 is told where it stands, 3 asks for
+the river of the town in which the maker of a thing was born. No model knows any of it beforehand:
+the county is made up, from a seed, and lies in `corpus.jsonl` beside this file (`--corpus` makes
+it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentrl import reward
+from agentrl.data import write_rows
+from agentrl.registry import load_file
+
+HERE = Path(__file__).resolve().parent
+CORPUS = HERE / "corpus.jsonl"
+PROMPT = (
+    "{question}\nLook it up with the tools. Answer with the name alone, behind ####, for example:"
+    " #### Selby"
+)
+THINGS = ("clock", "loom", "lantern", "plough", "barometer", "pump", "kiln", "press", "telescope")
+KINDS = ("striking", "folding", "silent", "double", "floating", "twisted", "hollow", "winged")
+
+
+class Town(NamedTuple):
+    """A town and the river on which it lies."""
+
+    name: str
+    river: str
+    founded: int
+    trade: str
+
+
+class Maker(NamedTuple):
+    """A person, where they were born, and what they made."""
+
+    name: str
+    town: Town
+    thing: str
+    year: int
+
+
+def county() -> tuple[list[Town], list[Maker]]:
+    """The towns and people: always the same."""
+    rng = random.Random("passages-1")
+    starts = ("Bram", "Cald", "Dorr", "Elm", "Fenn", "Garl", "Hask", "Ing", "Kel", "Lorn", "Mar")
+    ends = ("wick", "stead", "holm", "ford", "by", "mere", "combe", "thorpe")
+    named = rng.sample([a + b for a in starts for b in ends], 74)
+    trades = ("glass", "rope", "salt", "paper", "bells", "cheese", "slate", "linen")
+    towns = [
+        Town(name, f"{river[:-1]}a", rng.randint(1000, 1700), rng.choice(trades))
+        for name, river in zip(named[:24], named[24:48], strict=True)
+    ]
+    first = ("Ada", "Ivo", "Nell", "Piet", "Runa", "Sten", "Tove", "Ulf", "Vera", "Wim", "Yrsa")
+    people = rng.sample([f"{a} {b}" for a in first for b in named[48:]], 60)
+    things = rng.sample([f"{kind} {thing}" for kind in KINDS for thing in THINGS], 60)
+    makers = [
+        Maker(name, rng.choice(towns), thing, rng.randint(1750, 1900))
+        for name, thing in zip(people, things, strict=True)
+    ]
+    return towns, makers
+
+
+def corpus() -> list[dict[str, str]]:
+    """The passages: one for each town, person and thing, in an order that tells nothing."""
+    towns, makers = county()
+    told = [
+        (
+            town.name,
+            f"{town.name} is a town on the river {town.river}. It was founded in {town.founded} and"
+            f" is known for its {town.trade}. A fair is held there in spring.",
+        )
+        for town in towns
+    ]
+    for maker in makers:
+        name, town, thing, year = maker
+        told.append(
+            (name, f"{name} was born in {town.name} and learned a trade there, like many others.")
+        )
+        told.append(
+            (
+                f"The {thing}",
+                f"The {thing} was made by {name} in {year}. It was shown at fairs and copied soon.",
+            )
+        )
+    random.Random("order").shuffle(told)
+    return [{"id": f"p{i}", "title": a, "text": b} for i, (a, b) in enumerate(told)]
+
+
+load_file("shelf:search").use_corpus(CORPUS)
+
+
+@reward("passages")
+def passages(trajectory) -> float:
+    """1 where the last line is the answer behind ####; articles, case and stops do not count."""
+    lines = trajectory.final_text.strip().splitlines()
+    if not lines or not lines[-1].strip().startswith("####"):
+        return 0.0
+    return float(plain(lines[-1].strip()[4:]) == plain(trajectory.sample.ground_truth))
+
+
+def plain(name: str) -> str:
+    """A name in small letters, less what does not tell it from others."""
+    words = re.findall(r"\w+", name.lower())
+    return " ".join(w for w in words if w not in ("the", "a", "an", "river", "town"))
+
+
+def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
+    """Rows of a dataset; there are 60 questions of each difficulty, which then come again."""
+    rng = random.Random(seed)
+    _, makers = county()
+    order = [m for _ in range(-(-count // len(makers))) for m in rng.sample(makers, len(makers))]
+    made = []
+    for maker in order[:count]:
+        asked = {
+            1: (f"Who made the {maker.thing}?", maker.name),
+            2: (f"In which town was the maker of the {maker.thing} born?", maker.town.name),
+            3: (
+                f"On which river lies the town in which the maker of the {maker.thing} was born?",
+                maker.town.river,
+            ),
+        }
+        question, answer = asked[difficulty]
+        made.append(
+            {
+                "prompt": [{"role": "user", "content": PROMPT.format(question=question)}],
+                "agent_name": "tool_agent",
+                "data_source": "examples/passages",
+                "tools": ["search", "read_passage"],
+                "ground_truth": answer,
+                "path": [f"The {maker.thing}", maker.name, maker.town.name][:difficulty],
+            }
+        )
+    return made
+
+
+def gold(row: dict[str, Any]) -> list[str]:
+    """What a policy that is right says, turn by turn."""
+    return [*(_call("search", {"query": q}) for q in row["path"]), f"#### {row['ground_truth']}"]
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    called = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{called}\n</tool_call>"
+
+
+def main() -> None:
+    """Write rows to a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("output", help="a .jsonl or .parquet file")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
+    parser.add_argument("--corpus", action="store_true", help="write the passages instead of rows")
+    given = parser.parse_args()
+    made = corpus() if given.corpus else rows(given.rows, given.seed, given.difficulty)
+    write_rows(given.output, made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The shelf's SQL: it answers what can be read, and nothing else happens, whatever is asked."""
+
+from __future__ import annotations
+
+import resource
+import sqlite3
+import time
+
+import pytest
+
+from agentrl import Infrastructure, ToolError, UserError
+from agentrl.errors import DataError
+from agentrl.registry import load_file
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "databases"
+    path.mkdir()
+    with sqlite3.connect(path / "shop.db") as db:
+        db.execute("CREATE TABLE goods (name TEXT, price INTEGER, photo BLOB)")
+        rows = [("pen", 3, b"\x01\x02"), ("ink | blue", 7, None), ("cup", 9, None)]
+        db.executemany("INSERT INTO goods VALUES (?, ?, ?)", rows)
+        db.execute("CREATE TABLE many (n INTEGER)")
+        db.executemany("INSERT INTO many VALUES (?)", [(n,) for n in range(500)])
+    db.close()
+    return path
+
+
+@pytest.fixture
+def sql(folder, monkeypatch):
+    monkeypatch.delenv("AGENTRL_SQL_DATABASES", raising=False)
+    module = load_file("shelf:sql")
+    module.use_databases(folder)
+    return module
+
+
+def test_answers(sql):
+    shop = sql.Sql("shop")
+    assert shop.sql("SELECT name, price FROM goods WHERE price < 8 ORDER BY price;") == (
+        "name | price\npen | 3\nink | blue | 7\n(2 rows)"
+    )
+    assert shop.sql("SELECT photo FROM goods LIMIT 2") == "photo\nx'0102'\nNULL\n(2 rows)"
+    assert shop.sql("-- how much?\nSELECT sum(price) AS s FROM goods") == "s\n19\n(1 row)"
+    assert shop.sql("WITH g AS (SELECT 1 AS a) SELECT a FROM g") == "a\n1\n(1 row)"
+    assert shop.sql("SELECT 1 WHERE 0") == "1\n(0 rows)"
+    assert shop.sql_schema().startswith(
+        "CREATE TABLE goods (name TEXT, price INTEGER, photo BLOB);"
+    )
+
+
+def test_long_answers_are_cut(sql):
+    shop = sql.Sql("shop")
+    lines = shop.sql("SELECT n FROM many").splitlines()
+    assert len(lines) == 52 and lines[-1] == "(the first 50 rows; there are more)"
+    wide = shop.sql("SELECT printf('%.*c', 90000, 'x') AS w FROM many")
+    assert len(wide) < 8200 and "x" * 200 + "..." in wide and "characters left out" in wide
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("SELECT prise FROM goods", "no such column: prise"),
+        ("SELEC 1", 'near "SELEC": syntax error'),
+        ("", "give one SELECT statement"),
+        ("SELECT 1; SELECT 2", "one statement at a time"),
+        ("SELECT ?", "Incorrect number of bindings"),
+        ("SELECT '" + "x" * 5000 + "'", "at most 5000"),
+        ("INSERT INTO goods VALUES ('x', 1, NULL)", "can only be read"),
+        ("UPDATE goods SET price = 0", "can only be read"),
+        ("DELETE FROM goods", "can only be read"),
+        ("DROP TABLE goods", "can only be read"),
+        ("CREATE TEMP TABLE t (a)", "can only be read"),
+        ("ATTACH '{folder}/other.db' AS other", "can only be read"),
+        ("VACUUM INTO '{folder}/copy.db'", "can only be read"),
+        ("PRAGMA journal_mode = WAL", "can only be read"),
+        ("PRAGMA query_only = 0", "can only be read"),
+        ("PRAGMA writable_schema = 1", "can only be read"),
+        ("SELECT * FROM pragma_database_list", "can only be read"),
+        ("BEGIN EXCLUSIVE", "can only be read"),
+        ("SELECT load_extension('/lib/x86_64-linux-gnu/libc.so.6')", "can only be read"),
+        ("SELECT fts3_tokenizer('simple')", "can only be read"),
+        ("SELECT readfile('/etc/passwd')", "no such function"),
+        ("SELECT writefile('{folder}/x', 'y')", "no such function"),
+        ("SELECT hex(zeroblob(1000000000))", "too big"),
+        ("REINDEX", "give one SELECT statement"),
+        ("ANALYZE", "can only be read"),
+    ],
+)  # fmt: skip
+def test_nothing_else_can_be_done(sql, folder, query, said):
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    with pytest.raises(ToolError) as e:
+        sql.Sql("shop").sql(query.format(folder=folder))
+    assert said in str(e.value)
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+
+
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) "
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        ENDLESS + "SELECT max(x) FROM c",
+        ENDLESS + "SELECT x, hex(randomblob(45000)) AS h FROM c ORDER BY h LIMIT 1",
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION SELECT x + 1 FROM c) SELECT count(*) FROM c",
+        "SELECT count(*) FROM many a, many b, many c, many d",
+        ENDLESS + "SELECT sum(instr(hex(zeroblob(49000)), hex(zeroblob(24000)) || '1')) FROM c",
+        "SELECT sum(replace(hex(zeroblob(49000)), '0', 'a') LIKE '%a%a%a%a%ab%b' || a.n)"
+        " FROM many a, many b",
+    ],
+    ids=["endless", "sort", "set", "join", "quadratic", "like"],
+)  # fmt: skip
+def test_what_takes_too_much_is_ended(sql, query, monkeypatch):
+    monkeypatch.setattr(sql, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(sql, "MEMORY", 64 * 1024 * 1024)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.thread_time()
+    with pytest.raises(ToolError, match=r"took more than 0\.3 s|too much memory"):
+        sql.Sql("shop").sql(query)
+    assert time.thread_time() - began < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+
+
+def test_rows_name_databases_of_the_folder_alone(sql, folder, tmp_path):
+    with sqlite3.connect(tmp_path / "secret.db") as db:
+        db.execute("CREATE TABLE t (a)")
+    db.close()
+    (folder / "link.db").symlink_to(tmp_path / "secret.db")
+    outside = ("../secret", "../secret.db", str(tmp_path / "secret"), "secret", "link", "/", ".")
+    for name in (*outside, "shop.db", "file:shop", "shop.db?mode=rw"):
+        with pytest.raises(DataError, match=r"no database .* There are: shop"):
+            sql.Sql(name)
+    assert sql.Sql().file == folder / "shop.db"
+
+
+def test_where_databases_are_is_asked_for(sql, tmp_path, folder):
+    with pytest.raises(UserError, match=r"no databases in .*give a folder with files \*\.db"):
+        sql.use_databases(tmp_path)
+    sql._folder = None
+    with pytest.raises(Infrastructure, match="set AGENTRL_SQL_DATABASES to their folder"):
+        sql.Sql("shop")
+    (folder / "torn.db").write_bytes(b"no database at all, but longer than a header" * 50)
+    sql.use_databases(folder)
+    with pytest.raises(Infrastructure, match=r"torn\.db cannot be opened: file is not a database"):
+        sql.Sql("torn").sql("SELECT 1")
+
+
+def test_the_variable_names_the_folder(folder, monkeypatch):
+    monkeypatch.setenv("AGENTRL_SQL_DATABASES", str(folder))
+    assert load_file("shelf:sql").Sql("shop").sql("SELECT 2 AS two") == "two\n2\n(1 row)"
+    monkeypatch.setenv("AGENTRL_SQL_DATABASES", str(folder / "nowhere"))

@@ -1,0 +1,36 @@
+"""Python in the sandbox, with variables and files that stay for the episode."""
+
+from __future__ import annotations
+
+from agentrl import ToolError, tool
+from agentrl.sandbox import Box, Sandbox
+from agentrl.sandbox.report import report
+
+MAX_CODE = 20_000
+
+
+@tool(timeout=120)
+class PythonSession:
+    """One interpreter and one scratch folder per episode, made when first used."""
+
+    def __init__(self) -> None:
+        self.box: Box | None = None
+
+    async def python(self, code: str, sandbox: Sandbox) -> str:
+        """Run Python code and read what it prints and the value of its last line.
+
+        There is no network. Variables, functions and files stay until you are done.
+
+        Args:
+            code: the code, for example "total = 3 * 4"
+        """
+        if len(code) > MAX_CODE:
+            raise ToolError(f"the code has {len(code)} characters, at most {MAX_CODE}")
+        if self.box is None:
+            self.box = await sandbox.open()
+        return report(await self.box.run(code))
+
+    async def close(self) -> None:
+        """End the interpreter."""
+        if self.box is not None:
+            await self.box.aclose()

@@ -1,0 +1,192 @@
+"""Passages of a local file, found by their words (BM25).
+
+Which file is for whoever runs it to say, never for a row: by the variable AGENTRL_SEARCH_CORPUS, or
+in a file of your own:
+
+    from agentrl.registry import load_file
+
+    load_file("shelf:search").use_corpus("data/passages.jsonl")
+
+A line of the file is a passage: `{"id": "7", "title": "Bees", "text": "Bees are ..."}`; the title
+may be left out. Rows name the tools `search` and `read_passage`. The index is made in memory when
+first asked, once a process; nothing of it is random.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from agentrl import Infrastructure, ToolError, tool
+from agentrl.errors import DataError, UserError
+from agentrl.registry import did_you_mean
+
+try:
+    import bm25s
+except ImportError:
+    raise UserError("shelf:search needs bm25s: pip install 'agentrl[search]'") from None
+
+CORPUS = "AGENTRL_SEARCH_CORPUS"
+MAX_RESULTS = 10
+MAX_QUERY = 500
+SNIPPET = 400
+"""Characters of a passage that a search shows; `read_passage` shows all."""
+WORD = r"(?u)\b\w+\b"
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A line of the corpus."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Index:
+    """The passages of a file and the weights of their words."""
+
+    def __init__(self, file: Path):
+        """Read the file.
+
+        Raises:
+            DataError: it cannot be read, or a line is no passage.
+        """
+        self.passages = read_corpus(file)
+        self.by_id = {p.id: p for p in self.passages}
+        self._bm25 = bm25s.BM25()
+        self._bm25.index(
+            _words([f"{p.title}\n{p.text}" for p in self.passages]), show_progress=False
+        )
+
+    def best(self, query: str, k: int) -> list[Passage]:
+        """The k best passages, the best first; of equal ones, the first of the file."""
+        words = [w for w in _words([query])[0] if w in self._bm25.vocab_dict]
+        if not words:
+            return []
+        scores = self._bm25.get_scores(words)
+        found = (-scores).argsort(kind="stable")[:k]
+        return [self.passages[i] for i in found if scores[i] > 0]
+
+
+_lock = threading.Lock()
+_file: Path | None = None
+_index: Index | None = None
+
+
+def use_corpus(file: str | Path) -> None:
+    """Search this file from now on, in this process.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    global _file, _index
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"no corpus at {file} (looked at {path}): give a .jsonl file of passages")
+    with _lock:
+        _file, _index = path, None
+
+
+def read_corpus(file: Path) -> list[Passage]:
+    """The passages of a file.
+
+    Raises:
+        DataError: it cannot be read, or a line is no passage; the message names the line.
+    """
+    passages: dict[str, Passage] = {}
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    passage = _passage(line, f"{file}:{number}")
+                    if passage.id in passages:
+                        raise DataError(f"{file}:{number}: the id {passage.id!r} comes twice")
+                    passages[passage.id] = passage
+    except OSError as e:
+        raise DataError(f"{file}: {e.strerror}") from e
+    if not passages:
+        raise DataError(f"{file}: holds no passages")
+    return list(passages.values())
+
+
+def _passage(line: bytes, where: str) -> Passage:
+    try:
+        row: Any = orjson.loads(line)
+        return Passage(str(row["id"]), str(row.get("title") or ""), _text(row["text"]))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError):
+        expected = '{"id": "7", "title": "Bees", "text": "Bees are ..."}'
+        raise DataError(f"{where}: {line[:80]!r} is no passage, such as {expected}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value
+
+
+@tool(timeout=300, idempotent=True)  # the first call makes the index, and the others wait for it
+def search(query: str, k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3) -> str:
+    """Find passages about some words.
+
+    Args:
+        query: the words to look for, for example "bees winter food"
+        k: how many passages
+    """
+    if len(query) > MAX_QUERY:
+        raise ToolError(f"the query has {len(query)} characters, at most {MAX_QUERY}")
+    found = _opened().best(query, k)
+    return "\n\n".join(_shown(p, SNIPPET) for p in found) or "nothing found: try other words"
+
+
+@tool(timeout=300, idempotent=True)
+def read_passage(id: str) -> str:
+    """Read a passage in full.
+
+    Args:
+        id: as a search shows it in brackets, for example "7"
+    """
+    index = _opened()
+    passage = index.by_id.get(id.strip().strip("[]"))
+    if passage is None:
+        # Over all ids this would take long, and few of them would help.
+        close = did_you_mean(id, [i for i in index.by_id if i[:1] == id[:1]][:1000])
+        raise ToolError(f"no passage {id!r}.{close} Search shows ids in brackets.")
+    return _shown(passage, len(passage.text))
+
+
+def _opened() -> Index:
+    """The index of the corpus, made where it is not yet."""
+    global _index
+    with _lock:
+        if _index is None:
+            if _file is None:
+                raise Infrastructure(
+                    f"shelf:search has no corpus: set {CORPUS} to a .jsonl file of passages before"
+                    " the run or the tool server starts, or call its use_corpus(FILE)"
+                )
+            _index = Index(_file)
+        return _index
+
+
+def _words(texts: list[str]) -> Any:
+    return bm25s.tokenize(
+        texts, token_pattern=WORD, return_ids=False, stopwords="en", show_progress=False
+    )
+
+
+def _shown(passage: Passage, length: int) -> str:
+    text = passage.text
+    if len(text) > length:
+        text = f"{text[:length].rsplit(None, 1)[0]} ..."
+    return f"[{passage.id}] {passage.title}\n{text}" if passage.title else f"[{passage.id}] {text}"
+
+
+if os.environ.get(CORPUS):
+    use_corpus(os.environ[CORPUS])

@@ -1,0 +1,101 @@
+"""A shell and files in a scratch folder of the sandbox, one for every episode."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from agentrl import ToolError, tool
+from agentrl.sandbox import Box, Sandbox
+from agentrl.sandbox.report import report
+
+MAX_COMMAND = 20_000
+MAX_READ = 16_384
+MAX_FILES = 200
+
+
+@tool(timeout=120)
+class Shell:
+    """A scratch folder without network, made when first used.
+
+    A row may say what lies in it: `create_kwargs={"files": {"notes/a.txt": "text"}}`.
+    """
+
+    def __init__(self, files: Mapping[str, str] | None = None) -> None:
+        self.files = {path: text.encode() for path, text in (files or {}).items()}
+        self.box: Box | None = None
+
+    async def run(self, command: str, sandbox: Sandbox) -> str:
+        """Run a bash command in your folder and read what it prints.
+
+        There is no network. Files stay until you are done; every command starts in the same folder.
+
+        Args:
+            command: for example "grep -c error app.log"
+        """
+        if len(command) > MAX_COMMAND:
+            raise ToolError(f"the command has {len(command)} characters, at most {MAX_COMMAND}")
+        box = await self._opened(sandbox)
+        return report(await box.run(command, language="bash"))
+
+    async def read_file(self, path: str, sandbox: Sandbox) -> str:
+        """Read a text file of your folder.
+
+        Args:
+            path: for example "notes/a.txt"
+        """
+        box = await self._opened(sandbox)
+        try:
+            content = await box.read(path, MAX_READ)
+        except (OSError, ValueError) as e:
+            raise ToolError(_said(path, e)) from None
+        text = content.decode("utf-8", "replace")
+        if len(content) == MAX_READ:
+            text += f"\n[the first {MAX_READ} bytes; `run` can show other parts]"
+        return text or "(empty)"
+
+    async def write_file(self, path: str, content: str, sandbox: Sandbox) -> str:
+        """Write a text file in your folder, in place of what it held.
+
+        Args:
+            path: for example "notes/a.txt"
+            content: all of its text
+        """
+        box = await self._opened(sandbox)
+        encoded = content.encode()
+        try:
+            await box.write(path, encoded)
+        except (OSError, ValueError) as e:
+            raise ToolError(_said(path, e)) from None
+        return f"{path}: {len(encoded)} bytes"
+
+    async def list_files(self, sandbox: Sandbox, path: str = ".") -> str:
+        """List the files below a folder, with their sizes in bytes.
+
+        Args:
+            path: the folder
+        """
+        box = await self._opened(sandbox)
+        found = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
+        done = await box.run(f"{found} | head -n {MAX_FILES + 1} | sort -k 2", language="bash")
+        lines = [line.replace(" ./", " ", 1) for line in done.stdout.splitlines()]
+        if not lines:
+            return report(done) if done.stderr else "(no files)"
+        if len(lines) > MAX_FILES:
+            lines[MAX_FILES:] = [f"[more than {MAX_FILES}: name a folder]"]
+        return "\n".join(lines)
+
+    async def close(self) -> None:
+        """End what runs; the folder is gone."""
+        if self.box is not None:
+            await self.box.aclose()
+
+    async def _opened(self, sandbox: Sandbox) -> Box:
+        if self.box is None:
+            self.box = await sandbox.open(files=self.files)
+        return self.box
+
+
+def _said(path: str, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"{path!r}: {reason}"
