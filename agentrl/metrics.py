@@ -54,6 +54,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"stop/{reason}"] = count / len(scored)
     for source in dict.fromkeys(["outcome", "turn", "tool", *scored[0].rewards]):
         metrics[f"reward/{source}"] = sum(s.rewards.get(source, 0.0) for s in scored) / len(scored)
+    for name in sorted({name for s in scored for name in s.metrics}):
+        told = [s.metrics[name] for s in scored if name in s.metrics]
+        metrics[f"grader/{name}"] = sum(told) / len(told)
     greedy = [g.greedy.reward for g in groups if g.greedy]
     if greedy:
         metrics["reward/greedy"] = sum(greedy) / len(greedy)

@@ -6,11 +6,13 @@ row of the validation set costs seconds, not a GPU's bring-up.
 
 from __future__ import annotations
 
+import json
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -23,10 +25,13 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
+from agentrl.rewards.leaks import leaks
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
 
 T = TypeVar("T")
+
+log = logging.getLogger("agentrl")
 
 SHIPPED = ("single_turn", "tool_agent", "react")
 """Loops that are known to say nothing of their own; any other may observe a user at any time."""
@@ -100,7 +105,21 @@ def make_plan(config: Config) -> Plan:
         rows.append(samples)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
+    for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
+        for leak in leaks(samples, _tools_text(), path):
+            log.warning("%s", leak)
     return Plan(config, rows[0], rows[1], scorer)
+
+
+def _tools_text() -> Callable[[Sample], str]:
+    """What the model of a row reads of its tools."""
+    toolbox = LocalToolbox()
+
+    @cache
+    def text(names: tuple[str, ...]) -> str:
+        return json.dumps(toolbox.schemas(names), ensure_ascii=False).replace("\\\\", "\\")
+
+    return lambda sample: text(sample.tools) if sample.tools else ""
 
 
 def check_policy_learns(plan: Plan) -> None:

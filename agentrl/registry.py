@@ -11,7 +11,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
+from importlib.abc import Loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import RegistryError, UserError
@@ -117,7 +119,9 @@ agent_loops: Registry[Any] = Registry(
     "agent loop", {"single_turn_agent": "single_turn", "react_agent": "react"}
 )
 interactions: Registry[Any] = Registry("interaction")
-rewards: Registry[Any] = Registry("reward")
+rewards: Registry[Any] = Registry(
+    "reward", shipped=("reward_model",), home="agentrl.trainer.reward_model"
+)
 advantage_estimators: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
     shipped=(
@@ -176,6 +180,9 @@ def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F
 
 
 SHELF = "shelf:"
+YAML = (".yaml", ".yml")
+VERL = "agentrl.compat.verl"
+"""Above this room: imported where a file needs it."""
 
 
 def shelf_folder() -> Path:
@@ -209,18 +216,22 @@ def resolve_file(name: str) -> Path:
     path = Path(name).expanduser().resolve()
     if not path.is_file():
         raise UserError(f"no such file: {name} (looked at {path})")
-    if path.suffix != ".py":
-        raise UserError(f"{name} is not a Python file (.py)")
+    if path.suffix not in (".py", *YAML):
+        raise UserError(f"{name} is neither a Python file (.py) nor verl's YAML of tools (.yaml)")
     return path
 
 
 def load_file(name: str) -> Any:
     """Run a user file once, so that its decorators register what it defines; returns the module.
 
+    A YAML file is verl's, of tools or interactions: what it names is registered.
+
     Raises:
         UserError: the file is missing or does not run; the message names the line.
     """
     path = resolve_file(name)
+    if path.suffix in YAML:
+        return importlib.import_module(VERL).load_yaml(path)
     # The same name in every process: what one pickles, another looks for by it.
     module_name = (
         f"agentrl_user_{path.stem}_{blake2b(str(path).encode(), digest_size=8).hexdigest()}"
@@ -232,7 +243,7 @@ def load_file(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        _run(spec.loader, module)
     except UserError:
         del sys.modules[module_name]
         raise
@@ -241,6 +252,20 @@ def load_file(name: str) -> Any:
         line = _line_in(path, e)
         raise UserError(f"{name}{line} does not load: {type(e).__name__}: {e}") from e
     return module
+
+
+def _run(loader: Loader, module: ModuleType) -> None:
+    """Run a module's file; what it misses of verl, agentrl stands in for."""
+    try:
+        loader.exec_module(module)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != "verl":
+            raise
+        verl = importlib.import_module(VERL)
+        if not verl.is_missing(e):
+            raise
+        verl.stand_in()
+        loader.exec_module(module)
 
 
 def _line_in(path: Path, error: Exception) -> str:

@@ -120,7 +120,7 @@ class Rollouts:
         """
         ways = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
         plays = [*self._plays(samples, ways, step, tag, earlier)]
-        results = self.run(self._play_all(plays))
+        results = self.run(self._play_all(plays, len(ways)))
         _stop_if_too_many_dropped(results)
         groups = []
         for i, sample in enumerate(samples):
@@ -152,18 +152,22 @@ class Rollouts:
         try:
             if self._thread.is_alive():
                 self.run(self._drain())
-        finally:  # a parser's process would outlive a thread that died
+        finally:  # processes of a parser and of rewards would outlive a thread that died
+            self._scorer.stop()
             self.world.close()
             self._watchdog.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
 
     async def _drain(self) -> None:
-        """Let cancelled episodes clean up, then close the toolbox."""
+        """Let cancelled episodes clean up, then close the toolbox and what rewards hold."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others, timeout=CLEANUP_S)
-        await self.world.toolbox.aclose()
+        try:
+            await self._scorer.close()
+        finally:
+            await self.world.toolbox.aclose()
 
     def _plays(
         self,
@@ -185,15 +189,31 @@ class Rollouts:
                 episode_id = f"{tag}-{step}-{s.row}-{k}-{attempt}"
                 yield _Play(s, k, episode_id, way, seed, trains)
 
-    async def _play_all(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
+    async def _play_all(self, plays: Sequence[_Play], each: int) -> list[Scored | _Dropped]:
+        """What became of the plays, of which `each` in a row are of one sample."""
         for play in plays:
             self.world.sampler.begin(play.episode_id)
         with self._watchdog.armed():
-            return await _all([self._play_and_score(play) for play in plays])
+            if not self._scorer.compares:
+                return await _all([self._play_and_score(play) for play in plays])
+            groups = [plays[i : i + each] for i in range(0, len(plays), each)]
+            return [r for rs in await _all([*map(self._play_and_compare, groups)]) for r in rs]
 
     async def _play_and_score(self, play: _Play) -> Scored | _Dropped:
+        played = await self._play(play)
+        return played if isinstance(played, _Dropped) else (await self._score([played], play))[0]
+
+    async def _play_and_compare(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
+        """A sample's rollouts, scored when all are played; those that were lost are left out."""
+        played = await _all([self._play(play) for play in plays])
+        left = [p for p in played if isinstance(p, Trajectory)]
+        scored = iter(await self._score(left, plays[0]) if left else [])
+        return [p if isinstance(p, _Dropped) else next(scored) for p in played]
+
+    async def _play(self, play: _Play) -> Trajectory | _Dropped:
+        """The episode, played again where a machine failed it."""
         sample, episode_id = play.sample, play.episode_id
-        cause = ""
+        played, cause = None, ""
         try:
             for attempt in range(ATTEMPTS):
                 if attempt:
@@ -202,7 +222,7 @@ class Rollouts:
                     self.world.sampler.begin(episode_id)
                 try:
                     await self.world.sampler.ready()
-                    trajectory = await play_episode(
+                    played = await play_episode(
                         self.world,
                         sample,
                         episode_id=episode_id,
@@ -211,34 +231,36 @@ class Rollouts:
                         seed=play.seed,
                         watchdog=self._watchdog,
                     )
+                    self._watchdog.enter(episode_id, "the others of its sample")
+                    return played
                 except Infrastructure as e:
                     cause = _told(e, sample, attempt)
-                    continue
                 except UserCodeError as e:
                     if not self._shown_bug:
                         self._shown_bug = True
                         log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
                     return _Dropped(f"UserCodeError: {str(e).splitlines()[0]}")
-                try:
-                    return await self._score(trajectory, play.trains)
-                except Infrastructure as e:
-                    cause = _told(e, sample, attempt)
             return _Dropped(cause)
         finally:
-            self._watchdog.forget(episode_id)
+            if played is None:
+                self._watchdog.forget(episode_id)
 
-    async def _score(self, trajectory: Trajectory, trains: bool) -> Scored:
-        """The reward, within the time an episode may take."""
-        self._watchdog.enter(trajectory.episode_id, "reward")
-        seconds = self.world.config.rollout.timeout_s
+    async def _score(self, played: Sequence[Trajectory], play: _Play) -> list[Scored | _Dropped]:
+        """Rewards of a sample's trajectories; judged again where a judge failed, not played."""
+        names = [trajectory.episode_id for trajectory in played]
+        cause = ""
         try:
-            async with asyncio.timeout(max(seconds, CLEANUP_S)):
-                return await self._scorer.score(trajectory, trains=trains)
-        except TimeoutError:
-            raise Infrastructure(
-                f"the reward of row {trajectory.sample.id!r} took longer than"
-                f" rollout.timeout_s={seconds:g}"
-            ) from None
+            for attempt in range(ATTEMPTS):
+                for name in names:
+                    self._watchdog.enter(name, "reward")
+                try:
+                    return [*await self._scorer.score_all(played, trains=play.trains)]
+                except Infrastructure as e:
+                    cause = _told(e, play.sample, attempt)
+            return [_Dropped(cause)] * len(played)
+        finally:
+            for name in names:
+                self._watchdog.forget(name)
 
 
 def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:

@@ -17,7 +17,8 @@ from agentrl.trainer import Trainer
 
 ENV = '''
 import asyncio, os
-from agentrl import Message, ToolCall, ToolResult, agent_loop, reward, tool
+from agentrl import Interaction, Message, Reply, ToolCall, ToolResult
+from agentrl import agent_loop, interaction, reward, tool
 
 @tool
 def where() -> ToolResult:
@@ -43,6 +44,20 @@ async def mistaken(ep):
     for turn in range(2):
         await ep.generate(stop=("a", "e", " "), parse=lambda text: [ToolCall("nowhere", {})])
         await ep.call_tools()
+
+@interaction("echo_every_key")
+class Echo(Interaction):
+    def __init__(self, word="Go on."):
+        self.word = word
+
+    async def respond(self, messages):
+        return Reply(self.word)
+
+@agent_loop("heard_every_key")
+async def heard(ep):
+    await ep.generate(stop=("a", "e", " "))
+    await ep.interact()
+    await ep.generate(stop=("a", "e", " "))
 
 @agent_loop("slow_every_key")
 async def slow(ep):
@@ -135,6 +150,10 @@ CHANGES = {
     "tools.max_result_tokens": ("2", []),
     "tools.penalties": ("{{unknown_tool: 0.5}}", ["data.agent_name=mistaken_every_key"]),
     "tools.truncate": ("head", ["tools.max_result_tokens=4"]),
+    "interaction.kwargs": (
+        "{{echo_every_key: {{word: No.}}}}",
+        ["data.train={heard_rows}", "data.agent_name=heard_every_key"],
+    ),
     "reward.function": ("length_of_answer", []),
     "reward.kwargs": ("{{scale: 3}}", []),
     "reward.outcome_weight": ("2", []),
@@ -233,6 +252,8 @@ def world(tmp_path_factory, random_model):
             for i in range(6)
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    heard = [{"prompt": f"Say {i}.", "interaction": "echo_every_key"} for i in range(6)]
+    (folder / "heard_rows.jsonl").write_text("\n".join(map(json.dumps, heard)))
     shutil.copytree(random_model, folder / "other_model")
     weights = load_file(folder / "other_model/model.safetensors")
     torch.manual_seed(7)
@@ -254,6 +275,7 @@ def world(tmp_path_factory, random_model):
         "rows": folder / "rows.jsonl",
         "other_rows": folder / "other_rows.jsonl",
         "tagged_rows": folder / "tagged_rows.jsonl",
+        "heard_rows": folder / "heard_rows.jsonl",
         "other_model": folder / "other_model",
         "thinking_model": folder / "thinking_model",
     }

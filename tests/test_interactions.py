@@ -1,18 +1,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import registry
+from agentrl import load_config, play, registry
+from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.play import play_episode
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.data import check_samples
+from agentrl.engine.base import Sampling
 from agentrl.errors import (
+    DataError,
     EngineError,
     EpisodeOver,
+    Infrastructure,
     RegistryError,
     UserCodeError,
+    UserError,
 )
 from agentrl.interactions import (
     Gsm8kInteraction,
@@ -22,8 +36,11 @@ from agentrl.interactions import (
     interaction,
     respond,
 )
+from agentrl.plan import make_plan
 from agentrl.rewards.gsm8k import compute_score
 from agentrl.signatures import argument_problems
+from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample
 
 PROMPT = (Message("user", "What is 3*4?"),)
@@ -266,3 +283,221 @@ async def test_the_deadline_ends_the_episode():
 
 async def test_close_is_optional():
     await Silent().close()
+
+
+# -- arguments of the config -----------------------------------------------------------------------
+
+
+class Shop(Silent):
+    config_only = ("url",)
+
+    def __init__(self, url, item="tea"):
+        self.url, self.item = url, item
+
+    @classmethod
+    def problems(cls, kwargs):
+        if kwargs["item"] == "coffee":
+            yield "there is no coffee. Sell tea"
+
+
+def test_the_config_gives_what_rows_leave_out(registered):
+    sample = registered(Shop, item="milk")
+    built = build_interaction(sample, {"shop": {"url": ["u"]}, "other": {"x": 1}})
+    assert isinstance(built, Shop) and (built.url, built.item) == (["u"], "milk")
+    assert registry.interactions.get("shop") is Shop
+
+
+@pytest.mark.parametrize(
+    ("row_gives", "config_gives", "says"),
+    [
+        (
+            {"url": "http://mine"},
+            {},
+            r"'url' is for the config alone \(interaction.kwargs.shop.url\)",
+        ),
+        (
+            {"item": "tea"},
+            {"url": "u", "item": "milk"},
+            "'item' is given twice: 'tea' in the row and 'milk' in interaction.kwargs.shop.item",
+        ),
+        ({"item": "tea"}, {}, "missing argument 'url'"),
+        ({}, {"url": "u", "itme": 1}, "unknown argument 'itme'. Did you mean 'item'?"),
+        ({"item": "coffee"}, {"url": "u"}, "interaction 'shop': there is no coffee. Sell tea"),
+    ],
+)
+def test_arguments_that_do_not_go_together(registered, row_gives, config_gives, says):
+    sample = registered(Shop, **row_gives)
+    with pytest.raises(DataError, match=says):
+        check_samples([sample], "rows.jsonl", {"shop": config_gives})
+    check_samples([row(interaction="")], "rows.jsonl", {"shop": config_gives})
+
+
+def test_an_unchecked_row_is_refused_as_it_is_played(registered):
+    with pytest.raises(DataError, match="row 'r7', interaction_kwargs: argument 'url' is for the"):
+        build_interaction(registered(Shop, url="http://mine"), {})
+
+
+def test_a_plan_says_what_the_config_has_wrong(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    line = {
+        "prompt": "a",
+        "agent_name": "tool_agent",
+        "data_source": "openai/gsm8k",
+        "ground_truth": "1",
+        "interaction": "gsm8k",
+        "interaction_kwargs": {"query": "a"},
+    }
+    rows.write_text(json.dumps(line))
+
+    def plan(kwargs):
+        flags = {"data.train": str(rows), "interaction.kwargs": kwargs}
+        return make_plan(load_config(None, [], flags))
+
+    assert len(plan({"gsm8k": {"ground_truth": "1"}}).train) == 1
+    with pytest.raises(UserError) as caught:
+        plan({"gsm9k": {}, "gsm8k": {"query": "b", "ground_truth": "1"}})
+    assert "interaction.kwargs: no interaction named 'gsm9k'. Did you mean 'gsm8k'" in str(
+        caught.value
+    )
+    assert "'query' is given twice: 'a' in the row" in str(caught.value)
+
+
+# -- in an episode ---------------------------------------------------------------------------------
+
+TOKENIZER = byte_tokenizer()
+CLOSED: list[str] = []
+
+
+class Guest(Interaction):
+    """Answers as it was told to, and notes its end."""
+
+    def __init__(self, does="talk", leaves="quietly"):
+        self.does, self.leaves = does, leaves
+
+    async def respond(self, messages):
+        match self.does:
+            case "talk":
+                return Reply("And then?", score=0.5)
+            case "raise":
+                raise KeyError("balance")
+            case "text":
+                return "And then?"
+            case "down":
+                raise Infrastructure("the judge is down")
+            case "sleep":
+                await asyncio.sleep(60)
+            case "exit":
+                sys.exit(3)
+
+    async def close(self):
+        CLOSED.append(self.does)
+        match self.leaves:
+            case "raising":
+                raise ValueError("stuck door")
+            case "down":
+                raise Infrastructure("no reply")
+            case "exit":
+                sys.exit(4)
+
+
+def visit(registered, engine=None, config=None, **kwargs):
+    CLOSED.clear()
+    registered(Guest)
+    sample = Sample("g", PROMPT, "tool_agent", interaction="guest", interaction_kwargs=kwargs)
+    engine = engine or Scripted(lambda prompt, turn: f"Once {turn}.", TOKENIZER)
+    return play(sample, engine, TOKENIZER, config=config or Config())
+
+
+def test_one_that_never_ends_is_bounded(registered):
+    t = visit(registered, config=Config.model_validate({"rollout": {"max_turns": 5}}))
+    assert (t.stop_reason, len(t.turns), CLOSED) == ("turns", 5, ["talk"])
+    assert t.turn_rewards("turn") == 2.5
+    t = visit(registered, config=Config.model_validate({"rollout": {"max_trajectory_tokens": 200}}))
+    assert t.stop_reason == "trajectory_tokens" and CLOSED == ["talk"]
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "says"),
+    [
+        ("raise", UserCodeError, "Guest: respond raised KeyError: 'balance'"),
+        ("text", UserCodeError, r"respond returned 'And then\?' \(str\); it must return Reply"),
+        ("exit", UserCodeError, "respond raised SystemExit: 3"),
+        ("down", Infrastructure, "the judge is down"),
+    ],
+)
+@pytest.mark.parametrize("leaves", ["quietly", "raising", "down", "exit"])
+def test_it_is_closed_after_what_it_did_and_closing_hides_nothing(
+    registered, does, error, says, leaves, caplog
+):
+    with pytest.raises(error, match=says):
+        visit(registered, does=does, leaves=leaves)
+    assert [does] == CLOSED
+    assert ("closing the interaction of row 'g'" in caplog.text) == (leaves != "quietly")
+
+
+def test_it_is_closed_where_the_time_is_over_or_the_engine_fails(registered):
+    config = Config.model_validate({"rollout": {"timeout_s": 0.1}})
+    t = visit(registered, config=config, does="sleep")
+    assert (t.stop_reason, CLOSED) == ("time", ["sleep"])
+
+    class Down(Scripted):
+        async def generate(self, *args, **kwargs):
+            raise EngineError("it is down")
+
+    with pytest.raises(EngineError):
+        visit(registered, engine=Down([], TOKENIZER))
+    assert CLOSED == ["talk"]
+
+
+def test_a_failing_goodbye_costs_the_episode_nothing(registered, caplog):
+    t = visit(registered, does="nothing", leaves="raising")
+    assert t.stop_reason == "done" and "raised ValueError: stuck door" in caplog.text
+
+
+async def test_it_is_closed_where_the_episode_is_cancelled(registered):
+    CLOSED.clear()
+    registered(Guest)
+    sample = Sample(
+        "g", PROMPT, "tool_agent", interaction="guest", interaction_kwargs={"does": "sleep"}
+    )
+    engine = Scripted(["Once."], TOKENIZER)
+    world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), Config())
+    engine.begin("e")
+    playing = asyncio.create_task(
+        play_episode(world, sample, episode_id="e", rollout=0, sampling=Sampling(), seed=0)
+    )
+    while not engine.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert CLOSED == ["sleep"] and engine.playing == set()
+
+
+CTRL_C = """
+import asyncio, sys
+from agentrl import Interaction, Message, Sample, interaction, play
+from agentrl.testing import Scripted, byte_tokenizer
+
+@interaction("patient")
+class Patient(Interaction):
+    async def respond(self, messages):
+        print("waiting", flush=True)
+        await asyncio.sleep(60)
+
+    async def close(self):
+        print("closed", flush=True)
+
+row = Sample("r", (Message("user", "Hi"),), "tool_agent", interaction="patient")
+play(row, Scripted(["Hm."], byte_tokenizer()), byte_tokenizer())
+"""
+
+
+def test_it_is_closed_at_ctrl_c():
+    command = [sys.executable, "-c", CTRL_C]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stdout and p.stdout.readline() == "waiting\n"
+        os.kill(p.pid, signal.SIGINT)
+        said, _ = p.communicate(timeout=20)
+    assert said == "closed\n" and p.returncode != 0

@@ -197,7 +197,13 @@ def test_a_compute_score_gets_verls_arguments(registered):
             "turn_scores": [0.0, 0.5, 0.0],
             "tool_rewards": [0.25],
             "stop_reason": "turns",
+            "messages": [m.as_dict() for m in trajectory.messages],
+            "final_text": "#### 12",
         }
+    ]
+    assert SEEN[0]["messages"][2:4] == [
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "1"},
     ]
     assert scored.rewards == {"outcome": 0.5, "turn": 0.5, "tool": 0.25}
     assert scored.metrics == {"acc": 1.0, "length": 3.0}

@@ -26,7 +26,7 @@ from agentrl.errors import (
 )
 from agentrl.http import HttpClient
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
-from agentrl.tools import runner as runner_module
+from agentrl.tools import places, runner
 from agentrl.tools.session import ToolHost, UnknownEpisode
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
@@ -126,7 +126,7 @@ BAD = [
     ("paint", {"color": "green", "points": []}, "schema", "color: 'green' is not one of"),
     ("paint", {"color": "red", "points": [{"x": 1}, {}]}, "schema", "points[1]: 'x' is a required"),
     ("handmade", {"n": -1}, "schema", "n: -1 is less than the minimum of 0"),
-    ("add", {"a": float("nan")}, "schema", "a: None is not of type"),
+    ("add", {"a": float("nan")}, "bad_call", "the arguments are not JSON: nan is no number"),
     ("add", {"a": 2**70}, "bad_call", "not JSON: Integer exceeds 64-bit range"),
     ("give", {"what": "\ud800"}, "bad_call", "the arguments are not JSON"),
     ("give", {"what": "x" * 300_000}, "bad_call", "too long: 300011 bytes"),
@@ -544,14 +544,16 @@ async def test_closing_while_a_call_runs(toolbox, zoo):
 
 async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
     zoo.RELEASE.clear()
-    monkeypatch.setattr(runner_module, "THREADS", 1)
-    monkeypatch.setattr(runner_module, "QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr(places, "THREADS", 1)
+    for module in (places, runner):
+        monkeypatch.setattr(module, "QUEUE_SECONDS", 0.2)
     box = LocalToolbox()
     sample = row("hang", "add")
     await box.open(sample.id, sample)
     [result] = await box.run([ToolCall("hang", {})], sample.id, 0)
     assert result.error == "timeout"
-    with pytest.raises(ToolServerError, match=r"'add': a call waited 0\.2 s and found no room"):
+    said = r"'add': a call waited 0\.2 s and found no room .*Calls that hang .* 1 of 'hang'"
+    with pytest.raises(ToolServerError, match=said):
         await box.run([ToolCall("add", {"a": 1})], sample.id, 1)
     zoo.RELEASE.set()
     await asyncio.sleep(0.05)

@@ -413,7 +413,7 @@ BROKEN = [
     (lambda: tool(name="no spaces")(f_none), "a tool cannot be called 'no spaces'"),
     (lambda: tool(name="x" * 65)(f_none), "at most 64 characters"),
     (lambda: tool(timeout=0)(f_none), "timeout=0 must be above 0 seconds"),
-    (lambda: tool(max_concurrency=-1)(f_none), "max_concurrency=-1 at least 0"),
+    (lambda: tool(max_concurrency=-1)(f_none), "max_concurrency=-1 must be at least 0"),
     (lambda: tool(schema={"name": "f"})(f_none), 'expected {"type": "function"'),
     (lambda: tool(schema={"function": {"parameters": {"type": 3}}})(f_none), "is no JSON schema"),
     (lambda: tool(schema={"function": {"parameters": {}}})(f_none), 'must have "type": "object"'),
@@ -515,7 +515,8 @@ def test_a_class_offers_its_public_methods():
     ]
     assert (record.stateful, record.hooks) == (True, ("reward", "close"))
     sample = Sample("x", (), row=3)
-    assert record.arguments({"size": 2}, sample) == {"size": 2, "sample": sample}
+    assert record.arguments({"size": 2}, sample) == {"size": 2}
+    assert record.made_with == ("sample",)
     with pytest.raises(DataError, match=r"row 3 \(id 'x'\): create_kwargs of the tool 'whole'"):
         record.arguments({"sample": 1}, sample)
 

@@ -13,10 +13,11 @@ MAX_CODE = 20_000
 class PythonSession:
     """One interpreter and one scratch folder per episode, made when first used."""
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
         self.box: Box | None = None
 
-    async def python(self, code: str, sandbox: Sandbox) -> str:
+    async def python(self, code: str) -> str:
         """Run Python code and read what it prints and the value of its last line.
 
         There is no network. Variables, functions and files stay until you are done.
@@ -27,7 +28,7 @@ class PythonSession:
         if len(code) > MAX_CODE:
             raise ToolError(f"the code has {len(code)} characters, at most {MAX_CODE}")
         if self.box is None:
-            self.box = await sandbox.open()
+            self.box = await self.sandbox.open()
         return report(await self.box.run(code))
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from collections.abc import Mapping
 
@@ -21,11 +22,12 @@ class Shell:
     A row may say what lies in it: `create_kwargs={"files": {"notes/a.txt": "text"}}`.
     """
 
-    def __init__(self, files: Mapping[str, str] | None = None) -> None:
+    def __init__(self, sandbox: Sandbox, files: Mapping[str, str] | None = None) -> None:
+        self.sandbox = sandbox
         self.files = {path: text.encode() for path, text in (files or {}).items()}
         self.box: Box | None = None
 
-    async def run(self, command: str, sandbox: Sandbox) -> str:
+    async def run(self, command: str) -> str:
         """Run a bash command in your folder and read what it prints.
 
         There is no network. Files stay until you are done; every command starts in the same folder.
@@ -35,16 +37,16 @@ class Shell:
         """
         if len(command) > MAX_COMMAND:
             raise ToolError(f"the command has {len(command)} characters, at most {MAX_COMMAND}")
-        box = await self._opened(sandbox)
+        box = await self._opened()
         return report(await box.run(command, language="bash"))
 
-    async def read_file(self, path: str, sandbox: Sandbox) -> str:
+    async def read_file(self, path: str) -> str:
         """Read a text file of your folder.
 
         Args:
             path: for example "notes/a.txt"
         """
-        box = await self._opened(sandbox)
+        box = await self._opened()
         try:
             content = await box.read(path, MAX_READ)
         except (OSError, ValueError) as e:
@@ -54,14 +56,14 @@ class Shell:
             text += f"\n[the first {MAX_READ} bytes; `run` can show other parts]"
         return text or "(empty)"
 
-    async def write_file(self, path: str, content: str, sandbox: Sandbox) -> str:
+    async def write_file(self, path: str, content: str) -> str:
         """Write a text file in your folder, in place of what it held.
 
         Args:
             path: for example "notes/a.txt"
             content: all of its text
         """
-        box = await self._opened(sandbox)
+        box = await self._opened()
         encoded = content.encode()
         try:
             await box.write(path, encoded)
@@ -69,16 +71,17 @@ class Shell:
             raise ToolError(_said(path, e)) from None
         return f"{path}: {len(encoded)} bytes"
 
-    async def list_files(self, sandbox: Sandbox, path: str = ".") -> str:
+    async def list_files(self, path: str = ".") -> str:
         """List the files below a folder, with their sizes in bytes.
 
         Args:
             path: the folder
         """
-        box = await self._opened(sandbox)
+        box = await self._opened()
         found = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
         done = await box.run(f"{found} | head -n {MAX_FILES + 1} | sort -k 2", language="bash")
-        lines = [line.replace(" ./", " ", 1) for line in done.stdout.splitlines()]
+        sized = (line.partition(" ") for line in done.stdout.splitlines())
+        lines = [f"{size} {posixpath.normpath(file)}" for size, _, file in sized]
         if not lines:
             return report(done) if done.stderr else "(no files)"
         if len(lines) > MAX_FILES:
@@ -90,9 +93,9 @@ class Shell:
         if self.box is not None:
             await self.box.aclose()
 
-    async def _opened(self, sandbox: Sandbox) -> Box:
+    async def _opened(self) -> Box:
         if self.box is None:
-            self.box = await sandbox.open(files=self.files)
+            self.box = await self.sandbox.open(files=self.files)
         return self.box
 
 

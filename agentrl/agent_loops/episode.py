@@ -227,7 +227,9 @@ class Episode:
                 raise attempt.over("tool_calls")
             attempt.tool_calls += len(calls)
             attempt.enter(f"tools {self._world.toolbox.where}")
-            results = await self._world.toolbox.run(calls, self.episode_id, at)
+            results = await self._world.toolbox.run(
+                calls, self.episode_id, at, self._context.messages
+            )
         seconds = attempt.enter("loop")
         results = [self._world.fit(r) for r in results]
         reward = sum(r.reward for r in results if r.reward is not None)

@@ -112,7 +112,9 @@ async def _close(interaction: Interaction, sample: Sample) -> None:
                 await interaction.close()
     except TimeoutError:
         log.error("closing the interaction of row %r took too long", sample.id)
-    except (EpisodeOver, Infrastructure, UserCodeError) as e:
+    except UserCodeError as e:
+        log.error("%s", e)
+    except (EpisodeOver, Infrastructure) as e:
         log.error("closing the interaction of row %r: %s", sample.id, e)
 
 

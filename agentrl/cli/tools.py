@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from agentrl.tools.decorator import Tool
+    from agentrl.tools.record import Tool
 
 app = typer.Typer(
     help="Serve tools to training runs, and look at them and call them as a model would.",

@@ -202,10 +202,9 @@ def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
 
 def _judges(plan: Plan) -> str:
     """Which reward scores which rows."""
-    kind = "grader" if plan.scorer.by_data_source else "reward"
     sources = Counter(s.data_source for s in (*plan.train, *plan.val))
     return "\n".join(
-        f"{kind} {plan.scorer.grader(source).name}: {count} rows"
+        f"{plan.scorer.said(source)}: {count} rows"
         f" {f'of data_source {source}' if source else 'without data_source'}"
         for source, count in sorted(sources.items())
     )

@@ -78,6 +78,13 @@ def contradictions(c: Config) -> Iterator[str]:
             f" rollout.max_trajectory_tokens={c.rollout.max_trajectory_tokens}: every rollout would"
             " be overlong. Set a share of it, such as a fifth"
         )
+    if r.function and r.functions:
+        yield (
+            f"reward.function={r.function} and reward.functions={{{', '.join(r.functions)}}} both"
+            f" say what judges rollouts. Put {r.function} and its weight into reward.functions"
+        )
+    if r.functions and not any(r.functions.values()):
+        yield "reward.functions: every weight is 0: nothing is rewarded. Set one of them"
     if not (r.outcome_weight or r.turn_weight or r.tool_weight):
         yield (
             "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"

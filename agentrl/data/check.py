@@ -106,8 +106,8 @@ def _tools(sample: Sample) -> Found:
         tool = registry.tools.get(name)
         offered.update(function.name for function in tool.functions)
         kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
-        if tool.stateful:
-            for problem in argument_problems(tool.target, kwargs, given=("sample",)):
+        if tool.is_class:
+            for problem in argument_problems(tool.target, kwargs, given=tool.made_with):
                 yield "tools_kwargs", f"tool {name!r}: {problem}"
         elif kwargs:
             yield "tools_kwargs", f"tool {name!r} is a function: only a class takes create_kwargs"

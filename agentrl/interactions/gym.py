@@ -132,12 +132,13 @@ class GymInteraction(Interaction):
             if self.env is None:
                 self._begin()
             self._left -= 1
+            env: Any = self.env
             action = self.read(text.rpartition(THOUGHT)[2])
             if action is None:
-                how = how_to_act(self.env.action_space, self.actions)
+                how = how_to_act(env.action_space, self.actions)
                 said = f"I see no action in that. Answer with {how}."
                 return Reply(said, -self._invalid_penalty, done=self._left == 0)
-            observation, reward, terminated, truncated, _ = self.env.step(action)
+            observation, reward, terminated, truncated, _ = env.step(action)
             done = bool(terminated or truncated or self._left == 0)
             return Reply(self.describe(observation), float(reward), done)
 

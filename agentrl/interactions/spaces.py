@@ -71,7 +71,7 @@ def _named(text: str, names: Sequence[str]) -> int | None:
 
 
 def _whole(text: str) -> int | None:
-    found = re.findall(r"(?<![\w.])-?\d{1,9}(?![\w.]*\d)", text)
+    found = re.findall(r"(?<![\w.])-?\d{1,9}(?!\w|\.\d)", text)
     return int(found[-1]) if found else None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeVar
 
 from agentrl.config import RewardConfig
-from agentrl.errors import ConfigError, RegistryError, UserCodeError, user_code
+from agentrl.errors import ConfigError, RegistryError, UserCodeError, UserError, user_code
 from agentrl.registry import rewards
 from agentrl.rewards.compute_score import NAMES, arguments
 from agentrl.rewards.runner import Late, Runner
@@ -38,13 +38,21 @@ class Way:
     process: bool = False
     group: bool = False
     late: float | None = None
+    bounded: bool = False
+    sandbox: bool = False
 
 
 _WAY = "_agentrl_reward"
 
 
 def reward(
-    name: str, *, process: bool = False, group: bool = False, late: float | None = None
+    name: str,
+    *,
+    process: bool = False,
+    group: bool = False,
+    late: float | None = None,
+    bounded: bool = False,
+    sandbox: bool = False,
 ) -> Callable[[F], F]:
     """Register a reward under the name that `reward.function` uses; the function stays as it is.
 
@@ -63,6 +71,9 @@ def reward(
         group: it is called with the list of a sample's trajectories, and returns as many scores.
         late: the score of a rollout for which it was killed at the deadline, if that is the
             answer's doing; None: the rollout is judged again, then dropped. Needs `process`.
+        bounded: it is async and keeps deadlines of its own: `reward.timeout_s`, which also counts
+            the waiting for a place to work in, is not for it.
+        sandbox: it runs code in `agentrl.sandbox.current()`, which is tried before the run starts.
 
     Raises:
         RegistryError: the name is taken.
@@ -78,8 +89,8 @@ def reward(
             raise RegistryError(f"{said} is a class: process=True is for functions")
         if late is not None and not process:
             raise RegistryError(f"{said} has late={late}, which needs process=True")
-        if process or group:
-            setattr(function, _WAY, Way(process, group, late))
+        if process or group or bounded or sandbox:
+            setattr(function, _WAY, Way(process, group, late, bounded, sandbox))
         return rewards.add(name, function)
 
     return register
@@ -116,15 +127,18 @@ class Grader:
         self._key = key
         if inspect.isclass(function):
             self._refuse(argument_problems(function, self.kwargs))
-            self.function, given = function(**self.kwargs), {}
+            self.function, given = _made(name, function, self.kwargs), {}
         else:
             given = self.kwargs
         parameters = inspect.signature(self.function).parameters
         kinds = [p.kind for p in parameters.values()]
         self.is_compute_score = "solution_str" in parameters or set(kinds) == {VAR_KEYWORD}
         self._takes = NAMES if VAR_KEYWORD in kinds else [n for n in NAMES if n in parameters]
+        home = getattr(function, "__module__", None) or ""
+        ours = home.startswith("agentrl.")
+        pools = ["pool"] if ours and "pool" in parameters else []
         if self.is_compute_score and not self.way.group:
-            problems = argument_problems(self.function, given, NAMES)
+            problems = argument_problems(self.function, given, [*NAMES, *pools])
         elif kinds and kinds[0] in POSITIONAL:
             problems = argument_problems(self.function, given, [*parameters][:1])
         else:
@@ -134,14 +148,14 @@ class Grader:
                 + ("" if self.way.group else f", or verl's {', '.join(NAMES)}")
             ]
         self._refuse(problems)
-        self._given = given
+        self._given = {**given, **dict.fromkeys(pools, self._runner.pool)}
         if self.way.process:
             check_reachable(self.function)
-        home = getattr(function, "__module__", None) or ""
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
         self._waits = inspect.iscoroutinefunction(called)
-        # Ours are known to be quick where they do not say otherwise.
-        self._inline = home.startswith("agentrl.") and not self._waits and not self.way.process
+        # Ours are known to be quick where they do not say otherwise, late by the answer's doing.
+        self._late = 0.0 if ours and self.way.process and self.way.late is None else self.way.late
+        self._inline = ours and not self._waits and not self.way.process
 
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
@@ -160,18 +174,17 @@ class Grader:
         """
         named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
         if self.is_compute_score:
-            known = arguments(trajectory)
-            args, given = (), {n: known[n] for n in self._takes}
+            args, given = (), arguments(trajectory, self._takes)
         else:
             args, given = (trajectory,), {}
         try:
             returned = await self._called(named, *args, **given)
         except Late:
-            if self.way.late is None:
+            if self._late is None:
                 raise
-            return self.way.late, {"grader_timeout": 1.0}
+            return self._late, {"grader_timeout": 1.0}
         score, metrics = read_score(named, returned)
-        return score, metrics if self.way.late is None else {**metrics, "grader_timeout": 0.0}
+        return score, metrics if self._late is None else {**metrics, "grader_timeout": 0.0}
 
     async def compare(
         self, trajectories: Sequence[Trajectory]
@@ -190,18 +203,21 @@ class Grader:
             )
         return [read_score(named, score) for score in scores]
 
-    def grade_text(self, text: str, ground_truth: Any) -> Any:
-        """What a `compute_score` returns for this text, from code that is not async.
+    async def grade_text(self, text: str, ground_truth: Any) -> dict[str, float]:
+        """What a `compute_score` makes of this text: its score and its other numbers.
 
         Raises:
+            UserError: as it raised it.
             Infrastructure: it did not end in time, or its process died.
         """
-        if self.way.process:
-            named = f"the grader {self.name!r}"
-            return self._runner.check(
-                named, self.function, solution_str=text, ground_truth=ground_truth, **self._given
-            )
-        return self.function(solution_str=text, ground_truth=ground_truth, **self._given)
+        named = f"the grader {self.name!r}"
+        known = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
+        given = {n: known[n] for n in self._takes if n in known}
+        try:
+            score, metrics = read_score(named, await self._called(named, **given))
+        except UserCodeError as e:
+            raise _said_by_itself(e) from None
+        return {"score": score, **metrics}
 
     async def close(self) -> None:
         """Close an object that a class made for this run."""
@@ -217,10 +233,26 @@ class Grader:
         if self._inline:
             with user_code(named):
                 return self.function(*args, **given)
+        if self.way.bounded:
+            with user_code(named):
+                return await self.function(*args, **given)
         if self.way.process:
             return await runner.in_process(named, self.function, *args, **given)
         run = runner.waiting if self._waits else runner.in_thread
         return await run(named, self.function, *args, **given)
+
+
+def _made(name: str, made_by: type, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        with user_code(f"the constructor of the reward {name!r}"):
+            return made_by(**kwargs)
+    except UserCodeError as e:
+        raise _said_by_itself(e) from None
+
+
+def _said_by_itself(error: UserCodeError) -> Exception:
+    """What says itself what the user should mend, in place of a bug."""
+    return error.__cause__ if isinstance(error.__cause__, UserError) else error
 
 
 def read_score(named: str, returned: Any) -> tuple[float, dict[str, float]]:

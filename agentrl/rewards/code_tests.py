@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,11 +33,15 @@ class Tests:
     fn_name: str = ""
     """The function to call; "" for a program that reads and prints."""
 
+    def some(self, start: int, stop: int | None) -> Tests:
+        """Those from `start` to before `stop`."""
+        return replace(self, inputs=self.inputs[start:stop], outputs=self.outputs[start:stop])
+
 
 def read_tests(ground_truth: Any) -> Tests:
-    """The tests in a ground truth: a mapping, or its JSON.
+    r"""The tests in a ground truth: a mapping, or its JSON.
 
-        {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}
+        {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}
         {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}
 
     Arguments may also be text with one JSON value per line (LiveCodeBench's way).
@@ -99,7 +103,9 @@ def same_output(printed: str, expected: str) -> bool:
     Where a line should be a number with a fraction, one that is nearly it will do.
     """
     said, right = _words(printed), _words(expected)
-    return len(said) == len(right) and all(a == b or _close(a, b) for a, b in zip(said, right))  # noqa: B905
+    return len(said) == len(right) and all(
+        a == b or _close(a, b) for a, b in zip(said, right, strict=True)
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -109,8 +115,9 @@ def _words(text: str) -> list[str]:
 def _close(said: str, right: str) -> bool:
     if not (_NUMBER.fullmatch(said) and _NUMBER.fullmatch(right)):
         return False
-    exact = _INTEGER.fullmatch(right)
-    return math.isclose(float(said), float(right), rel_tol=0 if exact else CLOSE, abs_tol=0)
+    if _INTEGER.fullmatch(right):
+        return not _INTEGER.fullmatch(said) and float(said) == float(right)
+    return math.isclose(float(said), float(right), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE)
 
 
 def same_value(returned: str, expected: Any) -> bool:

@@ -4,11 +4,14 @@ What its arguments hold here:
 
 - `solution_str`: what the assistant wrote, turns joined by newlines; never tool or user text.
 - `extra_info`: the row's `extra`, and `num_turns`, `turn_scores` (one per assistant turn, 0.0 where
-  there was none), `tool_rewards` (one per tool call that returned a reward) and `stop_reason`.
+  there was none), `tool_rewards` (one per tool call that returned a reward), `stop_reason`,
+  `messages` (the whole conversation, `{"role", "content"}` each) and `final_text` (the assistant's
+  last message).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +20,16 @@ from agentrl.trajectory import Trajectory
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def arguments(trajectory: Trajectory) -> dict[str, Any]:
-    """The four arguments, by name."""
-    return {
-        "data_source": trajectory.sample.data_source,
-        "solution_str": trajectory.assistant_text,
-        "ground_truth": trajectory.sample.ground_truth,
-        "extra_info": extra_info(trajectory),
+def arguments(trajectory: Trajectory, names: Iterable[str] = NAMES) -> dict[str, Any]:
+    """The arguments of these names."""
+    sample = trajectory.sample
+    made: dict[str, Callable[[], Any]] = {
+        "data_source": lambda: sample.data_source,
+        "solution_str": lambda: trajectory.assistant_text,
+        "ground_truth": lambda: sample.ground_truth,
+        "extra_info": lambda: extra_info(trajectory),
     }
+    return {name: made[name]() for name in names}
 
 
 def extra_info(trajectory: Trajectory) -> dict[str, Any]:
@@ -37,6 +42,8 @@ def extra_info(trajectory: Trajectory) -> dict[str, Any]:
             r.reward for t in trajectory.turns for r in t.tool_results if r.reward is not None
         ],
         "stop_reason": trajectory.stop_reason,
+        "messages": [m.as_dict() for m in trajectory.messages],
+        "final_text": trajectory.final_text,
     }
 
 

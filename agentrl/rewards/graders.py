@@ -3,39 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-from agentrl.answers import plain_number
+from agentrl.answers import as_text, plain_number
 from agentrl.errors import ConfigError, DataError
 from agentrl.registry import did_you_mean, load_file, rewards
+from agentrl.rewards import code
 from agentrl.rewards.base import Grader
+from agentrl.rewards.runner import Runner
+from agentrl.rewards.search_qa import right_answers
 
-GRADERS = {"openai/gsm8k": "gsm8k", "agentrl/arithmetic": "gsm8k"}
-"""data_source -> the registered `compute_score` that judges its rows."""
+GRADERS = {
+    "openai/gsm8k": "gsm8k",
+    "agentrl/arithmetic": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "aime*": "math_dapo",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "searchR1_*": "search_qa",
+}
+"""data_source -> the registered `compute_score` that judges its rows; `*` is any ending."""
 
-GOLD: Mapping[str, Callable[[Any], str]] = {"gsm8k": lambda truth: f"#### {plain_number(truth)}"}
-"""Per grader, the shortest text that deserves full marks, made from a ground truth."""
+UNGRADED = {
+    "numina_*": "verl's prime_math is not part of agentrl; `reward.function=math` judges answers in"
+    " \\boxed{...}",
+    "hiyouga/geometry3k": "its questions are pictures, which agentrl does not show to models",
+}
+"""data_sources that verl has a grader for and agentrl has none, and what to do instead."""
+
+GOLD: Mapping[str, Callable[..., str]] = {
+    "gsm8k": lambda truth, **_: f"#### {plain_number(truth)}",
+    "math": lambda truth, **_: _boxed(truth),
+    "math_dapo": lambda truth, strict_box_verify=False, **_: (
+        _boxed(truth) if strict_box_verify else f"Answer: {as_text(truth)}"
+    ),
+    "search_qa": lambda truth, **_: f"<answer>{''.join(right_answers(truth)[:1])}</answer>",
+}
+"""Per grader, the shortest text that deserves full marks, of a ground truth and reward.kwargs."""
+
+PROBLEMS: Mapping[str, Callable[[Any], str]] = {"code": code.problem_of}
+"""Per grader whose marks no text can show before it is run: why a ground truth is of no use."""
 
 
-def grader_of(data_source: str, kwargs: Mapping[str, Any]) -> Grader:
+def grader_of(
+    data_source: str,
+    kwargs: Mapping[str, Any],
+    runner: Runner | None = None,
+    key: str = "reward.kwargs",
+) -> Grader:
     """The grader that comes with agentrl for rows of `data_source`.
 
     Raises:
         DataError: there is none; the message says how to give one.
         ConfigError: it does not take these `reward.kwargs`.
     """
-    if data_source not in GRADERS:
+    name = _entry(GRADERS, data_source)
+    if not name:
         said = f"no grader for data_source {data_source!r}" if data_source else "no data_source"
+        instead = _entry(UNGRADED, data_source)
+        hint = f" {instead}." if instead else did_you_mean(data_source, GRADERS)
         raise DataError(
-            f"{said}.{did_you_mean(data_source, GRADERS)} Known: {', '.join(GRADERS)}. Or set"
+            f"{said}.{hint} Known: {', '.join(GRADERS)}. Or set"
             f" reward.function to a registered reward ({', '.join(rewards.names())}) or to your own"
             " (path.py:function)"
         )
-    name = GRADERS[data_source]
-    return Grader(name, rewards.get(name), kwargs)
+    return Grader(name, rewards.get(name), kwargs, runner, key)
 
 
-def find_reward(name: str) -> Callable[..., Any]:
+def _boxed(truth: Any) -> str:
+    return f"\\boxed{{{as_text(truth)}}}"
+
+
+def _entry(table: Mapping[str, str], data_source: str) -> str:
+    """The value of the first key that fits, or ""."""
+    return next((v for k, v in table.items() if fnmatchcase(data_source, k)), "")
+
+
+def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
     """The function behind `reward.function`: a registered name, or `path.py:function`.
 
     Raises:
@@ -44,24 +95,24 @@ def find_reward(name: str) -> Callable[..., Any]:
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
-        return _function_in(path, attribute)
+        return _function_in(path, attribute, key)
     if name.endswith(".py"):
-        raise ConfigError(f"reward.function={name!r} must name its function: {name}:FUNCTION")
+        raise ConfigError(f"{key}={name!r} must name its function: {name}:FUNCTION")
     if name not in rewards:
         raise ConfigError(
-            f"reward.function={name!r}: {rewards.unknown(name)}. Others are named by their file"
+            f"{key}={name!r}: {rewards.unknown(name)}. Others are named by their file"
             " (path.py:function), or registered by a file listed in `files`"
         )
     return rewards.get(name)
 
 
-def _function_in(path: str, name: str) -> Callable[..., Any]:
+def _function_in(path: str, name: str, key: str) -> Callable[..., Any]:
     functions = {
         k: v for k, v in vars(load_file(path)).items() if callable(v) and not k.startswith("_")
     }
     if name not in functions:
         raise ConfigError(
-            f"reward.function: no function {name!r} in {path}.{did_you_mean(name, functions)}"
+            f"{key}: no function {name!r} in {path}.{did_you_mean(name, functions)}"
             f" It has: {', '.join(functions) or 'none'}"
         )
     return functions[name]

@@ -98,17 +98,14 @@ class Runner:
         """
         with user_code(named):
             try:
-                return await self._pool().call(function, *args, seconds=self._seconds, **given)
+                return await self.pool().call(function, *args, seconds=self._seconds, **given)
             except (TimeoutError, WorkerDied, WorkerError) as e:
                 failed = e
-        raise self._of_worker(named, failed) from failed
-
-    def check(self, named: str, function: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        """As `in_process`, from code that is not async: before a run, of a row's own answer."""
-        try:
-            return self._pool().call_blocking(function, *args, seconds=self._seconds, **given)
-        except (TimeoutError, WorkerDied, WorkerError) as e:
-            raise self._of_worker(named, e) from e
+        if isinstance(failed, TimeoutError):
+            raise Late(str(self._late(named))) from failed
+        if isinstance(failed, WorkerDied):
+            raise GraderCrash(f"{named}: {failed}") from failed
+        raise UserCodeError(f"{named} raised {failed}") from failed
 
     def close(self) -> None:
         """End threads and processes; what is called later starts new ones. Idempotent."""
@@ -122,14 +119,8 @@ class Runner:
     def _late(self, named: str) -> Infrastructure:
         return Infrastructure(f"{named} took longer than reward.timeout_s={self._seconds:g}")
 
-    def _of_worker(self, named: str, error: Exception) -> Exception:
-        if isinstance(error, TimeoutError):
-            return Late(str(self._late(named)))
-        if isinstance(error, WorkerDied):
-            return GraderCrash(f"{named}: {error}")
-        return UserCodeError(f"{named} raised {error}")
-
-    def _pool(self) -> Processes:
+    def pool(self) -> Processes:
+        """The run's worker processes."""
         if self._processes is None:
             self._processes = Processes(self._workers)
         return self._processes

@@ -5,16 +5,18 @@ A penalty for length is no part of how good an answer is: only rollouts that tra
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from agentrl.config import RewardConfig, RolloutConfig
-from agentrl.errors import DataError, UserCodeError
+from agentrl.errors import DataError, Infrastructure, UserCodeError
 from agentrl.rewards.base import Grader
-from agentrl.rewards.graders import GOLD, find_reward, grader_of
+from agentrl.rewards.graders import GOLD, PROBLEMS
+from agentrl.rewards.outcome import Outcome
 from agentrl.rewards.overlong import overlong
 from agentrl.trajectory import Sample, Scored, Trajectory
 
@@ -36,15 +38,18 @@ class Scorer:
             "turn": config.turn_weight,
             "tool": config.tool_weight,
         }
-        self.by_data_source = not config.function
-        """Whether rows are judged by the grader of their `data_source`."""
-        self._function = (
-            Grader(config.function, find_reward(config.function), config.kwargs)
-            if config.function
-            else None
-        )
-        self._graders: dict[str, Grader] = {}
+        self._outcome = Outcome(config)
         self._warned: set[str] = set()
+
+    @property
+    def by_data_source(self) -> bool:
+        """Whether rows are judged by the grader of their `data_source`, also or alone."""
+        return self._outcome.by_data_source
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reward needs all trajectories of a sample at once."""
+        return self._outcome.compares
 
     def grader(self, data_source: str) -> Grader:
         """What judges rows of `data_source`: `reward.function`, else the grader known for it.
@@ -53,11 +58,11 @@ class Scorer:
             DataError: no grader for it; the message says how to give one.
             ConfigError: the grader does not take `reward.kwargs`.
         """
-        if self._function is not None:
-            return self._function
-        if data_source not in self._graders:
-            self._graders[data_source] = grader_of(data_source, self._config.kwargs)
-        return self._graders[data_source]
+        return self._outcome.grader(data_source)
+
+    def said(self, data_source: str) -> str:
+        """What judges rows of `data_source`, for people."""
+        return self._outcome.said(data_source)
 
     async def score(self, trajectory: Trajectory, *, trains: bool = True) -> Scored:
         """Outcome, turn and tool rewards, and their weighted sum under the budget policy.
@@ -69,9 +74,31 @@ class Scorer:
 
         Raises:
             UserCodeError: the reward raised or returned no finite number: stop the run.
-            Infrastructure: as the reward raised it.
+            Infrastructure: as the reward raised it, or it did not end in time.
         """
-        outcome, metrics = await self.grader(trajectory.sample.data_source).grade(trajectory)
+        return (await self.score_all([trajectory], trains=trains))[0]
+
+    async def score_all(
+        self, trajectories: Sequence[Trajectory], *, trains: bool = True
+    ) -> list[Scored]:
+        """As `score`, of the trajectories of one sample; what compares them sees all of these."""
+        outcomes = await self._outcome.of(trajectories)
+        return [
+            self._total(trajectory, outcome, metrics, trains)
+            for trajectory, (outcome, metrics) in zip(trajectories, outcomes, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Close what rewards hold, threads and processes; scoring on opens it again."""
+        await self._outcome.close()
+
+    def stop(self) -> None:
+        """End threads and processes, from whatever thread. Idempotent."""
+        self._outcome.runner.close()
+
+    def _total(
+        self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
+    ) -> Scored:
         earned = {
             "outcome": outcome,
             "turn": trajectory.turn_rewards("turn"),
@@ -159,19 +186,38 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
         except DataError as e:
             problems.append(f"{_some(rows)}: {e}")
             continue
-        wrong = [s for s in rows if not _solvable(s.ground_truth, grader)]
+        wrong = _unsolvable(rows, grader)
         if wrong:
+            why = PROBLEMS.get(grader.name, lambda _: "give it the final answer alone")
+            truth = wrong[0].ground_truth
             problems.append(
                 f"{_some(wrong)}: the grader {grader.name!r} cannot read"
-                f" ground_truth={wrong[0].ground_truth!r}: give it the final answer alone"
+                f" ground_truth={truth!r:.200}: {why(truth)}"
             )
     if problems:
         raise DataError("\n".join(f"{file}: {p}" if file else p for p in problems))
 
 
-def _solvable(ground_truth: Any, grader: Grader) -> bool:
-    gold = GOLD[grader.name](ground_truth)
-    return grader.function(gold, ground_truth, **grader.kwargs)["acc"] == 1.0
+def _unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
+    """The rows whose own ground truth falls short of full marks, or blows its grader up."""
+    if grader.name in PROBLEMS:
+        return [row for row in rows if PROBLEMS[grader.name](row.ground_truth)]
+
+    async def solves(row: Sample) -> bool:
+        gold = GOLD[grader.name](row.ground_truth, **grader.kwargs)
+        try:
+            marks = await grader.grade_text(gold, row.ground_truth)
+        except Infrastructure:
+            return False
+        return marks["acc"] == 1.0
+
+    async def all_of_them() -> list[bool]:
+        return await asyncio.gather(*map(solves, rows))
+
+    # In a thread of its own: whoever asks may have a running event loop.
+    with ThreadPoolExecutor(1) as thread:
+        solved = thread.submit(asyncio.run, all_of_them()).result()
+    return [row for row, right in zip(rows, solved, strict=True) if not right]
 
 
 def _some(rows: list[Sample]) -> str:

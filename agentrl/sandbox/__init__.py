@@ -1,7 +1,27 @@
-"""Isolation of code that a model wrote: it runs without network, files or rights, or not at all."""
+"""Isolation of code that a model wrote: it runs without network, files or rights, or not at all.
+
+Example::
+
+    from agentrl import sandbox
+
+    done = await sandbox.current().run("print(6 * 7)")
+    assert done.ok and done.stdout.strip() == "42"
+"""
 
 from __future__ import annotations
 
 from agentrl.sandbox.base import Box, Completed, EndedBy, Language, Limits, Sandbox
+from agentrl.sandbox.settings import configure, current, limits, probe
 
-__all__ = ["Box", "Completed", "EndedBy", "Language", "Limits", "Sandbox"]
+__all__ = [
+    "Box",
+    "Completed",
+    "EndedBy",
+    "Language",
+    "Limits",
+    "Sandbox",
+    "configure",
+    "current",
+    "limits",
+    "probe",
+]

@@ -24,9 +24,10 @@ root, write /etc/apparmor.d/bwrap:
 and load it: apparmor_parser -r /etc/apparmor.d/bwrap"""
 _CONTAINER = """\
 In a container, its own seccomp filter is in the way. Docker: --security-opt seccomp=unconfined
---security-opt systempaths=unconfined (or a profile that allows unshare, clone with namespaces, mount,
-pivot_root); Kubernetes: securityContext.seccompProfile Unconfined, procMount Unmasked. On a bare
-machine, user namespaces are off: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone"""
+--security-opt systempaths=unconfined (or a profile that allows unshare, clone with namespaces,
+mount, pivot_root); Kubernetes: securityContext.seccompProfile Unconfined, procMount Unmasked. On a
+bare machine, user namespaces are off: sysctl user.max_user_namespaces,
+kernel.unprivileged_userns_clone"""
 # What bwrap says, and what helps. The first that fits.
 _CURES = (
     ("setting up uid map: Permission denied", _APPARMOR),
@@ -37,8 +38,8 @@ _CURES = (
     ("Operation not permitted", _CONTAINER),
     (
         "Can't find source path",
-        "Programs run as a user of their own (nobody's, where you are root): it must be able to read"
-        " the folders of sandbox.python",
+        "Where you are root, programs run as users of their own: these must be able to read the"
+        " folders of sandbox.python",
     ),
     ("Permission denied", _APPARMOR),
 )

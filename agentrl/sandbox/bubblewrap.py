@@ -13,27 +13,36 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from pathlib import Path
-from subprocess import DEVNULL
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from subprocess import DEVNULL, PIPE
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.advice import advice
 from agentrl.sandbox.base import Box, Completed, EndedBy, Language, Limits
+from agentrl.sandbox.box import PROGRAMS, DriverBox, settings
 from agentrl.sandbox.child import Child
-from agentrl.sandbox.namespace import SHELL, Files, bwrap_command, rlimit_command
+from agentrl.sandbox.namespace import (
+    ENVIRONMENT,
+    FOLDER,
+    SHELL,
+    Files,
+    bwrap_command,
+    rlimit_command,
+)
 from agentrl.sandbox.output import Capture
-from agentrl.sandbox.slots import Slots, checked_files, default_limits
+from agentrl.sandbox.slots import MAX_BOXES, Slots, checked_files, default_limits
 from agentrl.sandbox.uids import Uids, has_processes
 
 log = logging.getLogger("agentrl.sandbox")
 
 SETUP_SECONDS = 30.0
 """For bwrap to make its namespaces; longer is this machine's doing, not the program's."""
+SENT = "/agentrl"
+"""Where programs of ours are, in a box."""
 SAID_BYTES = 4096
-"""Of what bwrap says about itself."""
+"""Of what bwrap and the driver say of themselves."""
 
 _uids = Uids()
 
@@ -47,6 +56,7 @@ class Bubblewrap:
         self._config = config
         self._slots = Slots(config.slots)
         self._limits = default_limits(config)
+        self._boxes: set[DriverBox] = set()
 
     async def run(
         self,
@@ -65,13 +75,13 @@ class Bubblewrap:
         async with self._slots.one():
             given = Files()
             try:
-                async with _user() as uid:
+                with _user() as uid:
                     command = bwrap_command(
                         self._config.python,
                         limits,
                         given,
                         files=files,
-                        script=(script, code.encode("utf-8", "surrogatepass")),
+                        scripts={script: code.encode("utf-8", "surrogatepass")},
                         uid=uid,
                     )
                     command += ["sh", "-c", SHELL, "sh", *rlimit_command(limits), *words, script]
@@ -80,29 +90,91 @@ class Bubblewrap:
             finally:
                 given.close()
 
+    async def open(
+        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
+    ) -> Box:
+        """See `Sandbox.open`."""
+        limits = limits or self._limits
+        files = checked_files(files, limits)
+        if len(self._boxes) >= MAX_BOXES:
+            raise SandboxError(f"{MAX_BOXES} boxes are open, and no more are opened in a process")
+        given, resources = Files(), ExitStack()
+        try:
+            uid = resources.enter_context(_user())
+            command = bwrap_command(
+                self._config.python,
+                limits,
+                given,
+                files=files,
+                scripts={f"{SENT}/{name}": content for name, content in PROGRAMS.items()},
+                uid=uid,
+            )
+            python = self._config.python
+            told = settings(python, limits, FOLDER, f"{SENT}/cells.py", ENVIRONMENT, nproc=True)
+            command += [python, "-I", "-S", "-B", f"{SENT}/driver.py", told]
+            child = Child(command, given, PIPE, lambda: None)
+        except BaseException:
+            given.close()
+            resources.close()
+            raise
+        stdin, stdout, stderr = child.take_pipes()
+        said = Capture(stderr, SAID_BYTES)
+        resources.callback(said.close)
+        box = DriverBox(
+            child, stdin, stdout, limits, FOLDER, self._slots.one, resources, lambda: said.text
+        )
+        self._boxes.add(box)
+        resources.callback(self._boxes.discard, box)
+        try:
+            await box.begin()
+        except SandboxError as e:
+            await box.aclose()
+            raise SandboxError(advice(said.text)) from e
+        except BaseException:
+            await box.aclose()
+            raise
+        return box
+
+    async def aclose(self) -> None:
+        """See `Sandbox.aclose`."""
+        await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
+
+
+@contextmanager
+def _user() -> Iterator[int | None]:
+    """A user id of its own for a program, where we are root."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    lease = _uids.take()
+    clean = False
+    try:
+        yield lease.uid
+        clean = True
+    finally:
+        clean = clean or not has_processes(lease.uid)
+        if not clean:
+            log.warning("processes of user id %d are left; it is not used again", lease.uid)
+        _uids.give_back(lease, clean=clean)
+
 
 async def _run(command: list[str], given: Files, stdin: int, limits: Limits) -> Completed:
-    """Run a command of bwrap's to its end."""
-    killed: EndedBy = ""
-    child = Child(command, given, stdin)
+    """Run a command of bwrap's to its end, and see that nothing of it is left.
 
-    def kill(why: EndedBy) -> None:
-        nonlocal killed
-        killed = killed or why
-        child.kill()
-
-    assert child.process.stdout and child.process.stderr
-    outputs = [
-        Capture(os.dup(pipe.fileno()), limits.output_bytes, lambda: kill("output"))
-        for pipe in (child.process.stdout, child.process.stderr)
-    ]
-    child.process.stdout.close()
-    child.process.stderr.close()
+    Raises:
+        SandboxError: it never ran, or something is left.
+    """
     loop = asyncio.get_running_loop()
-    timers: list[asyncio.TimerHandle] = [loop.call_later(SETUP_SECONDS, child.kill)]
-    child.began.add_done_callback(
-        lambda _: timers.append(loop.call_later(limits.seconds, kill, "time"))
-    )
+    timers = [loop.call_later(SETUP_SECONDS, lambda: child.kill())]
+
+    def begin() -> None:
+        timers.append(loop.call_later(limits.seconds, lambda: child.kill("time")))
+
+    child = Child(command, given, stdin, begin)
+    outputs = [
+        Capture(fd, limits.output_bytes, lambda: child.kill("output")) for fd in child.take_pipes()
+    ]
+    ended = 0.0
     try:
         await child.ended()
         ended = time.monotonic()
@@ -110,13 +182,28 @@ async def _run(command: list[str], given: Files, stdin: int, limits: Limits) -> 
         for timer in timers:
             timer.cancel()
         child.kill()
-        if not await child.gone():
-            raise SandboxError("a program's processes did not end in time; its slot is given up")
+        gone = await child.gone()
         for output in outputs:
-            # Nobody is left who could write.
             output.drain()
+    if not gone:
+        raise SandboxError("a program's processes did not end after they were killed")
     stdout, stderr = (output.text for output in outputs)
-    if child.exit_code is None and not killed:
+    if child.exit_code is None and not child.killed:
         raise SandboxError(advice(stderr))
-    code = child.exit_code if child.exit_code is not None else -signal.SIGKILL
-    ...
+    code, why = _ending(child, limits)
+    return Completed(stdout, stderr, code, why, round(ended - child.began, 4))
+
+
+def _ending(child: Child, limits: Limits) -> tuple[int, EndedBy]:
+    """Exit code and what ended it; a shell says of signal N: 128 + N."""
+    if child.killed:
+        return -signal.SIGKILL, child.killed
+    code = child.exit_code or 0
+    if not 128 < code <= 128 + signal.NSIG:
+        return code, ""
+    number = code - 128
+    # Asked to stop, then killed, where its time on the processor is over.
+    killed = number == signal.SIGKILL and child.cpu_seconds >= limits.cpu_seconds
+    if number == signal.SIGXCPU or killed:
+        return -number, "cpu"
+    return -number, "signal"

@@ -10,8 +10,9 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from agentrl.sandbox.base import EndedBy
 from agentrl.sandbox.namespace import Files
 
 END_SECONDS = 10.0
@@ -21,20 +22,27 @@ END_SECONDS = 10.0
 class Child:
     """A command line of bwrap's, started."""
 
-    def __init__(self, command: Sequence[str], given: Files, stdin: int):
+    killed: EndedBy = ""
+    """The limit for which it was."""
+
+    def __init__(
+        self, command: Sequence[str], given: Files, stdin: int, on_begin: Callable[[], None]
+    ):
         """Start it. It ends with the thread that is here, by whatever death.
 
         Args:
             command: all of it.
             given: what it finds as descriptors; ours are closed.
             stdin: a descriptor, or `subprocess.PIPE`.
+            on_begin: called once there is a namespace.
         """
         self._loop = asyncio.get_running_loop()
         self._said = b""
+        self._on_begin = on_begin
         self._init = -1
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.began: asyncio.Future[float] = self._loop.create_future()
-        """When there was a namespace: `time.monotonic()`."""
+        self.began = 0.0
+        """When there was a namespace, as `time.monotonic()` says; 0 until then."""
         self.exit_code: int | None = None
         """As a shell says it; None where the program never ran, or was killed."""
         self.cpu_seconds = 0.0
@@ -53,8 +61,17 @@ class Child:
         os.set_blocking(self._status, False)
         self._loop.add_reader(self._status, self._read_status)
 
-    def kill(self) -> None:
+    def take_pipes(self) -> list[int]:
+        """Our ends of stdin (where it is a pipe), stdout and stderr; the caller's from here on."""
+        pipes = [p for p in (self.process.stdin, self.process.stdout, self.process.stderr) if p]
+        taken = [os.dup(pipe.fileno()) for pipe in pipes]
+        for pipe in pipes:
+            pipe.close()
+        return taken
+
+    def kill(self, why: EndedBy = "") -> None:
         """End everything in there, by ending its process 1; bwrap sees to the rest. Idempotent."""
+        self.killed = self.killed or why
         with contextlib.suppress(ProcessLookupError):
             if self._init >= 0:
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
@@ -104,10 +121,11 @@ class Child:
         *lines, self._said = self._said.split(b"\n")
         for line in lines:
             said = json.loads(line)
-            if "child-pid" in said and not self.began.done():
+            if "child-pid" in said:
                 with contextlib.suppress(ProcessLookupError):
                     self._init = os.pidfd_open(said["child-pid"])
-                self.began.set_result(time.monotonic())
+                self.began = time.monotonic()
+                self._on_begin()
             self.exit_code = said.get("exit-code", self.exit_code)
         if not read:
             self._close_status()

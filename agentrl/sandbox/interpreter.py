@@ -9,7 +9,7 @@ from agentrl.errors import SandboxError
 
 
 def parts_of_python(python: str) -> list[Path]:
-    """The folders beside /usr that an interpreter consists of: its environment and its installation.
+    """The folders outside of /usr that an interpreter needs: its environment and installation.
 
     Args:
         python: `sandbox.python`.

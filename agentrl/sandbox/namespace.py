@@ -28,9 +28,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-SHELL = 'exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; exit $?'
-"""For process 1 of a namespace. Its own words, such as "Killed", go nowhere. It waits, since a shell
-that becomes its last command would not outlive it."""
+SHELL = '"$@"; exit $?'
+"""For process 1 of a namespace. A shell that becomes its last command would not outlive it."""
 
 
 class Files:
@@ -76,7 +75,7 @@ def bwrap_command(
     given: Files,
     *,
     files: Mapping[str, bytes],
-    script: tuple[str, bytes],
+    scripts: Mapping[str, bytes],
     uid: int | None,
 ) -> list[str]:
     """All up to the command that runs inside.
@@ -86,7 +85,7 @@ def bwrap_command(
         limits: the sizes of what it may write to.
         given: takes up the contents.
         files: of the program's folder.
-        script: absolute path, in there, and content of one more file that nothing can change.
+        scripts: by absolute path in there, files that nothing can change.
         uid: become this user first; None stays what we are.
 
     Raises:
@@ -109,8 +108,9 @@ def bwrap_command(
     ]  # fmt: skip
     for path, content in files.items():
         command += ["--file", str(given.add(content)), f"{FOLDER}/{path}"]
-    command += ["--file", str(given.add(script[1])), script[0], "--remount-ro", "/"]
-    command += ["--chdir", FOLDER, "--clearenv"]
+    for path, content in scripts.items():
+        command += ["--file", str(given.add(content)), path]
+    command += ["--remount-ro", "/", "--chdir", FOLDER, "--clearenv"]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     return command

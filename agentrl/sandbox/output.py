@@ -12,7 +12,7 @@ _CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def clean(content: bytes) -> str:
-    """Text that can be encoded and shown: no NUL, and escape sequences as `\\x1b[1m`."""
+    """Text that can be encoded and shown: no NUL; escape sequences begin with a visible x1b."""
     text = content.decode("utf-8", "replace").replace("\0", "")
     return _CONTROL.sub(lambda m: f"\\x{ord(m.group()):02x}", text)
 
@@ -39,7 +39,6 @@ class Capture:
         os.set_blocking(fd, False)
         self.content = bytearray()
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._fd, self._most, self._on_flood = fd, most, on_flood
         self._flooded = False
         self._loop.add_reader(fd, self._read)
@@ -55,16 +54,19 @@ class Capture:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
-            if not self.ended.done():
-                self.ended.set_result(None)
 
-    def _read(self) -> None:
+    def drain(self) -> None:
+        """Read what is there now, and close: once nobody is left who could write more."""
+        while self._fd >= 0 and self._read():
+            pass
+        self.close()
+
+    def _read(self) -> bool:
+        """Whether there was something."""
         try:
             read = os.read(self._fd, _CHUNK)
         except BlockingIOError:
-            return
-        except OSError:
-            read = b""
+            return False
         if not read:
             self.close()
         elif not self._flooded:
@@ -72,3 +74,4 @@ class Capture:
             if len(self.content) > self._most:
                 self._flooded = True
                 self._on_flood()
+        return bool(read)

@@ -35,7 +35,7 @@ def encode_arguments(call: ToolCall) -> bytes | ToolResult:
             f"{shorten(problem, 160)}. Expected: a tool's name, and its arguments as one JSON"
             " object.",
         )
-    if not isinstance(call.name, str) or not storable(call.name):
+    if not isinstance(call.name, str) or not (call.name.isascii() or storable(call.name)):
         return failure("bad_call", "the tool's name is no text")
     try:
         encoded = orjson.dumps(call.arguments, option=orjson.OPT_PASSTHROUGH_DATACLASS)

@@ -25,6 +25,11 @@ class Offer:
     """What of the episode it is given: of `state`, `sample`, `messages`, `sandbox`."""
 
     @property
+    def wants_row(self) -> bool:
+        """Whether anything of it looks at the row."""
+        return self.stateful or "sample" in self.injected
+
+    @property
     def functions(self) -> list[str]:
         """The names the model calls."""
         return [s["function"]["name"] for s in self.schemas]

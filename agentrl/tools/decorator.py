@@ -163,7 +163,8 @@ def _function(
         log.warning("tool function %r has no docstring: the model reads its name only", name)
     schema = {"name": name, "description": description, "parameters": parameters.schema}
     shown = {"type": "function", "function": schema}
-    return ToolFunction(name, attribute, shown, parameters, given)
+    is_async = inspect.iscoroutinefunction(function)
+    return ToolFunction(name, attribute, shown, parameters, is_async, given)
 
 
 def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]) -> ToolFunction:
@@ -181,7 +182,8 @@ def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]
     parameters = adopt(written["parameters"], name, where)
     shown = {**written, "name": name, "parameters": parameters.schema}
     given = injected(function, models_own=parameters.schema.get("properties", {}))
-    return ToolFunction(name, "", {"type": "function", "function": shown}, parameters, given)
+    shown = {"type": "function", "function": shown}
+    return ToolFunction(name, "", shown, parameters, inspect.iscoroutinefunction(function), given)
 
 
 def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:

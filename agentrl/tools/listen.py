@@ -43,12 +43,12 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, unless it is too much."""
-        self._taken += len(data)
         if self._taken > MAX_HEAD:
             if self.head_since < float("inf"):
                 return self.refuse(b"431 Request Header Fields Too Large", b"the head is too long")
             if self._taken > MAX_REQUEST:
                 return self.transport.abort()
+        self._taken += len(data)
         super().data_received(data)
 
     def on_message_begin(self) -> None:

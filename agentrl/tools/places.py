@@ -41,7 +41,12 @@ class Places:
         self._hung: Counter[str] = Counter()
 
     async def start(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+        self,
+        tool: Tool,
+        target: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        seconds: float,
+        is_async: bool,
     ) -> asyncio.Future[Outcome]:
         """Run the target once there is room for it.
 
@@ -50,15 +55,23 @@ class Places:
             target: it, its constructor or one of its methods.
             arguments: by name.
             seconds: when its worker process is killed; other places know no such end.
+            is_async: whether calling the target makes a coroutine.
 
         Raises:
             ToolServerError: there was none for too long.
         """
-        if self._has_room(tool):
-            return await self._start(tool, target, arguments, seconds)
+        if not (tool.max_concurrency or tool.rate_limit or tool.process):
+            # Nearly all calls.
+            bound = functools.partial(target, **arguments)
+            if is_async:
+                return asyncio.create_task(caught(bound))
+            if self._threads.has_room:
+                return await self._threads.start(bound)
+        elif self._has_room(tool):
+            return await self._start(tool, target, arguments, seconds, is_async)
         try:
             async with asyncio.timeout(QUEUE_SECONDS):
-                return await self._start(tool, target, arguments, seconds)
+                return await self._start(tool, target, arguments, seconds, is_async)
         except TimeoutError:
             raise self.no_room(tool) from None
 
@@ -107,14 +120,19 @@ class Places:
         return found
 
     async def _start(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+        self,
+        tool: Tool,
+        target: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        seconds: float,
+        is_async: bool,
     ) -> asyncio.Future[Outcome]:
         if not tool.max_concurrency:
-            return await self._launch(tool, target, arguments, seconds)
+            return await self._launch(tool, target, arguments, seconds, is_async)
         gate = self._gates.setdefault(tool.name, asyncio.Semaphore(tool.max_concurrency))
         await gate.acquire()
         try:
-            job = await self._launch(tool, target, arguments, seconds)
+            job = await self._launch(tool, target, arguments, seconds, is_async)
         except BaseException:
             gate.release()
             raise
@@ -123,7 +141,12 @@ class Places:
         return job
 
     async def _launch(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], seconds: float
+        self,
+        tool: Tool,
+        target: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        seconds: float,
+        is_async: bool,
     ) -> asyncio.Future[Outcome]:
         if tool.rate_limit:
             await self._pace(tool).wait(QUEUE_SECONDS)
@@ -139,7 +162,7 @@ class Places:
             job.add_done_callback(lambda _: self._workers.release())
             return job
         bound = functools.partial(target, **arguments)
-        if inspect.iscoroutinefunction(target):
+        if is_async:
             return asyncio.create_task(caught(bound))
         return await self._threads.start(bound)
 

@@ -11,6 +11,7 @@ from agentrl.signatures import argument_problems
 from agentrl.tools.catalogue import Offer
 from agentrl.tools.schema import Parameters
 from agentrl.trajectory import Sample
+from agentrl.workers.processes import START_S
 
 DEFAULT_TIMEOUT = 30.0
 DEFAULT_RETRIES = 2
@@ -27,6 +28,7 @@ class ToolFunction:
     schema: dict[str, Any]
     """OpenAI's function form, as chat templates take it."""
     parameters: Parameters
+    is_async: bool = False
     injected: tuple[str, ...] = ()
     """What of the episode it is given, see `agentrl.tools.injected`."""
 
@@ -83,7 +85,7 @@ class Tool:
         return Offer(
             self.name,
             [f.schema for f in self.functions],
-            self.timeout * steps,
+            self.timeout * steps + (START_S if self.process else 0.0),
             self.stateful,
             sorted(self.injected),
         )

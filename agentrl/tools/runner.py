@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
 from agentrl.tools.deadline import Deadline
+from agentrl.tools.outcomes import Ready, answered, is_awaitable, said, text_of
 from agentrl.tools.places import QUEUE_SECONDS, Places, caught
 from agentrl.tools.record import Tool, ToolFunction
 from agentrl.tools.remembered import Remembered
@@ -140,7 +141,7 @@ class Runner:
         return float(reward)
 
     async def close_object(self, tool: Tool, instance: Instance) -> None:
-        """Let an object close what it holds. Nobody could do better with its error: it is logged."""
+        """Let an object close what it holds. An error is logged: nobody could do better with it."""
         if "close" in tool.hooks:
             try:
                 await self._hook(tool, instance.value.close, {}, "close()")
@@ -159,14 +160,11 @@ class Runner:
         instance: Instance,
     ) -> ToolResult:
         """Call a method, once the object's earlier calls are done."""
-        if instance.turn.locked():
-            try:
-                async with asyncio.timeout(QUEUE_SECONDS):
-                    await instance.turn.acquire()
-            except TimeoutError:
-                raise self._places.no_room(tool) from None
-        else:
-            await instance.turn.acquire()
+        try:
+            async with asyncio.timeout(QUEUE_SECONDS):
+                await instance.turn.acquire()
+        except TimeoutError:
+            raise self._places.no_room(tool) from None
         try:
             if instance.is_stuck:
                 return failure("timeout", f"{tool.name} is still busy with a call that hangs")
@@ -190,7 +188,7 @@ class Runner:
         value, error = outcome
         if error is not None:
             kind = ToolServerError if isinstance(error, Infrastructure) else UserCodeError
-            raise kind(f"tool {tool.name!r}: {what}: {_said(error)}") from error
+            raise kind(f"tool {tool.name!r}: {what}: {said(error)}") from error
         return value
 
     async def _answer(
@@ -201,9 +199,9 @@ class Runner:
         arguments: Mapping[str, Any],
         instance: Instance | None,
     ) -> ToolResult:
-        if not (tool.process or inspect.iscoroutinefunction(target)):
+        if not (function.is_async or tool.process):
             # The text is made where the value was: in a thread, a flood holds nobody up.
-            target = functools.partial(_answered, target)
+            target = functools.partial(answered, target)
         outcome = await self._outcome(tool, target, arguments, instance, function, tool.retries)
         return self._result(tool, outcome)
 
@@ -212,17 +210,19 @@ class Runner:
         if outcome is None:
             return failure("timeout", f"the tool did not answer within {tool.timeout:g} s")
         value, error = outcome
+        if isinstance(value, Ready):
+            return value.result
         if error is None:
             try:
                 return success(value)
             except Exception as e:
                 error = e
         if isinstance(error, ToolError):
-            return failure("tool_error", _text(error))
+            return failure("tool_error", text_of(error))
         if isinstance(error, Infrastructure):
             raise ToolServerError(f"tool {tool.name!r}: {error}") from error
         self._log(tool, error)
-        return failure("crash", f"the tool failed: {_said(error)}")
+        return failure("crash", f"the tool failed: {said(error)}")
 
     async def _outcome(
         self,
@@ -234,8 +234,9 @@ class Runner:
         retries: int = 0,
     ) -> Outcome | None:
         """What the target returned or raised; None if its deadline came first."""
+        is_async = function.is_async if function else inspect.iscoroutinefunction(target)
         asked = time.monotonic()
-        job = await self._places.start(tool, target, arguments, tool.timeout)
+        job = await self._places.start(tool, target, arguments, tool.timeout, is_async)
         began = time.monotonic()
         deadline = began + tool.timeout
         # A worker process is killed by its pool, whose clock does not count its start.
@@ -251,7 +252,7 @@ class Runner:
                 if not job.done():
                     return None
                 value, error = job.result()
-                if not isinstance(value, ToolResult) and error is None and _is_awaitable(value):
+                if error is None and is_awaitable(value):
                     # A plain function around an async one.
                     job = asyncio.create_task(caught(lambda value=value: value))
                     wait = Deadline(deadline - time.monotonic()).wait
@@ -265,7 +266,7 @@ class Runner:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await asyncio.sleep(0.1 * 2**tries)
                         left = deadline - time.monotonic()
-                        job = await self._places.start(tool, target, arguments, left)
+                        job = await self._places.start(tool, target, arguments, left, is_async)
                 except TimeoutError:
                     return None
                 left = deadline - time.monotonic()
@@ -315,30 +316,6 @@ class Runner:
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         if (tool.name, kind) not in self._logged:
             self._logged.add((tool.name, kind))
-            log.error("tool %r failed (said once): %s", tool.name, _text(error), exc_info=error)
-
-
-def _answered(target: Callable[..., Any], **arguments: Any) -> Any:
-    """The target's answer as the model reads it; what must be awaited first, as it is."""
-    value = target(**arguments)
-    return value if _is_awaitable(value) else success(value)
-
-
-def _is_awaitable(value: Any) -> bool:
-    return not isinstance(value, str) and inspect.isawaitable(value)
-
-
-def _said(error: BaseException) -> str:
-    """What a model is told of an exception: no path of this machine."""
-    if isinstance(error, WorkerError):
-        return f"{error.kind}: {error.text}"
-    if isinstance(error, WorkerDied):
-        return _text(error).partition("\n")[0]
-    return f"{type(error).__name__}: {_text(error)}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # an exception that cannot even say what it is
-        return "?"
+            worker = isinstance(error, WorkerError | WorkerDied)
+            what = text_of(error) if worker else said(error)
+            log.error("tool %r failed (said once): %s", tool.name, what, exc_info=error)

@@ -38,7 +38,7 @@ from agentrl.tools.meter import Meter
 from agentrl.tools.openapi import Closed, Health, Offered, Opened, describe, said
 from agentrl.tools.session import IDLE_SECONDS, CallConflict, ToolHost, UnknownEpisode
 from agentrl.tools.sticky import Place
-from agentrl.trajectory import Sample, ToolResult
+from agentrl.trajectory import Message, Sample, ToolResult
 
 MAX_SESSION_BODY = 2**24
 """Rows may hold whole documents."""
@@ -63,9 +63,12 @@ class CallBody(BaseModel):
     call_index: int = Field(ge=0, le=2**31 - 1)
     name: str
     arguments: dict[str, Any]
+    messages: list[dict[str, Any]] = []
+    """The conversation so far, where the tool asks for it."""
 
 
 _SAMPLE = TypeAdapter(Sample)
+_MESSAGES = TypeAdapter(tuple[Message, ...])
 
 
 def create_app(
@@ -86,8 +89,8 @@ def create_app(
         admission: how many calls may be in this process.
     """
     gate = admission or Admission()
-    tool_host = ToolHost(idle_seconds)
     meter = Meter(lambda: len(tool_host), lambda: gate.in_flight)
+    tool_host = ToolHost(idle_seconds, meter.ran)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -115,8 +118,9 @@ def create_app(
         try:
             body = CallBody.model_validate(await _json(request))
             episode_id = ours(request.path_params["episode_id"])
+            messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
             result = await tool_host.call(
-                episode_id, body.turn, body.call_index, body.name, body.arguments
+                episode_id, body.turn, body.call_index, body.name, body.arguments, messages
             )
             outcome = result.error or "ok"
             name = "" if outcome == "unknown_tool" else body.name

@@ -16,17 +16,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.errors import ToolServerError, UserCodeError
+import orjson
+
+from agentrl import sandbox
+from agentrl.errors import ToolServerError
 from agentrl.registry import tools
 from agentrl.tools.catalogue import lanes_of, schemas_of
-from agentrl.tools.decorator import Tool
-from agentrl.tools.results import failure, is_finite, unknown_tool
-from agentrl.tools.runner import QUEUE_SECONDS, Instance, Runner
+from agentrl.tools.places import QUEUE_SECONDS
+from agentrl.tools.record import Tool
+from agentrl.tools.results import failure, unknown_tool
+from agentrl.tools.runner import Instance, Runner
 from agentrl.tools.schema import BadArguments
-from agentrl.trajectory import Sample, ToolResult
+from agentrl.trajectory import Message, Sample, ToolResult
 
 log = logging.getLogger("agentrl.tools")
 
@@ -59,8 +63,11 @@ class ToolSession:
         schemas_of(offers)  # refuses functions of the same name
         self.lanes = lanes_of(offers)
         self._functions = {f.name: (t, f) for t in chosen for f in t.functions}
-        self._classes = [t for t in chosen if t.stateful]
+        self._classes = [t for t in chosen if t.is_class]
+        self._made_of: dict[str, dict[str, Any]] = {}
+        """By class tool, the constructor's arguments."""
         self._instances: dict[str, Instance] = {}
+        self._state: dict[str, Any] = {}
         self._answers: dict[tuple[int, int], tuple[str, Any, asyncio.Future[ToolResult]]] = {}
         self._opening: asyncio.Task[None] | None = None
 
@@ -78,14 +85,27 @@ class ToolSession:
         await asyncio.shield(self._opening)
 
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        arguments = {
-            t: t.arguments(create_kwargs.get(t.name, {}), self.sample) for t in self._classes
-        }
-        for tool, given in arguments.items():
-            made = await self._runner.hook(tool, tool.target, given, "constructor")
-            self._instances[tool.name] = Instance(made)
+        for tool in self._classes:
+            own = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
+            self._made_of[tool.name] = {**own, **self._given(tool.made_with)}
+        for tool in self._classes:
+            if tool.stateful:
+                made = await self._runner.make(tool, self._made_of[tool.name])
+                self._instances[tool.name] = made
 
-    async def call(self, turn: int, index: int, name: str, arguments: dict[str, Any]) -> ToolResult:
+    def _given(self, names: Sequence[str], messages: Sequence[Message] = ()) -> dict[str, Any]:
+        """What a function or constructor gets besides its arguments, see `injected`."""
+        own = {"state": self._state, "sample": self.sample, "messages": messages}
+        return {n: sandbox.current() if n == "sandbox" else own[n] for n in names}
+
+    async def call(
+        self,
+        turn: int,
+        index: int,
+        name: str,
+        arguments: dict[str, Any],
+        messages: Sequence[Message] = (),
+    ) -> ToolResult:
         """The answer to a call, from running it or from having run it."""
         known = self._answers.get((turn, index))
         if known is not None:
@@ -99,7 +119,7 @@ class ToolSession:
         self._answers[turn, index] = (name, arguments, answer)
         self.calls_running += 1
         try:
-            answer.set_result(await self._run(name, arguments))
+            answer.set_result(await self._run(name, arguments, messages))
         except BaseException as e:
             # Nothing was answered, so asking again may run it.
             del self._answers[turn, index]
@@ -111,7 +131,9 @@ class ToolSession:
             self.last_used = time.monotonic()
         return answer.result()
 
-    async def _run(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def _run(
+        self, name: str, arguments: dict[str, Any], messages: Sequence[Message]
+    ) -> ToolResult:
         found = self._functions.get(name)
         if found is None:
             return unknown_tool(name, self._functions)
@@ -120,14 +142,27 @@ class ToolSession:
             given = function.parameters.check(arguments)
         except BadArguments as e:
             return failure("schema", str(e))
-        return await self._runner.call(tool, function, given, self._instances.get(tool.name))
+        if function.injected:
+            given = {**given, **self._given(function.injected, messages)}
+        runner = self._runner
+        if tool.cache:
+            key = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
+            return await runner.remembered(
+                tool, key, lambda: runner.call(tool, function, given, None)
+            )
+        if tool.scope == "call":
+            return await runner.call_once(tool, function, given, self._made_of[tool.name])
+        return await runner.call(tool, function, given, self._instances.get(tool.name))
 
-    async def close(self) -> float:
-        """Ask every object for its reward, then close it; the sum of the rewards."""
-        scored = True
+    async def close(self, scored: bool = True) -> float:
+        """Ask every object for its reward, then close it; the sum of the rewards.
+
+        Args:
+            scored: whether there is anybody to hear the reward.
+        """
         if self._opening is not None:
             await asyncio.wait((self._opening,))
-            scored = self._opening.exception() is None
+            scored = scored and self._opening.exception() is None
         ends = [self._end(tool, scored) for tool in self._classes if tool.name in self._instances]
         rewards = await asyncio.gather(*ends, return_exceptions=True)
         for reward in rewards:
@@ -143,29 +178,26 @@ class ToolSession:
         except TimeoutError:
             log.warning("tool %r is closed while a call is still running", tool.name)
         try:
-            if not scored or "reward" not in tool.hooks:
-                return 0.0
-            reward = await self._runner.hook(tool, instance.value.reward, {}, "reward()")
-            if not is_finite(reward):
-                raise UserCodeError(
-                    f"tool {tool.name!r}: reward() returned {reward!r}, expected a finite number"
-                )
-            return float(reward)
+            return await self._runner.reward(tool, instance) if scored else 0.0
         finally:
-            if "close" in tool.hooks:
-                try:
-                    await self._runner.hook(tool, instance.value.close, {}, "close()")
-                except Exception as e:
-                    # The episode is over and its reward stands: nobody could do better with it.
-                    log.error("%s", e, exc_info=e.__cause__)
+            await self._runner.close_object(tool, instance)
 
 
 class ToolHost:
-    """Every open session of a process. Belongs to one event loop."""
+    """Every open session of a process. Belongs to one event loop.
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS):
+    Args:
+        idle_seconds: sessions nobody used for so long are closed by `reap`.
+        ran: see `Runner`.
+    """
+
+    def __init__(
+        self,
+        idle_seconds: float = IDLE_SECONDS,
+        ran: Callable[[str, float, float], None] | None = None,
+    ):
         self._idle_seconds = idle_seconds
-        self._runner = Runner()
+        self._runner = Runner(ran)
         self._sessions: dict[str, ToolSession] = {}
         self._closings: dict[str, asyncio.Task[float]] = {}
 
@@ -196,14 +228,21 @@ class ToolHost:
         return None if session is None else session.lanes
 
     async def call(
-        self, episode_id: str, turn: int, index: int, name: str, arguments: dict[str, Any]
+        self,
+        episode_id: str,
+        turn: int,
+        index: int,
+        name: str,
+        arguments: dict[str, Any],
+        messages: Sequence[Message] = (),
     ) -> ToolResult:
         """Run a call, or repeat its answer.
 
         Raises:
             ToolServerError: no such episode, no room, or a tool's own infrastructure is down.
+            UserCodeError: the `reward()` of an object that was made for this call raised.
         """
-        return await self._session(episode_id).call(turn, index, name, arguments)
+        return await self._session(episode_id).call(turn, index, name, arguments, messages)
 
     def _session(self, episode_id: str) -> ToolSession:
         try:
@@ -211,10 +250,14 @@ class ToolHost:
         except KeyError:
             raise UnknownEpisode(f"episode {episode_id} is not open") from None
 
-    async def close(self, episode_id: str) -> float:
+    async def close(self, episode_id: str, scored: bool = True) -> float:
         """Close an episode, also where the caller gives up waiting; its class tools' reward.
 
         Asked again, it gives the same answer.
+
+        Args:
+            episode_id: of an open one, or one that was closed.
+            scored: whether the reward is asked for.
 
         Raises:
             UnknownEpisode: never opened, or closed long ago.
@@ -224,7 +267,7 @@ class ToolHost:
         if closing is None:
             session = self._session(episode_id)
             del self._sessions[episode_id]
-            closing = asyncio.create_task(session.close())
+            closing = asyncio.create_task(session.close(scored))
             self._closings[episode_id] = closing
             if len(self._closings) > REMEMBERED:
                 del self._closings[next(iter(self._closings))]
@@ -245,9 +288,9 @@ class ToolHost:
                 await asyncio.gather(*map(self.close, idle), return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Close every session and let the threads go."""
-        open_now = list(self._sessions)
-        await asyncio.gather(*map(self.close, open_now), return_exceptions=True)
+        """Close every session, whose reward nobody asks for any more, and let the threads go."""
+        closings = [self.close(episode_id, scored=False) for episode_id in [*self._sessions]]
+        await asyncio.gather(*closings, return_exceptions=True)
         running = [c for c in self._closings.values() if not c.done()]
         await asyncio.gather(*running, return_exceptions=True)
         self._runner.close()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import orjson
@@ -24,12 +24,12 @@ from agentrl.errors import (
 )
 from agentrl.http import fetch_json
 from agentrl.registry import Registry, tools
-from agentrl.tools.arguments import encode_arguments
+from agentrl.tools.arguments import encode_messages
 from agentrl.tools.catalogue import Offer, lanes_of, schemas_of
 from agentrl.tools.remote import RemoteWorkers
-from agentrl.tools.results import unknown_tool
 from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience
-from agentrl.trajectory import Sample, ToolCall, ToolResult
+from agentrl.tools.side_by_side import side_by_side
+from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
 ASK_SECONDS = 15.0
 """How long the server may take for what involves no tool's code."""
@@ -62,20 +62,29 @@ class Toolbox(Protocol):
         """
         ...
 
-    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+    async def run(
+        self,
+        calls: Sequence[ToolCall],
+        episode_id: str,
+        turn: int,
+        messages: Sequence[Message] = (),
+    ) -> list[ToolResult]:
         """Run the calls of one turn side by side; results in the order of the calls.
 
-        The calls of one class tool's object run one after another, in order. A model's mistake is a
-        result, never an exception; in an episode that is not open, any call is one.
+        Calls that share a class tool's object or the episode's `state` run one after another, in
+        order. A model's mistake is a result, never an exception; in an episode that is not open,
+        any call is one.
 
         Args:
             calls: as parsed; those with an `error` are answered without being run.
             episode_id: of an open episode, or of one whose row has no tools.
             turn: not used before in this episode: (turn, position) is what makes a call the same
                 call when it is sent again.
+            messages: the conversation so far, for tools that ask for it.
 
         Raises:
             ToolServerError: tools are out of reach; the episode may be played again.
+            UserCodeError: the `reward()` of an object that was made for one call raised.
         """
         ...
 
@@ -111,13 +120,20 @@ class LocalToolbox:
         """See `Toolbox.open`."""
         await self._host.open(episode_id, sample, create_kwargs_of(sample))
 
-    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+    async def run(
+        self,
+        calls: Sequence[ToolCall],
+        episode_id: str,
+        turn: int,
+        messages: Sequence[Message] = (),
+    ) -> list[ToolResult]:
         """See `Toolbox.run`."""
 
         async def call(index: int, arguments: bytes) -> ToolResult:
             name, given = calls[index].name, orjson.loads(arguments)
-            return await self._host.call(episode_id, turn, index, name, given)
+            return await self._host.call(episode_id, turn, index, name, given, conversation)
 
+        conversation = tuple(messages)
         return await side_by_side(calls, call, self._host.lanes(episode_id))
 
     async def close(self, episode_id: str) -> float:
@@ -130,6 +146,20 @@ class LocalToolbox:
     async def aclose(self) -> None:
         """See `Toolbox.aclose`."""
         await self._host.aclose()
+
+
+class _Opened(NamedTuple):
+    """What is to be known of an open episode."""
+
+    lanes: dict[str, str] | None
+    """See `lanes_of`."""
+    seconds: float
+    """How long to wait for a call."""
+    readers: Collection[str]
+    """The functions that are sent the conversation."""
+
+
+_NEVER = _Opened(None, 0.0, ())
 
 
 class HttpToolbox:
@@ -145,8 +175,7 @@ class HttpToolbox:
         self._url, self._token = url, token
         self._workers = RemoteWorkers(url, token)
         self._offers: Registry[Offer] | None = None
-        self._episodes: dict[str, tuple[dict[str, str], float]] = {}
-        """Of each open episode, the lanes of its calls and how long to wait for one."""
+        self._episodes: dict[str, _Opened] = {}
 
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """See `Toolbox.schemas`. The first time, the server is asked, and the caller blocked.
@@ -174,8 +203,7 @@ class HttpToolbox:
         offers = [self._offers.get(n) for n in dict.fromkeys(sample.tools)]
         body = {
             "episode_id": episode_id,
-            # Only constructors look at the row.
-            "sample": sample if any(o.stateful for o in offers) else {"tools": sample.tools},
+            "sample": sample if any(o.wants_row for o in offers) else {"tools": sample.tools},
             "create_kwargs": create_kwargs_of(sample),
         }
         seconds = ASK_SECONDS + sum(patience(o.timeout) for o in offers if o.stateful)
@@ -187,11 +215,18 @@ class HttpToolbox:
                 f" to its tools: {e}"
             ) from e
         longest = max((patience(o.timeout) for o in offers), default=0.0)
-        self._episodes[episode_id] = lanes_of(offers), ASK_SECONDS + longest
+        readers = {f for o in offers if "messages" in o.injected for f in o.functions}
+        self._episodes[episode_id] = _Opened(lanes_of(offers), ASK_SECONDS + longest, readers)
 
-    async def run(self, calls: Sequence[ToolCall], episode_id: str, turn: int) -> list[ToolResult]:
+    async def run(
+        self,
+        calls: Sequence[ToolCall],
+        episode_id: str,
+        turn: int,
+        messages: Sequence[Message] = (),
+    ) -> list[ToolResult]:
         """See `Toolbox.run`."""
-        lanes, seconds = self._episodes.get(episode_id, (None, 0.0))
+        lanes, seconds, readers = self._episodes.get(episode_id, _NEVER)
         path = f"/sessions/{quote(episode_id, safe='')}/calls"
 
         async def call(index: int, arguments: bytes) -> ToolResult:
@@ -201,6 +236,8 @@ class HttpToolbox:
                 "name": calls[index].name,
                 "arguments": orjson.Fragment(arguments),
             }
+            if calls[index].name in readers:
+                body["messages"] = orjson.Fragment(encode_messages(messages))
             answer = await self._ask("POST", path, body, seconds, episode_id)
             try:
                 return ToolResult(**answer)
@@ -212,7 +249,7 @@ class HttpToolbox:
     async def close(self, episode_id: str) -> float:
         """See `Toolbox.close`."""
         path = f"/sessions/{quote(episode_id, safe='')}"
-        _, seconds = self._episodes.get(episode_id, ({}, ASK_SECONDS))
+        seconds = self._episodes.get(episode_id, _NEVER).seconds or ASK_SECONDS
         try:
             seconds = GRACE_SECONDS + 2 * seconds
             answer = await self._ask("DELETE", path, None, seconds, episode_id)
@@ -251,51 +288,6 @@ class HttpToolbox:
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(f"not a list of tools: {answer!r}") from None
         return offers
-
-
-async def side_by_side(
-    calls: Sequence[ToolCall],
-    call: Callable[[int, bytes], Awaitable[ToolResult]],
-    lanes: Mapping[str, str] | None,
-) -> list[ToolResult]:
-    """Run calls at once, those of one lane one after another; the results in order.
-
-    The first exception ends them all.
-
-    Args:
-        calls: malformed ones are answered here.
-        call: runs the call at an index with its encoded arguments.
-        lanes: see `lanes_of`; None where there are no tools to call.
-    """
-
-    async def answer(index: int) -> ToolResult:
-        arguments = encode_arguments(calls[index])
-        if isinstance(arguments, ToolResult):
-            return arguments
-        if lanes is None:
-            return unknown_tool(calls[index].name, ())
-        return await call(index, arguments)
-
-    if len(calls) == 1:
-        return [await answer(0)]
-    by_lane: dict[str | int, list[int]] = {}
-    for i, c in enumerate(calls):
-        by_lane.setdefault((lanes or {}).get(c.name, i), []).append(i)
-    results: dict[int, ToolResult] = {}
-
-    async def follow(indices: list[int]) -> None:
-        for i in indices:
-            results[i] = await answer(i)
-
-    tasks = [asyncio.create_task(follow(indices)) for indices in by_lane.values()]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return [results[i] for i in range(len(calls))]
 
 
 def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:

@@ -89,12 +89,14 @@ def make_databases(folder: Path) -> Path:
             db.executescript(
                 "CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, city TEXT);"
                 "CREATE TABLE goods (id INTEGER PRIMARY KEY, name TEXT, price INTEGER);"
-                "CREATE TABLE orders (id INTEGER PRIMARY KEY,"
-                " customer INTEGER REFERENCES customers, good INTEGER REFERENCES goods, pieces INTEGER);"
+                "CREATE TABLE orders (id INTEGER PRIMARY KEY, pieces INTEGER,"
+                " customer INTEGER REFERENCES customers, good INTEGER REFERENCES goods);"
             )
             db.executemany("INSERT INTO customers VALUES (?, ?, ?)", customers)
             db.executemany("INSERT INTO goods VALUES (?, ?, ?)", goods)
-            db.executemany("INSERT INTO orders VALUES (?, ?, ?, ?)", orders)
+            db.executemany(
+                "INSERT INTO orders (id, customer, good, pieces) VALUES (?, ?, ?, ?)", orders
+            )
         db.close()
         os.replace(partial, file)  # another process may be making it as well: it is the same
     return folder

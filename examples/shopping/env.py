@@ -15,7 +15,6 @@ import random
 from typing import Any
 
 from agentrl import reward
-from agentrl.answers import gsm8k_answer, same_number
 from agentrl.data import write_rows
 from agentrl.registry import load_file
 
@@ -29,9 +28,9 @@ GOLD_SHARE = 0.25
 
 @reward("shopping")
 def shopping(trajectory) -> float:
-    """1 where the last message gives the right sum behind ####."""
-    answer = gsm8k_answer(trajectory.final_text)
-    return float(answer is not None and same_number(answer, trajectory.sample.ground_truth))
+    """1 where the last line of the last message is the right sum behind ####, and nothing else."""
+    lines = trajectory.final_text.strip().splitlines()
+    return float(bool(lines) and lines[-1].strip() == f"#### {trajectory.sample.ground_truth}")
 
 
 def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:

@@ -1,15 +1,13 @@
-r"""Whether two answers mean the same, by Math-Verify and sympy: `2\sqrt{3}` and `\sqrt{12}`.
+"""What algebra is not asked: what would take for ever, and what is said in words.
 
-Algebra on what a model wrote can take for ever or all memory. So what is sure to is refused here
-before it is begun, and the rest runs in a process that is killed at its deadline.
+Sympy computes what it reads: on what a model wrote, it may do so until it is killed, which costs
+seconds and a worker. What is sure to end so is refused before it begins.
 """
 
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 
-from agentrl.errors import ConfigError
 from agentrl.rewards.math_text import normal_form, tokens_of
 
 LONGEST = 2000
@@ -23,29 +21,6 @@ _OPEN, _CLOSE = frozenset("{(["), frozenset("})]")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)(?=\{)|[{}()\s]")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
-
-
-def equivalent(answer: str, truth: str) -> bool:
-    """Whether Math-Verify takes the answer for the truth; runs in a worker process.
-
-    Words are compared as words: to algebra, "listen" is a product like "silent".
-    """
-    if too_hard(answer) or too_hard(truth):
-        return False
-    if _has_words(answer) or _has_words(truth):
-        said, right = (_WRAPPER.sub("", normal_form(t)).casefold() for t in (answer, truth))
-        return bool(said) and said == right
-    import logging
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # the deadline is its caller's
-    latex = [LatexExtractionConfig(boxed_match_priority=0)]
-    right, said = (
-        parse(rf"\boxed{{{t}}}", latex, parsing_timeout=None)  # type: ignore[arg-type]
-        for t in (truth, answer)
-    )
-    return bool(verify(right, said, timeout_seconds=None))
 
 
 def too_hard(text: str) -> bool:
@@ -93,18 +68,12 @@ def too_hard(text: str) -> bool:
     return False
 
 
-def check_installed() -> None:
-    """Say what to do where Math-Verify is missing.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if find_spec("math_verify") is None:
-        raise ConfigError(
-            "the grader 'math' needs Math-Verify: pip install 'agentrl[math]', or compare spelling"
-            " alone, as verl does: reward.kwargs.verify=false"
-        )
-
-
-def _has_words(text: str) -> bool:
+def has_words(text: str) -> bool:
+    r"""Whether it is said in words: to algebra, "listen" is a product, and the same as "silent"."""
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
+
+
+def same_words(answer: str, truth: str) -> bool:
+    r"""Whether the two are the same but for capitals, brackets and `\text{...}`."""
+    said, right = (_WRAPPER.sub("", normal_form(text)).casefold() for text in (answer, truth))
+    return bool(said) and said == right

@@ -1,0 +1,198 @@
+"""verl's tools as agentrl's: what the registry holds of a `BaseTool` or a `@function_tool`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+from agentrl.errors import UserError
+from agentrl.registry import tools
+from agentrl.signatures import KEYWORD
+from agentrl.tools import Tool, ToolFunction
+from agentrl.tools import tool as decorate
+from agentrl.tools.schema import adopt
+from agentrl.trajectory import Message, Sample, ToolResult
+
+SCOPES = ("trajectory", "episode", "call")
+
+
+def register_tool(theirs: Any, where: str) -> None:
+    """Register one object of verl's `BaseTool`, or of what looks like one.
+
+    `config.scope: call` makes and releases an instance for every call, as verl does; by default an
+    instance lives for the episode.
+
+    Raises:
+        UserError: no tool of verl's, or one without a schema; or a scope that there is not.
+        RegistryError: another tool has the name.
+    """
+    for method in ("create", "execute", "release"):
+        if not inspect.iscoroutinefunction(getattr(theirs, method, None)):
+            raise UserError(
+                f"{where}: {type(theirs).__qualname__} is no tool of verl's: it needs"
+                f" `async def {method}`"
+            )
+    config = theirs.config if isinstance(getattr(theirs, "config", None), Mapping) else {}
+    scope = config.get("scope", "trajectory")
+    if scope not in SCOPES:
+        raise UserError(f"{where}: scope={scope!r}: choose one of {', '.join(SCOPES)}")
+    schema = _plain_schema(theirs.get_openai_tool_schema(), where)
+    name = schema["function"]["name"]
+    parameters = adopt(schema["function"]["parameters"], name, where)
+    timeout = float(config.get("timeout", 0) or 0) or 30.0
+    # What the model may be called to fill in is the model's.
+    free = "messages" not in parameters.schema.get("properties", {})
+    function = ToolFunction(
+        name=name,
+        attribute="execute",
+        schema=schema,
+        parameters=parameters,
+        is_async=True,
+        injected=("messages",) if free else (),
+    )
+    record = Tool(
+        name,
+        _class_of(theirs, name),
+        (function,),
+        timeout=timeout,
+        scope="call" if scope == "call" else "episode",
+        hooks=("reward", "close"),
+        made_with=("sample",),
+    )
+    tools.add(name, record)
+
+
+def register_function(function: Callable[..., Any], name: str, schema: Any) -> None:
+    """Register what verl's `@function_tool` decorates."""
+    where = f"@function_tool at {getattr(function, '__qualname__', function)!r}"
+
+    @functools.wraps(function)
+    async def waiting(*args: Any, **kwargs: Any) -> ToolResult:
+        return as_result(await function(*args, **kwargs), where)
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> ToolResult:
+        return as_result(function(*args, **kwargs), where)
+
+    call = waiting if inspect.iscoroutinefunction(function) else plain
+    if schema is None:
+        decorate(name=name)(call)
+        return
+    written = _plain_schema(schema, where)
+    if name:
+        written["function"]["name"] = name
+    decorate(schema=written)(call)
+
+
+def as_result(returned: Any, where: str) -> ToolResult:
+    """What verl's tools return: a response, or a tuple of it, a reward and metrics.
+
+    A reward of 0, which verl's tools return where they mean none, is none. Metrics are verl's own
+    affair there, too; they are dropped.
+
+    Raises:
+        TypeError: a tuple of another length.
+        UserError: images or videos.
+    """
+    reward = None
+    if isinstance(returned, tuple):
+        if not 1 <= len(returned) <= 3:
+            raise TypeError(
+                f"{where} returned a tuple of {len(returned)}: (response[, reward[, metrics]])"
+            )
+        returned, earned, *_ = *returned, None
+        reward = None if earned is None else float(earned)
+    if getattr(returned, "image", None) or getattr(returned, "video", None):
+        raise UserError(f"{where} answered with images or videos; agentrl trains on text")
+    if isinstance(returned, str):
+        text = returned
+    elif hasattr(returned, "text"):
+        text = returned.text
+        # One of verl's own tools wraps its response twice.
+        text = text.text if hasattr(text, "text") else text
+    else:
+        text = json.dumps(returned, ensure_ascii=False, default=str)
+    return ToolResult(text or "", reward=reward or None)
+
+
+def _plain_schema(schema: Any, where: str) -> dict[str, Any]:
+    """A schema of verl's as OpenAI writes it, without what is not said."""
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_none=True)
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f"{where}: no tool schema: expected {{type: function, function: {{name, description,"
+            f" parameters}}}}, got {schema!r:.200}"
+        )
+    function = {k: v for k, v in function.items() if k != "strict"}
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def _class_of(theirs: Any, name: str) -> type:
+    """A class whose objects are one episode's share of verl's tool."""
+    where = f"the tool {name!r}"
+
+    class Share:
+        sample: Sample
+        instance_id: str
+
+        # `create` is async: calling the class gives what is awaited for the object.
+        def __new__(cls, sample: Sample, **create_kwargs: Any) -> Any:
+            return cls._begin(sample, create_kwargs)
+
+        @classmethod
+        async def _begin(cls, sample: Sample, create_kwargs: dict[str, Any]) -> Any:
+            share = object.__new__(cls)
+            given = str(uuid4())
+            begun = await theirs.create(given, **_both_ways(theirs.create, create_kwargs))
+            # A pair, or, in older tools, the id alone.
+            share.sample, share.instance_id = sample, _id_of(begun) or given
+            return share
+
+        async def execute(self, /, messages: Any = (), **parameters: Any) -> ToolResult:
+            told = self._agent_data(messages)
+            returned = await theirs.execute(self.instance_id, parameters, agent_data=told)
+            return as_result(returned, where)
+
+        async def reward(self) -> float:
+            if not hasattr(theirs, "calc_reward"):
+                return 0.0
+            earned = await theirs.calc_reward(self.instance_id)
+            # Some of verl's own return what they found, or nothing.
+            return float(earned) if isinstance(earned, int | float) else 0.0
+
+        async def close(self) -> None:
+            await theirs.release(self.instance_id)
+
+        def _agent_data(self, messages: tuple[Message, ...]) -> SimpleNamespace:
+            return SimpleNamespace(
+                messages=[m.as_dict() for m in messages],
+                request_id=self.instance_id,
+                tools_kwargs={k: dict(v) for k, v in self.sample.tools_kwargs.items()},
+                extra_fields=dict(self.sample.extra),
+            )
+
+    Share.__name__ = Share.__qualname__ = type(theirs).__name__
+    Share.__module__ = type(theirs).__module__
+    return Share
+
+
+def _id_of(begun: Any) -> str:
+    return begun[0] if isinstance(begun, tuple) else begun
+
+
+def _both_ways(create: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]) -> dict:
+    """The row's create_kwargs as `create` takes them: by name, or as verl of late has it, whole."""
+    parameters = inspect.signature(create).parameters.values()
+    named = {p.name for p in parameters if p.kind in KEYWORD} - {"instance_id"}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_name = kwargs if open_ended else {k: v for k, v in kwargs.items() if k in named}
+    whole = {"create_kwargs": kwargs} if open_ended or "create_kwargs" in named else {}
+    return {**whole, **by_name}

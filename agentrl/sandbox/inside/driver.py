@@ -1,0 +1,334 @@
+"""Holds a box together, from within: runs what it is told, and ends what takes too long.
+
+It is process 1 of a namespace, or the reaper of all that it starts (`unsafe-subprocess`). Orders
+and answers are JSON behind four bytes of length, on descriptors that no program of the box has; nor
+can one look into this process, which is not dumpable, or end it, where it is process 1. Programs
+are stopped while there is no order, so that nothing uses a processor in between.
+"""
+
+import base64
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from contextlib import suppress
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from scratch import Scratch, write_all
+
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+CHUNK = 65536
+SCRIPT = "/proc/self/fd/3"
+
+libc = ctypes.CDLL(None)
+
+
+def in_text(data):
+    """Bytes as JSON holds them."""
+    return base64.b64encode(data).decode("ascii")
+
+
+class Driver:
+    """The box, from within."""
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.folder = settings["folder"]
+        self.interpreter = 0
+        self.pipes = []
+        self.started, self.statuses = set(), {}
+        self.orders, self.answers = os.dup(0), os.dup(1)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.woken, waker = os.pipe()
+        os.set_blocking(self.woken, False)
+        os.set_blocking(waker, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self.scratch = Scratch(self.folder)
+
+    # Orders
+
+    def serve(self):
+        """Carry out orders until there are no more."""
+        while True:
+            order = self._order()
+            if order["do"] == "stop":  # it came after what it was to stop
+                continue
+            try:
+                self._signal_all(signal.SIGCONT)
+                answer = getattr(self, "do_" + order.pop("do"))(**order)
+            except OSError as e:
+                answer = {"errno": e.errno, "error": e.strerror}
+            self._freeze()
+            text = json.dumps(answer).encode("ascii")
+            write_all(self.answers, struct.pack("<I", len(text)) + text)
+
+    def _order(self):
+        (length,) = struct.unpack("<I", self._read_exactly(4))
+        return json.loads(self._read_exactly(length))
+
+    def _read_exactly(self, count):
+        data = b""
+        while len(data) < count:
+            read = os.read(self.orders, count - len(data))
+            if not read:
+                self._end_all()
+                os._exit(0)
+            data += read
+        return data
+
+    def do_hello(self):
+        """Say that we are there."""
+        return {}
+
+    def do_cell(self, code, stdin, seconds):
+        """Python, in the interpreter that stays."""
+        if not self.interpreter:
+            self._start_interpreter()
+        to_cells, done, out, err = self.pipes
+        _drain(done)
+        text = json.dumps({"code": code, "stdin": stdin}).encode("ascii")
+        frame = struct.pack("<I", len(text)) + text
+        pid = self.interpreter
+        answer = self._watch(pid, seconds, out, err, send=(to_cells, frame), done=done)
+        if answer["ended_by"] or pid in self.statuses:
+            self._end_all()
+            answer["lost"] = True
+            self._forget_interpreter()
+        return answer
+
+    def do_script(self, argv, code, stdin, seconds):
+        """A program of its own; `code` is what stands at SCRIPT, if it is a text."""
+        fds = []
+        if code is not None:
+            fds = [self.scratch.unnamed(code.encode("utf-8", "surrogatepass"))]
+        given = self.scratch.unnamed(stdin.encode("utf-8", "surrogatepass")) if stdin else None
+        pid, out, err = self._start(argv, given, fds, cpu=self.settings["cpu_seconds"])
+        for fd in fds + ([] if given is None else [given]):
+            os.close(fd)
+        answer = self._watch(pid, seconds, out, err)
+        if answer["ended_by"]:
+            self._end_all(keep=self.interpreter)
+        self._forget(pid)
+        os.close(out)
+        os.close(err)
+        return answer
+
+    def do_read(self, path, most):
+        """A file."""
+        return {"data": in_text(self.scratch.read(path, most))}
+
+    def do_write(self, path, data):
+        """Write a file."""
+        self.scratch.write(path, base64.b64decode(data))
+        return {}
+
+    # Programs
+
+    def _start_interpreter(self):
+        code_in, code_out = os.pipe()
+        done_in, done_out = os.pipe()
+        argv = [self.settings["python"], "-s", self.settings["cells"]]
+        pid, out, err = self._start(argv, None, [code_in, done_out], cpu=None)
+        os.close(code_in)
+        os.close(done_out)
+        os.set_blocking(code_out, False)
+        os.set_blocking(done_in, False)
+        self.interpreter, self.pipes = pid, [code_out, done_in, out, err]
+
+    def _forget_interpreter(self):
+        for fd in self.pipes:
+            os.close(fd)
+        self._forget(self.interpreter)
+        self.interpreter, self.pipes = 0, []
+
+    def _forget(self, pid):
+        self.started.discard(pid)
+        self.statuses.pop(pid, None)
+
+    def _start(self, argv, stdin, fds, cpu):
+        """Start a program with `fds` as its descriptors from 3 on; its pid and its two outputs."""
+        out_in, out_out = os.pipe()
+        err_in, err_out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become(argv, stdin, [out_out, err_out, *fds], cpu)
+            except BaseException as e:
+                os.write(2, (f"{argv[0]}: {e}\n").encode())
+            os._exit(127)
+        self.started.add(pid)
+        os.close(out_out)
+        os.close(err_out)
+        os.set_blocking(out_in, False)
+        os.set_blocking(err_in, False)
+        return pid, out_in, err_in
+
+    def _become(self, argv, stdin, fds, cpu):
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        # Out of the way of the numbers that they are to have.
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100) for fd in fds]
+        if stdin is not None:
+            os.dup2(stdin, 0)
+        for number, fd in enumerate(high, start=1):
+            os.dup2(fd, number)
+        os.closerange(len(high) + 1, 1024)
+        os.chdir(self.folder)
+        s = self.settings
+        limits = {
+            resource.RLIMIT_AS: s["memory_mb"] << 20,
+            resource.RLIMIT_FSIZE: s["disk_mb"] << 20,
+            resource.RLIMIT_NOFILE: s["open_files"],
+            resource.RLIMIT_CORE: 0,
+        }
+        if s["processes"]:
+            limits[resource.RLIMIT_NPROC] = s["processes"] + 1
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, value))
+        if cpu:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        os.execvpe(argv[0], argv, s["environment"])
+
+    def _watch(self, pid, seconds, out, err, send=(-1, b""), done=-1):
+        """Wait until a program ends (or says that it is done); read what it says meanwhile."""
+        began = time.monotonic()
+        said = {out: bytearray(), err: bytearray()}
+        waiting, to_send = {out, err}, send[1]
+        ended_by, code, finished = "", None, bytearray()
+        while code is None and not ended_by:
+            left = began + seconds - time.monotonic()
+            if left <= 0:
+                ended_by = "time"
+                break
+            reads = [*waiting, self.woken, self.orders] + ([done] if done >= 0 else [])
+            ready, writable, _ = select.select(reads, [send[0]] if to_send else [], [], left)
+            for fd in ready:
+                if fd in said:
+                    if not _read_into(fd, said[fd]):
+                        waiting.discard(fd)
+                    if len(said[fd]) > self.settings["output_bytes"]:
+                        ended_by = "output"
+                elif fd == self.orders:
+                    self._order()  # "stop", or the end
+                    ended_by = "time"
+                elif fd == done:
+                    _read_into(done, finished)
+                    if len(finished) >= 4:
+                        code = struct.unpack("<i", finished[:4])[0]
+            if writable:
+                with suppress(BlockingIOError, BrokenPipeError):
+                    to_send = to_send[os.write(send[0], to_send) :]
+            self._reap()
+            if code is None and pid in self.statuses:
+                code = self.statuses[pid]
+        took = time.monotonic() - began
+        if not ended_by:
+            for fd in waiting:
+                while len(said[fd]) <= self.settings["output_bytes"] and _read_into(fd, said[fd]):
+                    pass
+        return {
+            "stdout": in_text(bytes(said[out])),
+            "stderr": in_text(bytes(said[err]).replace(SCRIPT.encode() + b": ", b"bash: ")),
+            "exit_code": -signal.SIGKILL if ended_by else code,
+            "ended_by": ended_by,
+            "seconds": took,
+            "lost": False,
+        }
+
+    # Processes
+
+    def _reap(self):
+        _drain(self.woken)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            if pid in self.started:
+                self.statuses[pid] = code
+
+    def _below(self, keep=0):
+        """Pid and state of all processes under this one, but for `keep` and those under it."""
+        parents, states = {}, {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    with open(f"/proc/{name}/stat", "rb") as file:
+                        state, parent = file.read().rpartition(b")")[2].split()[:2]
+                except OSError:
+                    continue
+                parents[int(name)], states[int(name)] = int(parent), state
+        mine, found = os.getpid(), {}
+        for pid in parents:
+            at = pid
+            while at not in (0, mine, keep or -1):
+                at = parents.get(at, 0)
+            if at == mine and pid != mine:
+                found[pid] = states[pid]
+        return found
+
+    def _signal_all(self, number):
+        for pid in self._below():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _freeze(self):
+        for _ in range(20):
+            running = [pid for pid, state in self._below().items() if state not in (b"T", b"Z")]
+            if not running:
+                return
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.0005)
+
+    def _end_all(self, keep=0):
+        """End all programs, but for `keep` and those under it."""
+        for attempt in range(1000):
+            left = [pid for pid, state in self._below(keep).items() if state != b"Z"]
+            if not left:
+                break
+            # Stopped first, or a program that forks would always be one ahead.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            time.sleep(0.001 * min(attempt, 20))
+            self._reap()
+        self._reap()
+
+
+def _read_into(fd, buffer):
+    """Whether there was something to read."""
+    try:
+        read = os.read(fd, CHUNK)
+    except BlockingIOError:
+        return False
+    buffer += read
+    return bool(read)
+
+
+def _drain(fd):
+    while _read_into(fd, bytearray()):
+        pass
+
+
+if __name__ == "__main__":
+    Driver(json.loads(sys.argv[1])).serve()

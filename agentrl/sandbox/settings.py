@@ -1,0 +1,87 @@
+"""The sandbox of this process: its settings, and one for each event loop that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from weakref import WeakKeyDictionary
+
+from agentrl.config import SandboxConfig
+from agentrl.errors import SandboxError
+from agentrl.sandbox.base import Limits, Sandbox
+from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.fusion import SandboxFusion
+from agentrl.sandbox.slots import default_limits
+from agentrl.sandbox.unsafe import WARNING, UnsafeSubprocess
+
+log = logging.getLogger("agentrl.sandbox")
+
+_config = SandboxConfig()
+_sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[SandboxConfig, Sandbox]] = (
+    WeakKeyDictionary()
+)
+
+
+def configure(config: SandboxConfig) -> None:
+    """Settings for this process, from here on; before, they are the defaults."""
+    global _config
+    if config.backend == "unsafe-subprocess" and _config.backend != config.backend:
+        log.warning(WARNING)
+    _config = config
+
+
+def current() -> Sandbox:
+    """The sandbox of the running event loop, made on first use."""
+    loop = asyncio.get_running_loop()
+    config, sandbox = _sandboxes.get(loop, (None, None))
+    if sandbox is None or config != _config:
+        sandbox = open_sandbox(_config)
+        _sandboxes[loop] = _config, sandbox
+    return sandbox
+
+
+def limits() -> Limits:
+    """What a program may use where nobody says otherwise: as the section `sandbox` has it."""
+    return default_limits(_config)
+
+
+def open_sandbox(config: SandboxConfig) -> Sandbox:
+    """The backend that the settings name; belongs to the running event loop.
+
+    Raises:
+        SandboxError: it is not for this system.
+    """
+    if config.backend == "bubblewrap":
+        return Bubblewrap(config)
+    if config.backend == "unsafe-subprocess":
+        return UnsafeSubprocess(config)
+    return SandboxFusion(config)
+
+
+def probe(config: SandboxConfig) -> str:
+    """Run a real program; "" if that works, else why it does not, and what to do.
+
+    Blocks for as long as that takes: a fraction of a second.
+    """
+    said: list[str] = []
+    # A thread has no event loop yet, wherever we are called from.
+    thread = threading.Thread(target=lambda: said.append(asyncio.run(_probe(config))))
+    thread.start()
+    thread.join()
+    return said[0] if said else "the program that was to be tried could not be started; see above"
+
+
+async def _probe(config: SandboxConfig) -> str:
+    try:
+        sandbox = open_sandbox(config)
+        done = await sandbox.run("print(6 * 7)")
+        await sandbox.aclose()
+    except SandboxError as e:
+        return str(e)
+    if done.stdout != "42\n" or not done.ok:
+        return (
+            f"a program that prints 42 in {sandbox.name} did not: {done}. Check"
+            f" sandbox.python={config.python}, sandbox.memory_mb and sandbox.timeout_s"
+        )
+    return ""

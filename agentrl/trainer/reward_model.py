@@ -1,0 +1,242 @@
+"""The reward `reward_model`: a sequence classifier with one output, learned from preferences.
+
+It runs in this process, on what waits at the time in one batch, or behind a URL (SGLang's or vLLM's
+`/classify`). Either way its own tokenizer and chat template make the tokens, here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from agentrl.chat import load_tokenizer
+from agentrl.engine.local.load import resolve_device
+from agentrl.errors import ConfigError, Infrastructure
+from agentrl.http import HttpClient
+from agentrl.registry import did_you_mean
+from agentrl.rewards import reward
+from agentrl.trajectory import Trajectory
+from agentrl.workers import Threads
+
+SHOWN = ("conversation", "final_text")
+SERVERS = ("sglang", "vllm")
+
+
+@reward("reward_model")
+class RewardModel:
+    """What a learned reward model says of a rollout; one object serves the whole run."""
+
+    def __init__(
+        self,
+        path: str,
+        url: str = "",
+        server: str = "sglang",
+        model: str = "",
+        show: str = "conversation",
+        device: str = "auto",
+        batch_tokens: int = 16384,
+        token_env: str = "",
+        timeout_s: float = 30.0,
+    ):
+        """Load the tokenizer; weights are loaded when the first rollout is scored.
+
+        Args:
+            path: a folder in transformers' format or a hub name: weights and tokenizer, or with
+                `url` the tokenizer alone.
+            url: a server that runs it; empty: this process does.
+            server: what the server is, sglang or vllm.
+            model: its name there (vllm); empty: `path`.
+            show: conversation (all of it), or final_text (the prompt and the last answer).
+            device: where it runs in this process: auto, cpu, cuda, cuda:1, ...
+            batch_tokens: most tokens of one forward pass.
+            token_env: the environment variable with the server's token.
+            timeout_s: most seconds that a server may take to answer.
+
+        Raises:
+            UserError: no such model, or none with one output.
+        """
+        for key, value, choices in (("show", show, SHOWN), ("server", server, SERVERS)):
+            if value not in choices:
+                raise ConfigError(
+                    f"{key}={value!r}: no such choice.{did_you_mean(value, choices)}"
+                    f" Choices: {', '.join(choices)}"
+                )
+        if token_env and token_env not in os.environ:
+            raise ConfigError(f"token_env={token_env!r}: there is no such environment variable")
+        self._path, self._server, self._show = path, server, show
+        self._name = model or path
+        self._device, self._batch_tokens = device, batch_tokens
+        self._timeout_s = timeout_s
+        self._tokenizer = load_tokenizer(path)
+        self._forged = _control_tokens(self._tokenizer)
+        self._longest = _longest(_config(path) if url else _checked(path))
+        self._make_client = partial(HttpClient, url, token=os.environ.get(token_env, ""))
+        if url:
+            self._make_client()  # a URL that is none is said before a run
+        self._url = url
+        self._client: HttpClient | None = None
+        self._model: Any = None
+        self._threads: Threads | None = None
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        """The model's output, as it is.
+
+        Raises:
+            Infrastructure: its server is down or talks nonsense.
+        """
+        self._enter_loop()
+        ids = self.ids(trajectory)
+        if self._url:
+            return await self._asked(ids)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((ids, future))
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await future
+
+    def ids(self, trajectory: Trajectory) -> list[int]:
+        """The tokens that the model judges: the last ones, where there are too many for it.
+
+        Texts cannot spell its control tokens: an answer may not close its own turn and praise
+        itself in the next.
+        """
+        messages = [m.as_dict() for m in trajectory.messages]
+        if self._show == "final_text":
+            messages = [m.as_dict() for m in trajectory.sample.prompt]
+            messages.append({"role": "assistant", "content": trajectory.final_text})
+        for message in messages:
+            for token in self._forged:
+                spelled = token[0] + " " + token[1:]
+                message["content"] = message["content"].replace(token, spelled)
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return self._tokenizer(text, add_special_tokens=False).input_ids[-self._longest :]
+
+    async def close(self) -> None:
+        """Let go of the weights and the connections; a later call takes them up again."""
+        if self._client is not None:
+            await self._client.aclose()
+        if self._threads is not None:
+            self._threads.close()
+        self._client = self._threads = self._model = self._loop = None
+
+    def _enter_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._waiting, self._serving = loop, [], None
+            self._client = self._make_client() if self._url else None
+            self._threads = Threads(1)
+
+    async def _serve(self) -> None:
+        """Score what waits, batch by batch, in the order in which it came."""
+        assert self._threads is not None
+        while self._waiting:
+            batch = self._waiting[: self._fitting([ids for ids, _ in self._waiting])]
+            del self._waiting[: len(batch)]
+            live = [(ids, future) for ids, future in batch if not future.done()]
+            if not live:
+                continue
+            work = partial(self._scores, [ids for ids, _ in live])
+            scores, error = await (await self._threads.start(work))
+            for i, (_, future) in enumerate(live):
+                if not future.done():
+                    future.set_exception(error) if error else future.set_result(scores[i])
+
+    def _fitting(self, rows: Sequence[Sequence[int]]) -> int:
+        """How many of the first rows make a batch: padded to the longest, at least one."""
+        longest = 0
+        for i, row in enumerate(rows):
+            longest = max(longest, len(row))
+            if i and longest * (i + 1) > self._batch_tokens:
+                return i
+        return len(rows)
+
+    @torch.inference_mode()
+    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        if self._model is None:
+            self._model = _load(self._path, resolve_device(self._device))
+        pad = self._model.config.pad_token_id
+        if pad is None:  # without it the model takes a row's last token for its end, padding too
+            return [s for row in rows for s in self._forward([row], 0)]
+        return self._forward(rows, pad)
+
+    def _forward(self, rows: Sequence[Sequence[int]], pad: int) -> list[float]:
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])  # (B, T)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        device = self._model.device
+        out = self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
+        return out.logits[:, 0].float().tolist()
+
+    async def _asked(self, ids: list[int]) -> float:
+        assert self._client is not None
+        body: dict[str, Any] = {"input_ids": [ids]}
+        if self._server == "vllm":
+            body = {"model": self._name, "input": ids, "use_activation": False}
+        deadline = time.monotonic() + self._timeout_s
+        status, answer = await self._client.request_json(
+            "POST", "/classify", body, deadline=deadline, retries=1, patient=True
+        )
+        try:
+            said = answer["data"][0]["probs"] if self._server == "vllm" else answer[0]["embedding"]
+            [score] = said
+        except (TypeError, LookupError, ValueError):
+            score = None
+        if status != 200 or isinstance(score, bool) or not isinstance(score, (int, float)):
+            raise Infrastructure(
+                f"{self._url}/classify answered with status {status}: {answer!r:.300}; expected"
+                f" {self._server}'s answer with one number"
+            )
+        return float(score)
+
+
+def _control_tokens(tokenizer: Any) -> list[str]:
+    """Texts that the tokenizer takes for tokens of roles and turns; the longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {t.content for t in added if t.special} | {*tokenizer.all_special_tokens}
+    return sorted((t for t in texts if len(t) > 1), key=len, reverse=True)
+
+
+def _longest(config: Any) -> int:
+    """Most tokens that a model takes."""
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+
+
+def _config(path: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"no reward model at {path!r}: {str(e).splitlines()[0]}") from e
+
+
+def _checked(path: str) -> Any:
+    """The config of a reward model; what is none is refused."""
+    config = _config(path)
+    made_for = (config.architectures or ["?"])[0]
+    if not made_for.endswith("ForSequenceClassification") or config.num_labels != 1:
+        raise ConfigError(
+            f"{path!r} is a {made_for} with {config.num_labels} outputs: a reward model that runs"
+            " here is a ...ForSequenceClassification with one (num_labels=1). Others may run behind"
+            " a server: reward.kwargs.url"
+        )
+    return config
+
+
+def _load(path: str, device: str) -> Any:
+    dtype = torch.float32 if device == "cpu" else "auto"
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, use_safetensors=True
+        )
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot load the reward model {path!r}: {e}") from e
+    return model.to(device).eval()

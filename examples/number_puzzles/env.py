@@ -1,0 +1,167 @@
+"""Number puzzles: too long for the head, a few lines of Python in the sandbox.
+
+    python examples/number_puzzles/env.py data/puzzles.jsonl --rows 256 --seed 1 --difficulty 2
+
+The difficulty is what a program must do: 1 counts with one loop, 2 searches with a function, 3 does
+two such things and combines them, with the tool `python_session`, which keeps variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from typing import Any, NamedTuple
+
+from agentrl import reward
+from agentrl.data import write_rows
+from agentrl.registry import load_file
+
+load_file("shelf:python")
+load_file("shelf:python_session")
+
+PROMPT = (
+    "{question}\nCompute it with the tool. Answer with the number alone, behind ####, for example:"
+    " #### 12"
+)
+
+
+@reward("number_puzzles")
+def number_puzzles(trajectory) -> float:
+    """1 where the last line of the last message is the number behind ####, and nothing else."""
+    lines = trajectory.final_text.strip().splitlines()
+    return float(bool(lines) and lines[-1].strip() == f"#### {trajectory.sample.ground_truth}")
+
+
+class Puzzle(NamedTuple):
+    """A question, its answer, and programs that find it, one a call."""
+
+    question: str
+    answer: int
+    programs: tuple[str, ...]
+
+
+def is_prime(n: int) -> bool:
+    """Whether n is prime."""
+    return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
+
+
+def halvings(n: int) -> int:
+    """Steps from n to 1, where even numbers are halved and odd ones become 3 n + 1."""
+    steps = 0
+    while n != 1:
+        n, steps = (3 * n + 1 if n % 2 else n // 2), steps + 1
+    return steps
+
+
+def loop_puzzle(rng: random.Random) -> Puzzle:
+    """One loop over digits or multiples."""
+    if rng.random() < 0.5:
+        base, power = rng.randint(3, 29), rng.randint(40, 120)
+        return Puzzle(
+            f"What is the sum of the decimal digits of {base} to the power of {power}?",
+            sum(map(int, str(base**power))),
+            (f"sum(int(d) for d in str({base} ** {power}))",),
+        )
+    a, b, end = rng.randint(3, 9), rng.randint(11, 19), rng.randint(2000, 9000)
+    return Puzzle(
+        f"What is the sum of the whole numbers from 1 to {end} that {a} or {b} divides?",
+        sum(n for n in range(1, end + 1) if not n % a or not n % b),
+        (f"print(sum(n for n in range(1, {end} + 1) if not n % {a} or not n % {b}))",),
+    )
+
+
+def search_puzzle(rng: random.Random) -> Puzzle:
+    """A function, and a search over many values of it."""
+    low = rng.randint(1000, 5000)
+    high = low + rng.randint(500, 2000)
+    if rng.random() < 0.5:
+        return Puzzle(
+            f"How many primes are there from {low} to {high}?",
+            sum(map(is_prime, range(low, high + 1))),
+            (
+                "def is_prime(n):\n    return all(n % d for d in range(2, int(n ** 0.5) + 1))\n\n"
+                f"sum(map(is_prime, range({low}, {high} + 1)))",
+            ),
+        )
+    return Puzzle(
+        "A number is halved where it is even, else it becomes three times itself plus one, until it"
+        f" is 1. Which number from {low} to {high} takes the most steps (the smallest of them, if"
+        " there are several)?",
+        max(range(low, high + 1), key=halvings),
+        (
+            "def steps(n):\n    count = 0\n    while n != 1:\n        n = 3 * n + 1 if n % 2 else n"
+            " // 2\n        count += 1\n    return count\n\n"
+            f"print(max(range({low}, {high} + 1), key=steps))",
+        ),
+    )
+
+
+def double_puzzle(rng: random.Random) -> Puzzle:
+    """Two searches, whose results are multiplied."""
+    first, second = search_puzzle(rng), search_puzzle(rng)
+    modulus = rng.choice((9973, 10007, 65537))
+    return Puzzle(
+        f"Let a be the answer to this: {first.question}\nLet b be the answer to this:"
+        f" {second.question}\nWhat is the rest of a times b, divided by {modulus}?",
+        first.answer * second.answer % modulus,
+        (
+            _kept("a", first.programs[0]),
+            _kept("b", second.programs[0]),
+            f"a * b % {modulus}",
+        ),
+    )
+
+
+def _kept(name: str, program: str) -> str:
+    """A program whose last line becomes the value of a variable."""
+    *before, last = program.splitlines()
+    value = last.removeprefix("print(").removesuffix(")") if last.startswith("print(") else last
+    return "\n".join([*before, f"{name} = {value}"])
+
+
+PUZZLES = {1: loop_puzzle, 2: search_puzzle, 3: double_puzzle}
+
+
+def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
+    """Rows of a dataset."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        puzzle = PUZZLES[difficulty](rng)
+        made.append(
+            {
+                "prompt": [{"role": "user", "content": PROMPT.format(question=puzzle.question)}],
+                "agent_name": "tool_agent",
+                "data_source": "examples/number_puzzles",
+                "tools": ["python_session" if difficulty == 3 else "python"],
+                "ground_truth": str(puzzle.answer),
+                "programs": list(puzzle.programs),
+            }
+        )
+    return made
+
+
+def gold(row: dict[str, Any]) -> list[str]:
+    """What a policy that is right says, turn by turn."""
+    return [*(_call("python", {"code": p}) for p in row["programs"]), f"#### {row['ground_truth']}"]
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    called = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{called}\n</tool_call>"
+
+
+def main() -> None:
+    """Write rows to a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("output", help="a .jsonl or .parquet file")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--difficulty", type=int, default=2, choices=sorted(PUZZLES))
+    given = parser.parse_args()
+    write_rows(given.output, rows(given.rows, given.seed, given.difficulty))
+
+
+if __name__ == "__main__":
+    main()

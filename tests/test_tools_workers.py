@@ -1,0 +1,392 @@
+"""A tool server of several processes: episodes stay with theirs, and those that die come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentrl.agent_loops.attempt import World
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config, load_config
+from agentrl.engine.base import Sampling
+from agentrl.engine.scripted import Scripted
+from agentrl.errors import RunStopped, ToolServerError, UserError
+from agentrl.http import HttpClient, fetch_json
+from agentrl.rewards import make_scorer
+from agentrl.rollout import Rollouts, open_rollouts
+from agentrl.testing import byte_tokenizer, call
+from agentrl.tools import HttpToolbox
+from agentrl.tools.background import RESTARTS, Served, serve_in_background
+from agentrl.tools.sticky import Place, worker_of
+from agentrl.trajectory import Group, Message, Sample, ToolCall
+
+TOOLS = '''
+import os, time
+from agentrl import tool
+
+@tool
+def pid() -> int:
+    """Which process this is."""
+    return os.getpid()
+
+@tool
+async def sleep(seconds: float) -> int:
+    """Sleep."""
+    import asyncio
+    await asyncio.sleep(seconds)
+    return os.getpid()
+
+@tool
+def note(file: str, line: str, seconds: float = 0.0) -> str:
+    """Write a line to a file, and then sleep."""
+    with open(file, "a") as f:
+        f.write(line + "\\n")
+    time.sleep(seconds)
+    return "noted"
+
+@tool
+class Diary:
+    """Tells a file how it ended."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def write(self, line: str) -> str:
+        """Write."""
+        return line
+
+    def reward(self) -> float:
+        with open(self.file, "a") as f:
+            f.write("reward\\n")
+        return 1.0
+
+    def close(self) -> None:
+        with open(self.file, "a") as f:
+            f.write("closed\\n")
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "worker_tools.py"
+    path.write_text(TOOLS)
+    return str(path)
+
+
+def until(true, seconds=20.0) -> bool:
+    """Whether something becomes true in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def ask(box: HttpToolbox, name: str, episode: str, turn: int, **arguments) -> str:
+    [result] = await box.run([ToolCall(name, arguments)], episode, turn)
+    assert result.ok, result
+    return result.content
+
+
+def test_where_an_episode_stays():
+    """Drivers in other languages work out the same."""
+    assert [worker_of(e, 3) for e in ("a", "train-0-1", "ü")] == [0, 2, 1]
+    assert {worker_of(f"e{i}", 1) for i in range(9)} == {0}
+    shares = Counter(worker_of(f"train-1-{i}-0-abc-{i}", 4) for i in range(4000))
+    assert all(900 < n < 1100 for n in shares.values())
+    assert Place().elsewhere("a") == 0
+    assert [Place((10, 11, 12), n).elsewhere("a") for n in range(3)] == [0, 10, 10]
+
+
+async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file, caplog):
+    url, token, server = serve_in_background([file], workers=2)
+    with server:
+        box, ids = HttpToolbox(url, token), [f"e{i}" for i in range(8)]
+        for e in ids:
+            await box.open(e, Sample(e, (), tools=("pid",)))
+        played = {e: int(await ask(box, "pid", e, 0)) for e in ids}
+        before = server.pids
+        assert played == {e: before[worker_of(e, 2)] for e in ids}
+        assert played == {e: int(await ask(box, "pid", e, 1)) for e in ids}
+        mine = [e for e in ids if worker_of(e, 2) == 1]
+        assert 0 < len(mine) < 8
+
+        # A driver that goes to the wrong door is told the right one.
+        _, answer = fetch_json(url, "/tools", token=token, timeout=5)
+        ports = answer["workers"]
+        assert url.endswith(f":{ports[0]}") and len(ports) == 2
+        status, answer = fetch_json(
+            url, "/sessions", {"episode_id": mine[0], "sample": {}}, token=token, timeout=5
+        )
+        assert (status, answer["error"]) == (421, "WrongWorker")
+        assert f"the worker at port {ports[1]}" in answer["message"]
+
+        # Whichever worker the URL names, all of them are found.
+        other = HttpToolbox(url.replace(str(ports[0]), str(ports[1])), token)
+        for e in ("x0", "x1", "x2", "x3"):
+            await other.open(e, Sample(e, (), tools=("pid",)))
+            assert int(await ask(other, "pid", e, 0)) == before[worker_of(e, 2)]
+        await other.aclose()
+
+        os.kill(before[1], signal.SIGKILL)
+        for e in ids:
+            if e in mine:  # it waits for the new process, which does not know it
+                with pytest.raises(ToolServerError, match=f"episode {e} is not open"):
+                    await ask(box, "pid", e, 2)
+                await box.open(f"{e}+", Sample(e, (), tools=("pid",)))
+            else:
+                assert int(await ask(box, "pid", e, 2)) == before[0]
+        assert server.pids[0] == before[0] and server.pids[1] != before[1]
+        assert server.running
+        again = [e for e in ids if worker_of(f"{e}+", 2) == 1 and e in mine]
+        for e in again:
+            assert int(await ask(box, "pid", f"{e}+", 0)) == server.pids[1]
+        assert "the tool server ended by itself, code -9, and is started again" in caplog.text
+        await box.aclose()
+    assert not any(map(alive, server.pids))
+
+
+def test_the_config_says_how_many(file):
+    config = load_config(None, ["tools.workers=2", f"files=[{file}]"])
+    tokenizer = byte_tokenizer()
+    engine = Scripted([call("pid"), "done"], tokenizer)
+    with open_rollouts(config, engine, ChatTemplate(tokenizer), _scorer(config)) as rollouts:
+        groups = rollouts.collect(_rows(4, "pid"), n=4, sampling=Sampling(), step=0)
+    said = results(groups)
+    assert len(said) == 2 and all(s.isdigit() for s in said)
+
+
+def _scorer(config: Config):
+    return make_scorer(config.reward)
+
+
+def _rows(n: int, tool: str, **fields) -> list[Sample]:
+    return [
+        Sample(
+            f"r{i}",
+            (Message("user", "Go."),),
+            agent_name="tool_agent",
+            data_source="openai/gsm8k",
+            ground_truth="12",
+            tools=(tool,),
+            row=i,
+            **fields,
+        )
+        for i in range(n)
+    ]
+
+
+def results(groups: list[Group]) -> set[str]:
+    """What tools answered."""
+    scored = [s for g in groups for s in g.scored]
+    return {m.content for s in scored for m in s.trajectory.messages if m.role == "tool"}
+
+
+def _rollouts(served: Served, script) -> Rollouts:
+    tokenizer, box = byte_tokenizer(), HttpToolbox(served.url, served.token)
+    box.schemas(())  # as a run does, before its first step
+    world = World(Scripted(script, tokenizer), ChatTemplate(tokenizer), box, Config())
+    return Rollouts(world, _scorer(world.config), seed=0)
+
+
+def test_a_server_killed_in_the_middle_of_a_call_costs_no_reward(file):
+    """F1: nobody is rewarded with 0 for it; the server is back, and the step completes."""
+    served = serve_in_background([file])
+    with served.handle as server:
+        rollouts = _rollouts(served, [call("sleep", seconds=0.6), "#### 12"])
+        [first] = server.pids
+        killer = threading.Timer(0.4, os.kill, (first, signal.SIGKILL))
+        killer.start()
+        try:
+            groups = rollouts.collect(_rows(3, "sleep"), n=4, sampling=Sampling(), step=0)
+        finally:
+            killer.join()
+            rollouts.close()
+        [second] = server.pids
+        assert second != first
+        assert [[s.reward for s in g.scored] for g in groups] == [[1.0] * 4] * 3
+        assert [g.dropped for g in groups] == [0, 0, 0]
+        # All were in that call, so all were played a second time, under ids of their own.
+        ids = [s.trajectory.episode_id for g in groups for s in g.scored]
+        assert all(i.endswith("+1") for i in ids)
+        assert results(groups) == {str(second)}
+
+
+async def test_a_call_that_its_server_died_under_is_not_run_again(file, tmp_path):
+    notes = tmp_path / "notes"
+    served = serve_in_background([file])
+    with served.handle as server:
+        box = HttpToolbox(served.url, served.token)
+        await box.open("e", Sample("s", (), tools=("note",)))
+        arguments = {"file": str(notes), "line": "x", "seconds": 30.0}
+        running = asyncio.create_task(box.run([ToolCall("note", arguments)], "e", 0))
+        assert await asyncio.to_thread(until, notes.exists)
+        os.kill(server.pids[0], signal.SIGKILL)
+        with pytest.raises(ToolServerError):
+            await running
+        assert notes.read_text() == "x\n"
+        await box.aclose()
+
+
+async def test_a_worker_that_keeps_dying_is_given_up(file, caplog):
+    """And whoever calls is refused at once, instead of waiting for it."""
+    url, _, server = serve_in_background([file])
+    with server:
+        for _ in range(RESTARTS):
+            pid = server.pids[0]
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(until, lambda pid=pid: server.pids[0] != pid, 1.0)
+        await asyncio.to_thread(server.wait)
+        assert "ended by itself, code -9, too often to be started again" in caplog.text
+        began = time.monotonic()
+        with pytest.raises(ToolServerError):
+            async with HttpClient(url, error=ToolServerError) as client:
+                await client.request_json("GET", "/health", deadline=began + 10)
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_step_without_a_server_stops_the_run_with_the_cause(file):
+    served = serve_in_background([file])
+    rollouts = _rollouts(served, [call("pid"), "#### 12"])
+    served.handle.stop()
+    with pytest.raises(RunStopped, match=r"12 of 12 rollouts were dropped[^$]*ToolServerError"):
+        rollouts.collect(_rows(3, "pid"), n=4, sampling=Sampling(), step=0)
+    rollouts.close()
+
+
+def test_ports_follow_the_first(file):
+    """Where one of them is taken, nothing is left behind."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot serve on 127.0.0.1:{port}"):
+            serve_in_background([file], workers=2, port=port - 1)
+    url, token, server = serve_in_background([file], workers=2, port=port - 1)
+    with server:
+        assert url == f"http://127.0.0.1:{port - 1}"
+        _, answer = fetch_json(url, "/tools", token=token, timeout=5)
+        assert answer["workers"] == [port - 1, port]
+
+
+# Ends.
+
+
+def serve(file: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """`agentrl tools serve` and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.cli", "tools", "serve", file, "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "AGENTRL_TOOLS_TOKEN": "t"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert said.startswith("4 tools at http://"), said
+    return process, said.split()[3].rstrip(":")
+
+
+@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
+async def test_a_server_that_is_told_to_stop_ends_what_runs(file, tmp_path, options):
+    """SIGTERM: no new sessions or calls, the one that runs is answered, objects are closed."""
+    end, notes = tmp_path / "end", tmp_path / "notes"
+    process, url = serve(file, *options)
+    try:
+        box = HttpToolbox(url, "t")
+        kwargs = {"diary": {"create_kwargs": {"file": str(end)}}}
+        await box.open("e", Sample("s", (), tools=("note", "diary"), tools_kwargs=kwargs))
+        arguments = {"file": str(notes), "line": "x", "seconds": 1.5}
+        running = asyncio.create_task(box.run([ToolCall("note", arguments)], "e", 0))
+        assert await asyncio.to_thread(until, notes.exists)
+        process.send_signal(signal.SIGTERM)
+        worker = box._workers.of("e")
+
+        async def status() -> str:
+            _, answer = await worker.request_json("GET", "/health", deadline=time.monotonic() + 5)
+            return answer["status"]
+
+        while await status() != "draining":
+            await asyncio.sleep(0.02)
+        for work in (
+            box.run([ToolCall("write", {"line": "x"})], "e", 1),
+            box.open("e", Sample("s", ())),
+        ):
+            with pytest.raises(ToolServerError, match="is about to stop"):
+                await work
+        [result] = await running
+        assert result.content == "noted"
+        _, errors = await asyncio.to_thread(process.communicate, timeout=20)
+        assert (process.returncode, "Traceback" in errors) == (0, False), errors
+        assert end.read_text() == "closed\n"  # nobody asked for the reward
+        await box.aclose()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+async def test_the_second_signal_ends_it_at_once(file, tmp_path, options, first):
+    notes = tmp_path / "notes"
+    process, url = serve(file, *options)
+    try:
+        box = HttpToolbox(url, "t")
+        await box.open("e", Sample("s", (), tools=("note",)))
+        arguments = {"file": str(notes), "line": "x", "seconds": 25.0}
+        running = asyncio.create_task(box.run([ToolCall("note", arguments)], "e", 0))
+        assert await asyncio.to_thread(until, notes.exists)
+        process.send_signal(first)
+        with pytest.raises(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, 0.7)
+        began = time.monotonic()
+        process.send_signal(first)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=20)
+        assert time.monotonic() - began < 2.0
+        assert "Traceback" not in errors
+        with pytest.raises(ToolServerError):
+            await running
+        await box.aclose()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_workers_end_with_who_started_them(file):
+    process, url = serve(file, "--workers", "2")
+    _, answer = fetch_json(url, "/tools", token="t", timeout=5)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(answer["workers"]) == len(children) == 2
+    process.kill()
+    process.communicate()
+    assert until(lambda: not any(alive(int(c)) for c in children), 5.0)
+
+
+def test_no_tools_at_all(tmp_path):
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", "tools", "serve", str(empty), "--workers", "2",
+         "--port", "0"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no @tool in" in done.stderr and "Traceback" not in done.stderr
