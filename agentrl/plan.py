@@ -24,6 +24,7 @@ from agentrl.chat.proof import CALLS_ALONE, SHAPES, Shape, Verdict, prove
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
+from agentrl.isolation import check_isolation, isolation
 from agentrl.rewards import Scorer, check_graders, make_scorer
 from agentrl.rewards.leaks import leaks
 from agentrl.tools import LocalToolbox
@@ -108,6 +109,7 @@ def make_plan(config: Config) -> Plan:
     for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
         for leak in leaks(samples, _tools_text(), path):
             log.warning("%s", leak)
+    check_isolation(config, rows, scorer)
     return Plan(config, rows[0], rows[1], scorer)
 
 
@@ -283,6 +285,14 @@ def wiring(plan: Plan) -> str:
             heard = f", interaction {interaction}" if interaction else ""
             lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{heard}")
     config = plan.config
+    talking = {sample.interaction for sample in (*plan.train, *plan.val)}
+    lines += [
+        f"interaction.kwargs.{name}: no row has this interaction"
+        for name in config.interaction.kwargs
+        if name not in talking
+    ]
+    if programs := isolation(config, (plan.train, plan.val), plan.scorer):
+        lines.append(programs)
     if plan.train:
         size = config.data.batch_size * config.rollout.n
         mini = config.algorithm.mini_batch_size or size

@@ -181,8 +181,8 @@ def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F
 
 SHELF = "shelf:"
 YAML = (".yaml", ".yml")
-VERL = "agentrl.compat.verl"
-"""Above this room: imported where a file needs it."""
+VERL, MCP = "agentrl.compat.verl", "agentrl.tools.mcp.source"
+"""Above this room: imported where a file needs them."""
 
 
 def shelf_folder() -> Path:
@@ -224,11 +224,14 @@ def resolve_file(name: str) -> Path:
 def load_file(name: str) -> Any:
     """Run a user file once, so that its decorators register what it defines; returns the module.
 
-    A YAML file is verl's, of tools or interactions: what it names is registered.
+    A YAML file is verl's, of tools or interactions: what it names is registered; a name with `mcp+`
+    is that of a server of tools.
 
     Raises:
         UserError: the file is missing or does not run; the message names the line.
     """
+    if name.startswith("mcp+"):
+        return importlib.import_module(MCP).load(name)
     path = resolve_file(name)
     if path.suffix in YAML:
         return importlib.import_module(VERL).load_yaml(path)

@@ -22,6 +22,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from agentrl import sandbox
 from agentrl.agent_loops.attempt import World, mix_seed
 from agentrl.agent_loops.play import CLEANUP_S, play_episode
 from agentrl.chat import ChatTemplate
@@ -168,6 +169,7 @@ class Rollouts:
             await self._scorer.close()
         finally:
             await self.world.toolbox.aclose()
+            await sandbox.release()
 
     def _plays(
         self,
@@ -302,6 +304,7 @@ def open_rollouts(
 ) -> Iterator[Rollouts]:
     """Rollouts with the config's tools, in process or served over HTTP; closed at the end."""
     settle_heap()
+    sandbox.configure(config.sandbox)
     with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
         rollouts = Rollouts(
             World(sampler, template, toolbox, config), scorer, seed=config.trainer.seed

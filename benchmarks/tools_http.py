@@ -6,7 +6,8 @@ The tool is the shelf's calculator: each call is checked against its schema, run
 a deadline, and is remembered by its key. The route reads the same body into a pydantic model and
 answers with constants. Both servers are processes of their own (httptools and uvloop), the client
 is this one. Figures are medians of rounds that alternate between the contestants; microseconds are
-CPU time a call, of the client and of the server.
+CPU time a call, of the client and of the server. Then tools that wait: 300 calls of a second each
+without a thread, and 512 that hold one for 0.2 s, by one worker and by two.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
@@ -54,6 +57,24 @@ bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
 print(bound.getsockname()[1], flush=True)
 config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False, ws="none")
 uvicorn.Server(config).run([bound])
+"""
+
+
+WAITING = """
+import asyncio, time
+from agentrl import tool
+
+@tool
+async def wait(seconds: float) -> str:
+    'Wait.'
+    await asyncio.sleep(seconds)
+    return "waited"
+
+@tool
+def hold(seconds: float) -> str:
+    'Hold a thread.'
+    time.sleep(seconds)
+    return "held"
 """
 
 
@@ -146,6 +167,36 @@ async def compare(in_flight: int, tools: tuple[str, str, int], bare: tuple[str, 
     say("tools_http/toolbox_of_bare_route", statistics.median(ratios), "ratio", context)
 
 
+async def at_once(url: str, token: str, name: str, calls: int, seconds: float) -> float:
+    """How long it takes until so many calls that are made at once are all answered."""
+    box, sample = HttpToolbox(url, token), Sample("row", (), tools=(name,))
+    ids = [f"{name}-{i}" for i in range(calls)]
+    await asyncio.gather(*(box.open(i, sample) for i in ids))
+    call = ToolCall(name, {"seconds": seconds})
+    began = time.perf_counter()
+    results = await asyncio.gather(*(box.run([call], i, 0) for i in ids))
+    took = time.perf_counter() - began
+    assert all(r.ok for [r] in results)
+    await box.aclose()
+    return took
+
+
+def waiting(loop: asyncio.Runner) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "waiting.py"
+        file.write_text(WAITING)
+        for name, calls, seconds, workers in (
+            ("wait", 300, 1.0, 1),
+            ("hold", 512, 0.2, 1),
+            ("hold", 512, 0.2, 2),
+        ):
+            url, token, server = serve_in_background([str(file)], workers=workers)
+            with server:
+                took = loop.run(at_once(url, token, name, calls, seconds))
+            context = {"calls": calls, "seconds": seconds, "workers": workers}
+            say(f"tools_http/{name}/all_answered", took, "s", context)
+
+
 def say(name: str, value: float, unit: str, context: dict[str, object]) -> None:
     line = {"name": name, "value": round(value, 3), "unit": unit, "context": context}
     print(json.dumps(line), flush=True)
@@ -159,7 +210,8 @@ def main() -> None:
         url, token, server = serve_in_background(["shelf:calculator"])
         with server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             for in_flight in (64, 512):
-                loop.run(compare(in_flight, (url, token, server.pid), (bare_url, bare.pid)))
+                loop.run(compare(in_flight, (url, token, server.pids[0]), (bare_url, bare.pid)))
+            waiting(loop)
     finally:
         bare.terminate()
         bare.wait()

@@ -63,8 +63,10 @@ def own_registries():
     before, modules = [dict(kind._things) for kind in KINDS], set(sys.modules)
     yield
     for kind, things in zip(KINDS, before, strict=True):
+        # What is shipped registers when its module is first imported, and that stays.
+        shipped = {n: thing for n, thing in kind._things.items() if n in kind.shipped}
         kind._things.clear()
-        kind._things.update(things)
+        kind._things.update(things | shipped)
     for name in set(sys.modules) - modules:
         if name.startswith("agentrl_user_"):
             del sys.modules[name]

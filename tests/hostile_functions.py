@@ -28,6 +28,10 @@ def pid():
     return os.getpid()
 
 
+def nap(seconds):
+    time.sleep(seconds)
+
+
 def hang():
     time.sleep(600)
 
@@ -102,3 +106,7 @@ def with_child(folder):
 def write_pid_and_hang(file):
     Path(file).write_text(str(os.getpid()))
     wild_pattern()
+
+
+def die_of(*given):
+    os._exit(3)

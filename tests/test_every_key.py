@@ -155,6 +155,10 @@ CHANGES = {
         ["data.train={heard_rows}", "data.agent_name=heard_every_key"],
     ),
     "reward.function": ("length_of_answer", []),
+    "reward.functions": (
+        "{{spread_of_letters: 1, length_of_answer: 0.5}}",
+        ["reward.function="],
+    ),
     "reward.kwargs": ("{{scale: 3}}", []),
     "reward.outcome_weight": ("2", []),
     "reward.turn_weight": ("1", []),
@@ -224,6 +228,14 @@ REFUSED = (
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
+    "tools.workers": "test_tools_workers.py::test_the_config_says_how_many",
+    "sandbox.backend": "test_sandbox_keys.py::test_each_key_changes_what_programs_meet",
+    "sandbox.slots": "test_sandbox_keys.py::test_each_key_changes_what_programs_meet",
+    "sandbox.timeout_s": "test_sandbox_keys.py::test_each_key_changes_what_programs_meet",
+    "sandbox.memory_mb": "test_sandbox_keys.py::test_each_key_changes_what_programs_meet",
+    "sandbox.python": "test_sandbox_keys.py::test_each_key_changes_what_programs_meet",
+    "reward.timeout_s": "test_rewards_pool.py::test_what_hangs_is_late_and_in_nobodys_way",
+    "reward.workers": "test_rewards_pool.py::test_as_many_processes_as_reward_workers",
     "optim.recompute": "test_sharding.py::test_what_is_done_to_a_layer",
     "optim.compile": "test_sharding.py::test_what_is_done_to_a_layer",
     "optim.offload": "test_sharding.py::test_what_waits_in_the_cpus_memory",

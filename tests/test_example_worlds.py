@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import play, sandbox
-from agentrl.config import SandboxConfig, load_config, without_effect
+from agentrl import play
+from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.registry import load_file
 from agentrl.rewards import check_graders, make_scorer
 from agentrl.testing import Scripted, byte_tokenizer, call
+from agentrl.trainer.tracking import read_metrics
 from agentrl.trajectory import Scored
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -54,8 +55,10 @@ def made(tmp_path, name, count, seed=0, difficulty=2):
     return list(zip(rows, samples, strict=True))
 
 
-def earned(name, sample, answers) -> Scored:
-    config = load_config(None, [*ROOM, f"reward.function={name}"])
+def earned(name, sample, answers, seconds=10) -> Scored:
+    """An episode in which these texts are said; a program may take so many seconds."""
+    given = [*ROOM, f"reward.function={name}", f"sandbox.timeout_s={seconds}"]
+    config = load_config(None, given)
     scorer = make_scorer(config.reward)
     trajectory = play(sample, Scripted(answers, byte_tokenizer()), byte_tokenizer(), config=config)
     return asyncio.run(scorer.score(trajectory))
@@ -67,15 +70,15 @@ def results(scored):
 
 @pytest.mark.parametrize(("name", "difficulty"), worlds)
 def test_a_policy_that_is_right_earns_1(tmp_path, name, difficulty):
-    for row, sample in made(tmp_path, name, 6, seed=difficulty, difficulty=difficulty):
+    for row, sample in made(tmp_path, name, 3, seed=difficulty, difficulty=difficulty):
         answers = world(name).gold(row)
         scored = earned(name, sample, answers)
         assert scored.reward == 1.0, results(scored)
         assert all(r.ok for t in scored.trajectory.turns for r in t.tool_results)
         # The last result holds the answer: it was found, not known.
         assert row["ground_truth"] in results(scored)[-1], results(scored)
-        guess = earned(name, sample, [*answers[:-1], f"#### {row['ground_truth']}0"])
-        assert guess.reward == 0.0
+    wrong = [*answers[:-1], f"#### {row['ground_truth']}0"]
+    assert earned(name, sample, wrong).reward == 0.0
 
 
 @pytest.mark.parametrize(("name", "difficulty"), worlds)
@@ -178,10 +181,11 @@ def test_cheating_with_words_earns_0(tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "cheat"), cheats)
-def test_cheating_with_tools_earns_0(tmp_path, name, cheat, short_programs):
+def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
     """What a tool says is no answer, and none of these makes it say the right one."""
+    monkeypatch.setattr(load_file("shelf:sql"), "MAX_SECONDS", 0.3)
     ((row, sample),) = made(tmp_path, name, 1, seed=3)
-    scored = earned(name, sample, [CHEATS[name][cheat], "I am done."])
+    scored = earned(name, sample, [CHEATS[name][cheat], "I am done."], seconds=1)
     assert scored.reward == 0.0
     (result,) = results(scored)
     assert f"#### {row['ground_truth']}" not in result and "root:" not in result
@@ -189,18 +193,32 @@ def test_cheating_with_tools_earns_0(tmp_path, name, cheat, short_programs):
         assert row["ground_truth"] not in result
     # What a policy finds out by cheating is the last line of what it was told.
     told = result.strip().splitlines()[-1:] or [""]
-    assert earned(name, sample, [CHEATS[name][cheat], *told]).reward == 0.0
+    assert earned(name, sample, [CHEATS[name][cheat], *told], seconds=1).reward == 0.0
     # The next episode finds all as it was.
     assert earned(name, sample, world(name).gold(row)).reward == 1.0
 
 
-@pytest.fixture
-def short_programs(monkeypatch):
-    """What sleeps is ended soon."""
-    monkeypatch.setattr(load_file("shelf:sql"), "MAX_SECONDS", 0.3)
-    sandbox.configure(SandboxConfig(timeout_s=1.0))
-    yield
-    sandbox.configure(SandboxConfig())
+# -- learning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.learning
+def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
+    """The README's commands, for a quarter of the steps."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    said = (EXAMPLES / "shopping" / "README.md").read_text().replace("\\\n", "")
+    commands = [c for c in said.splitlines() if c.startswith(("python ex", "agentrl "))][:5]
+    assert [c.split()[1] for c in commands[3:]] == ["sft", "train"]
+    commands[4] += " trainer.total_steps=15 trainer.test_freq=15"
+    for command in commands:
+        command = command.replace("agentrl ", "python -m agentrl.cli ").removeprefix("python ")
+        words = [sys.executable, *command.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_metrics(tmp_path / "runs" / "shopping" / "metrics.jsonl")
+    rewards = [m["critic/score/mean"] for _, m in metrics if "critic/score/mean" in m]
+    assert len(rewards) == 15
+    assert sum(rewards[:2]) / 2 < 0.2 and sum(rewards[-5:]) / 5 > 0.3, rewards
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -217,22 +235,36 @@ def test_the_config_loads_and_every_key_has_an_effect(name):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_command_of_the_readme_writes_rows(tmp_path, name):
-    """As it stands there, from the folder that holds `examples`."""
+def test_the_command_of_the_readme_writes_rows(tmp_path, name, monkeypatch):
     said = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
     (command, *_) = (line for line in said.splitlines() if line.startswith("python examples/"))
-    (tmp_path / "examples").symlink_to(EXAMPLES)
-    words = [sys.executable, *command.split()[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert command.split()[1] == f"examples/{name}/env.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command.split()[1:])
+    world(name).main()
     (file,) = (tmp_path / "data").iterdir()
     samples = load_samples(str(file))
-    world(name)
     check_samples(samples, str(file))
     config = load_config(str(EXAMPLES / name / "run.yaml"))
     check_graders(samples, make_scorer(config.reward), str(file))
     assert str(file.relative_to(tmp_path)) in (config.data.train, config.data.val)
     assert len(samples) == int(command.split("--rows ")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_a_policy_is_tested_on_is_not_what_it_trains_on(tmp_path, name, monkeypatch):
+    """Of the files that the README's commands make."""
+    said = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for command in (c for c in said.splitlines() if c.startswith("python examples/")):
+        monkeypatch.setattr(sys, "argv", command.split()[1:])
+        world(name).main()
+    config = load_config(str(EXAMPLES / name / "run.yaml"))
+    asked = [
+        {(s.prompt[-1].content, str(s.tools_kwargs)) for s in load_samples(path)}
+        for path in (config.data.train, config.data.val)
+    ]
+    assert len(asked[1] - asked[0]) > 0.97 * len(asked[1])
 
 
 def test_the_corpus_is_what_its_maker_makes():

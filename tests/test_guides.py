@@ -30,6 +30,7 @@ PAGES = (
     "interactions",
     "rewards",
     "run_folder",
+    "sandbox",
     "scaling",
     "tokens",
     "tools",

@@ -36,7 +36,7 @@ from agentrl.interactions import (
     interaction,
     respond,
 )
-from agentrl.plan import make_plan
+from agentrl.plan import make_plan, wiring
 from agentrl.rewards.gsm8k import compute_score
 from agentrl.signatures import argument_problems
 from agentrl.testing import Scripted, byte_tokenizer
@@ -353,7 +353,11 @@ def test_a_plan_says_what_the_config_has_wrong(tmp_path):
         flags = {"data.train": str(rows), "interaction.kwargs": kwargs}
         return make_plan(load_config(None, [], flags))
 
-    assert len(plan({"gsm8k": {"ground_truth": "1"}}).train) == 1
+    made = plan({"gsm8k": {"ground_truth": "1"}, "gym": {"envs": ["CartPole-v1"]}})
+    assert len(made.train) == 1
+    said = wiring(made).splitlines()
+    assert "interaction.kwargs.gym: no row has this interaction" in said
+    assert not any("kwargs.gsm8k" in line for line in said)
     with pytest.raises(UserError) as caught:
         plan({"gsm9k": {}, "gsm8k": {"query": "b", "ground_truth": "1"}})
     assert "interaction.kwargs: no interaction named 'gsm9k'. Did you mean 'gsm8k'" in str(

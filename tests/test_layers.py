@@ -22,7 +22,7 @@ LAYERS = (
     ("sandbox",),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),
-    ("rollout",),
+    ("isolation", "rollout"),
     ("evaluate", "plan"),
     ("trainer",),
     ("cluster",),

@@ -297,7 +297,7 @@ def test_rows_without_a_grader_are_refused_with_the_choices():
     first, second = str(caught.value).splitlines()
     assert first.startswith(
         "train.jsonl: rows 0, 1, 2, ... (5 in all): no grader for data_source 'openai/gsm8'."
-        " Did you mean 'openai/gsm8k'? Known: openai/gsm8k, agentrl/arithmetic."
+        " Did you mean 'openai/gsm8k'? Known: openai/gsm8k, agentrl/arithmetic, lighteval/MATH,"
     )
     assert "reward.function" in first and "path.py:function" in first
     assert second.startswith("train.jsonl: row 9: no data_source.")

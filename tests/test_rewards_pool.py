@@ -9,7 +9,7 @@ from collections import Counter
 
 import hostile_functions as hostile
 import pytest
-from test_rewards import played, row, turn
+from test_rewards import played, row
 from test_rollout import SAMPLING, TOKENIZER, Failing, rows
 
 from agentrl.agent_loops.attempt import World
@@ -26,7 +26,6 @@ from agentrl.errors import (
 )
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import check_graders, make_scorer, reward
-from agentrl.rewards.base import Grader
 from agentrl.rewards.runner import Runner
 from agentrl.rollout import Rollouts
 from agentrl.tools import LocalToolbox
@@ -36,8 +35,8 @@ from agentrl import reward
 import hostile_functions as hostile
 
 @reward("outside", process=True)
-def outside(trajectory, do="add", **kwargs):
-    returned = getattr(hostile, do)(**kwargs)
+def outside(trajectory, **kwargs):
+    returned = getattr(hostile, trajectory.final_text or "pid")(**kwargs)
     return {"score": 0.5, "pid": float(hostile.pid())}
 
 @reward("late_is_wrong", process=True, late=-1.0)
@@ -159,8 +158,9 @@ async def test_our_quick_graders_run_where_they_are_called(scorer):
 
 
 async def test_a_reward_in_a_process(scorer, mine):
-    judge = scorer(function=f"{mine}:outside", kwargs={"do": "add", "a": 1})
-    first, second = [(await judge.score(played())).metrics["pid"] for _ in range(2)]
+    judge = scorer(function=f"{mine}:outside", kwargs={"a": 1})
+    add = played(("assistant", "add"))
+    first, second = [(await judge.score(add)).metrics["pid"] for _ in range(2)]
     assert first == second != hostile.pid()
 
 
@@ -179,12 +179,18 @@ async def test_a_reward_in_a_process(scorer, mine):
 )
 async def test_what_happens_in_the_process_of_a_reward(scorer, mine, do, error, says):
     seconds = 0.3 if "0.3" in says.replace("\\", "") else 20
-    judge = scorer(function=f"{mine}:outside", kwargs={"do": do}, timeout_s=seconds, workers=1)
+    judge = scorer(function=f"{mine}:outside", timeout_s=seconds, workers=1)
     with pytest.raises(error, match=says):
-        await judge.score(played())
-    # Others are judged as before.
-    other = scorer(function=f"{mine}:outside", kwargs={"do": "add", "a": 1})
-    assert (await other.score(played())).reward == 0.5
+        await judge.score(played(("assistant", do)))
+    assert (await judge.score(played())).reward == 0.5
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_as_many_processes_as_reward_workers(scorer, mine, workers):
+    judge = scorer(function=f"{mine}:outside", kwargs={"seconds": 0.2}, workers=workers)
+    nap = played(("assistant", "nap"))
+    scored = await asyncio.gather(*(judge.score(nap) for _ in range(6)))
+    assert len({s.metrics["pid"] for s in scored}) == workers
 
 
 async def test_lateness_may_be_the_answers_doing(scorer, mine):
@@ -319,12 +325,18 @@ async def test_functions_wait_for_each_other_at_once(scorer):
             {"functions": {"brief": 1}, "kwargs": {"brief": {"limt": 3}}},
             "with reward.kwargs.brief={'limt': 3}: unknown argument 'limt'. Did you mean 'limit'",
         ),
-        ({"functions": {"exact": 1, "x.py:exact": 1}}, "'exact' would be two metrics of one name"),
+        (
+            {"functions": {"exact": 1, "{mine}:exact": 1}},
+            "'exact' would be two metrics of one name",
+        ),
     ],
 )
-def test_mistakes_in_several_functions(several, config, says):
+def test_mistakes_in_several_functions(several, mine, config, says):
+    with open(mine, "a") as f:
+        f.write("def exact(trajectory):\n    return 0.0\n")
+    functions = {k.format(mine=mine): w for k, w in config["functions"].items()}
     with pytest.raises(ConfigError) as caught:
-        make_scorer(RewardConfig(**config))
+        make_scorer(RewardConfig(**{**config, "functions": functions}))
     assert says in str(caught.value)
 
 
@@ -456,7 +468,7 @@ def test_a_judge_that_stays_down_drops_and_never_zeroes(rollouts, group):
 
     engine = Failing(["a"])
     r = rollouts(engine, reward={"function": "down"})
-    with pytest.raises(RunStopped, match="2 of 2 rollouts were dropped.*\n.*the judge is down"):
+    with pytest.raises(RunStopped, match=r"2 of 2 rollouts were dropped.*\n.*the judge is down"):
         r.collect(rows(1, "single_turn"), n=2, sampling=SAMPLING, step=0)
     assert len(engine.begun) == 2 and not r._watchdog._episodes
 
@@ -492,9 +504,9 @@ async def test_hostile_answers_do_not_hold_up_the_good_ones():
         function = bad[i // 20 % len(bad)] if i % 20 == 7 else None
         try:
             if function:
-                await runner.in_process("hostile", function)
+                await runner.in_process("hostile", function, (), {})
             else:
-                assert await runner.in_process("good", hostile.add, i) == i + 1
+                assert await runner.in_process("good", hostile.add, (i,), {}) == i + 1
                 outcomes["good"] += 1
         except Infrastructure as e:
             outcomes[type(e).__name__] += 1

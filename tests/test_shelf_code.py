@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import shutil
 import time
 
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Sample, ToolError, sandbox
-from agentrl.config import SandboxConfig
+from agentrl.config import SandboxConfig, ToolsConfig
 from agentrl.registry import load_file
 from agentrl.sandbox import Completed
 from agentrl.sandbox.report import report
-from agentrl.tools import LocalToolbox
+from agentrl.tools import LocalToolbox, open_toolbox
 from agentrl.trajectory import Message, ToolCall
 
 needs_sandbox = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: install bubblewrap")
@@ -215,6 +216,33 @@ def test_what_is_given_is_not_shown():
     assert list(session["function"]["parameters"]["properties"]) == ["code"]
 
 
+@needs_sandbox
+def test_over_http_it_is_the_same():
+    """On the server that a run starts, with the run's limits."""
+    files = ["shelf:python", "shelf:shell"]
+    for name in files:
+        load_file(name)
+    given = {"shell": {"create_kwargs": {"files": FILES}}}
+    tools = ("python", "shell")
+    sample = Sample("row", (Message("user", "Go."),), tools=tools, tools_kwargs=given)
+    calls = [
+        ToolCall("python", {"code": "6 * 7"}),
+        ToolCall("run", {"command": "cat 'read me.txt'"}),
+        ToolCall("python", {"code": "while True: pass"}),
+    ]
+
+    async def talk(box):
+        await box.open("e", sample)
+        results = await box.run(calls, episode_id="e", turn=0)
+        await box.close("e")
+        return [r.content for r in results]
+
+    with open_toolbox(ToolsConfig(), files, SandboxConfig(timeout_s=1.0)) as box:
+        said = asyncio.run(talk(box))
+    assert said[:2] == ["42", "hello"]
+    assert "took too long (1 s)" in said[2] or "processor time" in said[2]
+
+
 # -- python_session --------------------------------------------------------------------------------
 
 
@@ -325,11 +353,14 @@ async def test_much_is_cut():
 
 @needs_sandbox
 async def test_a_full_folder_is_told():
-    said = await say(
+    filled, more, _, freed, after = await say(
         "shell",
-        ("run", {"command": "head -c 200000000 /dev/zero > full"}),
+        ("run", {"command": "for i in 1 2 3; do head -c 40000000 /dev/zero > full$i; done"}),
         ("write_file", {"path": "more", "content": "y" * 100_000}),
-        ("run", {"command": "rm full; echo free"}),
+        ("run", {"command": "rm full2"}),
+        ("write_file", {"path": "full1", "content": ""}),
+        ("run", {"command": "rm full*; echo free"}),
     )
-    assert said[2].content == "free"
-    assert said[1].ok or said[1].error == "tool_error"
+    assert "No space left" in filled.content
+    assert more.error == "tool_error" and "No space left" in more.content
+    assert freed.ok and after.content == "free"

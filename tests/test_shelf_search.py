@@ -93,7 +93,14 @@ def test_a_file_that_is_no_corpus(shelf, tmp_path, lines, said):
     file = tmp_path / "broken.jsonl"
     file.write_text(lines)
     with pytest.raises(DataError, match=said):
-        shelf.read_corpus(file)
+        list(shelf.read_passages(file))
+    if ":2:" in said:
+        shelf.use_corpus(file)
+        with pytest.raises(Infrastructure, match=said):
+            shelf.search("a")
+    else:
+        with pytest.raises(DataError, match=said):
+            shelf.use_corpus(file)
 
 
 def test_where_the_corpus_is_is_asked_for(shelf, tmp_path, monkeypatch):

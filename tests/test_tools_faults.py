@@ -67,6 +67,8 @@ class Proxy:
         self.faults: list[bytes | str | None] = []
         self.calls: list[float] = []
         """When a call arrived."""
+        self.delay = 0.0
+        """Seconds that everything is under way, each way."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -74,6 +76,7 @@ class Proxy:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
                 request = head + await reader.readexactly(int(length or b"0"))
+                await asyncio.sleep(self.delay)
                 fault: bytes | str | None = ""
                 if b"/calls " in head.partition(b"\r\n")[0]:
                     self.calls.append(time.monotonic())
@@ -95,6 +98,7 @@ class Proxy:
                 upstream.close()
                 if fault == "lost":
                     break
+                await asyncio.sleep(self.delay)
                 writer.write(head + body)
             await writer.drain()
         writer.close()
@@ -218,6 +222,20 @@ async def test_a_busy_server_is_asked_again_when_it_says(url, key, status):
         assert 1.0 <= second - first < 1.5
         assert third - second < 0.3
         assert RAN.count(key) == 1
+
+
+async def test_a_slow_network_that_loses_things(url, key):
+    """F15: 200 ms each way, and every fifth call or its answer is lost; all are answered, once."""
+    async with through(url) as (proxy, box):
+        proxy.delay = 0.2
+        await box.open(key, Sample("s", (), tools=("once",)))
+        proxy.faults = [None, "", "", "lost", ""] * 4
+        calls = [ToolCall("once", {"key": f"{key} {i}"}) for i in range(20)]
+        began = time.monotonic()
+        results = await box.run(calls, key, 0)
+        assert [r.content for r in results] == [f"{key} {i}: 1" for i in range(20)]
+        assert time.monotonic() - began < 4.0
+        assert len(proxy.calls) == 28
 
 
 async def test_a_busy_server_is_not_asked_beyond_the_deadline(url, key, monkeypatch):

@@ -1,28 +1,33 @@
-"""The tool server against what `/openapi.json` says of it (schemathesis, in this process)."""
+"""The tool server against what `/openapi.json` says of it (schemathesis)."""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
+from urllib.parse import quote
 
+import httpx
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
-from starlette.testclient import TestClient
+from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 
 from agentrl import registry
 from agentrl.tools import tool
-from agentrl.tools.server import create_app
+from agentrl.tools.listen import ToolServer
 
 TOKEN = "open-sesame"
-EXAMPLES = 50
-"""Of each kind for each of six operations: 600 requests."""
+EXAMPLES = 60
+"""For each of six operations, and of wrong requests for each of three: 540."""
 
 
 @pytest.fixture(scope="module")
-def app():
+def url():
+    """A server in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry.tools, "_things", {})
 
@@ -46,21 +51,34 @@ def app():
             def reward(self) -> float:
                 return float(self.n)
 
-        yield create_app(token=TOKEN)
+        ready = threading.Event()
+        server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert ready.wait(20)
+        yield server.url
+        server.should_exit = True
+        thread.join(20)
 
 
 @pytest.fixture(scope="module")
-def client(app):
+def client(url):
     headers = {"authorization": f"Bearer {TOKEN}"}
-    with TestClient(app, base_url="http://localhost", headers=headers) as client:
+    with httpx.Client(base_url=url, headers=headers, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def schema(client, app):
+def schema(client):
     return schemathesis.openapi.from_dict(client.get("/openapi.json").json())
 
 
+ELSEWHERE = [
+    # A row and a conversation have more to them than the schema says.
+    positive_data_acceptance,
+    # It takes a token that is given here for one it made up: see test_tools_server.py.
+    ignored_auth,
+]
 OPERATIONS = {
     ("POST", "/sessions"),
     ("POST", "/sessions/{episode_id}/calls"),
@@ -72,10 +90,12 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda m: m.value)
-def test_what_the_server_does_is_what_it_says(schema, client, mode):
+def test_what_the_server_does_is_what_it_says(schema, url, mode):
     """H12: nothing is the server's failure, and every answer is one that is described."""
     seen: set[tuple[str, str]] = set()
     statuses: Counter[int] = Counter()
+    session = requests.Session()
+    session.trust_env = False
     for found in schema.get_all_operations():
         operation = found.ok()
         seen.add((operation.method.upper(), operation.path))
@@ -89,18 +109,18 @@ def test_what_the_server_does_is_what_it_says(schema, client, mode):
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case):
             response = case.call(
-                base_url="http://localhost",
-                session=client,
+                base_url=url,
+                session=session,
                 headers={"authorization": f"Bearer {TOKEN}"},
             )
             statuses[response.status_code] += 1
             assert response.status_code < 500
-            case.validate_response(response)
+            case.validate_response(response, excluded_checks=ELSEWHERE)
 
         check()
     assert seen == OPERATIONS
-    assert sum(statuses.values()) > 100
-    print(mode, statuses)
+    assert sum(statuses.values()) > 2 * EXAMPLES
+    assert len(statuses) > 2, statuses
 
 
 NAMES = st.sampled_from(["echo", "count", "nothing", ""])
@@ -121,8 +141,7 @@ BODIES = st.fixed_dictionaries(
 @given(steps=st.lists(st.tuples(st.sampled_from(["open", "call", "close"]), EPISODES, BODIES)))
 def test_sessions_in_any_order(client, schema, steps):
     """Calls that are well formed, in episodes that may be open, closed or neither."""
-    from urllib.parse import quote
-
+    # Clients take dots for a way up, so they are sent escaped.
     for what, episode, body in steps:
         path = f"/sessions/{quote(episode, safe='').replace('.', '%2e')}"
         if what == "open":

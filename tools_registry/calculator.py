@@ -1,4 +1,10 @@
-"""A calculator: exact integers, bounded work, no `eval`."""
+"""A calculator: exact integers, bounded work, no `eval`.
+
+    $ agentrl tools call calculator '{"expression": "3 * (4 + 5)"}' --file shelf:calculator
+    27
+
+What a value may be on the way is bounded by the constants below.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Python in the sandbox: every call is a program of its own."""
+"""Python in the sandbox: every call is a program of its own.
+
+    $ agentrl tools call python '{"code": "sum(n * n for n in range(10))"}' --file shelf:python
+    285
+
+What a program may take is said by the section `sandbox`.
+"""
 
 from __future__ import annotations
 

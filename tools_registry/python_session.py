@@ -1,4 +1,10 @@
-"""Python in the sandbox, with variables and files that stay for the episode."""
+"""Python in the sandbox, with variables and files that stay for the episode.
+
+    $ agentrl tools call python_session '{"code": "x = 6; x * 7"}' --file shelf:python_session
+    42
+
+What a call may take is said by the section `sandbox`; one that is ended takes the variables along.
+"""
 
 from __future__ import annotations
 

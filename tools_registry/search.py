@@ -1,4 +1,4 @@
-"""Passages of a local file, found by their words (BM25).
+r"""Passages of a local file, found by their words (BM25).
 
 Which file is for whoever runs it to say, never for a row: by the variable AGENTRL_SEARCH_CORPUS, or
 in a file of your own:
@@ -10,12 +10,18 @@ in a file of your own:
 A line of the file is a passage: `{"id": "7", "title": "Bees", "text": "Bees are ..."}`; the title
 may be left out. Rows name the tools `search` and `read_passage`. The index is made in memory when
 first asked, once a process; nothing of it is random.
+
+    $ AGENTRL_SEARCH_CORPUS=examples/passages/corpus.jsonl \
+        agentrl tools call search '{"query": "silent clock", "k": 1}' --file shelf:search
+    [p2] The silent clock
+    The silent clock was made by Wim Lornstead in 1835. It was shown at fairs and copied soon.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +64,7 @@ class Index:
         Raises:
             DataError: it cannot be read, or a line is no passage.
         """
-        self.passages = read_corpus(file)
+        self.passages = list(read_passages(file))
         self.by_id = {p.id: p for p in self.passages}
         self._bm25 = bm25s.BM25()
         self._bm25.index(
@@ -84,36 +90,37 @@ def use_corpus(file: str | Path) -> None:
     """Search this file from now on, in this process.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or its first line is no passage.
     """
     global _file, _index
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise UserError(f"no corpus at {file} (looked at {path}): give a .jsonl file of passages")
+    next(read_passages(path))
     with _lock:
         _file, _index = path, None
 
 
-def read_corpus(file: Path) -> list[Passage]:
-    """The passages of a file.
+def read_passages(file: Path) -> Iterator[Passage]:
+    """The passages of a file, as they stand there.
 
     Raises:
         DataError: it cannot be read, or a line is no passage; the message names the line.
     """
-    passages: dict[str, Passage] = {}
+    ids = set()
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     passage = _passage(line, f"{file}:{number}")
-                    if passage.id in passages:
+                    if passage.id in ids:
                         raise DataError(f"{file}:{number}: the id {passage.id!r} comes twice")
-                    passages[passage.id] = passage
+                    ids.add(passage.id)
+                    yield passage
     except OSError as e:
         raise DataError(f"{file}: {e.strerror}") from e
-    if not passages:
+    if not ids:
         raise DataError(f"{file}: holds no passages")
-    return list(passages.values())
 
 
 def _passage(line: bytes, where: str) -> Passage:
@@ -171,7 +178,10 @@ def _opened() -> Index:
                     f"shelf:search has no corpus: set {CORPUS} to a .jsonl file of passages before"
                     " the run or the tool server starts, or call its use_corpus(FILE)"
                 )
-            _index = Index(_file)
+            try:
+                _index = Index(_file)
+            except DataError as e:
+                raise Infrastructure(str(e)) from e  # no doing of the model's
         return _index
 
 

@@ -1,13 +1,21 @@
-"""A shell and files in a scratch folder of the sandbox, one for every episode."""
+r"""A shell and files in a scratch folder of the sandbox, one for every episode.
+
+    $ agentrl tools call run '{"command": "wc -w a.txt"}' --file shelf:shell \
+        --create-kwargs '{"files": {"a.txt": "three short words"}}'
+    3 a.txt
+
+What a command may take is said by the section `sandbox`.
+"""
 
 from __future__ import annotations
 
+import errno
 import posixpath
 import shlex
 from collections.abc import Mapping
 
 from agentrl import ToolError, tool
-from agentrl.sandbox import Box, Sandbox
+from agentrl.sandbox import Box, Completed, Sandbox
 from agentrl.sandbox.report import report
 
 MAX_COMMAND = 20_000
@@ -37,8 +45,7 @@ class Shell:
         """
         if len(command) > MAX_COMMAND:
             raise ToolError(f"the command has {len(command)} characters, at most {MAX_COMMAND}")
-        box = await self._opened()
-        return report(await box.run(command, language="bash"))
+        return report(await self._bash(command))
 
     async def read_file(self, path: str) -> str:
         """Read a text file of your folder.
@@ -77,9 +84,8 @@ class Shell:
         Args:
             path: the folder
         """
-        box = await self._opened()
         found = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
-        done = await box.run(f"{found} | head -n {MAX_FILES + 1} | sort -k 2", language="bash")
+        done = await self._bash(f"{found} | head -n {MAX_FILES + 1} | sort -k 2")
         sized = (line.partition(" ") for line in done.stdout.splitlines())
         lines = [f"{size} {posixpath.normpath(file)}" for size, _, file in sized]
         if not lines:
@@ -92,6 +98,15 @@ class Shell:
         """End what runs; the folder is gone."""
         if self.box is not None:
             await self.box.aclose()
+
+    async def _bash(self, command: str) -> Completed:
+        box = await self._opened()
+        try:
+            return await box.run(command, language="bash")
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            raise ToolError("the folder is full: `write_file` with no content empties") from None
 
     async def _opened(self) -> Box:
         if self.box is None:

@@ -1,4 +1,4 @@
-"""Questions to SQLite databases in SQL: reading only, with bounded time, memory and answers.
+r"""Questions to SQLite databases in SQL: reading only, with bounded time, memory and answers.
 
 Which databases there are is for whoever runs it to say, by a folder: in the variable
 AGENTRL_SQL_DATABASES, or in a file of your own:
@@ -10,6 +10,13 @@ AGENTRL_SQL_DATABASES, or in a file of your own:
 A row names one of its files by its stem, `"tools_kwargs": {"sql": {"create_kwargs": {"database":
 "shop"}}}` for `shop.db`, and can name nothing else. Every query has a connection of its own, which
 may read tables and call functions: whatever else SQL can say is refused by SQLite itself.
+
+    $ AGENTRL_SQL_DATABASES=examples/orders/databases \
+        agentrl tools call sql '{"query": "SELECT count(*) AS n FROM orders"}' --file shelf:sql \
+        --create-kwargs '{"database": "books"}'
+    n
+    240
+    (1 row)
 """
 
 from __future__ import annotations

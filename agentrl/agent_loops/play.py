@@ -18,6 +18,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
 from agentrl.interactions import Interaction, build_interaction
+from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
 from agentrl.trajectory import Sample, Trajectory
 from agentrl.watchdog import Watchdog
@@ -137,6 +138,8 @@ def play(
         config: budgets and temperature; by default all defaults.
         seed: the only source of randomness.
     """
+    if config is not None:
+        configure(config.sandbox)
     config = config or Config()
     template = template_of(tokenizer, config)
     world = World(sampler, template, toolbox or LocalToolbox(), config)

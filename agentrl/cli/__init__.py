@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agentrl import __version__
-from agentrl.cli import check_template, evaluate, export, init, play, sft, tools, train
+from agentrl.cli import check_template, doctor, evaluate, export, init, play, sft, tools, train
 
 app = typer.Typer(
     name="agentrl",
@@ -29,6 +29,7 @@ app.command("generate")(evaluate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)
 app.command("init")(init.init)
+app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from agentrl.config import SandboxConfig
     from agentrl.tools.record import Tool
 
 app = typer.Typer(
@@ -40,6 +41,9 @@ def serve(
     max_calls: Annotated[
         int, typer.Option(help="Calls at once in a process; more are told to come again.", min=1)
     ] = 1024,
+    sandbox: Annotated[
+        str, typer.Option(help="Where tools run programs: the key sandbox.backend.")
+    ] = "bubblewrap",
 ) -> None:
     """Serve tools over HTTP until Ctrl-C or SIGTERM; calls that run then may end.
 
@@ -55,12 +59,18 @@ def serve(
     """
     import os
 
+    from agentrl.config import load_config
+
     token, named = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
+    programs = load_config(flags={"sandbox.backend": sandbox}).sandbox
     if workers > 1:
-        _serve_by_workers(named, workers, host, port, token, max_calls)
+        _serve_by_workers(named, workers, host, port, token, max_calls, programs)
         return
     from agentrl.registry import tools
+    from agentrl.sandbox import configure
     from agentrl.tools.listen import ToolServer
+
+    configure(programs)
 
     _load(named)
     server = ToolServer(
@@ -157,7 +167,13 @@ def call(
 
 
 def _serve_by_workers(
-    files: list[str], workers: int, host: str, port: int, token: str, max_calls: int
+    files: list[str],
+    workers: int,
+    host: str,
+    port: int,
+    token: str,
+    max_calls: int,
+    sandbox: SandboxConfig,
 ) -> None:
     """Watch over processes that serve, and load none of the files here."""
     import signal
@@ -167,7 +183,13 @@ def _serve_by_workers(
     from agentrl.tools.background import serve_in_background
 
     served = serve_in_background(
-        files, workers=workers, host=host, port=port, token=token, max_calls=max_calls
+        files,
+        workers=workers,
+        host=host,
+        port=port,
+        token=token,
+        max_calls=max_calls,
+        sandbox=sandbox.model_dump(),
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with served.handle as handle:

@@ -45,7 +45,8 @@ class Shipment:
         Raises:
             UserError: a file is missing.
         """
-        files = list(files)
+        # Ranks call no tools: servers of them are left out.
+        files = [f for f in files if not f.startswith("mcp+")]
         own = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
         return cls(
             files=tuple((str(path), path.read_bytes()) for path in own),
@@ -87,7 +88,10 @@ class Shipment:
 def registered() -> dict[str, frozenset[str]]:
     """The names that the user's own code defines, by kind of registry."""
     kinds = (thing for thing in vars(registry).values() if isinstance(thing, registry.Registry))
-    return {kind.kind: frozenset(n for n in kind.names() if _own(kind.get(n))) for kind in kinds}
+    return {
+        kind.kind: frozenset(n for n in kind.names() if n not in kind.shipped and _own(kind.get(n)))
+        for kind in kinds
+    }
 
 
 def _own(thing: Any) -> bool:

@@ -178,7 +178,7 @@ class Grader:
         else:
             args, given = (trajectory,), {}
         try:
-            returned = await self._called(named, *args, **given)
+            returned = await self._called(named, args, given)
         except Late:
             if self._late is None:
                 raise
@@ -191,7 +191,7 @@ class Grader:
     ) -> list[tuple[float, dict[str, float]]]:
         """As `grade`, of a sample's trajectories by a reward that sees all of them."""
         named = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
-        returned = await self._called(named, list(trajectories))
+        returned = await self._called(named, [list(trajectories)], {})
         try:
             scores = [] if isinstance(returned, (Mapping, str)) else [*returned]
         except TypeError:
@@ -214,7 +214,7 @@ class Grader:
         known = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
         given = {n: known[n] for n in self._takes if n in known}
         try:
-            score, metrics = read_score(named, await self._called(named, **given))
+            score, metrics = read_score(named, await self._called(named, (), given))
         except UserCodeError as e:
             raise _said_by_itself(e) from None
         return {"score": score, **metrics}
@@ -228,7 +228,7 @@ class Grader:
                 if inspect.isawaitable(closed):
                     await closed
 
-    async def _called(self, named: str, *args: Any, **given: Any) -> Any:
+    async def _called(self, named: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         runner, given = self._runner, {**given, **self._given}
         if self._inline:
             with user_code(named):
@@ -237,9 +237,9 @@ class Grader:
             with user_code(named):
                 return await self.function(*args, **given)
         if self.way.process:
-            return await runner.in_process(named, self.function, *args, **given)
+            return await runner.in_process(named, self.function, args, given)
         run = runner.waiting if self._waits else runner.in_thread
-        return await run(named, self.function, *args, **given)
+        return await run(named, self.function, args, given)
 
 
 def _made(name: str, made_by: type, kwargs: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.answers import as_text, plain_number
 from agentrl.errors import ConfigError, DataError
 from agentrl.registry import did_you_mean, load_file, rewards
-from agentrl.rewards import code
+from agentrl.rewards import code, math
 from agentrl.rewards.base import Grader
 from agentrl.rewards.runner import Runner
 from agentrl.rewards.search_qa import right_answers
@@ -48,8 +48,11 @@ GOLD: Mapping[str, Callable[..., str]] = {
 }
 """Per grader, the shortest text that deserves full marks, of a ground truth and reward.kwargs."""
 
-PROBLEMS: Mapping[str, Callable[[Any], str]] = {"code": code.problem_of}
-"""Per grader whose marks no text can show before it is run: why a ground truth is of no use."""
+PROBLEMS: Mapping[str, Callable[[Any], str]] = {
+    "code": code.problem_of,
+    "math": math.problem_of,
+}
+"""Per grader that would have to run something to mark a text: why a ground truth is of no use."""
 
 
 def grader_of(

@@ -66,6 +66,15 @@ class Math:
         return {"score": float(right), "acc": float(right), "grader_timeout": float(late)}
 
 
+def problem_of(ground_truth: Any) -> str:
+    """Why no answer could match this ground truth; "" where one can: its own text in a box."""
+    truth = as_text(ground_truth)
+    own = boxed_answer(rf"\boxed{{{truth}}}")
+    if own is not None and same_text(own, truth):
+        return ""
+    return "give it the final answer alone"
+
+
 def _worth_it(*texts: str) -> bool:
     return not any(too_hard(text) or has_words(text) for text in texts)
 

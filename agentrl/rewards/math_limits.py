@@ -10,9 +10,9 @@ import re
 
 from agentrl.rewards.math_text import normal_form, tokens_of
 
-LONGEST = 2000
-"""Characters of an answer that is looked at."""
-DEEPEST = 64
+LONGEST = 500
+"""Characters of an answer; the longest of MATH-500 has 159."""
+DEEPEST = 16
 """Brackets within brackets."""
 DIGITS = 4
 """Of a number in an exponent, or before a `!`."""

@@ -16,6 +16,7 @@ from itertools import pairwise
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 _ROWS = re.compile(r"(?<!\\)\\begin(?![A-Za-z])")
 _SLASH = re.compile(r"(-?)(0|[1-9][0-9]*)/(-?(?:0|[1-9][0-9]*))")
+_UNIT = re.compile(r"(?:\\text\{[^{}\d]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?(?:\s|/|\\cdot|\.)*)+")
 _MINUS_INSIDE = re.compile(r"\\frac\{-([0-9]+)\}(\{[0-9]+\})")
 
 _UNSEEN = frozenset(
@@ -69,11 +70,11 @@ def _is_blank(token: str) -> bool:
 
 
 def _without_unit(tokens: list[str]) -> list[str]:
-    r"""`5 \text{ cm}` without `\text{ ` and what follows; where nothing stands before, it stays."""
+    r"""`5 \text{ cm}^2` without its unit; `5 \text{ or } 6` and `\text{ east}` have none."""
     something = False
     for i, token in enumerate(tokens):
         if something and token == r"\text" and tokens[i + 1 : i + 3] == ["{", " "]:
-            return tokens[:i]
+            return tokens[:i] if _UNIT.fullmatch("".join(tokens[i:])) else tokens
         something = something or not _is_blank(token)
     return tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.config import RewardConfig
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import ConfigError, UserError
 from agentrl.registry import did_you_mean
 from agentrl.rewards.base import Grader
 from agentrl.rewards.graders import find_reward, grader_of
@@ -75,6 +75,10 @@ class Outcome:
                 data_source, self._kwargs, self.runner, self._key
             )
         return self._by_source[data_source]
+
+    def graders(self, data_source: str) -> list[Grader]:
+        """All that judges rows of `data_source`; raises as `grader` does."""
+        return [p.grader or self.grader(data_source) for p in self._parts]
 
     def said(self, data_source: str) -> str:
         """What judges rows of `data_source`, for people: names, and weights where there are."""
@@ -156,7 +160,7 @@ class Outcome:
                 ours = function == BY_SOURCE or not isinstance(kwargs, dict)
                 grader = None if ours else self._made(function, kwargs, function)
                 parts.append(_Part(name, weight, grader))
-            except (ConfigError, DataError) as e:
+            except UserError as e:
                 problems.append(str(e))
         if problems:
             raise ConfigError("\n".join(problems))

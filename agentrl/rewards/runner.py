@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class Runner:
         self._here: _Places | None = None
 
     async def waiting(
-        self, named: str, function: Callable[..., Any], *args: Any, **given: Any
+        self, named: str, function: Callable[..., Any], args: Sequence[Any], given: Mapping
     ) -> Any:
         """What a coroutine function returns, within the deadline.
 
@@ -64,7 +64,7 @@ class Runner:
             raise self._late(named) from None
 
     async def in_thread(
-        self, named: str, function: Callable[..., Any], *args: Any, **given: Any
+        self, named: str, function: Callable[..., Any], args: Sequence[Any], given: Mapping
     ) -> Any:
         """What a function returns, run in a thread; what it returns is awaited, if it can be.
 
@@ -86,7 +86,7 @@ class Runner:
             raise self._late(named) from None
 
     async def in_process(
-        self, named: str, function: Callable[..., Any], *args: Any, **given: Any
+        self, named: str, function: Callable[..., Any], args: Sequence[Any], given: Mapping
     ) -> Any:
         """What a function returns, run in a process that is killed at the deadline.
 
@@ -98,7 +98,7 @@ class Runner:
         """
         with user_code(named):
             try:
-                return await self.pool().call(function, *args, seconds=self._seconds, **given)
+                return await self.pool().apply(function, args, given, self._seconds)
             except (TimeoutError, WorkerDied, WorkerError) as e:
                 failed = e
         if isinstance(failed, TimeoutError):

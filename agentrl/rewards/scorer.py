@@ -60,6 +60,10 @@ class Scorer:
         """
         return self._outcome.grader(data_source)
 
+    def graders(self, data_source: str) -> list[Grader]:
+        """All that judges rows of `data_source`; raises as `grader` does."""
+        return self._outcome.graders(data_source)
+
     def said(self, data_source: str) -> str:
         """What judges rows of `data_source`, for people."""
         return self._outcome.said(data_source)

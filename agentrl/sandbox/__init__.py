@@ -11,7 +11,7 @@ Example::
 from __future__ import annotations
 
 from agentrl.sandbox.base import Box, Completed, EndedBy, Language, Limits, Sandbox
-from agentrl.sandbox.settings import configure, current, limits, probe
+from agentrl.sandbox.settings import configure, current, limits, probe, release
 
 __all__ = [
     "Box",
@@ -24,4 +24,5 @@ __all__ = [
     "current",
     "limits",
     "probe",
+    "release",
 ]

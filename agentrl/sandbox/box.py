@@ -109,7 +109,7 @@ class DriverBox:
         self._reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(self._reader)
         transport, _ = await loop.connect_read_pipe(lambda: protocol, stdout)
-        self._resources.callback(transport.close)
+        self._resources.callback(_close, transport)
         transport, flow = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, stdin)
         self._writer = asyncio.StreamWriter(transport, flow, None, loop)
         await self._ask({"do": "hello"}, START_SECONDS)
@@ -162,7 +162,7 @@ class DriverBox:
             return
         self._closed = True
         if self._writer is not None:
-            self._writer.transport.abort()
+            _close(self._writer.transport)
         self._held.kill()
         try:
             if not await self._held.gone():
@@ -227,6 +227,12 @@ class DriverBox:
         assert self._writer is not None
         text = json.dumps(order).encode("ascii")
         self._writer.write(struct.pack("<I", len(text)) + text)
+
+
+def _close(transport: asyncio.BaseTransport) -> None:
+    """Close a pipe, unless its other end was first."""
+    if not transport.is_closing():
+        transport.close()
 
 
 def _plain(text: str) -> str:

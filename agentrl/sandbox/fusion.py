@@ -80,7 +80,7 @@ class SandboxFusion:
         ran = answer.get("run_result") if isinstance(answer, dict) else None
         fine = status == 200 and answer.get("status") in ("Success", "Failed")
         if not fine or not isinstance(ran, dict):
-            said = answer.get("message") if isinstance(answer, dict) else answer
+            said = (answer.get("message") if isinstance(answer, dict) else "") or answer
             raise SandboxError(f"{self.name}: status {status}: {str(said)[:500]}")
         late = ran.get("status") == "TimeLimitExceeded"
         code = -9 if late else ran.get("return_code")

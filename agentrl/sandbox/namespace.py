@@ -102,9 +102,11 @@ def bwrap_command(
         _program("bwrap"), "--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534",
         "--cap-drop", "ALL", "--disable-userns", "--die-with-parent", "--new-session",
         "--as-pid-1", "--seccomp", str(given.add(seccomp_filter())),
-        "--json-status-fd", str(given.pipe()), *_mounts(python),
+        "--json-status-fd", str(given.pipe()),
         "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm",
         "--remount-ro", "/dev", "--size", size, "--tmpfs", FOLDER,
+        # Last, since an environment may itself lie below /tmp.
+        *_mounts(python),
     ]  # fmt: skip
     for path, content in files.items():
         command += ["--file", str(given.add(content)), f"{FOLDER}/{path}"]

@@ -41,6 +41,13 @@ def current() -> Sandbox:
     return sandbox
 
 
+async def release() -> None:
+    """Close the running event loop's sandbox, if it has one."""
+    _, sandbox = _sandboxes.pop(asyncio.get_running_loop(), (None, None))
+    if sandbox is not None:
+        await sandbox.aclose()
+
+
 def limits() -> Limits:
     """What a program may use where nobody says otherwise: as the section `sandbox` has it."""
     return default_limits(_config)

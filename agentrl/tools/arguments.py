@@ -46,17 +46,23 @@ def encode_arguments(call: ToolCall) -> bytes | ToolResult:
             "bad_call",
             f"the arguments are too long: {len(encoded)} bytes, at most {MAX_ARGUMENT_BYTES}",
         )
-    # What is written as null may have been NaN; without either there is nothing to look for.
-    if b"null" in encoded or is_deep(encoded):
-        problem = _fault(call.arguments)
+    return refused(encoded, call.arguments) or encoded
+
+
+def refused(encoded: bytes, arguments: dict[str, Any]) -> ToolResult | None:
+    """What the model is told of arguments that are JSON by their letters alone, or None.
+
+    Args:
+        encoded: JSON that they stand in.
+        arguments: as they were read, or before they were written.
+    """
+    # What is written as null may have been NaN. Without that, and with few brackets, there is
+    # nothing to look for.
+    if b"null" in encoded or encoded.count(b"{") + encoded.count(b"[") > MAX_DEPTH:
+        problem = _fault(arguments)
         if problem:
             return failure("bad_call", f"the arguments are not JSON: {problem}")
-    return encoded
-
-
-def is_deep(encoded: bytes) -> bool:
-    """Whether JSON may be nested deeper than `MAX_DEPTH`; where not, it certainly is not."""
-    return encoded.count(b"{") + encoded.count(b"[") > MAX_DEPTH
+    return None
 
 
 def _fault(arguments: dict[str, Any]) -> str:
@@ -77,19 +83,31 @@ def _fault(arguments: dict[str, Any]) -> str:
     return ""
 
 
-def encode_messages(messages: Sequence[Message]) -> bytes:
-    """A conversation as JSON bytes, also where a model's calls in it are not JSON."""
-    try:
-        return orjson.dumps(messages)
-    except TypeError:
-        return orjson.dumps([_sendable(m) for m in messages])
+def readable(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """A conversation for tools to read: a call in it that is not JSON stands there as text."""
+    return tuple(m if _is_sendable(m) else _sendable(m) for m in messages)
+
+
+def _is_sendable(message: Message) -> bool:
+    calls = message.tool_calls
+    return storable(message.content) and (not calls or all(map(_is_json, calls)))
+
+
+def _is_json(call: ToolCall) -> bool:
+    return isinstance(encode_arguments(call), bytes)
 
 
 def _sendable(message: Message) -> Message:
     calls = tuple(
         c
-        if isinstance(encode_arguments(c), bytes)
-        else ToolCall(clean(str(c.name)), clean(str(c.arguments)), clean(c.error), clean(c.id))
+        if _is_json(c)
+        else replace(
+            c,
+            name=clean(str(c.name)),
+            arguments=clean(str(c.arguments)),
+            error=clean(c.error or "not JSON"),
+            id=clean(c.id),
+        )
         for c in message.tool_calls
     )
     return replace(message, content=clean(message.content), tool_calls=calls)

@@ -1,8 +1,8 @@
 """What a tool server tells of itself at /metrics, in Prometheus' format.
 
 Counting happens with every call and reading once in a while, so a call only adds to plain numbers;
-they become Prometheus' families when somebody asks. (A labelled histogram of prometheus-client's
-own takes 2 us a call, this 0.4.)
+they become Prometheus' families when somebody asks. (0.6 us a call; the labelled metrics of
+prometheus-client would take 5.)
 """
 
 from __future__ import annotations

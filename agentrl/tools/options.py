@@ -9,7 +9,6 @@ from typing import get_args
 from agentrl.errors import UserError
 from agentrl.signatures import place
 from agentrl.tools.record import Scope, Tool
-from agentrl.workers import check_reachable
 
 
 def check_options(tool: Tool) -> None:
@@ -21,8 +20,6 @@ def check_options(tool: Tool) -> None:
     problems = [*_values(tool), *_together(tool)]
     if problems:
         raise UserError(f"@tool on {place(tool.target)}: {'; '.join(problems)}")
-    if tool.process:
-        check_reachable(tool.target)
 
 
 def _values(tool: Tool) -> Iterator[str]:
@@ -60,6 +57,12 @@ def _together(tool: Tool) -> Iterator[str]:
     if tool.process:
         if tool.is_class:
             yield "process=True is for functions: an object lives in this process"
+        elif "." in tool.target.__qualname__ or tool.target.__module__ == "__main__":
+            # Its module is still being loaded: a worker looks for it when it is there.
+            yield (
+                "process=True needs a function that the worker finds by its name: define it at the"
+                " top level of a file of its own"
+            )
         stays = sorted(tool.injected - {"sample"})
         if stays and not tool.is_class:
             yield (

@@ -24,6 +24,8 @@ from agentrl.workers.processes import START_S
 
 log = logging.getLogger("agentrl.tools")
 
+Jobs = set[asyncio.Future[Outcome]]
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -63,17 +65,26 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         instance: Instance | None,
+        jobs: Jobs,
     ) -> ToolResult:
         """Call a function of a tool with checked arguments.
 
+        Args:
+            tool: whose it is.
+            function: it.
+            arguments: by name.
+            instance: the object of a class tool.
+            jobs: what runs for the same episode; one that is cancelled there is given up.
+
         Raises:
-            ToolServerError: the call found no room to run, or the tool raised `Infrastructure`.
+            ToolServerError: the call found no room to run, the tool raised `Infrastructure`, or the
+                job was cancelled.
         """
         began = time.monotonic()
         if instance is None:
-            result = await self._answer(tool, function, tool.target, arguments, None)
+            result = await self._answer(tool, function, tool.target, arguments, None, jobs)
         else:
-            result = await self._in_turn(tool, function, arguments, instance)
+            result = await self._in_turn(tool, function, arguments, instance, jobs)
         seconds = time.monotonic() - began
         return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
@@ -91,6 +102,7 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         made_of: Mapping[str, Any],
+        jobs: Jobs,
     ) -> ToolResult:
         """Call a method of an object that is made for this call, and closed after it.
 
@@ -107,8 +119,8 @@ class Runner:
         instance = Instance(outcome[0])
         try:
             method = getattr(instance.value, function.attribute)
-            result = await self._answer(tool, function, method, arguments, instance)
-            if "reward" in tool.hooks and not instance.is_stuck:
+            result = await self._answer(tool, function, method, arguments, instance, jobs)
+            if "reward" in tool.hooks and instance.stuck is None:
                 earned = await self.reward(tool, instance)
                 result = replace(result, reward=(result.reward or 0.0) + earned)
             return replace(result, seconds=time.monotonic() - began)
@@ -158,6 +170,7 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         instance: Instance,
+        jobs: Jobs,
     ) -> ToolResult:
         """Call a method, once the object's earlier calls are done."""
         try:
@@ -169,7 +182,7 @@ class Runner:
             if instance.is_stuck:
                 return failure("timeout", f"{tool.name} is still busy with a call that hangs")
             method = getattr(instance.value, function.attribute)
-            return await self._answer(tool, function, method, arguments, instance)
+            return await self._answer(tool, function, method, arguments, instance, jobs)
         finally:
             instance.turn.release()
 
@@ -198,11 +211,14 @@ class Runner:
         target: Callable[..., Any],
         arguments: Mapping[str, Any],
         instance: Instance | None,
+        jobs: Jobs,
     ) -> ToolResult:
         if not (function.is_async or tool.process):
             # The text is made where the value was: in a thread, a flood holds nobody up.
             target = functools.partial(answered, target)
-        outcome = await self._outcome(tool, target, arguments, instance, function, tool.retries)
+        outcome = await self._outcome(
+            tool, target, arguments, instance, function, tool.retries, jobs
+        )
         return self._result(tool, outcome)
 
     def _result(self, tool: Tool, outcome: Outcome | None) -> ToolResult:
@@ -232,6 +248,7 @@ class Runner:
         instance: Instance | None = None,
         function: ToolFunction | None = None,
         retries: int = 0,
+        jobs: Jobs | None = None,
     ) -> Outcome | None:
         """What the target returned or raised; None if its deadline came first."""
         is_async = function.is_async if function else inspect.iscoroutinefunction(target)
@@ -244,13 +261,19 @@ class Runner:
         tries = 0
         try:
             while True:
+                if jobs is not None:
+                    jobs.add(job)
                 try:
                     await wait(job)
                 finally:
+                    if jobs is not None:
+                        jobs.discard(job)
                     if not job.done():
                         self._abandon(tool, target, job, instance)
                 if not job.done():
                     return None
+                if job.cancelled():
+                    raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
                 value, error = job.result()
                 if error is None and is_awaitable(value):
                     # A plain function around an async one.

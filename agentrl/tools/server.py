@@ -29,9 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
 from agentrl.tools.admission import RETRY_AFTER_SECONDS, Admission, Busy, WrongWorker
+from agentrl.tools.arguments import refused
 from agentrl.tools.bind import LOOPBACK
 from agentrl.tools.guard import REFUSED, Guard, refusal
 from agentrl.tools.meter import Meter
@@ -100,6 +102,7 @@ def create_app(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(10.0):
                 await tool_host.aclose()
+        await sandbox.release()
 
     def ours(episode_id: str) -> str:
         """The episode, which stays with this worker."""
@@ -111,15 +114,16 @@ def create_app(
     app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, token=token, hosts=hosts, limits={"/sessions": MAX_SESSION_BODY})
 
-    @app.post(CALLS, **said(ToolResult, CallBody, 404, 409, 421, 503))
+    @app.post(CALLS, **said(ToolResult, CallBody, 404, 409, 421, 500, 503))
     async def call(request: Request) -> Response:
         name, outcome = "", "BadRequest"
         gate.enter()
         try:
-            body = CallBody.model_validate(await _json(request))
+            sent = await request.body()
+            body = CallBody.model_validate(orjson.loads(sent))
             episode_id = ours(request.path_params["episode_id"])
             messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
-            result = await tool_host.call(
+            result = refused(sent, body.arguments) or await tool_host.call(
                 episode_id, body.turn, body.call_index, body.name, body.arguments, messages
             )
             outcome = result.error or "ok"

@@ -24,11 +24,12 @@ import orjson
 from agentrl import sandbox
 from agentrl.errors import ToolServerError
 from agentrl.registry import tools
+from agentrl.tools.arguments import readable
 from agentrl.tools.catalogue import lanes_of, schemas_of
 from agentrl.tools.places import QUEUE_SECONDS
 from agentrl.tools.record import Tool
 from agentrl.tools.results import failure, unknown_tool
-from agentrl.tools.runner import Instance, Runner
+from agentrl.tools.runner import Instance, Jobs, Runner
 from agentrl.tools.schema import BadArguments
 from agentrl.trajectory import Message, Sample, ToolResult
 
@@ -68,6 +69,7 @@ class ToolSession:
         """By class tool, the constructor's arguments."""
         self._instances: dict[str, Instance] = {}
         self._state: dict[str, Any] = {}
+        self._jobs: Jobs = set()
         self._answers: dict[tuple[int, int], tuple[str, Any, asyncio.Future[ToolResult]]] = {}
         self._opening: asyncio.Task[None] | None = None
 
@@ -95,8 +97,18 @@ class ToolSession:
 
     def _given(self, names: Sequence[str], messages: Sequence[Message] = ()) -> dict[str, Any]:
         """What a function or constructor gets besides its arguments, see `injected`."""
-        own = {"state": self._state, "sample": self.sample, "messages": messages}
-        return {n: sandbox.current() if n == "sandbox" else own[n] for n in names}
+        given: dict[str, Any] = {}
+        for name in names:
+            match name:
+                case "state":
+                    given[name] = self._state
+                case "sample":
+                    given[name] = self.sample
+                case "messages":
+                    given[name] = readable(messages)
+                case "sandbox":
+                    given[name] = sandbox.current()
+        return given
 
     async def call(
         self,
@@ -148,11 +160,13 @@ class ToolSession:
         if tool.cache:
             key = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
             return await runner.remembered(
-                tool, key, lambda: runner.call(tool, function, given, None)
+                tool, key, lambda: runner.call(tool, function, given, None, set())
             )
         if tool.scope == "call":
-            return await runner.call_once(tool, function, given, self._made_of[tool.name])
-        return await runner.call(tool, function, given, self._instances.get(tool.name))
+            made_of = self._made_of[tool.name]
+            return await runner.call_once(tool, function, given, made_of, self._jobs)
+        instance = self._instances.get(tool.name)
+        return await runner.call(tool, function, given, instance, self._jobs)
 
     async def close(self, scored: bool = True) -> float:
         """Ask every object for its reward, then close it; the sum of the rewards.
@@ -165,6 +179,8 @@ class ToolSession:
             scored = scored and self._opening.exception() is None
         ends = [self._end(tool, scored) for tool in self._classes if tool.name in self._instances]
         rewards = await asyncio.gather(*ends, return_exceptions=True)
+        for job in [*self._jobs]:  # nobody hears of them any more
+            job.cancel()
         for reward in rewards:
             if isinstance(reward, BaseException):
                 raise reward

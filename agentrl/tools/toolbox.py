@@ -24,7 +24,7 @@ from agentrl.errors import (
 )
 from agentrl.http import fetch_json
 from agentrl.registry import Registry, tools
-from agentrl.tools.arguments import encode_messages
+from agentrl.tools.arguments import readable
 from agentrl.tools.catalogue import Offer, lanes_of, schemas_of
 from agentrl.tools.remote import RemoteWorkers
 from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience
@@ -131,9 +131,8 @@ class LocalToolbox:
 
         async def call(index: int, arguments: bytes) -> ToolResult:
             name, given = calls[index].name, orjson.loads(arguments)
-            return await self._host.call(episode_id, turn, index, name, given, conversation)
+            return await self._host.call(episode_id, turn, index, name, given, messages)
 
-        conversation = tuple(messages)
         return await side_by_side(calls, call, self._host.lanes(episode_id))
 
     async def close(self, episode_id: str) -> float:
@@ -237,7 +236,7 @@ class HttpToolbox:
                 "arguments": orjson.Fragment(arguments),
             }
             if calls[index].name in readers:
-                body["messages"] = orjson.Fragment(encode_messages(messages))
+                body["messages"] = readable(messages)
             answer = await self._ask("POST", path, body, seconds, episode_id)
             try:
                 return ToolResult(**answer)
@@ -267,9 +266,7 @@ class HttpToolbox:
         await asyncio.gather(*map(self.close, list(self._episodes)), return_exceptions=True)
         await self._workers.aclose()
 
-    async def _ask(
-        self, method: str, path: str, body: Any, seconds: float, episode_id: str
-    ) -> Any:
+    async def _ask(self, method: str, path: str, body: Any, seconds: float, episode_id: str) -> Any:
         # Every request carries its key (episode, turn, index), so sending it again does no harm.
         status, answer = await self._workers.of(episode_id).request_json(
             method, path, body, deadline=time.monotonic() + seconds, retries=1, patient=True

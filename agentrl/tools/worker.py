@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import UserError
 from agentrl.registry import load_file
+from agentrl.sandbox import configure
 
 STOP_SECONDS = 20.0
 MARK = "agentrl-tool-server: "
@@ -31,6 +33,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     os.set_inheritable(order["socket"], False)
     try:
+        configure(SandboxConfig.model_validate(order["sandbox"]))
         for name in order["files"]:
             load_file(name)
         server = ToolServer(

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,17 @@ class Processes:
             WorkerError: it raised; but `ToolError`, `UserError` and `Infrastructure` come as such.
             ConfigError: the worker could not find the function.
         """
-        job = _packed(function, args, kwargs)
+        return await self.apply(function, args, kwargs, seconds)
+
+    async def apply(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seconds: float,
+    ) -> Any:
+        """As `call`, for arguments that others named: one of them may be called `seconds`."""
+        job = _packed(function, tuple(args), dict(kwargs))
         future = await self._started(partial(self._run, job, seconds))
         value, error = await future
         if error is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import cache
 from typing import Any, NamedTuple
 
 from agentrl import reward
@@ -41,17 +42,18 @@ class Puzzle(NamedTuple):
     programs: tuple[str, ...]
 
 
+@cache
 def is_prime(n: int) -> bool:
     """Whether n is prime."""
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
 
+@cache
 def halvings(n: int) -> int:
     """Steps from n to 1, where even numbers are halved and odd ones become 3 n + 1."""
-    steps = 0
-    while n != 1:
-        n, steps = (3 * n + 1 if n % 2 else n // 2), steps + 1
-    return steps
+    if n == 1:
+        return 0
+    return 1 + halvings(3 * n + 1 if n % 2 else n // 2)
 
 
 def loop_puzzle(rng: random.Random) -> Puzzle:

@@ -192,13 +192,14 @@ def _task(
             )
 
 
-def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
-    """Rows of a dataset; a few hundred questions differ, then they come again."""
+def rows(count: int, seed: int, difficulty: int = 2, split: str = "train") -> list[dict[str, Any]]:
+    """Rows of a dataset: of two shops for "train", of the third for "val"."""
     rng = random.Random(seed)
-    lines = {name: shop(name).lines() for name in SHOPS}
+    shops = SHOPS[:2] if split == "train" else SHOPS[2:]
+    lines = {name: shop(name).lines() for name in shops}
     made = []
     for _ in range(count):
-        name = rng.choice(SHOPS)
+        name = rng.choice(shops)
         asked = task(lines[name], difficulty, rng)
         made.append(
             {
@@ -234,9 +235,10 @@ def main() -> None:
     parser.add_argument("output", help="a .jsonl or .parquet file")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", default="train", choices=("train", "val"))
     parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
     given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed, given.difficulty))
+    write_rows(given.output, rows(given.rows, given.seed, given.difficulty, given.split))
 
 
 if __name__ == "__main__":

@@ -114,10 +114,11 @@ def plain(name: str) -> str:
     return " ".join(w for w in words if w not in ("the", "a", "an", "river", "town"))
 
 
-def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
-    """Rows of a dataset; there are 60 questions of each difficulty, which then come again."""
+def rows(count: int, seed: int, difficulty: int = 2, split: str = "train") -> list[dict[str, Any]]:
+    """Rows of a dataset: of 45 things for "train", of 15 others for "val"; then they come again."""
     rng = random.Random(seed)
     _, makers = county()
+    makers = makers[:45] if split == "train" else makers[45:]
     order = [m for _ in range(-(-count // len(makers))) for m in rng.sample(makers, len(makers))]
     made = []
     for maker in order[:count]:
@@ -159,10 +160,11 @@ def main() -> None:
     parser.add_argument("output", help="a .jsonl or .parquet file")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", default="train", choices=("train", "val"))
     parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--corpus", action="store_true", help="write the passages instead of rows")
     given = parser.parse_args()
-    made = corpus() if given.corpus else rows(given.rows, given.seed, given.difficulty)
+    made = corpus() if given.corpus else rows(given.rows, given.seed, given.difficulty, given.split)
     write_rows(given.output, made)
 
 

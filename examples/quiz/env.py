@@ -22,7 +22,7 @@ from agentrl import Interaction, Message, Reply, Trajectory, interaction, reward
 from agentrl.answers import gsm8k_answer, same_number
 from agentrl.demo.arithmetic import Problem, look_up
 
-QUESTIONS = 5
+QUESTIONS = 3
 
 
 @interaction("quiz")

@@ -98,10 +98,11 @@ class Driver:
             self._start_interpreter()
         to_cells, done, out, err = self.pipes
         _drain(done)
-        text = json.dumps({"code": code, "stdin": stdin}).encode("ascii")
+        mark = os.urandom(16)
+        text = json.dumps({"code": code, "stdin": stdin, "mark": mark.hex()}).encode("ascii")
         frame = struct.pack("<I", len(text)) + text
         pid = self.interpreter
-        answer = self._watch(pid, seconds, out, err, send=(to_cells, frame), done=done)
+        answer = self._watch(pid, seconds, out, err, send=(to_cells, frame), done=(done, mark))
         if answer["ended_by"] or pid in self.statuses:
             self._end_all()
             answer["lost"] = True
@@ -203,7 +204,7 @@ class Driver:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
         os.execvpe(argv[0], argv, s["environment"])
 
-    def _watch(self, pid, seconds, out, err, send=(-1, b""), done=-1):
+    def _watch(self, pid, seconds, out, err, send=(-1, b""), done=(-1, b"")):
         """Wait until a program ends (or says that it is done); read what it says meanwhile."""
         began = time.monotonic()
         said = {out: bytearray(), err: bytearray()}
@@ -214,7 +215,7 @@ class Driver:
             if left <= 0:
                 ended_by = "time"
                 break
-            reads = [*waiting, self.woken, self.orders] + ([done] if done >= 0 else [])
+            reads = [*waiting, self.woken, self.orders] + ([done[0]] if done[0] >= 0 else [])
             ready, writable, _ = select.select(reads, [send[0]] if to_send else [], [], left)
             for fd in ready:
                 if fd in said:
@@ -225,10 +226,13 @@ class Driver:
                 elif fd == self.orders:
                     self._order()  # "stop", or the end
                     ended_by = "time"
-                elif fd == done:
-                    _read_into(done, finished)
-                    if len(finished) >= 4:
-                        code = struct.unpack("<i", finished[:4])[0]
+                elif fd == done[0]:
+                    _read_into(fd, finished)
+                    # A program may write there what it likes; but it does not know the mark.
+                    _, mark, after = finished.rpartition(done[1])
+                    if mark and len(after) >= 4:
+                        code = struct.unpack("<i", after[:4])[0]
+                    del finished[: -2 * len(done[1])]
             if writable:
                 with suppress(BlockingIOError, BrokenPipeError):
                     to_send = to_send[os.write(send[0], to_send) :]

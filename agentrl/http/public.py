@@ -1,0 +1,166 @@
+"""Fetching pages of the public web for a model, which may name any address.
+
+A URL that a model wrote must not reach this machine, its network, or a cloud's metadata service
+(server-side request forgery). So a name is resolved once, every address it has is checked, and the
+connection goes to the address that was checked: what the name is said to be a moment later does not
+matter. Redirects are followed by hand, each checked anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from agentrl.errors import ToolError
+
+MAX_REDIRECTS = 5
+MAX_URL = 2048
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""A host name and a port to the addresses it has now."""
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# Addresses that count as global and lead elsewhere: they hold an IPv4 address, or many listeners.
+_CARRIERS = [
+    ipaddress.ip_network(net)
+    for net in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "fec0::/10")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a server answered."""
+
+    url: str
+    """The last one, after redirects."""
+    status: int
+    content_type: str
+    content: bytes
+    cut: bool
+    """Whether there was more than was asked for."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one that everybody can reach.
+
+    `ipaddress` alone is not enough: it calls multicast global, and addresses that carry another.
+    """
+    found: _Address = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped:
+            found = found.ipv4_mapped
+        elif any(found in net for net in _CARRIERS):
+            return False
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a host, as the system knows them."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+async def fetch_public(
+    url: str,
+    *,
+    deadline: float,
+    max_bytes: int,
+    resolve: Resolve = resolve,
+    allowed: Callable[[str], bool] = is_public,
+) -> Page:
+    """GET a page of the public web.
+
+    Args:
+        url: http or https, without user and password.
+        deadline: `time.monotonic()` seconds at which to give up, redirects included.
+        max_bytes: so much of the answer is read.
+        resolve: looks a name up.
+        allowed: whether an address may be connected to.
+
+    Raises:
+        ToolError: an address that must not be reached, or no answer; for the model to read.
+    """
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            for _ in range(MAX_REDIRECTS + 1):
+                page = await _get(url, max_bytes, resolve, allowed)
+                if isinstance(page, Page):
+                    return page
+                url = page
+    except TimeoutError:
+        raise ToolError(f"no answer in time from {url[:200]}") from None
+    raise ToolError(f"more than {MAX_REDIRECTS} redirects, the last to {url[:200]}")
+
+
+async def _get(
+    url: str, max_bytes: int, resolve: Resolve, allowed: Callable[[str], bool]
+) -> Page | str:
+    """The page at a URL, or where it says to look instead."""
+    host, port, secure = _parts(url)
+    try:
+        addresses = await resolve(host, port)
+    except (OSError, UnicodeError):
+        raise ToolError(f"there is no host {host[:100]!r}") from None
+    # All of them: a name with one public and one private address is a trap.
+    if not addresses or not all(map(allowed, addresses)):
+        raise ToolError(f"{host[:100]} is not an address of the public web")
+    pinned = addresses[0]
+    target = httpx.URL(url).copy_with(host=pinned, fragment=None)
+    named = f"[{host}]" if ":" in host else host
+    headers = {
+        "Host": named if port == (443 if secure else 80) else f"{named}:{port}",
+        "Accept-Encoding": "identity",
+        "User-Agent": "agentrl",
+    }
+    try:
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=None, follow_redirects=False) as client,
+            client.stream(
+                "GET", target, headers=headers, extensions={"sni_hostname": host}
+            ) as answer,
+        ):
+            if answer.is_redirect and (place := answer.headers.get("location")):
+                return urljoin(url, place)
+            if answer.headers.get("content-encoding", "identity") != "identity":
+                raise ToolError(f"{host} answered in an encoding that was not asked for")
+            content = bytearray()
+            async for piece in answer.aiter_raw():
+                content += piece
+                if len(content) > max_bytes:
+                    break
+            kind = answer.headers.get("content-type", "")
+            cut = len(content) > max_bytes
+            return Page(url, answer.status_code, kind, bytes(content[:max_bytes]), cut)
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
+        raise ToolError(f"{host} cannot be read: {type(e).__name__}") from None
+
+
+def _parts(url: str) -> tuple[str, int, bool]:
+    """Host, port, and whether it is https.
+
+    Raises:
+        ToolError: not a URL of the web.
+    """
+    if len(url) > MAX_URL or any(c.isspace() or not c.isprintable() for c in url):
+        raise ToolError("not a URL: too long, or it holds spaces")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        # As a browser reads it: full-width digits become digits, umlauts become punycode.
+        host = host if ":" in host else host.encode("idna").decode()
+    except (ValueError, UnicodeError):
+        raise ToolError(f"not a URL: {url[:200]!r}") from None
+    if parts.scheme not in ("http", "https"):
+        raise ToolError(f"only http and https, not {parts.scheme[:20]!r}")
+    if "@" in parts.netloc or not host:
+        raise ToolError("a URL with a host and without user and password is expected")
+    secure = parts.scheme == "https"
+    return host, port or (443 if secure else 80), secure

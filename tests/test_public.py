@@ -1,0 +1,184 @@
+"""What a model may fetch of the web, and what it must not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from agentrl import registry
+from agentrl.errors import ToolError
+from agentrl.http.public import fetch_public, is_public, resolve
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "0.0.0.0", "10.0.0.1", "172.16.3.4", "192.168.1.1", "169.254.169.254",
+        "100.64.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1",
+        "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1",
+        "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::1", "2002:7f00:1::", "2001::1", "2001:db8::1",
+    ],
+)  # fmt: skip
+def test_what_is_not_public(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111"])
+def test_what_is(address):
+    assert is_public(address)
+
+
+@contextmanager
+def listener(*answers: bytes, host: str = "127.0.0.1") -> Iterator[tuple[int, list[bytes]]]:
+    """A server on loopback: its port, and what it was asked."""
+    asked: list[bytes] = []
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(20)
+
+        def serve() -> None:
+            for answer in answers:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1], asked
+
+
+def page(body: str, head: str = "Content-Type: text/html") -> bytes:
+    raw = body.encode()
+    return f"HTTP/1.1 200 OK\r\n{head}\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+def redirect(place: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+def fetched(url: str, seconds: float = 10, max_bytes: int = 1000, **given):
+    deadline = time.monotonic() + seconds
+    return asyncio.run(fetch_public(url, deadline=deadline, max_bytes=max_bytes, **given))
+
+
+def names(**addresses: list[str]):
+    """A resolver that knows these names, and how often each was asked for."""
+    asked: list[str] = []
+
+    async def look_up(host: str, port: int) -> list[str]:
+        asked.append(host)
+        name = host.replace(".", "_")
+        return addresses[name] if name in addresses else await resolve(host, port)
+
+    return look_up, asked
+
+
+LOOPBACK_SPELLINGS = [
+    "http://127.0.0.1:{port}/", "http://localhost:{port}/", "http://127.1:{port}/",
+    "http://2130706433:{port}/", "http://0x7f.1:{port}/", "http://0:{port}/",
+    "http://①②⑦.⓪.⓪.①:{port}/", "http://[::1]:{port}/", "http://[::ffff:127.0.0.1]:{port}/",
+    "http://ok@127.0.0.1:{port}/", "http://example.com@127.0.0.1:{port}/",
+    "file:///etc/passwd", "gopher://127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/",
+    "http://127.0.0.1:{port}\\@example.com/", "//127.0.0.1:{port}/", "http:///x", "http://[::1",
+    "http://127.0.0.1:99999/", "http://exa mple.com/", "x", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", LOOPBACK_SPELLINGS)
+def test_nothing_of_this_machine_is_reached(spelling):
+    with listener(page("secret")) as (port, asked), pytest.raises(ToolError):
+        fetched(spelling.format(port=port))
+    assert asked == []
+
+
+def test_a_redirect_to_this_machine_is_not_followed():
+    with listener(page("secret")) as (inner, asked):
+        for place in (f"http://127.0.0.1:{inner}/", f"http://metadata.test:{inner}/"):
+            with listener(redirect(place), host="127.0.0.9") as (port, _):
+                look_up, _ = names(public_test=["127.0.0.9"], metadata_test=["127.0.0.1"])
+                # For this test the one address 127.0.0.9 is public.
+                with pytest.raises(ToolError, match="not an address of the public web"):
+                    fetched(
+                        f"http://public.test:{port}/",
+                        resolve=look_up,
+                        allowed=lambda a: a == "127.0.0.9",
+                    )
+        assert asked == []
+
+
+def test_a_name_that_changes_its_address_is_asked_once():
+    answers = [["93.184.216.34"], ["127.0.0.1"]]
+    asked = []
+
+    async def rebinding(host, port):
+        asked.append(host)
+        return answers[min(len(asked), 2) - 1]
+
+    # Goes to the first address, which nobody answers at; never to what the name says next.
+    with listener(page("secret")) as (port, seen), pytest.raises(ToolError):
+        fetched(f"http://changes.test:{port}/", seconds=1.0, resolve=rebinding)
+    assert asked == ["changes.test"] and seen == []
+
+
+def test_a_name_with_one_private_address_is_refused():
+    look_up, _ = names(both_test=["93.184.216.34", "10.0.0.1"])
+    with pytest.raises(ToolError, match="not an address"):
+        fetched("http://both.test/", resolve=look_up)
+
+
+def test_pages_are_read_redirects_followed_and_cut():
+    look_up, asked = names(page_test=["127.0.0.1"])
+    everywhere = {"resolve": look_up, "allowed": lambda address: True}
+    with listener(redirect("/there?x=1"), page("x" * 5000)) as (port, requests):
+        found = fetched(f"http://page.test:{port}/here#part", **everywhere)
+    assert (found.url, found.status) == (f"http://page.test:{port}/there?x=1", 200)
+    assert found.cut and found.content == b"x" * 1000
+    assert requests[0].startswith(b"GET /here HTTP/1.1")
+    assert f"Host: page.test:{port}".encode() in requests[0]
+    assert asked == ["page.test"] * 2
+
+
+def test_what_servers_do_wrong():
+    look_up, _ = names(page_test=["127.0.0.1"])
+    everywhere = {"resolve": look_up, "allowed": lambda address: True}
+    zipped = page("zip", "Content-Type: text/html\r\nContent-Encoding: gzip")
+    for answer, why in (
+        (zipped, "encoding"),
+        (b"nonsense\r\n\r\n", "cannot be read"),
+        (b"", "cannot be read"),
+    ):
+        with listener(answer) as (port, _), pytest.raises(ToolError, match=why):
+            fetched(f"http://page.test:{port}/", **everywhere)
+    with (
+        listener(*[redirect("/again")] * 7) as (port, _),
+        pytest.raises(ToolError, match="redirects"),
+    ):
+        fetched(f"http://page.test:{port}/", **everywhere)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(ToolError, match="no answer in time"):
+            fetched(f"http://page.test:{silent.getsockname()[1]}/", seconds=0.5, **everywhere)
+        assert time.monotonic() - began < 3
+
+
+def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
+    monkeypatch.setattr(registry.tools, "_things", {})
+    shelf = registry.load_file("shelf:fetch")
+    html = (
+        "<html><head><title>T</title></head><body><script>no()</script><h1>Head &amp;\n line</h1>"
+        "<p>One <b>bold</b> word.</p><style>p{}</style><ul><li>a<li>b</ul></body></html>"
+    )
+    assert shelf.text_of(html) == "Head & line\nOne bold word.\na\nb"
+    assert shelf.text_of("<script>never closed") == ""
+    with pytest.raises(ToolError, match="not an address"):
+        asyncio.run(shelf.fetch("http://127.0.0.1:1/"))
