@@ -70,7 +70,7 @@ def results(scored):
 
 @pytest.mark.parametrize(("name", "difficulty"), worlds)
 def test_a_policy_that_is_right_earns_1(tmp_path, name, difficulty):
-    for row, sample in made(tmp_path, name, 3, seed=difficulty, difficulty=difficulty):
+    for row, sample in made(tmp_path, name, 2, seed=difficulty, difficulty=difficulty):
         answers = world(name).gold(row)
         scored = earned(name, sample, answers)
         assert scored.reward == 1.0, results(scored)
@@ -185,17 +185,20 @@ def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
     """What a tool says is no answer, and none of these makes it say the right one."""
     monkeypatch.setattr(load_file("shelf:sql"), "MAX_SECONDS", 0.3)
     ((row, sample),) = made(tmp_path, name, 1, seed=3)
-    scored = earned(name, sample, [CHEATS[name][cheat], "I am done."], seconds=1)
+
+    def policy(prompt, turn):
+        """Cheat, then answer with the last line of what came of it."""
+        told = prompt.split("<tool_response>\n")[-1].split("\n</tool_response>")[0]
+        return (told.strip().splitlines() or [""])[-1] if turn else CHEATS[name][cheat]
+
+    scored = earned(name, sample, policy, seconds=1)
     assert scored.reward == 0.0
     (result,) = results(scored)
     assert f"#### {row['ground_truth']}" not in result and "root:" not in result
     if name == "passages":
         assert row["ground_truth"] not in result
-    # What a policy finds out by cheating is the last line of what it was told.
-    told = result.strip().splitlines()[-1:] or [""]
-    assert earned(name, sample, [CHEATS[name][cheat], *told], seconds=1).reward == 0.0
-    # The next episode finds all as it was.
-    assert earned(name, sample, world(name).gold(row)).reward == 1.0
+    if name in ("orders", "log_detective"):  # the next episode finds all as it was
+        assert earned(name, sample, world(name).gold(row)).reward == 1.0
 
 
 # -- learning --------------------------------------------------------------------------------------

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mcp import Client
 
 from agentrl import play, registry, tool
 from agentrl.errors import ToolServerError, UserError
@@ -211,3 +215,87 @@ def test_a_hanging_server_is_a_timeout(monkeypatch):
     began = time.monotonic()
     [result] = answers(ToolCall("Hostile__say", {}))
     assert result.error == "timeout" and time.monotonic() - began < 10
+
+
+# -- ours as an MCP server ------------------------------------------------------------------------
+
+
+TOOLS = """
+from agentrl import tool
+
+@tool
+def double(n: int) -> str:
+    \"\"\"Double a number.
+
+    Args:
+        n: the number
+    \"\"\"
+    return str(2 * n)
+
+@tool
+class Pad:
+    \"\"\"Lines.\"\"\"
+
+    def __init__(self):
+        self.lines = []
+
+    def write(self, line: str) -> str:
+        \"\"\"Write a line.\"\"\"
+        self.lines.append(line)
+        return " ".join(self.lines)
+"""
+
+
+@contextmanager
+def serving(tmp_path, token=""):
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.cli", "tools", "serve", str(file), "--port=0", "--mcp"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "AGENTRL_TOOLS_TOKEN": token},
+    )
+    try:
+        assert server.stdout is not None
+        yield re.search(r"http://\S+?(?=:? |$)", server.stdout.readline())[0].rstrip(":") + "/mcp"
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+@pytest.mark.parametrize("mode", ["legacy", "auto"])
+def test_our_tools_are_served(tmp_path, mode):
+    async def talk(url):
+        async with Client(url, mode=mode) as client:
+            listed = {t.name: t for t in (await client.list_tools()).tools}
+            assert sorted(listed) == ["double", "write"]
+            assert listed["double"].description == "Double a number."
+            assert listed["double"].input_schema["required"] == ["n"]
+
+            async def call(name, **arguments):
+                result = await client.call_tool(name, arguments)
+                return result.is_error, result.content[0].text
+
+            assert await call("double", n=4) == (False, "8")
+            assert await call("double", n="x") == (
+                True,
+                "Error (schema): n: 'x' is not of type 'integer'. Expected: double(n: integer)",
+            )
+            assert (await call("nope"))[0]
+            lines = [await call("write", line=line) for line in "ab"]
+            return [text for _, text in lines]
+
+    with serving(tmp_path) as url:
+        # A session keeps its object; the protocol without sessions has one for each call.
+        assert asyncio.run(talk(url)) == (["a", "a b"] if mode == "legacy" else ["a", "b"])
+
+
+def test_a_run_may_use_ours_as_theirs(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTRL_MCP_TOKEN", "secret")
+    with serving(tmp_path, token="secret") as url:
+        load_file(f"mcp+{url}#own")
+        assert answers(ToolCall("own__double", {"n": 21}))[0].content == "42"
+        monkeypatch.setenv("AGENTRL_MCP_TOKEN", "wrong")
+        with pytest.raises(UserError, match="no MCP server"):
+            load_file(f"mcp+{url}#other")

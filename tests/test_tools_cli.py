@@ -50,7 +50,7 @@ def test_list():
     assert run("list", "-f", CALCULATOR) == run("list", CALCULATOR)
     _, output = run("list", ZOO)
     assert "narrow  (function, 30 s, at most 2 at once)" in output
-    assert "notebook  (one object per episode, 30 s)" in output
+    assert "notebook  (one object per episode, 30 s, is given sample)" in output
     assert "  write(line: string, seconds: number = 0.0)  Write a line." in output
 
 
@@ -93,6 +93,11 @@ MISTAKES = [
         "unknown argument 'x'",
     ),
     (("serve", CALCULATOR, "--host", "0.0.0.0"), UserError, "that needs a token"),
+    (
+        ("serve", CALCULATOR, "--host", "0.0.0.0", "--workers", "2"),
+        UserError,
+        "that needs a token",
+    ),
 ]
 
 

@@ -142,7 +142,8 @@ def play(
         configure(config.sandbox)
     config = config or Config()
     template = template_of(tokenizer, config)
-    world = World(sampler, template, toolbox or LocalToolbox(), config)
+    tools = toolbox or LocalToolbox()
+    world = World(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
     played = play_episode(
@@ -153,7 +154,15 @@ def play(
         sampling=Sampling(temperature=config.rollout.temperature),
         seed=seed,
     )
+
+    async def whole() -> Trajectory:
+        try:
+            return await played
+        finally:
+            if toolbox is None:
+                await tools.aclose()
+
     try:
-        return asyncio.run(played)
+        return asyncio.run(whole())
     finally:
         world.close()

@@ -44,6 +44,9 @@ def serve(
     sandbox: Annotated[
         str, typer.Option(help="Where tools run programs: the key sandbox.backend.")
     ] = "bubblewrap",
+    mcp: Annotated[
+        bool, typer.Option("--mcp", help="Also speak the Model Context Protocol, at /mcp.")
+    ] = False,
 ) -> None:
     """Serve tools over HTTP until Ctrl-C or SIGTERM; calls that run then may end.
 
@@ -56,6 +59,8 @@ def serve(
         AGENTRL_TOOLS_TOKEN=... agentrl tools serve -f my_tools.py --host 0.0.0.0
 
         agentrl tools serve my_tools.py --workers 4
+
+        agentrl tools serve shelf:calculator --mcp
     """
     import os
 
@@ -63,6 +68,10 @@ def serve(
 
     token, named = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
     programs = load_config(flags={"sandbox.backend": sandbox}).sandbox
+    if mcp and workers > 1:
+        from agentrl.errors import UserError
+
+        raise UserError("--mcp is served by one process: leave --workers out")
     if workers > 1:
         _serve_by_workers(named, workers, host, port, token, max_calls, programs)
         return
@@ -74,7 +83,7 @@ def serve(
 
     _load(named)
     server = ToolServer(
-        host, port, token, lambda: _tell(server.url, tools.names()), max_calls=max_calls
+        host, port, token, lambda: _tell(server.url, tools.names()), max_calls=max_calls, mcp=mcp
     )
     server.serve_forever()
 
@@ -91,9 +100,11 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
     _load([*(files or []), *(file or [])])
     for name in tools.names():
         tool: Tool = tools.get(name)
-        kind = "one object per episode" if tool.stateful else "function"
+        kind = f"one object per {tool.scope}" if tool.is_class else "function"
         limit = f", at most {tool.max_concurrency} at once" if tool.max_concurrency else ""
-        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit})")
+        rate = f", at most {tool.rate_limit:g} a second" if tool.rate_limit else ""
+        given = f", is given {', '.join(sorted(tool.injected))}" if tool.injected else ""
+        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{given})")
         for function in tool.functions:
             about = function.schema["function"].get("description", "").partition("\n")[0]
             typer.echo(f"  {function.parameters.usage}  {about}")

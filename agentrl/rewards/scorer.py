@@ -198,6 +198,7 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
                 f"{_some(wrong)}: the grader {grader.name!r} cannot read"
                 f" ground_truth={truth!r:.200}: {why(truth)}"
             )
+    scorer.stop()  # processes that graded; the run, if there is one, starts its own
     if problems:
         raise DataError("\n".join(f"{file}: {p}" if file else p for p in problems))
 

@@ -45,7 +45,7 @@ class Guard:
                 self._check(scope["path"], headers)
                 if scope["method"] == "POST":
                     limit = self._limits.get(scope["path"], MAX_BODY)
-                    receive = _replay(await _body(receive, headers, limit))
+                    receive = _replay(await _body(receive, headers, limit), receive)
             except _Refused as e:
                 await e.response(scope, receive, send)
                 return
@@ -106,9 +106,12 @@ async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) ->
         raise _Refused(408, f"the body took over {BODY_SECONDS:g} s", hang_up=True) from None
 
 
-def _replay(body: bytes) -> Receive:
+def _replay(body: bytes, rest: Receive) -> Receive:
+    """The body at once; who asks on waits for the client to hang up."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
     async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return whole.pop() if whole else await rest()
 
     return receive
 

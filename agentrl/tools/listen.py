@@ -86,6 +86,7 @@ class ToolServer(uvicorn.Server):
         bound: a socket that listens already, instead of `host` and `port`.
         place: of this process among the server's workers.
         max_calls: calls at once; the others are told to come again.
+        mcp: also serve the Model Context Protocol, at /mcp.
 
     Raises:
         UserError: no token where one is needed, or an address that cannot be bound.
@@ -101,6 +102,7 @@ class ToolServer(uvicorn.Server):
         bound: socket.socket | None = None,
         place: Place = Place(),
         max_calls: int = MAX_CALLS,
+        mcp: bool = False,
     ):
         self._socket = bound or bind(host, port, token)
         self.url = url_of(self._socket)
@@ -108,7 +110,11 @@ class ToolServer(uvicorn.Server):
         self._admission = Admission(max_calls)
         self._drained_by = float("inf")
         app = create_app(
-            token=token, hosts=names_of(self._socket), place=place, admission=self._admission
+            token=token,
+            hosts=names_of(self._socket),
+            place=place,
+            admission=self._admission,
+            mcp=mcp,
         )
         super().__init__(
             uvicorn.Config(

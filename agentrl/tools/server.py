@@ -80,6 +80,7 @@ def create_app(
     idle_seconds: float = IDLE_SECONDS,
     place: Place = Place(),
     admission: Admission | None = None,
+    mcp: bool = False,
 ) -> FastAPI:
     """The application, offering what is registered in this process.
 
@@ -89,15 +90,18 @@ def create_app(
         idle_seconds: sessions nobody used for so long are closed.
         place: of this process among the server's workers.
         admission: how many calls may be in this process.
+        mcp: also serve the Model Context Protocol, at /mcp.
     """
     gate = admission or Admission()
     meter = Meter(lambda: len(tool_host), lambda: gate.in_flight)
     tool_host = ToolHost(idle_seconds, meter.ran)
+    door = _mcp_door(tool_host, gate) if mcp else None
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         reaper = asyncio.create_task(tool_host.reap())
-        yield
+        async with door.running() if door else contextlib.nullcontext():
+            yield
         reaper.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(10.0):
@@ -138,6 +142,9 @@ def create_app(
 
     # The hot path: the same function as a plain route, without FastAPI's dependencies, found first.
     app.router.routes.insert(0, Route(CALLS, call, methods=["POST"]))
+
+    if door:
+        app.router.routes.append(Route(door.path, door.app))
 
     @app.post("/sessions", **said(Opened, OpenBody, 404, 421, 500, 503))
     async def open_session(request: Request) -> Response:
@@ -190,6 +197,14 @@ def create_app(
 
     describe(app, token=bool(token))
     return app
+
+
+def _mcp_door(host: ToolHost, gate: Admission) -> Any:
+    try:
+        from agentrl.tools.mcp.served import Served
+    except ImportError as e:
+        raise UserError(f'--mcp needs the extra: pip install "agentrl[mcp]" ({e})') from None
+    return Served(host, gate)
 
 
 async def _json(request: Request) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-MEMORY, BATCH = 40_000, 128
+MEMORY, BATCH = 20_000, 64
 WARM_UP, EVERY = 1_000, 2  # steps at random; steps between two updates
 GAMMA, LR, TAU = 0.99, 5e-4, 0.005
 EPSILON, EXPLORED = (1.0, 0.04), 10_000  # from, to, within so many steps
@@ -44,7 +44,6 @@ def train(steps: int, seed: int = 0, log: int = 5_000) -> list[tuple[int, float]
     state, _ = env.reset(seed=seed)
     length = 0
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = LR * (1 - step / steps)
         share = min(1.0, step / EXPLORED)
         if step < WARM_UP or chance.random() < EPSILON[0] + share * (EPSILON[1] - EPSILON[0]):
             action = int(chance.integers(2))

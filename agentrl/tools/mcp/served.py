@@ -1,0 +1,94 @@
+"""What is registered here, for clients of the Model Context Protocol: `agentrl tools serve --mcp`.
+
+At /mcp, beside the tool server's own paths and behind the same guard. An MCP session is an episode:
+its class tools are made when it first calls one and closed when it was idle for long. Clients that
+open no session (the protocol of 2026-07-28 knows none) have an episode for every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import mcp_types as types
+from mcp.server import Server
+from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
+from mcp.server.transport_security import TransportSecuritySettings
+
+from agentrl.registry import tools
+from agentrl.tools.admission import Admission
+from agentrl.tools.arguments import encode_arguments
+from agentrl.tools.catalogue import schemas_of
+from agentrl.tools.session import ToolHost
+from agentrl.trajectory import Sample, ToolCall, ToolResult
+
+SESSION = "mcp-session-id"
+
+
+class Served:
+    """The protocol's door to the tools of a process.
+
+    Args:
+        host: runs the calls.
+        gate: how many calls may be in this process.
+
+    Raises:
+        UserError: two tools offer a function of the same name.
+    """
+
+    path = "/mcp"
+
+    def __init__(self, host: ToolHost, gate: Admission):
+        self._host, self._gate = host, gate
+        offers = [tools.get(name).offer for name in tools.names()]
+        self._listed = [_listed(schema["function"]) for schema in schemas_of(offers)]
+        self._sample = Sample("mcp", (), tools=tuple(tools.names()))
+        self._turns = itertools.count()
+        server = Server("agentrl", on_list_tools=self._list, on_call_tool=self._call)
+        # Hosts and origins are the guard's affair.
+        open_to = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+        self._manager = StreamableHTTPSessionManager(app=server, security_settings=open_to)
+        self.app = StreamableHTTPASGIApp(self._manager)
+        """An ASGI application for `path`."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the server lives."""
+        async with self._manager.run():
+            yield
+
+    async def _list(self, context: Any, params: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=self._listed)
+
+    async def _call(
+        self, context: Any, params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
+        session = context.request.headers.get(SESSION, "") if context.request else ""
+        episode = f"mcp-{session or uuid.uuid4().hex}"
+        self._gate.enter()
+        try:
+            result = await self._answer(episode, params.name, params.arguments or {})
+        finally:
+            self._gate.leave()
+            if not session:
+                await self._host.close(episode)
+        text = types.TextContent(type="text", text=result.content)
+        return types.CallToolResult(content=[text], is_error=not result.ok)
+
+    async def _answer(self, episode: str, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await self._host.open(episode, self._sample, {})
+        encoded = encode_arguments(ToolCall(name, arguments))
+        if isinstance(encoded, ToolResult):
+            return encoded
+        return await self._host.call(episode, next(self._turns), 0, name, arguments)
+
+
+def _listed(function: dict[str, Any]) -> types.Tool:
+    return types.Tool(
+        name=function["name"],
+        description=function.get("description", ""),
+        input_schema=function["parameters"],
+    )

@@ -1,0 +1,79 @@
+"""Programs a second in the sandbox. One JSON object a line: name, value, unit, context.
+
+`python benchmarks/sandbox.py [RUNS] [BACKEND]`. Starts of an interpreter, which is what a short
+program costs, at 1, 2, 4, 8 and 16 at once; then boxes: opening one, and a call in it. The p99 of
+the last tenth over that of the first shows whether long runs grow slower.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sys
+import time
+
+import uvloop
+
+from agentrl.config import SandboxConfig
+from agentrl.sandbox import Sandbox
+from agentrl.sandbox.settings import open_sandbox
+
+
+def say(name: str, value: float, unit: str, **context: object) -> None:
+    said = {"name": name, "value": round(value, 2), "unit": unit, "context": context}
+    print(json.dumps(said), flush=True)
+
+
+def p99(took: list[float]) -> float:
+    return sorted(took)[int(0.99 * len(took))] * 1e3
+
+
+async def measure(place: Sandbox, runs: int, at_once: int) -> tuple[float, list[float]]:
+    """Runs a second, and how long each took."""
+    took: list[float] = []
+    gate = asyncio.Semaphore(at_once)
+
+    async def one() -> None:
+        async with gate:
+            began = time.monotonic()
+            done = await place.run("print(1 + 1)")
+            took.append(time.monotonic() - began)
+            assert done.stdout == "2\n", done
+
+    began = time.monotonic()
+    await asyncio.gather(*(one() for _ in range(runs)))
+    return runs / (time.monotonic() - began), took
+
+
+async def main(runs: int, backend: str) -> None:
+    machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "backend": backend}
+    for at_once in (1, 2, 4, 8, 16):
+        place = open_sandbox(SandboxConfig(backend=backend, slots=at_once))
+        await measure(place, at_once, at_once)  # user ids are taken once
+        fds = len(os.listdir("/proc/self/fd"))
+        rate, took = await measure(place, runs, at_once)
+        say("sandbox/runs", rate, "1/s", at_once=at_once, runs=runs, **machine)
+        say("sandbox/p99", p99(took), "ms", at_once=at_once)
+        tenth = max(1, runs // 10)
+        say("sandbox/p99_last_over_first", p99(took[-tenth:]) / p99(took[:tenth]), "")
+        say("sandbox/descriptors_left", len(os.listdir("/proc/self/fd")) - fds, "")
+        await place.aclose()
+    if "://" in backend:
+        return
+    place = open_sandbox(SandboxConfig(backend=backend))
+    began = time.monotonic()
+    boxes = [await place.open() for _ in range(20)]
+    say("sandbox/open", (time.monotonic() - began) / 20 * 1e3, "ms", **machine)
+    await boxes[0].run("x = 1")
+    began = time.monotonic()
+    for _ in range(200):
+        await boxes[0].run("x + 1")
+    say("sandbox/call_in_a_box", (time.monotonic() - began) / 200 * 1e3, "ms", **machine)
+    await place.aclose()
+
+
+if __name__ == "__main__":
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    uvloop.run(main(runs, sys.argv[2] if len(sys.argv) > 2 else "bubblewrap"))
