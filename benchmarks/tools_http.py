@@ -30,7 +30,7 @@ import uvloop
 
 from agentrl.http import HttpClient
 from agentrl.tools import HttpToolbox
-from agentrl.tools.background import serve_in_background
+from agentrl.tools.serving.background import serve_in_background
 from agentrl.trajectory import Sample, ToolCall
 
 ROUNDS = 7

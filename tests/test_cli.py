@@ -118,7 +118,7 @@ def test_check_notes_that_there_is_no_gpu(said, rows, random_model):
 
 
 def test_check_asks_the_server_for_the_tools_of_the_rows(said, rows, random_model, tmp_path):
-    from agentrl.tools.background import serve_in_background
+    from agentrl.tools.serving.background import serve_in_background
 
     other = tmp_path / "other.py"
     other.write_text(

@@ -43,8 +43,8 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("tools/server.py", "tools/openapi.py", "view/"),
-    "uvicorn": ("tools/listen.py", "view/"),
+    "fastapi": ("tools/serving/", "view/"),
+    "uvicorn": ("tools/serving/", "view/"),
     "typer": ("cli/",),
 }
 

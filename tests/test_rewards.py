@@ -189,7 +189,7 @@ def test_a_compute_score_gets_verls_arguments(registered):
         stop_reason="turns",
     )
     scored = score(trajectory, function=registered(verls), kwargs={"style": "x"})
-    assert SEEN == [
+    assert [
         {
             "kwargs": {"style": "x"},
             "index": 3,
@@ -200,7 +200,7 @@ def test_a_compute_score_gets_verls_arguments(registered):
             "messages": [m.as_dict() for m in trajectory.messages],
             "final_text": "#### 12",
         }
-    ]
+    ] == SEEN
     assert SEEN[0]["messages"][2:4] == [
         {"role": "assistant", "content": "a"},
         {"role": "tool", "content": "1"},

@@ -25,8 +25,7 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.http import HttpClient
-from agentrl.tools import HttpToolbox, LocalToolbox, tool
-from agentrl.tools import places, runner
+from agentrl.tools import HttpToolbox, LocalToolbox, places, runner, tool
 from agentrl.tools.session import ToolHost, UnknownEpisode
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
@@ -48,7 +47,7 @@ def zoo():
 @pytest.fixture(scope="module")
 def url(zoo):
     """A tool server in a thread of this process."""
-    from agentrl.tools.listen import ToolServer
+    from agentrl.tools.serving.listen import ToolServer
 
     ready = threading.Event()
     server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)

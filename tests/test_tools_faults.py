@@ -20,7 +20,7 @@ from agentrl.http import HttpClient
 from agentrl.http.client import _seconds
 from agentrl.tools import HttpToolbox, tool
 from agentrl.tools import toolbox as toolbox_module
-from agentrl.tools.listen import ToolServer
+from agentrl.tools.serving.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
 
 TOKEN = "open-sesame"

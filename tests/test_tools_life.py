@@ -46,7 +46,7 @@ def own_tools(monkeypatch):
 @pytest.fixture(scope="module")
 def url():
     """A tool server in a thread of this process: it offers what a test has registered by then."""
-    from agentrl.tools.listen import ToolServer
+    from agentrl.tools.serving.listen import ToolServer
 
     ready = threading.Event()
     server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 
 from agentrl import registry
 from agentrl.tools import tool
-from agentrl.tools.listen import ToolServer
+from agentrl.tools.serving.listen import ToolServer
 
 TOKEN = "open-sesame"
 EXAMPLES = 60

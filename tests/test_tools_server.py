@@ -21,10 +21,11 @@ from agentrl import registry
 from agentrl.config import ToolsConfig
 from agentrl.errors import ToolServerError, UserError
 from agentrl.http import HttpClient, fetch_json
-from agentrl.tools import HttpToolbox, listen, open_toolbox
-from agentrl.tools import guard as guard_module
-from agentrl.tools.background import serve_in_background
-from agentrl.tools.listen import ToolServer
+from agentrl.tools import HttpToolbox, open_toolbox
+from agentrl.tools.serving import guard as guard_module
+from agentrl.tools.serving import listen
+from agentrl.tools.serving.background import serve_in_background
+from agentrl.tools.serving.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
 
 TOKEN = "open-sesame"
@@ -402,7 +403,7 @@ def test_a_server_does_not_outlive_its_parent(fork):
             sys.executable,
             "-c",
             "import os, time\n"
-            "from agentrl.tools.background import serve_in_background\n"
+            "from agentrl.tools.serving.background import serve_in_background\n"
             "served = serve_in_background(['shelf:calculator'])\n"
             f"fork = os.fork() if {fork} else -1\n"
             "print(*served.handle.pids, fork, flush=True) if fork else None\n"

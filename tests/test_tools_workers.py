@@ -25,8 +25,8 @@ from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import HttpToolbox
-from agentrl.tools.background import RESTARTS, Served, serve_in_background
-from agentrl.tools.sticky import Place, worker_of
+from agentrl.tools.serving.background import RESTARTS, Served, serve_in_background
+from agentrl.tools.serving.sticky import Place, worker_of
 from agentrl.trajectory import Group, Message, Sample, ToolCall
 
 TOOLS = '''

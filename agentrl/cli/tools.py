@@ -77,7 +77,7 @@ def serve(
         return
     from agentrl.registry import tools
     from agentrl.sandbox import configure
-    from agentrl.tools.listen import ToolServer
+    from agentrl.tools.serving.listen import ToolServer
 
     configure(programs)
 
@@ -191,7 +191,7 @@ def _serve_by_workers(
     import sys
 
     from agentrl.http import fetch_json
-    from agentrl.tools.background import serve_in_background
+    from agentrl.tools.serving.background import serve_in_background
 
     served = serve_in_background(
         files,

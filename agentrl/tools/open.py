@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentrl.config import SandboxConfig, ToolsConfig
-from agentrl.tools.background import serve_in_background
+from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from agentrl.errors import ToolServerError
 from agentrl.http import HttpClient
-from agentrl.tools.sticky import worker_of
+from agentrl.tools.serving.sticky import worker_of
 
 
 class RemoteWorkers:

@@ -82,8 +82,8 @@ class _Finder:
             return None  # verl itself is installed
         if name in _LOOPS:
             raise UserError(
-                f"`import {name}...`: agent loops of verl's keep token ids themselves, which agentrl"
-                " does for them. docs/verl.md shows how one becomes an `@agent_loop`."
+                f"`import {name}...`: agent loops of verl's keep token ids themselves, which"
+                " agentrl does for them. docs/verl.md shows how one becomes an `@agent_loop`."
             )
         if name not in _NAMES and name not in _PACKAGES:
             known = ", ".join(sorted(_NAMES))

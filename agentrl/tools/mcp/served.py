@@ -19,9 +19,9 @@ from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, Streamable
 from mcp.server.transport_security import TransportSecuritySettings
 
 from agentrl.registry import tools
-from agentrl.tools.admission import Admission
 from agentrl.tools.arguments import encode_arguments
 from agentrl.tools.catalogue import schemas_of
+from agentrl.tools.serving.admission import Admission
 from agentrl.tools.session import ToolHost
 from agentrl.trajectory import Sample, ToolCall, ToolResult
 

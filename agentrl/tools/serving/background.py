@@ -32,11 +32,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import ToolServerError, UserError
-from agentrl.tools.admission import MAX_CALLS
-from agentrl.tools.bind import bind, url_of
-from agentrl.tools.worker import MARK, STOP_SECONDS
+from agentrl.tools.serving.admission import MAX_CALLS
+from agentrl.tools.serving.bind import bind, url_of
+from agentrl.tools.serving.worker import MARK, STOP_SECONDS
 
-log = logging.getLogger("agentrl.tools.server")
+log = logging.getLogger("agentrl.tools.serving.app")
 
 START_SECONDS = 60.0
 DRAIN_SECONDS = 30.0
@@ -222,9 +222,8 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         # It finds modules where this process does. A session of its own: Ctrl-C is for the run,
         # which still needs its tools to finish a step.
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from agentrl.tools.worker import main; main()"
-        )
+        main = "from agentrl.tools.serving.worker import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {main}"
         descriptor = self._socket.fileno()
         process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-c", code],

@@ -22,8 +22,8 @@ MARK = "agentrl-tool-server: "
 
 def main() -> None:
     """Serve, as a line on standard input says, until who started it is gone."""
-    from agentrl.tools.listen import ToolServer
-    from agentrl.tools.sticky import Place
+    from agentrl.tools.serving.listen import ToolServer
+    from agentrl.tools.serving.sticky import Place
 
     parent = os.getppid()
     order = json.loads(sys.stdin.readline())

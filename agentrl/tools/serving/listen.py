@@ -15,11 +15,11 @@ from typing import cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl.tools.admission import MAX_CALLS, Admission
-from agentrl.tools.bind import bind, names_of, url_of
-from agentrl.tools.guard import REFUSED
-from agentrl.tools.server import MAX_SESSION_BODY, create_app
-from agentrl.tools.sticky import Place
+from agentrl.tools.serving.admission import MAX_CALLS, Admission
+from agentrl.tools.serving.app import MAX_SESSION_BODY, create_app
+from agentrl.tools.serving.bind import bind, names_of, url_of
+from agentrl.tools.serving.guard import REFUSED
+from agentrl.tools.serving.sticky import Place
 
 HEAD_SECONDS = 10.0
 MAX_HEAD = 2**16

@@ -32,14 +32,14 @@ from starlette.routing import Route
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
-from agentrl.tools.admission import RETRY_AFTER_SECONDS, Admission, Busy, WrongWorker
 from agentrl.tools.arguments import refused
-from agentrl.tools.bind import LOOPBACK
-from agentrl.tools.guard import REFUSED, Guard, refusal
-from agentrl.tools.meter import Meter
-from agentrl.tools.openapi import Closed, Health, Offered, Opened, describe, said
+from agentrl.tools.serving.admission import RETRY_AFTER_SECONDS, Admission, Busy, WrongWorker
+from agentrl.tools.serving.bind import LOOPBACK
+from agentrl.tools.serving.guard import REFUSED, Guard, refusal
+from agentrl.tools.serving.meter import Meter
+from agentrl.tools.serving.openapi import Closed, Health, Offered, Opened, describe, said
+from agentrl.tools.serving.sticky import Place
 from agentrl.tools.session import IDLE_SECONDS, CallConflict, ToolHost, UnknownEpisode
-from agentrl.tools.sticky import Place
 from agentrl.trajectory import Message, Sample, ToolResult
 
 MAX_SESSION_BODY = 2**24
