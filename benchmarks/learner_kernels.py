@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.trainer import attention
-from agentrl.trainer.attention import PACKED, Layout, kernel_for, packed_attention, varlen
+from agentrl.trainer import kernels
+from agentrl.trainer.attention import PACKED, Layout, packed_attention, varlen
 from agentrl.trainer.head import chosen_logprobs
+from agentrl.trainer.kernels import kernel_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
@@ -152,20 +153,20 @@ def by_sequence(
     return torch.cat(out)
 
 
-def kernels() -> dict[str, Any]:
+def to_compare() -> dict[str, Any]:
     """Those to compare; torch's own also with keys that it may or may not share by itself."""
     if not GPU:
         return {"by_sequence": by_sequence}
     own = kernel_for(DEVICE)
     assert own is not None
-    found: dict[str, Any] = {"torch": attention.torch_kernel}
-    if own is not attention.torch_kernel:
+    found: dict[str, Any] = {"torch": kernels.torch_kernel}
+    if own is not kernels.torch_kernel:
         found["flash_attention"] = own
-    if not attention.GROUPED:
+    if not kernels.GROUPED:
 
         def shares(*arguments: Any) -> Any:
             *sequences, scale, window = arguments
-            return attention.varlen_attn(*sequences, scale=scale, window_size=(window, 0))
+            return kernels.varlen_attn(*sequences, scale=scale, window_size=(window, 0))
 
         found["torch_sharing_keys"] = shares
     return found
@@ -175,7 +176,7 @@ def ways(layout: Layout) -> dict[str, Layout]:
     """The layout for each kernel, and piece by piece."""
     every = (torch.bfloat16, torch.float32)
     made = {
-        n: replace(layout, varlen=varlen(layout, DEVICE, k, every)) for n, k in kernels().items()
+        n: replace(layout, varlen=varlen(layout, DEVICE, k, every)) for n, k in to_compare().items()
     }
     return {"piece_by_piece": layout, **made}
 

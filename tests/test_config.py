@@ -424,6 +424,11 @@ def test_settings_without_effect_are_named():
             ["turns earn nothing", "seq-mean-token-mean biases"],
         ),
         (["algorithm.adv_estimator=rloo", "algorithm.loss_agg_mode=token-mean"], []),
+        (
+            ["algorithm.name=grpo", "optim.lr_warmup_steps=3", "trainer.total_steps=3"],
+            ["optim.lr_warmup_steps=3 of trainer.total_steps=3: the learning rate never reaches"],
+        ),
+        (["algorithm.name=grpo", "optim.lr_warmup_steps=2", "trainer.total_steps=3"], []),
     ],
 )
 def test_what_a_run_may_not_mean(overrides, said):

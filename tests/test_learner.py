@@ -87,6 +87,33 @@ def gradient(learner: Learner, tmp_path: Path) -> dict[str, torch.Tensor]:
 # --- logprobs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("which", ["prompt", "response"])
+def test_a_token_that_the_model_has_not_is_named(folder, batch, which):
+    learner = Learner(folder, config(), total_steps=1)
+    ids = getattr(batch, f"{which}_ids")
+    first = ids.shape[1] - int(batch.prompt_lengths[2]) if which == "prompt" else 0
+    for wrong in (32, -1):
+        held = ids.clone()
+        held[2, first] = wrong
+        said = rf"token 0 of the {which} of row 2 .* is {wrong}, .* of 32 \(0 to 31\)"
+        with pytest.raises(RunStopped, match=said):
+            learner.logprobs(replace(batch, **{f"{which}_ids": held}))
+
+
+def test_what_fills_rows_up_is_no_token(folder, batch):
+    learner = Learner(folder, config(), total_steps=1)
+    wide, tall = batch.prompt_ids.shape[1], batch.response_ids.shape[1]
+    filling = torch.arange(wide) < wide - batch.prompt_lengths[:, None]
+    after = torch.arange(tall) >= batch.response_lengths[:, None]
+    assert filling.any() and after.any()
+    filled = replace(
+        batch,
+        prompt_ids=batch.prompt_ids.masked_fill(filling, 99),
+        response_ids=batch.response_ids.masked_fill(after, 99),
+    )
+    assert torch.equal(learner.logprobs(filled), learner.logprobs(batch))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_model_at_the_sampled_tokens(folder, batch, temperature):
     learner = Learner(folder, config(rollout__temperature=temperature), total_steps=1)

@@ -58,6 +58,16 @@ def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
         token_losses(*given, AlgorithmConfig(policy_loss="mine"))
 
 
+def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door(monkeypatch):
+    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    policy_loss("mine")(lambda logprobs, old, advantages, mask, config: logprobs @ old)
+    given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
+    said = r"the policy loss 'mine' raised RuntimeError: .*\(.*test_losses.py:\d+\)"
+    with pytest.raises(UserCodeError, match=said) as told:
+        token_losses(*given, AlgorithmConfig(policy_loss="mine"))
+    assert isinstance(told.value.__cause__, RuntimeError)
+
+
 def test_a_kl_alone_may_learn(monkeypatch):
     monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
     policy_loss("none")(lambda logprobs, old, advantages, mask, config: (old * 0, {}))

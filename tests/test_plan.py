@@ -53,5 +53,13 @@ def test_a_critic_that_warms_up_to_the_end_is_refused(keys, steps):
     warm(steps, trainer__val_only=True, data__val="rows.jsonl")
 
 
+def test_a_trainer_refuses_it_as_the_command_line_does(tmp_path):
+    from agentrl.trainer import Trainer
+
+    p = plan(4, algorithm__name="ppo", algorithm__critic_warmup=3, trainer__total_steps=3)
+    with pytest.raises(ConfigError, match="critic_warmup=3 of 3 steps"):
+        Trainer(p.config, p)
+
+
 def test_without_rows_to_train_on_there_is_nothing_to_refuse():
     check_policy_learns(plan(0, algorithm__name="ppo", algorithm__critic_warmup=9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, arange
 
 from agentrl.trainer.batch import Rows
 from agentrl.trainer.packing import pack
-from agentrl.trainer.schedule import cut, deal
+from agentrl.trainer.schedule import deal
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,33 @@ def test_every_row_is_run_once_and_all_ranks_keep_step(world, ranks, budget):
     assert len({len(share) for share in dealt}) == 1
     assert all(share for share in dealt) == bool(len(rows))
     for share in dealt:
-        mine = torch.cat(share) if share else arange(0)
-        assert mine.dtype == torch.int64 and (mine.diff() > 0).all()
+        assert all(p.dtype == torch.int64 and (p.diff() > 0).all() for p in share)
         assert all(tokens(batch, piece) <= budget or len(piece) == 1 for piece in share)
 
 
 @given(worlds(), st.integers(1, 150))
 @settings(max_examples=100, deadline=None)
-def test_pieces_are_neighbours_and_as_full_as_their_order_allows(world, budget):
+def test_pieces_of_one_rank_are_neighbours_and_as_full_as_their_order_allows(world, budget):
     batch, rows = world.batch(), world.rows()
-    pieces = cut(batch, rows, budget)
+    [pieces] = deal(batch, rows, 1, budget)
     assert [r for piece in pieces for r in piece.tolist()] == rows.tolist()
-    assert all(tokens(batch, piece) <= budget or len(piece) == 1 for piece in pieces)
     for piece, following in pairwise(pieces):
         assert tokens(batch, torch.cat([piece, following[:1]])) > budget
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 4000), (4, 4000), (8, 2000)])
+def test_ranks_wait_little_for_each_other(ranks, budget):
+    """Passes that are filled one after the other leave a rest to each rank: 0.8 and less."""
+    random = Random(0)
+    families = [
+        (100, tuple(int(random.lognormvariate(5, 0.8)) for _ in range(8))) for _ in "x" * 32
+    ]
+    world = World(tuple(families), -1)
+    batch = world.batch()
+    dealt = deal(batch, world.rows(), ranks, budget)
+    run = [[tokens(batch, piece) for piece in share] for share in dealt]
+    slowest = sum(max(at) for at in zip(*run, strict=True))
+    assert tokens(batch, world.rows()) >= 0.93 * ranks * slowest
 
 
 @given(worlds(), st.integers(1, 5), st.integers(1, 150))
@@ -177,7 +191,6 @@ def test_who_has_less_runs_smaller_pieces_and_only_then_empty_ones():
 def test_nothing_to_run():
     batch = World(((1, (1,)),), 0).batch()
     assert deal(batch, arange(0), 3, 10) == [[], [], []]
-    assert cut(batch, arange(0), 10) == []
     # Fewer rows than ranks: the others keep step with a pass over nothing.
     dealt = deal(batch, arange(1), 3, 10)
     assert [[piece.tolist() for piece in share] for share in dealt] == [[[0]], [[]], [[]]]

@@ -142,7 +142,12 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
 
 def doubtful(c: Config) -> Iterator[str]:
     """What a run can mean, but its user may not."""
-    a, r = c.algorithm, c.reward
+    a, o, r, steps = c.algorithm, c.optim, c.reward, c.trainer.total_steps
+    if 0 < steps <= o.lr_warmup_steps:
+        yield (
+            f"optim.lr_warmup_steps={o.lr_warmup_steps} of trainer.total_steps={steps}: the"
+            " learning rate never reaches optim.lr"
+        )
     if a.adv_estimator != "turn_rloo":
         return
     if not (r.turn_weight or r.tool_weight or a.kl_reward_coef):

@@ -207,6 +207,30 @@ def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> 
         )
 
 
+def check_tokens(rows: Rows, vocabulary: int) -> None:
+    """No token that the model has no embedding of: a GPU would die of it without a word.
+
+    Raises:
+        RunStopped: names the first one's row.
+    """
+    wide = rows.prompt_ids.shape[1]
+    parts = {
+        "prompt": (rows.prompt_ids, torch.arange(wide) >= wide - rows.prompt_lengths[:, None]),
+        "response": (
+            rows.response_ids,
+            torch.arange(rows.response_ids.shape[1]) < rows.response_lengths[:, None],
+        ),
+    }
+    for name, (ids, there) in parts.items():
+        for b, t in (there & ((ids < 0) | (ids >= vocabulary))).nonzero()[:1].tolist():
+            at = t - int((~there[b]).sum()) if name == "prompt" else t
+            raise RunStopped(
+                f"token {at} of the {name} of row {b} of the batch is {int(ids[b, t])}, but the"
+                f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Are tokenizer"
+                " and model of one family?"
+            )
+
+
 def _turns(trajectory: Trajectory) -> list[Tensor]:
     """One tensor per segment: which turn each token lies in, or -1."""
     which = [torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments]

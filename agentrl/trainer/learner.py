@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from agentrl.trainer.batch import (
     Batch,
     Rows,
     Targets,
+    check_tokens,
     mini_batch_count,
     mini_batch_of,
 )
@@ -110,10 +112,19 @@ class Learner:
     def _deal(
         self, batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[list[list[Tensor]], list[list[Micro]]]:
-        """Micro-batches of the rows where `rows` (B,) is True: their numbers, and contents."""
+        """Micro-batches of the rows where `rows` (B,) is True: their numbers, and contents.
+
+        Raises:
+            RunStopped: the model has no such token.
+        """
+        check_tokens(batch, self._vocabulary)
         budget = self.config.optim.micro_batch_tokens
         dealt = deal(batch, rows.nonzero()[:, 0], self._ranks.size, budget)
         return dealt, [[micro(batch, r, mask, columns) for r in share] for share in dealt]
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return self._ranks.vocabulary()
 
     # --- the update ----------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig
-from agentrl.errors import UserCodeError
+from agentrl.errors import AgentRLError, UserCodeError
 from agentrl.registry import policy_loss, policy_losses
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -149,10 +149,16 @@ def token_losses(
 
     Raises:
         RegistryError: no such loss.
-        UserCodeError: it does not return what a policy loss returns.
+        UserCodeError: it raised, or does not return what a policy loss returns.
     """
     name = config.policy_loss
-    made = policy_losses.get(name)(logprobs, old_logprobs, advantages, mask, config)
+    function = policy_losses.get(name)
+    try:
+        made = function(logprobs, old_logprobs, advantages, mask, config)
+    except Exception as e:
+        if isinstance(e, AgentRLError) or name in policy_losses.shipped:
+            raise
+        raise UserCodeError.of(f"the policy loss {name!r}", e) from e
 
     def refuse(wrong: str) -> UserCodeError:
         return UserCodeError(

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.server.files import check_seen, write_weights
-from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.trainer.dispatch import BROADCAST, RANK_ZERO, SPLIT, dispatch
 from agentrl.trainer.kl import ESTIMATORS
 from agentrl.trainer.losses import importance_ratios, importance_weights, token_losses, value_loss
 from agentrl.trainer.model import Critic
@@ -122,6 +122,11 @@ class Rank:
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
     # --- without learning ----------------------------------------------------------------------
+
+    @dispatch(RANK_ZERO)
+    def vocabulary(self) -> int:
+        """How many tokens the model has embeddings of."""
+        return self.policy.model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
 
     @dispatch(SPLIT)
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 The rows of an optimizer step are given. How they are dealt out changes memory and time, and no
 result: the loss is a sum, and every row is run once. All ranks run equally many micro-batches,
-since they gather weights together; one that has no row left runs an empty one.
+since they gather weights and sum gradients together; one that has no row left runs an empty one.
+Each waits for the slowest in every micro-batch, so those are as even as rows allow.
 
 Rows of one prompt stay neighbours on one rank where they can: there the prompt is run once.
 """
@@ -10,6 +11,7 @@ Rows of one prompt stay neighbours on one rank where they can: there the prompt 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from torch import Tensor
 from agentrl.trainer.batch import Rows
 from agentrl.trainer.packing import starts_prompt
 
-UNEVEN = 1.1
-"""A rank may have so many times the tokens of the mean before a prompt is run on two."""
+UNEVEN = 1.03
+"""A share may have so many times the tokens of the mean before a prompt is run in two."""
 
 
 def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor]]:
@@ -36,96 +38,110 @@ def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor
     """
     if not len(rows):
         return [[] for _ in range(ranks)]
-    if ranks == 1:
-        return [cut(batch, rows, budget)]
-    owned = _shared_out(batch, rows, ranks)
-    pieces = [cut(batch, torch.tensor(mine), budget) if mine else [] for mine in owned]
-    count = max(map(len, pieces))
-    return [_in_pieces(batch, some, count) for some in pieces]
+    sizes = _Sizes(batch, rows)
+    if ranks == 1:  # nobody waits for it
+        dealt = [sizes.cut(sizes.rows, budget)]
+    else:
+        owned = _shared_out(sizes, sizes.rows, ranks)
+        count = max(len(sizes.cut(mine, budget)) for mine in owned)
+        dealt = [_in_pieces(sizes, mine, count, budget) for mine in owned]
+    return [[torch.tensor(piece, dtype=torch.int64) for piece in mine] for mine in dealt]
 
 
-def cut(batch: Rows, rows: Tensor, budget: int) -> list[Tensor]:
-    """Cut `rows` into pieces of at most `budget` tokens each, prompts counted once.
+class _Sizes:
+    """What rows cost that are run side by side, in tokens."""
 
-    The order stays: rows of one prompt are neighbours. A row longer than the budget goes alone.
+    def __init__(self, batch: Rows, rows: Tensor):
+        self.rows: list[int] = rows.tolist()
+        number = starts_prompt(batch, rows).cumsum(0).tolist()
+        self._family = dict(zip(self.rows, number, strict=True))
+        self._prompts = batch.prompt_lengths.tolist()
+        self._responses = batch.response_lengths.tolist()
+
+    def of(self, rows: Sequence[int]) -> int:
+        """All of them together, ascending."""
+        return sum(need for _, _, need in self._needs(rows))
+
+    def families(self, rows: Sequence[int]) -> list[list[int]]:
+        """Neighbours that share a prompt."""
+        found: list[list[int]] = []
+        for row, new, _ in self._needs(rows):
+            if new:
+                found.append([])
+            found[-1].append(row)
+        return found
+
+    def cut(self, rows: Sequence[int], most: int) -> list[list[int]]:
+        """Neighbours in pieces of at most `most` tokens; what is longer goes alone."""
+        pieces: list[list[int]] = []
+        room = 0
+        for row, _, need in self._needs(rows):
+            if need > room or not pieces:
+                pieces.append([])
+                need, room = self._prompts[row] + self._responses[row], most
+            pieces[-1].append(row)
+            room -= need
+        return pieces
+
+    def _needs(self, rows: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
+        """Each row, whether its prompt is new, and the tokens that it adds."""
+        last = 0
+        for row in rows:
+            new = self._family[row] != last
+            last = self._family[row]
+            yield row, new, self._responses[row] + (self._prompts[row] if new else 0)
+
+
+def _shared_out(sizes: _Sizes, rows: Sequence[int], shares: int) -> list[list[int]]:
+    """Rows for each rank, or each pass of one, about equally many tokens for all.
+
+    Families stay whole where that is even enough. Else the smallest one of the busiest is halved,
+    again and again; of all these ways the evenest is taken, for a prompt that two run costs twice.
     """
-    pieces: list[list[int]] = []
-    room = 0
-    fresh = starts_prompt(batch, rows).tolist()
-    prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
-    for row, new in zip(rows.tolist(), fresh, strict=True):
-        need = responses[row] + (prompts[row] if new else 0)
-        if need > room or not pieces:
-            pieces.append([])
-            need, room = prompts[row] + responses[row], budget
-        pieces[-1].append(row)
-        room -= need
-    return [torch.tensor(piece) for piece in pieces]
-
-
-def _families(batch: Rows, rows: Tensor) -> list[list[int]]:
-    """Neighbours that share a prompt."""
-    families: list[list[int]] = []
-    for row, new in zip(rows.tolist(), starts_prompt(batch, rows).tolist(), strict=True):
-        if new:
-            families.append([])
-        families[-1].append(row)
-    return families
-
-
-def _shared_out(batch: Rows, rows: Tensor, ranks: int) -> list[list[int]]:
-    """Rows for each rank, about equally many tokens for all.
-
-    Families stay whole where that is even enough. Else the smallest one of the busiest rank is
-    halved, again and again; of all these ways the evenest is taken, for a prompt that two ranks run
-    costs twice.
-    """
-    units = [(_tokens(batch, family), family) for family in _families(batch, rows)]
+    units = [(sizes.of(family), family) for family in sizes.families(rows)]
     ways = []
     while True:
-        owned = _spread(units, ranks)
-        loads = [_tokens(batch, mine) for mine in owned]
+        owned = _spread(units, shares)
+        loads = [sizes.of(mine) for mine in owned]
         ways.append((max(loads), owned))
         busiest = set(owned[loads.index(max(loads))])
         several = [unit for unit in units if len(unit[1]) > 1 and unit[1][0] in busiest]
-        if max(loads) * ranks <= UNEVEN * sum(loads) or not several:
+        if max(loads) * shares <= UNEVEN * sum(loads) or not several:
             return min(ways, key=lambda way: way[0])[1]
         units.remove(smallest := min(several))
         unit, half = smallest[1], len(smallest[1]) // 2
-        units += [(_tokens(batch, part), part) for part in (unit[:half], unit[half:])]
+        units += [(sizes.of(part), part) for part in (unit[:half], unit[half:])]
 
 
-def _spread(units: list[tuple[int, list[int]]], ranks: int) -> list[list[int]]:
-    """Units of (tokens, rows): the largest first, each to the rank with least (Graham, 1969)."""
-    loads = [(0, rank) for rank in range(ranks)]
-    owned: list[list[int]] = [[] for _ in range(ranks)]
+def _spread(units: list[tuple[int, list[int]]], shares: int) -> list[list[int]]:
+    """Units of (tokens, rows): the largest first, each to who has least (Graham, 1969)."""
+    loads = [(0, share) for share in range(shares)]
+    owned: list[list[int]] = [[] for _ in range(shares)]
     for tokens, unit in sorted(units, key=lambda unit: (-unit[0], unit[1])):
-        load, rank = heapq.heappop(loads)
-        owned[rank] += unit
-        heapq.heappush(loads, (load + tokens, rank))
+        load, share = heapq.heappop(loads)
+        owned[share] += unit
+        heapq.heappush(loads, (load + tokens, share))
     return [sorted(mine) for mine in owned]
 
 
-def _tokens(batch: Rows, rows: list[int]) -> int:
-    """What they cost when they are run together."""
-    if not rows:
-        return 0
-    at = torch.tensor(rows)
-    prompts = batch.prompt_lengths[at] * starts_prompt(batch, at)
-    return int(prompts.sum() + batch.response_lengths[at].sum())
+def _in_pieces(sizes: _Sizes, rows: list[int], count: int, budget: int) -> list[list[int]]:
+    """Just so many, the longest first; what cannot be cut so often is joined by empty ones.
 
-
-def _in_pieces(batch: Rows, pieces: list[Tensor], count: int) -> list[Tensor]:
-    """Halve the longest until there are so many; what cannot be halved is joined by empty ones."""
-    pieces = list(pieces)
+    About equally long, unless that breaks the budget: then neighbours until it is full, and the
+    longest are halved.
+    """
+    pieces = _shared_out(sizes, rows, count)
+    if any(sizes.of(piece) > budget and len(piece) > 1 for piece in pieces):
+        pieces = sizes.cut(rows, budget)
     while len(pieces) < count:
         widest = max(
             (k for k, piece in enumerate(pieces) if len(piece) > 1),
-            key=lambda k: _tokens(batch, pieces[k].tolist()),
+            key=lambda k: sizes.of(pieces[k]),
             default=None,
         )
         if widest is None:
-            return pieces + [torch.empty(0, dtype=torch.int64)] * (count - len(pieces))
+            pieces += [[] for _ in range(count - len(pieces))]
+            break
         half = len(pieces[widest]) // 2
         pieces[widest : widest + 1] = [pieces[widest][:half], pieces[widest][half:]]
-    return pieces
+    return sorted(pieces, key=sizes.of, reverse=True)

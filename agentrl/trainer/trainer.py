@@ -24,7 +24,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.open import open_engine, opening
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
-from agentrl.plan import Plan, check_model_fits, fixed_row, make_plan, wiring
+from agentrl.plan import Plan, check_model_fits, check_policy_learns, fixed_row, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import make_targets
@@ -76,6 +76,7 @@ class Trainer:
             )
         self.config, self.site = config, site
         self.plan = plan or make_plan(config)
+        check_policy_learns(self.plan)
         if not config.trainer.val_only and len(self.plan.train) == 0:
             raise ConfigError("no training rows: give --dataset FILE (data.train)")
         self.folder = Path(config.trainer.output)
