@@ -14,7 +14,7 @@ from learner_world import group, scored, segment, turn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl import ToolError, play, registry, tool
-from agentrl.agent_loops.penalties import _tokens, penalties_of
+from agentrl.agent_loops.answered import _tokens, penalties_of
 from agentrl.agent_loops.row import Row
 from agentrl.chat.formats import FORMATS, parse_react
 from agentrl.config import Config

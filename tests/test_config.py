@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.config import FIELDS, Config, RolloutConfig, load_config, without_effect
+from agentrl.config import (
+    FIELDS,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    load_config,
+    without_effect,
+)
 from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
 from agentrl.config.page import page
@@ -174,7 +181,7 @@ def test_diff_against_another_config():
         ("rolout.n=1", "no such key. Did you mean rollout.n or val.n?"),
         ("lr=1", "no such key. Did you mean optim.lr?"),
         ("algorithm.critic_lr=1", "no such key. Did you mean optim.critic_lr or"),
-        ("tools.zork=1", "no such key. Keys of tools: transport, max_result_tokens, truncate"),
+        ("sandbox.qq=1", "no such key. Keys of sandbox: backend, slots, timeout_s"),
         ("zork=1", "no such key. Sections: files, data, model,"),
         ("optim.lr.x=1", "optim.lr is a value, there is nothing below it"),
         ("optim=3", "optim is a section. Its keys: optim.name, optim.lr, optim"),
@@ -504,3 +511,10 @@ def test_another_algorithm_after_a_runs_own_config(tmp_path):
     direct = ["algorithm.name=ppo", *had, "algorithm.lam=.9"]
     assert found == load_config(None, direct).algorithm
     assert found.critic and found.whiten_advantages and not found.filter_groups
+
+
+def test_the_files_of_rewards_are_known():
+    assert RewardConfig(function="a/b.py:f").files == ["a/b.py"]
+    named = {"a.py:f": 1.0, "a.py:g": 1.0, "exact": 0.5}
+    assert RewardConfig(functions=named).files == ["a.py"]
+    assert RewardConfig(function="exact").files == []

@@ -4,11 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from updates import update
 
 from agentrl.engine.base import Update
 from agentrl.engine.server import files
-from agentrl.engine.server.files import check_seen, names_in, passing_folder, write_update
+from agentrl.engine.server.files import (
+    check_seen,
+    names_in,
+    passing_folder,
+    write_update,
+    write_weights,
+)
 from agentrl.errors import ConfigError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(4), "c": torch.ones(1)}
@@ -21,7 +28,7 @@ def refused():
 def test_an_update_is_written_here_or_where_its_weights_are(tmp_path):
     given = []
 
-    def write(folder):
+    def write(folder, dtype):
         given.append(folder)
         return 44
 
@@ -45,3 +52,9 @@ def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
         check_seen(Path(folder))
     with pytest.raises(ConfigError, match=rf"files in {tmp_path} .* 10\.0\.0\.7 does not see"):
         check_seen(Path(folder), "10.0.0.7")
+
+
+def test_weights_are_written_in_the_precision_that_is_asked_for(tmp_path):
+    assert write_weights({"a": torch.arange(3.0)}.items(), tmp_path, torch.bfloat16) == 6
+    (file,) = tmp_path.iterdir()
+    assert load_file(file)["a"].dtype == torch.bfloat16

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.agent_loops.answered import answered, moved, penalties_of
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context
 from agentrl.agent_loops.given import checked
-from agentrl.agent_loops.penalties import moved, penalties_of
 from agentrl.agent_loops.stop import cut_at_stop
 from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
@@ -232,16 +232,10 @@ class Episode:
             )
         seconds = attempt.enter("loop")
         results = [self._world.fit(r) for r in results]
-        reward = sum(r.reward for r in results if r.reward is not None)
         turn = attempt.turns[at]
         prices, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
-        attempt.turns[at] = replace(
-            turn,
-            tool_results=tuple(results),
-            tool_seconds=seconds,
-            penalties=penalties_of(turn, results, prices, row, self._world.template),
-            rewards={**turn.rewards, **({"tool": reward} if reward else {})},
-        )
+        penalties = penalties_of(turn, results, prices, row, self._world.template)
+        attempt.turns[at] = answered(turn, results, penalties, seconds)
         self.observe(
             *(
                 answer_as(r.content) if answer_as else Message("tool", r.content, tool_call_id=c.id)

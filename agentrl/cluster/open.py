@@ -86,7 +86,7 @@ class RaySite:
             cls,
             self._pool,
             *args,
-            shipment=Shipment.pack(config.files, [config.model.path]),
+            shipment=Shipment.pack([*config.files, *config.reward.files], [config.model.path]),
             watchdog_s=config.trainer.watchdog_s,
             **kwargs,
         )

@@ -129,3 +129,9 @@ class RewardConfig(Section):
         ge=0,
     )
     overlong_penalty: float = key(1.0, "the penalty of a rollout that used all of them", ge=0)
+
+    @property
+    def files(self) -> list[str]:
+        """The files of functions that are named by path."""
+        paths = [name.rpartition(":")[0] for name in (self.function, *self.functions)]
+        return [path for path in dict.fromkeys(paths) if path.endswith(".py")]

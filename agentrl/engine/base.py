@@ -73,9 +73,9 @@ class Update:
     adapter: Callable[[Path], None] | None = None
     """Writes the LoRA adapter into an existing folder, as PEFT does; None where the weights
     themselves learn."""
-    write: Callable[[Path], int] | None = None
-    """Writes the weights as safetensors into an existing folder itself, and says how many bytes:
-    where they are in other processes."""
+    write: Callable[[Path, Any], int] | None = None
+    """Writes the weights as safetensors into an existing folder itself, in a dtype or (None) their
+    own, and says how many bytes: where they are in other processes."""
 
 
 class Sampler(Protocol):

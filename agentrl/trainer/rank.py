@@ -283,11 +283,11 @@ class Rank:
     # --- what comes out ------------------------------------------------------------------------
 
     @dispatch(BROADCAST)
-    def write_weights(self, folder: Path) -> int:
+    def write_weights(self, folder: Path, dtype: torch.dtype | None = None) -> int:
         """Write what an engine needs (`Policy.export`) as safetensors; how many bytes it is."""
         if is_rank_zero():
             check_seen(folder)
-            return write_weights(self.policy.export(), folder)
+            return write_weights(self.policy.export(), folder, dtype)
         for _ in self.policy.export():  # gathered by all
             pass
         return 0

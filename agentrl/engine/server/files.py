@@ -48,12 +48,17 @@ def write_update(update: Update, folder: Path) -> int:
         Their bytes.
     """
     if update.write is not None:
-        return update.write(folder)
+        return update.write(folder, None)
     return write_weights(update.weights(), folder)
 
 
-def write_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> int:
+def write_weights(weights: Iterable[tuple[str, Any]], folder: Path, dtype: Any = None) -> int:
     """Write named tensors, a file at a time: at most `FILE_BYTES` and a tensor are held.
+
+    Args:
+        weights: of floating-point numbers.
+        folder: an existing one.
+        dtype: what they are cast to; None: as they are.
 
     Returns:
         Their bytes.
@@ -61,6 +66,7 @@ def write_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> int:
     held: dict[str, Any] = {}
     size = written = files = 0
     for name, tensor in weights:
+        tensor = tensor if dtype is None else tensor.to(dtype)
         held[name] = tensor.contiguous()
         size += tensor.nbytes
         if size >= FILE_BYTES:

@@ -211,7 +211,7 @@ class SGLangEngine:
         if self._paused:
             raise EngineError(f"{self.url}: resume it before publishing version {update.version}")
         adapter = isinstance(self._sender, AdapterSender)
-        update = replace(update, weights=partial(self._cast, update))
+        update = self._in_its_dtype(update)
         if not adapter:
             self._proof.before()
         self._wake("weights")
@@ -272,6 +272,14 @@ class SGLangEngine:
         if found.versions[0] != self.version:
             raise EngineError(f"{where}: version {found.versions[0]}, not {self.version}")
         return found
+
+    def _in_its_dtype(self, update: Update) -> Update:
+        write = update.write
+        return replace(
+            update,
+            weights=partial(self._cast, update),
+            write=write and (lambda folder, _: write(folder, self._dtype)),
+        )
 
     def _cast(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the precision that the server has them in, with the same rounding."""

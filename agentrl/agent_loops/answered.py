@@ -1,4 +1,7 @@
-"""Which tokens wrote a call that failed, and what that costs (`tools.penalties`)."""
+"""What a turn's calls came to: their results and rewards, and what those that failed cost.
+
+A call that failed may cost the tokens that wrote it (`tools.penalties`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,23 @@ from agentrl.agent_loops.row import Row
 from agentrl.chat import ChatTemplate
 from agentrl.trajectory import ToolCall, ToolResult, Turn
 
+Penalties = tuple[tuple[int, int, float], ...]
+"""Of failed calls: response tokens [start, end), and the price."""
+
+
+def answered(
+    turn: Turn, results: Sequence[ToolResult], penalties: Penalties, seconds: float
+) -> Turn:
+    """The turn with the results of its calls, which took these seconds."""
+    reward = sum(r.reward for r in results if r.reward is not None)
+    return replace(
+        turn,
+        tool_results=tuple(results),
+        tool_seconds=seconds,
+        penalties=penalties,
+        rewards={**turn.rewards, **({"tool": reward} if reward else {})},
+    )
+
 
 def penalties_of(
     turn: Turn,
@@ -17,7 +37,7 @@ def penalties_of(
     prices: Mapping[str, float],
     row: Row,
     template: ChatTemplate,
-) -> tuple[tuple[int, int, float], ...]:
+) -> Penalties:
     """What a turn's failed calls cost: response tokens [start, end) of its row, and the price.
 
     Args:
