@@ -353,14 +353,12 @@ async def test_much_is_cut():
 
 @needs_sandbox
 async def test_a_full_folder_is_told():
-    filled, more, _, freed, after = await say(
+    filled, more, after = await say(
         "shell",
         ("run", {"command": "for i in 1 2 3; do head -c 40000000 /dev/zero > full$i; done"}),
         ("write_file", {"path": "more", "content": "y" * 100_000}),
-        ("run", {"command": "rm full2"}),
-        ("write_file", {"path": "full1", "content": ""}),
         ("run", {"command": "rm full*; echo free"}),
     )
     assert "No space left" in filled.content
     assert more.error == "tool_error" and "No space left" in more.content
-    assert freed.ok and after.content == "free"
+    assert after.content == "free"

@@ -9,7 +9,6 @@ What a command may take is said by the section `sandbox`.
 
 from __future__ import annotations
 
-import errno
 import posixpath
 import shlex
 from collections.abc import Mapping
@@ -101,12 +100,7 @@ class Shell:
 
     async def _bash(self, command: str) -> Completed:
         box = await self._opened()
-        try:
-            return await box.run(command, language="bash")
-        except OSError as e:
-            if e.errno != errno.ENOSPC:
-                raise
-            raise ToolError("the folder is full: `write_file` with no content empties") from None
+        return await box.run(command, language="bash")
 
     async def _opened(self) -> Box:
         if self.box is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Language = Literal["python", "bash"]
-EndedBy = Literal["", "time", "cpu", "memory", "output", "signal"]
+EndedBy = Literal["", "time", "cpu", "output", "signal"]
 
 
 @dataclass(frozen=True, slots=True)

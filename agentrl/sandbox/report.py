@@ -11,7 +11,6 @@ MAX_STDERR = 2000
 NOTES = {
     "time": "ended: it took too long ({seconds:.0f} s)",
     "cpu": "ended: it used too much processor time",
-    "memory": "ended: it used too much memory",
     "output": "ended: it printed too much",
 }
 

@@ -28,14 +28,23 @@ class Scratch:
         self.top = os.open(folder, os.O_PATH | os.O_DIRECTORY)
 
     def unnamed(self, data):
-        """A descriptor of a file that is in no folder, at its beginning."""
-        fd = os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        """A descriptor of a file that is in no folder, at its beginning.
+
+        Where the folder is full, of a pipe: a command that makes room must still run.
+        """
+        fd = -1
         try:
+            fd = os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
             write_all(fd, data)
             os.lseek(fd, 0, os.SEEK_SET)
-        except OSError:
-            os.close(fd)
-            raise
+        except OSError as e:
+            if fd >= 0:
+                os.close(fd)
+            if e.errno != errno.ENOSPC or len(data) > CHUNK:
+                raise
+            fd, end = os.pipe()
+            write_all(end, data)  # a pipe holds as much
+            os.close(end)
         return fd
 
     def read(self, path, most):
