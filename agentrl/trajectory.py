@@ -47,7 +47,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A call's answer, as the model reads it. Tools may return one to add a reward."""
+    """A call's answer, as the model reads it.
+
+    Tools may return one to add a reward; the content of theirs may be anything JSON holds.
+    """
 
     content: str
     ok: bool = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.trainer.batch import Batch, Targets
-from agentrl.trainer.dispatch import Alone
+from agentrl.trainer.dispatch import RANK_ZERO, Alone, dispatch
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.packing import Packed
 from agentrl.trainer.rank import Rank
@@ -33,6 +33,11 @@ class Given(Rank):
         self.critic: Any = SimpleNamespace(values=lambda packed: self._ask("values", packed))
         still = SimpleNamespace(descend=lambda step: 1.0, forget=lambda: None)
         self.optimizers: Any = {"actor": still, "critic": still}
+
+    @dispatch(RANK_ZERO)
+    def vocabulary(self) -> int:
+        """Any token will do: `tagged` ones are places."""
+        return 2**31
 
     def _ask(self, name: str, packed: Packed) -> Tensor:
         return self.said[name].flatten()[packed.tokens]

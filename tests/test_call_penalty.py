@@ -13,7 +13,7 @@ from learner_world import config as learner_config
 from learner_world import group, scored, segment, turn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentrl import ToolError, play, registry, tool
+from agentrl import ToolError, agent_loop, play, registry, tool
 from agentrl.agent_loops.answered import _tokens, penalties_of
 from agentrl.agent_loops.row import Row
 from agentrl.chat.formats import FORMATS, parse_react
@@ -261,3 +261,38 @@ def test_multi_byte_tokens_of_a_real_tokenizer():
     bpe.decoder = decoders.ByteLevel()
     ids = bpe.encode("a€b").ids
     assert _tokens(ids, (1, 2), bpe) == (1, 4)
+
+
+def test_penalties_lie_in_the_row_of_their_turn():
+    rows = [segment([1], ("A", [2, 3])), segment([1], ("E", [4]), ("A", [5, 6, 7]))]
+    turns = [turn(0, 0, 2), replace(turn(1, 1, 4), penalties=((2, 4, 0.5), (3, 4, 0.25)))]
+    other = scored([segment([1], ("A", [9]))], 0.0, [turn(0, 0, 1)])
+    batch = collate([group(scored(rows, 1.0, turns), other)], 0)
+    expected = torch.zeros(3, 4)
+    expected[1, 2], expected[1, 3] = 0.5, 0.75
+    assert torch.equal(batch.call_penalties, expected)
+
+
+def test_a_conversation_that_was_spawned_pays_in_its_own_row(tools, monkeypatch):
+    monkeypatch.setattr(registry.agent_loops, "_things", dict(registry.agent_loops._things))
+
+    @agent_loop("asks_another")
+    async def asks_another(ep):
+        await ep.generate()
+        other = ep.spawn("Try.")
+        await other.generate()
+        await other.call_tools()
+        ep.observe(Message("user", "Go on."))
+        await ep.generate()
+        await ep.call_tools()
+
+    tokenizer = byte_tokenizer()
+    config = Config.model_validate({"tools": {"penalties": {"schema": 0.5}}})
+    sample = Sample("s", (Message("user", "Go."),), "asks_another", tools=("ok", "refuse"))
+    script = Scripted(["Well.", f"é {WRONG}", f"{GOOD}{WRONG}"], tokenizer)
+    trajectory = play(sample, script, tokenizer, config=config)
+    assert len(trajectory.segments) == 2
+    for at in trajectory.turns[1:]:
+        [(start, end, price)] = at.penalties
+        ids = trajectory.segments[at.segment].response_ids[start:end]
+        assert (tokenizer.decode(ids), price) == (WRONG, 0.5)

@@ -168,6 +168,23 @@ def test_what_tools_may_not_return():
         as_result(("x", 1, {}, 2), "here")
 
 
+def test_a_tool_may_have_messages_of_its_own(tmp_path):
+    mine = (
+        "from verl.tools.base_tool import BaseTool\n"
+        "class Post(BaseTool):\n"
+        "    async def execute(self, instance_id, parameters, **kwargs):\n"
+        "        told = kwargs['agent_data'].messages\n"
+        "        return f'{parameters} {told}', 0.0, {}\n"
+    )
+    text = (
+        "tools:\n  - class_name: post_tool.Post\n    config: {}\n    tool_schema: {function: {name:"
+        " post, parameters: {type: object, properties: {messages: {type: string}}}}}\n"
+    )
+    load_file(yaml_of(tmp_path, text, post_tool=mine))
+    trajectory = played([call("post", messages="hello"), "done"], tools=("post",))
+    assert trajectory.messages[2].content == "{'messages': 'hello'} []"
+
+
 # -- interactions ---------------------------------------------------------------------------------
 
 

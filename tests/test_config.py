@@ -518,3 +518,10 @@ def test_the_files_of_rewards_are_known():
     named = {"a.py:f": 1.0, "a.py:g": 1.0, "exact": 0.5}
     assert RewardConfig(functions=named).files == ["a.py"]
     assert RewardConfig(function="exact").files == []
+
+
+def test_arguments_of_interactions_by_dots():
+    given = ["interaction.kwargs.simulated_user.url=http://x", "interaction.kwargs.gym={envs: [a]}"]
+    more = "interaction.kwargs.simulated_user.model=m"
+    kwargs = load_config(None, [*given, more]).interaction.kwargs
+    assert kwargs == {"simulated_user": {"url": "http://x", "model": "m"}, "gym": {"envs": ["a"]}}

@@ -17,7 +17,7 @@ from agentrl.rewards import check_graders, make_scorer, math, math_algebra
 from agentrl.rewards.graders import grader_of
 from agentrl.rewards.math_dapo import compute_score as dapo
 from agentrl.rewards.math_dapo import minerva
-from agentrl.rewards.math_limits import too_hard
+from agentrl.rewards.math_limits import other_kind, too_hard
 from agentrl.rewards.math_text import normal_form, same_text
 from agentrl.rewards.runner import Runner
 from agentrl.trajectory import Message, Sample
@@ -109,6 +109,11 @@ DIFFERENT = [
     (r"\text{ east}", r"\text{ west}"),
     ("", ""),
     ("$", r"\%"),
+    ("x=5", "y=5"),
+    ("AB = 5", "CD = 5"),
+    (r"\alpha=5", r"\beta=5"),
+    ("5", "3=5"),
+    ("5", "-=5"),
 ]
 
 
@@ -212,6 +217,81 @@ def test_math_by_algebra_in_a_worker():
         return {case: (await grader.grade_text(*case))["score"] for case in cases}
 
     assert with_one_worker(judged) == cases
+
+
+RIGHT = [
+    ("5=5", "5"),
+    ("2+3=5", "5"),
+    (r"\binom{5}{2}=10", "10"),
+    ("f(2)=8", "8"),
+    ("5", "x=5"),
+    ("2,1", "1,2"),
+    (r"\{2,1\}", "1,2"),
+    (r"\{(3,4),(1,2)\}", "(1,2),(3,4)"),
+    (r"x \in [1,2]", "[1,2]"),
+    ("(x,y)=(1,2)", "(1,2)"),
+    (r"(\sqrt{4}, 1.0)", "(2,1)"),
+    ("(1,2)", "1 < x < 2"),
+    (r"(2,3)\cup(0,1)", r"(0,1)\cup(2,3)"),
+    (r"\left[0,\frac{2}{4}\right)", "[0,0.5)"),
+    ("2.50", r"\frac52"),
+    ("x=2.50", r"\frac52"),
+    (r"1.5\pi", r"\frac{3\pi}{2}"),
+    ("x<2.5", r"x<\frac52"),
+    ("4", r"4\%"),
+    ("2516", "2516_8"),
+    ("2516_{8}", "2516_8"),
+    ("A", r"\text{(A)}"),
+    (r"\text{Mid-point}", "mid-point"),
+]
+WRONG = [
+    ("6=5", "5"),
+    ("2+3=6=5", "5"),
+    ("x=5", "y=5"),
+    ("(1,2)", r"\{1,2\}"),
+    (r"\{1,2\}", "(1,2)"),
+    ("1,2", "(1,2)"),
+    ("(1,2)", "1,2"),
+    ("(1,2]", "(1,2)"),
+    ("[1,2,3]", "(1,2,3)"),
+    (r"\{1,2\},\{3,4\}", "(1,2),(3,4)"),
+    ("3.1415926", r"\pi"),
+    ("3.14159265358979323846", r"\pi"),
+    (r"\pi", "3.141593"),
+    ("0.333333", r"\frac13"),
+    ("(0.333333,1)", r"(\frac13,1)"),
+    (r"0.333333333333333333333\pi", r"\frac{\pi}{3}"),
+    ("x<0.333333", r"x<\frac13"),
+    (r"4\%", "0.04"),
+    ("0.04", r"4\%"),
+    ("2516_9", "2516_8"),
+    ("2^{3}4", "2^{34}"),
+    (r"\frac{1}{23}", r"\frac{12}{3}"),
+    ("(2+3)4", "2+34"),
+]
+
+
+def test_what_math_verify_and_brackets_would_get_wrong():
+    cases = {**dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
+
+    async def judged(grader):
+        return {
+            (said, right): (await grader.grade_text(rf"\boxed{{{said}}}", right))["score"]
+            for said, right in cases
+        }
+
+    assert with_one_worker(judged) == cases
+
+
+PARTS = st.sampled_from(
+    ["1", "2", "x", "(", ")", "[", "]", "{", "}", r"\{", r"\}", ",", "=", r"\in"]
+)
+
+
+@given(st.lists(PARTS).map("".join) | st.text(), st.lists(PARTS).map("".join))
+def test_the_kind_of_an_answer_is_its_own_and_never_raises(a, b):
+    assert not other_kind(a, a)
+    assert other_kind(a, b) == other_kind(b, a)
 
 
 def test_algebra_without_an_end_is_killed_and_worth_nothing(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -195,6 +196,25 @@ async def test_a_connection_that_is_dropped(sent):
 async def test_nobody_listens():
     with pytest.raises(Infrastructure, match=r"GET http://127\.0\.0\.1:1/x: .*Connect call failed"):
         await get("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("now", ["0", "Thu, 01 Jan 1970 00:00:00 GMT"])
+async def test_a_busy_server_that_says_now_is_not_asked_without_end(now):
+    times = []
+
+    async def handler(reader, writer):
+        while True:
+            await read_request(reader)
+            times.append(time.monotonic())
+            writer.write(answer(b"0", "503 Busy", f"retry-after: {now}"))
+
+    async with serving(handler) as url, HttpClient(url) as client:
+        deadline = time.monotonic() + 1.2
+        found = await client.request_json("GET", "/x", deadline=deadline, patient=True)
+    assert found == (503, 0)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert 2 <= len(gaps) <= 3
+    assert all(gap > 0.09 * 2**i for i, gap in enumerate(gaps))
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n["])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from mcp import Client
+from mcp import Client, MCPError
 
 from agentrl import play, registry, tool
 from agentrl.errors import ToolServerError, UserError
@@ -143,6 +143,13 @@ def test_loading_it_twice_is_one_connection():
     assert len(source._loaded) == 1
 
 
+def test_a_call_that_fails_takes_no_other_with_it():
+    load_file(named("hostile.py", "raises"))
+    calls = [ToolCall("Hostile__say", {"slow": True}) for _ in range(3)]
+    calls.insert(1, ToolCall("Hostile__say", {"bad": True}))
+    assert [r.error for r in answers(*calls)] == ["", "tool_error", "", ""]
+
+
 # -- servers that mean no good --------------------------------------------------------------------
 
 
@@ -243,6 +250,28 @@ class Pad:
         \"\"\"Write a line.\"\"\"
         self.lines.append(line)
         return " ".join(self.lines)
+
+@tool
+class Needs:
+    \"\"\"A thing of a row.\"\"\"
+
+    def __init__(self, database: str):
+        self.database = database
+
+    def ask(self) -> str:
+        \"\"\"Ask it.\"\"\"
+        return self.database
+
+@tool
+class Broken:
+    \"\"\"Cannot be made.\"\"\"
+
+    def __init__(self):
+        raise RuntimeError("no database here")
+
+    def use(self) -> str:
+        \"\"\"Use it.\"\"\"
+        return ""
 """
 
 
@@ -269,7 +298,7 @@ def test_our_tools_are_served(tmp_path, mode):
     async def talk(url):
         async with Client(url, mode=mode) as client:
             listed = {t.name: t for t in (await client.list_tools()).tools}
-            assert sorted(listed) == ["double", "write"]
+            assert sorted(listed) == ["double", "use", "write"]
             assert listed["double"].description == "Double a number."
             assert listed["double"].input_schema["required"] == ["n"]
 
@@ -283,6 +312,8 @@ def test_our_tools_are_served(tmp_path, mode):
                 "Error (schema): n: 'x' is not of type 'integer'. Expected: double(n: integer)",
             )
             assert (await call("nope"))[0]
+            with pytest.raises(MCPError):
+                await call("use")
             lines = [await call("write", line=line) for line in "ab"]
             return [text for _, text in lines]
 

@@ -8,8 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl import registry
 from agentrl.errors import ToolError
@@ -182,3 +185,66 @@ def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
     assert shelf.text_of("<script>never closed") == ""
     with pytest.raises(ToolError, match="not an address"):
         asyncio.run(shelf.fetch("http://127.0.0.1:1/"))
+
+
+@pytest.fixture
+def text_of(monkeypatch):
+    monkeypatch.setattr(registry.tools, "_things", {})
+    return registry.load_file("shelf:fetch").text_of
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("a<!-- <p>b --!> -->c<!-->d<!--->e", "acde"),
+        ("<!DOCTYPE html><?xml x?></>1 < 2 & 3 <4", "1 < 2 & 3 <4"),
+        ('<a title="a > b" x=\'>\' y = ">">5</a>', "5"),
+        ("<p don't>one</p><P>two</P >three", "one\ntwo\nthree"),
+        ("<SCRIPT>if (a </b> c) '</scripts>'</script\n>shown<script/>too", "showntoo"),
+        ("<svg><style></svg></style><svg></svg><p>x</svg>y", "y"),
+        ("<svg><template></svg>a</template>b</head>c", "abc"),
+        ("<noscript>a<noscript>b</noscript>c</noscript>d", "d"),
+        ("&lt;b&gt;&nbsp; &#10;&amp;lt; &notit;", "<b> &lt; \xacit;"),
+        ("&#xD800;&#" + "1" * 5000 + ";", "\ufffd\ufffd"),
+        ("a<b", "a"),
+        ("a<![a", "a"),
+        ("a<!--", "a"),
+        ('a<b c="d>e', "a"),
+        ("a</", "a"),
+    ],
+)  # fmt: skip
+def test_pages_are_read_as_a_browser_does(text_of, page, shown):
+    assert text_of(page) == shown
+
+
+HOSTILE = ["<a ", '<a b="', "<a b=' ", "<a = ", "<!--", "<![a", "<", "</", "<script>", "<style ",
+           "<a>", "&#1", "&" + "a" * 32, "<svg></svg>", "<svg></template>", "\n "]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_the_time_of_a_page_grows_with_its_length_alone(text_of, shape):
+    for page in (shape * (1_000_000 // len(shape)), "<svg>" * 60_000 + "</div>" * 60_000):
+        began = time.thread_time()
+        text_of(page)
+        assert time.thread_time() - began < 0.6  # at most half of it on a machine at rest
+
+
+PIECES = [
+    *HOSTILE, "<p>", "</p>", "<svg>", "</svg>", "<head>", "</head>", "-->", ">", "/>", '"', "&amp;",
+    "&#x" + "f" * 30, "&#" + "9" * 5000, "x", " ", "=", "\0", "\ud800", "\u0130", "</script>",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join))
+def test_no_page_is_too_broken(page):
+    text_of = registry.load_file("shelf:fetch").text_of
+    shown = text_of(page)
+    assert all(line and line == " ".join(line.split()) for line in shown.split("\n") if shown)
+    assert text_of(f"<p>before<script>{page.replace('</script>', '')}") == "before"
+
+
+@given(st.text(max_size=50))
+def test_plain_text_stays_itself(text):
+    text_of = registry.load_file("shelf:fetch").text_of
+    plain = text.replace("\x00", "").replace("\r", " ")
+    assert text_of(escape(plain)) == " ".join(plain.split())

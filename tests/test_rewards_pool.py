@@ -110,6 +110,17 @@ async def test_what_hangs_is_late_and_in_nobodys_way(scorer, monkeypatch):
     woken.set()
 
 
+async def test_the_key_of_the_deadline(scorer):
+    @reward("sleeps_on")
+    async def sleeps_on(trajectory):
+        await asyncio.sleep(60)
+
+    keys = ["reward.function=sleeps_on", "reward.timeout_s=0.05"]
+    judge = make_scorer(load_config(None, keys).reward)
+    with pytest.raises(Infrastructure, match=r"reward\.timeout_s=0\.05"):
+        await judge.score(played())
+
+
 async def test_an_async_reward_has_a_deadline_too(scorer):
     @reward("judge_that_sleeps")
     async def sleeps(trajectory):

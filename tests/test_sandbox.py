@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import Limits
 from agentrl.sandbox.bubblewrap import _uids
+from agentrl.sandbox.child import Child
 from agentrl.sandbox.settings import open_sandbox
 from agentrl.sandbox.uids import has_processes
 from agentrl.testing.sandbox_conformance import CHECKS
@@ -141,6 +143,94 @@ async def test_who_ignores_the_end_of_its_processor_time_is_killed():
     async with opened() as place:
         done = await place.run(code, limits=Limits(cpu_seconds=1, seconds=60))
     assert (done.exit_code, done.ended_by) == (-9, "cpu"), done
+
+
+@needs_bwrap
+async def test_setting_up_is_timed_apart_from_the_program(monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.bubblewrap.SETUP_SECONDS", 0.8)
+    async with opened() as place:
+        done = await place.run("import time; time.sleep(1.2); print('whole')")
+    assert done.ok and done.stdout == "whole\n", done
+
+
+# A box that is gone is the program's doing: the episode goes on
+
+
+def killed(box):
+    """End its driver, as nothing in there can."""
+    if isinstance(box._box._held, Child):
+        box._box._held.kill()
+    else:
+        os.kill(box._box._held._process.pid, 9)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("bubblewrap", marks=needs_bwrap), "unsafe-subprocess"]
+)
+async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
+    async with opened(backend=backend) as place:
+        box = await place.open(files={"given": b"first"})
+        await box.run("x = 1; open('a', 'w').write('mine'); open('given', 'w').write('other')")
+        running = asyncio.ensure_future(box.run("import time; time.sleep(30)", seconds=30))
+        waiting = asyncio.ensure_future(box.run("import os; sorted(os.listdir())"))
+        await asyncio.sleep(0.3)
+        killed(box)
+        done = await running
+        assert (done.exit_code, done.ended_by, done.stdout) == (-9, "signal", "")
+        assert "variables and files are lost" in done.stderr and 0.2 < done.seconds < 10
+        done = await waiting
+        assert (done.exit_code, done.stdout) == (0, "['given']\n") and "lost" in done.stderr
+        assert await box.read("given") == b"first"
+        assert (await box.run("x = 2")).stderr == ""
+        # Between two programs, too; and where a file is asked for first.
+        killed(box)
+        await asyncio.sleep(0.2)
+        with pytest.raises(FileNotFoundError):
+            await box.read("a")
+        done = await box.run("x")
+        assert "NameError" in done.stderr and "of before are lost" in done.stderr
+        assert len(place._boxes) == 1
+        await box.aclose()
+        assert not place._boxes
+        with pytest.raises(SandboxError, match="closed"):
+            await box.run("1")
+
+
+@needs_bwrap
+async def test_a_box_that_falls_silent_ends_its_program_by_time(monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.box.GRACE_SECONDS", 0.3)
+    async with opened() as place:
+        box = await place.open()
+        signal.pidfd_send_signal(box._box._held._init, signal.SIGSTOP)
+        done = await box.run("1", seconds=0.2)
+        assert (done.exit_code, done.ended_by) == (-9, "time"), done
+        assert (await box.run("6 * 7")).stdout == "42\n"
+        await box.aclose()
+
+
+@needs_bwrap
+async def test_where_no_other_box_can_be_had_it_is_the_machine(monkeypatch):
+    async with opened() as place:
+        box = await place.open()
+        killed(box)
+        await asyncio.sleep(0.2)
+        monkeypatch.setattr("agentrl.sandbox.bubblewrap.MAX_BOXES", 0)
+        for _ in range(2):
+            with pytest.raises(SandboxError, match="boxes are open"):
+                await box.run("1")
+        monkeypatch.undo()
+        assert (await box.run("6 * 7")).stdout == "42\n"
+        await box.aclose()
+
+
+async def test_a_box_closed_under_its_program_is_no_end_of_the_program():
+    async with opened(backend="unsafe-subprocess") as place:
+        box = await place.open()
+        running = asyncio.ensure_future(box.run("import time; time.sleep(30)", seconds=30))
+        await asyncio.sleep(0.3)
+        await place.aclose()
+        with pytest.raises(SandboxError, match="closed"):
+            await running
 
 
 # Closed where it cannot be had (S5)

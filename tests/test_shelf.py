@@ -52,8 +52,11 @@ def test_all_of_it_is_listed():
 
 
 @pytest.mark.parametrize("name", SHELF)
-def test_rows_name_what_a_file_defines(name, shipped_registries):
+def test_rows_name_what_a_file_defines(name, shipped_registries, monkeypatch):
     registry.tools._things.clear()
+    # Run anew, also where another test has loaded it.
+    for module in [m for m in sys.modules if m.startswith(f"agentrl_user_{name}_")]:
+        monkeypatch.delitem(sys.modules, module)
     load_file(f"shelf:{name}")
     names = registry.tools.names()
     assert name in names  # so that a row's unknown tool is found on the shelf

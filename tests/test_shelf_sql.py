@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import resource
 import sqlite3
+import tempfile
 import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl import Infrastructure, ToolError, UserError
 from agentrl.errors import DataError
@@ -53,7 +58,7 @@ def test_long_answers_are_cut(sql):
     shop = sql.Sql("shop")
     lines = shop.sql("SELECT n FROM many").splitlines()
     assert len(lines) == 52 and lines[-1] == "(the first 50 rows; there are more)"
-    wide = shop.sql("SELECT printf('%.*c', 90000, 'x') AS w FROM many")
+    wide = shop.sql("SELECT printf('%.*c', 19000, 'x') AS w FROM many")
     assert len(wide) < 8200 and "x" * 200 + "..." in wide and "characters left out" in wide
 
 
@@ -83,6 +88,13 @@ def test_long_answers_are_cut(sql):
         ("SELECT readfile('/etc/passwd')", "no such function"),
         ("SELECT writefile('{folder}/x', 'y')", "no such function"),
         ("SELECT hex(zeroblob(1000000000))", "too big"),
+        ("SELECT hex(zeroblob(10001))", "too big"),
+        ("SELECT 'a' LIKE '%" + "a" * 100 + "'", "pattern too complex"),
+        ("SELECT 'a' GLOB '*" + "a" * 100 + "'", "pattern too complex"),
+        ("SELECT json_patch('{{}}', '{{}}')", "not authorized to use function: json_patch"),
+        ("; SELECT " + "+".join(["abs(n)"] * 101) + " FROM many", "syntax error"),
+        ("SELECT " + "+".join(["abs(n)"] * 101) + " FROM many", "101 calls of functions, at most 100"),
+        ("-- nothing", "give one SELECT statement"),
         ("REINDEX", "give one SELECT statement"),
         ("ANALYZE", "can only be read"),
     ],
@@ -102,11 +114,11 @@ ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) "
     "query",
     [
         ENDLESS + "SELECT max(x) FROM c",
-        ENDLESS + "SELECT x, hex(randomblob(45000)) AS h FROM c ORDER BY h LIMIT 1",
+        ENDLESS + "SELECT x, hex(randomblob(9000)) AS h FROM c ORDER BY h LIMIT 1",
         "WITH RECURSIVE c(x) AS (SELECT 1 UNION SELECT x + 1 FROM c) SELECT count(*) FROM c",
         "SELECT count(*) FROM many a, many b, many c, many d",
-        ENDLESS + "SELECT sum(instr(hex(zeroblob(49000)), hex(zeroblob(24000)) || '1')) FROM c",
-        "SELECT sum(replace(hex(zeroblob(49000)), '0', 'a') LIKE '%a%a%a%a%ab%b' || a.n)"
+        ENDLESS + "SELECT sum(instr(hex(zeroblob(9900)), hex(zeroblob(4900)) || '1')) FROM c",
+        "SELECT sum(replace(hex(zeroblob(9900)), '0', 'a') LIKE '%a%a%a%a%ab%b' || a.n)"
         " FROM many a, many b",
     ],
     ids=["endless", "sort", "set", "join", "quadratic", "like"],
@@ -120,6 +132,80 @@ def test_what_takes_too_much_is_ended(sql, query, monkeypatch):
         sql.Sql("shop").sql(query)
     assert time.thread_time() - began < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+
+
+ROW = (
+    "WITH v AS MATERIALIZED (SELECT hex(zeroblob(5000)) AS h, hex(zeroblob(2500)) || '1' AS p,"
+    " replace(hex(zeroblob(800)), '0', 'b') || '0' AS t) "
+)
+STEPS = {
+    "instr": "instr(h, p)",
+    "replace": "length(replace(h, p, ''))",
+    "like": "h LIKE '" + "%0" * 45 + "1'",
+    "glob": "h GLOB '" + "*[a-z0-9]" * 9 + "1'",
+    "trim": "length(trim(h, t))",
+    "printf": "length(printf('%.*f', 19000, 1e300 / 3))",
+    "json": "json_valid('[' || substr(h, 1, 1000) || ']')",
+}
+
+
+@pytest.mark.parametrize("expression", STEPS.values(), ids=STEPS)
+def test_no_step_is_long(sql, expression, monkeypatch):
+    """A row of a subquery that is used 32 times is one step: by its time the cap is exceeded."""
+    monkeypatch.setattr(sql, "MAX_SECONDS", 0.1)
+    query = (
+        f"{ROW}, a AS (SELECT {expression} AS x FROM v), b AS (SELECT x+x+x+x+x+x+x+x AS x FROM a)"
+        f" SELECT x+x+x+x AS x FROM b"
+    )
+    began = time.thread_time()
+    try:
+        sql.Sql("shop").sql(query)
+    except ToolError as e:
+        assert "took more than" in str(e)
+    assert time.thread_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT "
+        + "+".join(
+            f"(hex(zeroblob(9990)) LIKE '%'||substr(hex(zeroblob(9000)),1,9000)||'{i}')"
+            for i in range(6)
+        ),
+        "WITH a AS (SELECT instr(price, 'x') AS x FROM goods), b AS (SELECT x+x+x+x+x+x+x+x AS x"
+        " FROM a), c AS (SELECT x+x+x+x+x+x+x+x AS x FROM b) SELECT x+x FROM c",
+        "WITH x0 AS (SELECT 1 AS a),"
+        + ",".join(f"x{i} AS (SELECT p.a FROM x{i - 1} p, x{i - 1} q)" for i in range(1, 60))
+        + " SELECT * FROM x59",
+    ],
+    ids=["likes", "copied", "doubled"],
+)
+def test_what_could_not_be_ended_is_refused(sql, query, monkeypatch):
+    monkeypatch.setattr(sql, "MEMORY", 32 * 1024 * 1024)
+    began = time.thread_time()
+    with pytest.raises(ToolError, match=r"too complex|128 calls of functions|too much memory"):
+        sql.Sql("shop").sql(query)
+    assert time.thread_time() - began < 2
+
+
+def test_explanations_are_given(sql):
+    assert "SCAN goods" in sql.Sql("shop").sql(" explain QUERY PLAN SELECT * FROM goods")
+
+
+TRIMMED = (
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(" 0ab.e+I", max_size=8)
+)
+
+
+@given(TRIMMED, TRIMMED, st.sampled_from(["trim", "ltrim", "rtrim"]))
+def test_trim_is_that_of_sqlite(value, characters, name):
+    module = load_file("shelf:sql")
+    with closing(sqlite3.connect(":memory:")) as own, tempfile.NamedTemporaryFile() as file:
+        query = f"SELECT {name}(?, ?)"
+        with closing(module._connect(Path(file.name))) as shelf:
+            ours = shelf.execute(query, (value, characters)).fetchone()
+        assert ours == own.execute(query, (value, characters)).fetchone()
 
 
 def test_rows_name_databases_of_the_folder_alone(sql, folder, tmp_path):

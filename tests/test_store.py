@@ -232,7 +232,8 @@ def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
         Trajectory: 11,
-        Turn: 12,
+        Turn: 13,
+        ToolCall: 5,
         Scored: 5,
         Sample: 11,
         Segment: 5,

@@ -383,7 +383,8 @@ def test_apply_chat_template_never_encodes():
                 found.append(path.name)
             if isinstance(node, ast.Call) and "apply_chat_template" in ast.unparse(node.func):
                 assert "tokenize=False" in map(ast.unparse, node.keywords), path
-    assert found == ["render.py"]
+    # The other is a reward model's own, and shows it text in which no control token is left.
+    assert sorted(found) == ["render.py", "reward_model.py"]
 
 
 @families

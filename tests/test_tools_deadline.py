@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentrl.tools.deadline import Deadline
+from agentrl.tools.deadline import Deadline, Waits, call_off
 
 
 async def test_a_wait_ends_with_its_job():
@@ -55,6 +55,25 @@ async def test_a_cancelled_wait_leaves_its_job_and_the_others():
     assert not job.cancelled()
     await second
     assert not other.done()
+
+
+async def test_waits_that_are_called_off_leave_their_jobs():
+    deadline, loop = Deadline(30.0), asyncio.get_running_loop()
+    jobs = [loop.create_future() for _ in range(4)]
+    waits: Waits = set()
+    given = [waits, waits, waits, None]
+    tasks = [asyncio.create_task(deadline.wait(j, w)) for j, w in zip(jobs, given, strict=True)]
+    await asyncio.sleep(0)
+    jobs[2].set_result(None)
+    assert await tasks[2] is False
+    assert len(waits) == 2
+    call_off(waits)
+    call_off(waits)
+    assert await asyncio.gather(*tasks[:2]) == [True, True]
+    assert waits == set()
+    assert [j.done() for j in jobs] == [False, False, True, False]
+    jobs[3].set_result(None)
+    assert await tasks[3] is False
 
 
 async def test_no_time_at_all():

@@ -374,6 +374,55 @@ async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
     await box.aclose()
 
 
+async def test_arguments_that_a_process_cannot_be_given_leave_its_place(monkeypatch, caplog):
+    """Whatever goes wrong is an answer, and the next call finds room."""
+    registry.load_file(PROCESSES)
+    monkeypatch.setattr(places, "PROCESSES", 2)
+    monkeypatch.setattr(places, "QUEUE_SECONDS", 5.0)
+    box = LocalToolbox()
+    wrong = await run(box, *[("offers_too_much", {"n": 1})] * 3)
+    assert [r.error for r in wrong] == ["crash"] * 3
+    assert "TypeError: offers_too_much() got an unexpected keyword argument 'n'" in wrong[0].content
+    right = await run(box, *[("by_name", {"seconds": 3, "function": "f"})] * 3)
+    assert [r.content for r in right] == ["f 3"] * 3
+    await box.aclose()
+
+
+# -- an episode that ends during a call -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["in_a_thread", "in_a_process", "on_the_loop"])
+async def test_a_call_whose_episode_ends(toolbox, tmp_path, where):
+    """It has its answer at once, and its place until it really ends: no second one runs beside."""
+    registry.load_file(PROCESSES)
+    name, log = f"stay_{where}", tmp_path / "log"
+    call, first, second = ToolCall(name, {"log": str(log)}), row(name), row(name)
+    log.touch()
+
+    async def noted(marks: str) -> None:
+        async with asyncio.timeout(20):
+            while len(log.read_text()) < len(marks):
+                await asyncio.sleep(0.02)
+        assert log.read_text() == marks
+
+    for sample in (first, second):
+        await toolbox.open(sample.id, sample)
+    if where == "in_a_process":  # two that need not be started first
+        await run(toolbox, *[("end", {"how": "not"})] * 2)
+    running = asyncio.create_task(toolbox.run([call], first.id, 0))
+    await noted("+")
+    assert await toolbox.close(first.id) == 0.0
+    with pytest.raises(ToolServerError, match="its episode ended during the call"):
+        await running
+    assert log.read_text() == "+"
+    beside = asyncio.create_task(toolbox.run([call], second.id, 0))
+    await noted("+-+")
+    await toolbox.close(second.id)
+    with pytest.raises(ToolServerError, match="its episode ended during the call"):
+        await beside
+    await noted("+-+-")
+
+
 # -- given by name --------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import time
@@ -39,6 +40,27 @@ def end(how: str) -> str:
 
 
 @tool(process=True)
+def by_name(*, seconds: int, function: str) -> str:
+    """Take names that the pool has, too, and that cannot go in order."""
+    return f"{function} {seconds}"
+
+
+BY_HAND = {
+    "type": "function",
+    "function": {
+        "name": "offers_too_much",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    },
+}
+
+
+@tool(process=True, schema=BY_HAND)
+def offers_too_much() -> str:
+    """Take nothing of what the schema offers."""
+    return "nothing"
+
+
+@tool(process=True)
 async def whose(sample) -> str:
     """Tell the row."""
     return f"{sample.id} {sample.ground_truth}"
@@ -52,3 +74,37 @@ def dies_once(marker: str) -> str:
         path.touch()
         os._exit(1)
     return "alive"
+
+
+def _note(log: str, mark: str) -> None:
+    with Path(log).open("a") as file:
+        file.write(mark)
+
+
+def _stay(log: str) -> None:
+    _note(log, "+")
+    time.sleep(0.6)
+    _note(log, "-")
+
+
+@tool(max_concurrency=1)
+def stay_in_a_thread(log: str) -> None:
+    """Stay for a while, and note it."""
+    _stay(log)
+
+
+@tool(max_concurrency=1, process=True)
+def stay_in_a_process(log: str) -> None:
+    """Stay for a while, and note it."""
+    _stay(log)
+
+
+@tool(max_concurrency=1)
+async def stay_on_the_loop(log: str) -> None:
+    """Stay for a while, and note it; cancelled, go slowly."""
+    _note(log, "+")
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.3)
+        _note(log, "-")

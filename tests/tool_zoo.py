@@ -73,7 +73,7 @@ RETURNS = {
     "failed": ToolResult("own text", ok=False),
     "classed": ToolResult("own text", ok=False, error="mine"),
     "nan_reward": ToolResult("x", reward=float("nan")),
-    "content_none": ToolResult(None),  # type: ignore[arg-type]
+    "content_json": ToolResult({"n": [1, None]}),  # type: ignore[arg-type]
 }
 
 

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 import re
 import time
-from html.parser import HTMLParser
+from collections import Counter
+from html import unescape
 
 from agentrl import ToolError, tool
 from agentrl.http.public import fetch_public
 
 SECONDS = 15.0
 MAX_BYTES = 1_000_000
-_HIDDEN = {"script", "style", "noscript", "template", "svg", "head"}
+_RAW = {tag: re.compile(rf"</{tag}(?=[\s/>])", re.IGNORECASE) for tag in ("script", "style")}
+_HIDDEN = {*_RAW, "noscript", "template", "svg", "head"}
 _BREAKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
+# The time of a page grows with its length alone, whoever wrote it: each alternative ends at the end
+# of the page at the latest and gives nothing back, so that none is tried again from further on.
+_MARKUP = re.compile(
+    r"""<(?:!--(?:>|->|[\s\S]*?(?:-->|\Z))
+        |(/?)([a-zA-Z][^\s/>]*+)
+         (?:[^>=]++|=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z))?+)*+(?:>|\Z)
+        |[!?/][^>]*+(?:>|\Z))""",
+    re.VERBOSE,
+)
+_SPACES = re.compile(r"\s+")
+_LONG_NUMBER = re.compile(r"&#(?:[0-9]{20,}+|[xX][0-9a-fA-F]{20,}+);?")
+"""Numbers of no character; `html.unescape` raises for thousands of digits."""
 
 
 @tool(timeout=20, idempotent=True, retries=0, max_concurrency=16)
@@ -36,34 +50,43 @@ async def fetch(url: str) -> str:
     return f"{text}\n[cut after {MAX_BYTES} bytes]" if page.cut else text
 
 
-def text_of(html: str) -> str:
+def text_of(page: str) -> str:
     """What a reader sees of a page: no scripts, no styles, a line for each block."""
-    reader = _Reader()
-    reader.feed(html)
-    reader.close()
-    lines = (re.sub(" +", " ", line).strip() for line in "".join(reader.parts).split("\n"))
+    shown: list[str] = []
+    hidden: list[str] = []
+    open_hidden = Counter[str]()
+    position, end = 0, len(page)
+    while position < end:
+        found = _MARKUP.search(page, position)
+        start = found.start() if found else end
+        if start > position and not hidden:
+            shown.append(_SPACES.sub(" ", page[position:start]))
+        if not found:
+            break
+        position = found.end()
+        name = found[2]
+        if name is None:  # a comment, a declaration
+            continue
+        tag = name.lower()
+        if tag in _BREAKS:
+            if not hidden:
+                shown.append("\n")
+        elif tag not in _HIDDEN:
+            continue
+        elif found[1]:
+            if open_hidden[tag]:
+                while (closed := hidden.pop()) != tag:
+                    open_hidden[closed] -= 1
+                open_hidden[tag] -= 1
+        elif not page.endswith("/>", start, position):
+            if tag in _RAW:  # what looks like a tag in it is none
+                close = _RAW[tag].search(page, position)
+                position = close.start() if close else end
+            hidden.append(tag)
+            open_hidden[tag] += 1
+    lines = (" ".join(_characters(line).split()) for line in "".join(shown).split("\n") if line)
     return "\n".join(line for line in lines if line)
 
 
-class _Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._hidden: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in _HIDDEN:
-            self._hidden.append(tag)
-        elif tag in _BREAKS:
-            self.parts.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._hidden:
-            while self._hidden.pop() != tag:
-                pass
-        elif tag in _BREAKS:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.parts.append(re.sub(r"\s+", " ", data))
+def _characters(text: str) -> str:
+    return unescape(_LONG_NUMBER.sub("\ufffd", text)) if "&" in text else text

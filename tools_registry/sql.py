@@ -22,9 +22,13 @@ may read tables and call functions: whatever else SQL can say is refused by SQLi
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,12 +44,18 @@ MAX_ROWS = 50
 MAX_CELL = 200
 MAX_ANSWER = 8000
 MAX_QUERY = 5000
-MAX_VALUE = 100_000
+MAX_VALUE = 20_000
 """Bytes of a value on the way: what one step of SQLite does with it cannot be interrupted."""
-MEMORY = 512 * 1024 * 1024
-"""Of all queries of a process together; sorted rows count as well."""
-STEPS = 100
-"""After how many of its instructions SQLite looks at the clock."""
+MAX_PATTERN = 100
+"""Bytes of a pattern of LIKE or GLOB, whose time grows with the product of both sides."""
+MAX_FUNCTIONS = 100
+"""Calls of functions for a row: between two looks at the clock they may all be made once."""
+MAX_PROGRAM = 10_000
+"""Instructions of the program that SQLite makes of a query."""
+MEMORY = 128 * 1024 * 1024
+"""Of all queries of a process together; sorted rows count as well, which one step sorts."""
+STEPS = 25
+"""After how many of its instructions SQLite looks at the clock, at the end of a row."""
 
 _ALLOWED = {
     sqlite3.SQLITE_SELECT,
@@ -53,7 +63,11 @@ _ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-_REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer"}
+_REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "json_patch"}
+"""The last one compares all keys with all keys, in one step."""
+
+_EXPLAIN = re.compile(r"\s*explain\b", re.IGNORECASE)
+_COMMENTS = re.compile(r"--[^\n]*+|/\*[\s\S]*?(?:\*/|\Z)|;")
 
 _folder: Path | None = None
 
@@ -113,6 +127,7 @@ def ask(file: Path, query: str) -> str:
         raise ToolError(f"the query has {len(query)} characters, at most {MAX_QUERY}")
     with closing(_connect(file)) as connection:
         try:
+            _check(connection, query)
             cursor = connection.execute(query)
             rows = cursor.fetchmany(MAX_ROWS + 1)
         except (sqlite3.Error, sqlite3.Warning) as e:
@@ -122,6 +137,28 @@ def ask(file: Path, query: str) -> str:
     if cursor.description is None:
         raise ToolError("give one SELECT statement")
     return _table([d[0] for d in cursor.description], rows)
+
+
+def _check(connection: sqlite3.Connection, query: str) -> None:
+    """Refuse what could run for long without a look at the clock.
+
+    The program is counted, not the text: SQLite copies expressions of a subquery to every use.
+    """
+    if _EXPLAIN.match(query):
+        return  # shows a program, runs none
+    try:
+        program = connection.execute(f"EXPLAIN {query}").fetchall()
+    except sqlite3.OperationalError as e:
+        if str(e) == "incomplete input" and not _COMMENTS.sub("", query).strip():
+            raise ToolError("give one SELECT statement") from None
+        raise
+    calls = sum(opcode in ("Function", "PureFunc") for _, opcode, *_ in program)
+    for many, what, most in (
+        (len(program), "instructions", MAX_PROGRAM),
+        (calls, "calls of functions", MAX_FUNCTIONS),
+    ):
+        if many > most:
+            raise ToolError(f"the query has {many} {what}, at most {most}: ask for less at once")
 
 
 def schema(file: Path) -> str:
@@ -146,11 +183,31 @@ def _connect(file: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA temp_store = MEMORY")  # nothing of a sort goes to the disk
     connection.execute(f"PRAGMA hard_heap_limit = {MEMORY}")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN)
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    for name, strip in (("trim", str.strip), ("ltrim", str.lstrip), ("rtrim", str.rstrip)):
+        connection.create_function(name, 2, partial(_trim, strip), deterministic=True)
     connection.set_authorizer(_authorize)
     end = time.monotonic() + MAX_SECONDS
     connection.set_progress_handler(lambda: time.monotonic() > end, STEPS)
     return connection
+
+
+def _trim(strip: Callable[[str, str], str], value: Any, characters: Any) -> str | None:
+    """SQLite's own compares all characters with all characters, in one step."""
+    if value is None or characters is None:
+        return None
+    return strip(_text(value), "".join(set(_text(characters))))
+
+
+def _text(value: str | bytes | float) -> str:
+    """A value as SQLite writes it."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, float) and isfinite(value):
+        digits, e, exponent = f"{value:.15g}".partition("e")
+        return f"{digits}{'' if '.' in digits else '.0'}{e}{exponent}"
+    return str(value).replace("inf", "Inf") if isinstance(value, float) else str(value)
 
 
 def _authorize(action: int, first: Any, second: Any, *_: Any) -> int:

@@ -45,7 +45,8 @@ def serve(
         str, typer.Option(help="Where tools run programs: the key sandbox.backend.")
     ] = "bubblewrap",
     mcp: Annotated[
-        bool, typer.Option("--mcp", help="Also speak the Model Context Protocol, at /mcp.")
+        bool,
+        typer.Option("--mcp", help="Also speak the Model Context Protocol, at /mcp (one worker)."),
     ] = False,
 ) -> None:
     """Serve tools over HTTP until Ctrl-C or SIGTERM; calls that run then may end.

@@ -65,6 +65,10 @@ def dump_yaml(value: Any, flow: bool = False) -> str:
     )
 
 
+OF_MAPPINGS = ("interaction.kwargs",)
+"""Keys that map names without dots to mappings: `interaction.kwargs.NAME.ARGUMENT=1`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One value given to one key.
@@ -196,7 +200,11 @@ def merge(
             elif fields.get(owner) is dict:
                 held = merged[owner].value if owner in merged else {}
                 if isinstance(held, dict):  # else it is a mistake of its own
-                    held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
+                    name, _, inner = leaf.path[len(owner) + 1 :].partition(".")
+                    if inner and owner in OF_MAPPINGS and isinstance(held.get(name, {}), dict):
+                        held = {**held, name: {**held.get(name, {}), inner: leaf.value}}
+                    else:
+                        held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
                     merged[owner] = Setting(owner, held, leaf.source)
             elif owner and not verl_name(leaf.path, ()):
                 mistakes.append(f"{leaf}: {owner} is a value, there is nothing below it")

@@ -51,7 +51,6 @@ _RENAMED = {
     f"{_ROLLOUT}.multi_turn.tool_config_path": "files",
     f"{_ROLLOUT}.multi_turn.function_tool_path": "files",
     f"{_ROLLOUT}.multi_turn.interaction_config_path": "files",
-    f"{_ROLLOUT}.agent.agent_loop_config_path": "files",
     f"{_ROLLOUT}.agent.default_agent_loop": "data.agent_name",
     "critic.optim.lr": "optim.critic_lr",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
@@ -70,6 +69,8 @@ _RENAMED = {
 }
 
 _OTHERWISE = {
+    f"{_ROLLOUT}.agent.agent_loop_config_path": "Here: an `@agent_loop` in a file of `files`;"
+    " the documentation's page on verl shows how one of verl's becomes one",
     "algorithm.use_kl_in_reward": "Here: algorithm.kl_reward_coef above 0 switches it on",
     "algorithm.kl_ctrl.type": "Here: algorithm.kl_target above 0 for verl's adaptive",
     "algorithm.kl_penalty": "Here: algorithm.kl_type, k1 (verl's kl), k2 (mse) or k3 (low_var_kl)",

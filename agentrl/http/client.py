@@ -37,6 +37,8 @@ MAX_IDLE_SECONDS = 60.0
 
 BUSY = (429, 503)
 """Statuses that may come with `Retry-After`."""
+LEAST_PAUSE = 0.1
+"""Seconds until a busy server is asked again that says "now"; twice as many each time, up to 1."""
 
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
@@ -236,8 +238,10 @@ class HttpClient:
             # The loop's clock need not be `time.monotonic`, so the deadline travels as a duration.
             async with asyncio.timeout(deadline - time.monotonic()):
                 status, answer, after = await self._send_again(request, retries)
+                least = LEAST_PAUSE
                 while patient and status in BUSY and after:
-                    seconds = _seconds(after)
+                    seconds = max(_seconds(after), least)
+                    least = min(2 * least, 1.0)
                     if seconds > deadline - time.monotonic():
                         break
                     # Not all of those who were told the same time at that same time.

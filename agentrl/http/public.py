@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from agentrl.errors import ToolError
+from agentrl.errors import Infrastructure, ToolError
 
 MAX_REDIRECTS = 5
 MAX_URL = 2048
@@ -87,6 +87,7 @@ async def fetch_public(
 
     Raises:
         ToolError: an address that must not be reached, or no answer; for the model to read.
+        Infrastructure: names cannot be looked up at all.
     """
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
@@ -107,6 +108,10 @@ async def _get(
     host, port, secure = _parts(url)
     try:
         addresses = await resolve(host, port)
+    except socket.gaierror as e:
+        if e.errno == socket.EAI_AGAIN:  # nobody could be asked: no name of the model's doing
+            raise Infrastructure(f"no name server answers for {host[:100]!r}") from None
+        raise ToolError(f"there is no host {host[:100]!r}") from None
     except (OSError, UnicodeError):
         raise ToolError(f"there is no host {host[:100]!r}") from None
     # All of them: a name with one public and one private address is a trap.

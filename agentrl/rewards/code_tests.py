@@ -6,19 +6,21 @@ Both happen outside of the sandbox. What a program should print never enters it.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from functools import lru_cache
 from typing import Any
 
 from agentrl.errors import DataError
 
-CLOSE = 1e-5
+CLOSE = Decimal("1e-5")
 """How far a number with a fraction may be off, as a share of the right one."""
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# As decimals, since as a float `1e999` is infinite, the same as any other number that is too large.
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?")
+_WIDE = Context(prec=28, Emin=MIN_EMIN, Emax=MAX_EMAX)
 _INTEGER = re.compile(r"[+-]?\d+")
 
 
@@ -116,18 +118,20 @@ def _close(said: str, right: str) -> bool:
     if not (_NUMBER.fullmatch(said) and _NUMBER.fullmatch(right)):
         return False
     if _INTEGER.fullmatch(right):
-        return not _INTEGER.fullmatch(said) and float(said) == float(right)
-    return math.isclose(float(said), float(right), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE)
+        return not _INTEGER.fullmatch(said) and Decimal(said) == Decimal(right)
+    off = _WIDE.subtract(Decimal(said), Decimal(right)).copy_abs()
+    return off <= max(_WIDE.multiply(CLOSE, Decimal(right)).copy_abs(), CLOSE * CLOSE)
 
 
 def same_value(returned: str, expected: Any) -> bool:
     """Whether a function returned what it should: `returned` is the JSON of its value.
 
-    As in APPS, the expected value may stand in a list of its own.
+    As in APPS, the expected value may stand in a list of its own; it is alone there, or every list
+    would be the same as its first element.
     """
     try:
         value = json.loads(returned)
     except (ValueError, RecursionError):
         return False
     right = json.loads(json.dumps(expected))  # keys are text, as they are in the value
-    return value == right or (isinstance(right, list) and bool(right) and value == right[0])
+    return value == right or (isinstance(right, list) and len(right) == 1 and value == right[0])

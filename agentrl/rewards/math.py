@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.answers import as_text, boxed_answer
 from agentrl.errors import ConfigError, GraderCrash
 from agentrl.rewards.base import reward
-from agentrl.rewards.math_limits import has_words, same_words, too_hard
+from agentrl.rewards.math_limits import has_words, other_kind, same_words, too_hard
 from agentrl.rewards.math_text import same_text
 from agentrl.workers import Processes, WorkerDied
 
@@ -53,16 +53,18 @@ class Math:
             GraderCrash: the worker died.
         """
         answer, truth = boxed_answer(solution_str), as_text(ground_truth)
-        right, late = False, False
-        if answer is not None:
-            right = same_text(answer, truth) or same_words(answer, truth)
-        if answer and not right and self._equivalent and _worth_it(answer, truth):
-            try:
-                right = await pool().call(self._equivalent, answer, truth, seconds=SECONDS)
-            except TimeoutError:
-                late = True
-            except WorkerDied as e:
-                raise GraderCrash(f"Math-Verify on {answer!r:.200} and {truth!r:.200}: {e}") from e
+        right, late = answer is not None and same_text(answer, truth), False
+        if answer and not right and not other_kind(answer, truth):
+            right = same_words(answer, truth)
+            if self._equivalent and not right and _worth_it(answer, truth):
+                try:
+                    right = await pool().call(self._equivalent, answer, truth, seconds=SECONDS)
+                except TimeoutError:
+                    late = True
+                except WorkerDied as e:
+                    raise GraderCrash(
+                        f"Math-Verify on {answer!r:.200} and {truth!r:.200}: {e}"
+                    ) from e
         return {"score": float(right), "acc": float(right), "grader_timeout": float(late)}
 
 

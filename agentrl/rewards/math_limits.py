@@ -1,14 +1,16 @@
-"""What algebra is not asked: what would take for ever, and what is said in words.
+"""What algebra is not asked: what would take for ever, is said in words, or is of another kind.
 
 Sympy computes what it reads: on what a model wrote, it may do so until it is killed, which costs
 seconds and a worker. What is sure to end so is refused before it begins.
+
+Math-Verify takes a pair for a set of two, and leaves out the base of a number: that is seen here.
 """
 
 from __future__ import annotations
 
 import re
 
-from agentrl.rewards.math_text import normal_form, tokens_of
+from agentrl.rewards.math_text import normal_form, other_name, tokens_of
 
 LONGEST = 500
 """Characters of an answer; the longest of MATH-500 has 159."""
@@ -21,6 +23,13 @@ _OPEN, _CLOSE = frozenset("{(["), frozenset("})]")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)(?=\{)|[{}()\s]")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
+_FORMULA = re.compile(r"[\\^_+*/=<>|]")
+_NUMBERS = re.compile(r"[\d-]")
+_BASE = re.compile(r"[0-9A-Z]+_\{?(\d+)\}?")
+_LOOSE = frozenset(
+    ("<", ">", r"\lt", r"\gt", r"\le", r"\ge", r"\leq", r"\geq", r"\cup", r"\cap", r"\setminus")
+)
+"""Signs of a set that may as well be written in another way, which algebra knows."""
 
 
 def too_hard(text: str) -> bool:
@@ -74,6 +83,53 @@ def has_words(text: str) -> bool:
 
 
 def same_words(answer: str, truth: str) -> bool:
-    r"""Whether the two are the same but for capitals, brackets and `\text{...}`."""
+    r"""Whether the two are the same but for capitals, brackets and `\text{...}`.
+
+    Words alone, or a letter: without its brackets, `2^{3}4` would be `2^{34}`.
+    """
     said, right = (_WRAPPER.sub("", normal_form(text)).casefold() for text in (answer, truth))
-    return bool(said) and said == right
+    if not said or said != right or _FORMULA.search(right):
+        return False
+    return has_words(truth) or not _NUMBERS.search(right)
+
+
+def other_kind(answer: str, truth: str) -> bool:
+    r"""Whether one is in order and the other is not, or in another way.
+
+    `(1,2)` is not `[1,2)`, `\{1,2\}` or `1,2`. So are `x=5` and `y=5`, or `17_8` and `17_9`.
+    """
+    if other_name(answer, truth):
+        return True
+    said, right = (normal_form(text) for text in (answer, truth))
+    bases = _BASE.fullmatch(said), _BASE.fullmatch(right)
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return True
+    tokens = [tokens_of(text) for text in (said, right)]
+    return _LOOSE.isdisjoint(tokens[0] + tokens[1]) and _ordered(tokens[0]) != _ordered(tokens[1])
+
+
+def _ordered(tokens: list[str]) -> set[str]:
+    """The brackets, as `[)`, around what is a list in itself: the text, or elements of its list."""
+    for i in range(len(tokens) - 1, -1, -1):
+        if tokens[i] in ("=", r"\in"):
+            tokens = tokens[i + 1 :]
+            break
+    if tokens[:1] == [r"\{"] and tokens[-1:] == [r"\}"]:
+        tokens = tokens[1:-1]
+    found: set[str] = set()
+    depth, start, inner = 0, 0, False  # inner: a comma stands directly in the element's brackets
+    closed = -1  # where the first bracket of the element ended
+    for i, token in enumerate([*tokens, ","]):
+        if token in _OPEN or token == r"\{":
+            depth += 1
+        elif token in _CLOSE or token == r"\}":
+            depth -= 1
+            if depth == 0 and closed < 0:
+                closed = i
+        elif token == "," and (depth <= 0 or i == len(tokens)):
+            if inner and closed == i - 1 and tokens[start] in ("(", "["):
+                found.add(tokens[start] + tokens[closed])
+            start, inner, closed = i + 1, False, -1
+        elif token == "," and depth == 1:
+            inner = True
+    return found

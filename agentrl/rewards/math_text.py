@@ -2,7 +2,7 @@ r"""One form for the many ways to write the same answer in LaTeX: `\dfrac12`, `1
 
 The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), as verl compares by, but here they
 work on LaTeX's own tokens, so that `\leftarrow` does not lose its `\left`. What two texts have in
-common after them is spelling; what only algebra can tell is `agentrl.rewards.math_verified`'s.
+common after them is spelling; what only algebra can tell is `agentrl.rewards.math_algebra`'s.
 
 One pass over the tokens each: the time grows with the length alone, and nothing is recursive.
 """
@@ -31,9 +31,18 @@ _ARGUMENTS = {r"\frac": 2, r"\sqrt": 1}
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether the two have the same normal form; nothing is the same as an empty answer."""
+    """Whether the two have the same normal form; nothing is the same as an empty answer.
+
+    `x = 5` is 5, but not `y = 5`.
+    """
     normal = normal_form(answer)
-    return bool(normal) and normal == normal_form(truth)
+    return bool(normal) and normal == normal_form(truth) and not other_name(answer, truth)
+
+
+def other_name(answer: str, truth: str) -> bool:
+    """Whether they tell of two unknowns: `x = 5` and `y = 5`."""
+    said, right = (_named(_plain(text))[0] for text in (answer, truth))
+    return bool(said and right) and said != right
 
 
 def normal_form(text: str) -> str:
@@ -48,16 +57,28 @@ def normal_form(text: str) -> str:
 
 
 def _spelled(text: str) -> str:
+    _, tokens = _named(_plain(text))
+    while tokens and tokens[-1] == ".":
+        tokens.pop()
+    return _whole(_join(_with_braces(_with_zeros(tokens))))
+
+
+def _plain(text: str) -> list[str]:
+    """Its tokens without what does not change what it means."""
     if not _ROWS.search(text):  # a doubled backslash is an escape too many, not a matrix's row
         text = re.sub(r"\\+", r"\\", text)
     tokens = [r"\frac" if t in _FRACTIONS else t for t in tokens_of(text) if t not in _UNSEEN]
     tokens = [t for t in _without_unit(tokens) if not _is_blank(t)]
-    tokens = list(_without_degrees(tokens))
+    return list(_without_degrees(tokens))
+
+
+def _named(tokens: list[str]) -> tuple[str, list[str]]:
+    r"""The unknown before the only `=`, `x`, `AB` or `\theta`, and what it is; 3 is no unknown."""
     if tokens.count("=") == 1 and (at := tokens.index("=")) <= 2:
-        tokens = tokens[at + 1 :]
-    while tokens and tokens[-1] == ".":
-        tokens.pop()
-    return _whole(_join(_with_braces(_with_zeros(tokens))))
+        name, rest = tokens[:at], tokens[at + 1 :]
+        if all(token.lstrip("\\").isalpha() for token in name):
+            return "".join(name), rest
+    return "", tokens
 
 
 def tokens_of(text: str) -> list[str]:

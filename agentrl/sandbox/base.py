@@ -61,7 +61,9 @@ class Box(Protocol):
     ) -> Completed:
         """Run code. Python keeps its variables from call to call; bash starts anew in the folder.
 
-        A program that passes its time is ended; the variables are lost with it, the files stay.
+        A program that passes its time is ended; the variables are lost with it, the files stay. One
+        that takes the box along has ended by "signal", or "time"; the next call is in a new box,
+        with the files that this one was opened with.
 
         Args:
             code: the program.
@@ -70,7 +72,7 @@ class Box(Protocol):
             seconds: at most so long; by default the limit that the box was opened with.
 
         Raises:
-            SandboxError: the box is gone.
+            SandboxError: the box is closed, or is gone and no other can be had.
         """
         ...
 

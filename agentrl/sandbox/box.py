@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import signal
 import struct
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path, PurePosixPath
@@ -20,6 +22,8 @@ from agentrl.sandbox import inside
 from agentrl.sandbox.base import Completed, Language, Limits
 from agentrl.sandbox.output import clean, shorten
 
+log = logging.getLogger("agentrl.sandbox")
+
 INSIDE = Path(inside.__file__).parent
 PROGRAMS = {n: (INSIDE / n).read_bytes() for n in ("driver.py", "scratch.py", "cells.py")}
 START_SECONDS = 30.0
@@ -27,6 +31,16 @@ GRACE_SECONDS = 10.0
 """For the driver, over a program's own time."""
 MAX_ANSWER = 128 * 2**20
 LOST = "\n[the interpreter was ended: its variables are lost, the files are not]\n"
+GONE = "\n[the sandbox was ended: its variables and files are lost]\n"
+
+
+class BoxLost(SandboxError):
+    """A box is gone. What it was asked to do may have begun, or not."""
+
+    def __init__(self, why: str, *, began: bool, silent: bool = False):
+        """Say whether the order had been sent, and whether it went unanswered for too long."""
+        super().__init__(why)
+        self.began, self.silent = began, silent
 
 
 class Held(Protocol):
@@ -96,6 +110,11 @@ class DriverBox:
         self._closed = False
         self._lost = False
 
+    @property
+    def lost(self) -> bool:
+        """Whether the driver is gone, though nobody closed this."""
+        return self._lost
+
     async def begin(self) -> None:
         """Wait for the driver.
 
@@ -132,9 +151,26 @@ class DriverBox:
         return await self.order_program({**order, "stdin": _plain(stdin), "seconds": seconds})
 
     async def order_program(self, order: dict[str, Any]) -> Completed:
-        """Have the driver run something."""
-        async with self._slot():
-            answer = await self._ask(order, order["seconds"] + GRACE_SECONDS)
+        """Have the driver run something.
+
+        A driver that is gone with the program was ended by it, for all that can be known: this is
+        how the program ended. As a machine's failure, it would undo what a model did before.
+
+        Raises:
+            BoxLost: it was gone before.
+        """
+        began = time.monotonic()
+        try:
+            async with self._slot():
+                began = time.monotonic()
+                answer = await self._ask(order, order["seconds"] + GRACE_SECONDS)
+        except BoxLost as e:
+            if not e.began:
+                raise
+            log.warning("a program ended its box: %s", e)
+            why = "time" if e.silent else "signal"
+            took = round(time.monotonic() - began, 4)
+            return Completed("", GONE, -signal.SIGKILL, why, took)
         stdout, stderr = (
             clean(shorten(base64.b64decode(answer[name]), self._limits.output_bytes))
             for name in ("stdout", "stderr")
@@ -187,7 +223,7 @@ class DriverBox:
         Who is cancelled while the order is carried out has it stopped; the next order waits.
 
         Raises:
-            SandboxError: the driver is gone, or silent.
+            BoxLost: the driver is gone, or silent.
             OSError: of the file that the order is about.
         """
         task = asyncio.ensure_future(self._exchange(order, seconds))
@@ -205,8 +241,11 @@ class DriverBox:
     async def _exchange(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
         async with self._turn:
             reader = self._reader
-            if self._closed or self._lost or reader is None:
+            if self._closed or reader is None:
                 raise SandboxError("this box is closed")
+            if self._lost or reader.at_eof():
+                self._lost = True
+                raise BoxLost("a box is gone", began=False)
             try:
                 async with asyncio.timeout(seconds):
                     self._send(order)
@@ -215,13 +254,13 @@ class DriverBox:
                         raise SandboxError(f"a box answers with {length} bytes")
                     return orjson.loads(await reader.readexactly(length))
             except (TimeoutError, asyncio.IncompleteReadError, OSError) as e:
+                if self._closed:
+                    raise SandboxError("this box was closed") from e
                 self._lost = True
                 self._held.kill()
-                said = self._words().strip()
-                raise SandboxError(
-                    f"a box {'does not answer' if isinstance(e, TimeoutError) else 'is gone'}"
-                    + (f": {said}" if said else "")
-                ) from e
+                said, silent = self._words().strip(), isinstance(e, TimeoutError)
+                why = f"a box {'does not answer' if silent else 'is gone'}"
+                raise BoxLost(why + (f": {said}" if said else ""), began=True, silent=silent) from e
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._writer is not None

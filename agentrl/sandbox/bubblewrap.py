@@ -23,6 +23,7 @@ from agentrl.sandbox.advice import advice
 from agentrl.sandbox.base import Box, Completed, EndedBy, Language, Limits
 from agentrl.sandbox.box import PROGRAMS, DriverBox, settings
 from agentrl.sandbox.child import Child
+from agentrl.sandbox.lasting import LastingBox
 from agentrl.sandbox.namespace import (
     ENVIRONMENT,
     FOLDER,
@@ -95,7 +96,18 @@ class Bubblewrap:
     ) -> Box:
         """See `Sandbox.open`."""
         limits = limits or self._limits
-        files = checked_files(files, limits)
+        checked = checked_files(files, limits)
+
+        async def opened() -> DriverBox:
+            return await self._open(checked, limits)
+
+        return LastingBox(await opened(), opened)
+
+    async def aclose(self) -> None:
+        """See `Sandbox.aclose`."""
+        await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
+
+    async def _open(self, files: Mapping[str, bytes], limits: Limits) -> DriverBox:
         if len(self._boxes) >= MAX_BOXES:
             raise SandboxError(f"{MAX_BOXES} boxes are open, and no more are opened in a process")
         given, resources = Files(), ExitStack()
@@ -135,10 +147,6 @@ class Bubblewrap:
             raise
         return box
 
-    async def aclose(self) -> None:
-        """See `Sandbox.aclose`."""
-        await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
-
 
 @contextmanager
 def _user() -> Iterator[int | None]:
@@ -168,6 +176,7 @@ async def _run(command: list[str], given: Files, stdin: int, limits: Limits) -> 
     timers = [loop.call_later(SETUP_SECONDS, lambda: child.kill())]
 
     def begin() -> None:
+        timers.pop().cancel()
         timers.append(loop.call_later(limits.seconds, lambda: child.kill("time")))
 
     child = Child(command, given, stdin, begin)

@@ -14,7 +14,7 @@ import struct
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
-"""Offsets into `struct seccomp_data`; of the first argument, its low half."""
+"""Offsets into `struct seccomp_data`; of the first argument, its low half. Each takes 8 bytes."""
 
 _FAMILIES = (1, 2, 10)
 """Sockets of these families only (unix, inet, inet6): all there is, is the loopback of a network of
@@ -38,15 +38,17 @@ _DENIED: dict[str, dict[str, int]] = {
         "setdomainname": 171, "iopl": 172, "ioperm": 173, "create_module": 174, "init_module": 175,
         "delete_module": 176, "quotactl": 179, "nfsservctl": 180, "lookup_dcookie": 212,
         "clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
-        "migrate_pages": 256, "unshare": 272, "move_pages": 279, "perf_event_open": 298,
-        "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304,
+        "ioprio_set": 251, "migrate_pages": 256, "unshare": 272, "move_pages": 279,
+        "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303,
+        "open_by_handle_at": 304,
         "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
         "kcmp": 312, "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
         "userfaultfd": 323,
     },
     "aarch64": {
-        "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42,
-        "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89, "personality": 92, "unshare": 97,
+        "lookup_dcookie": 18, "ioprio_set": 30, "umount2": 39, "mount": 40, "pivot_root": 41,
+        "nfsservctl": 42, "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89,
+        "personality": 92, "unshare": 97,
         "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112,
         "syslog": 116, "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162,
         "settimeofday": 170, "adjtimex": 171, "msgget": 186, "shmget": 194, "add_key": 217,
@@ -63,6 +65,18 @@ _MACHINES = {
     "aarch64": (0xC00000B7, 220, 198),
 }
 _CLONE3 = 435
+# Number, and how many of its first arguments must be 0: the caller. Of another process they would
+# take the files or the processor, and process 1, which sees to a box, runs as the same user.
+_OF_ITSELF = {
+    "x86_64": {
+        "setpriority": (141, 2), "sched_setparam": (142, 1), "sched_setscheduler": (144, 1),
+        "sched_setaffinity": (203, 1), "prlimit64": (302, 1), "sched_setattr": (314, 1),
+    },
+    "aarch64": {
+        "sched_setparam": (118, 1), "sched_setscheduler": (119, 1), "sched_setaffinity": (122, 1),
+        "setpriority": (140, 2), "prlimit64": (261, 1), "sched_setattr": (274, 1),
+    },
+}  # fmt: skip
 _X32 = 0x40000000
 """Calls of the x32 ABI, which would be other numbers for the same things."""
 
@@ -94,6 +108,11 @@ def seccomp_filter(machine: str = "") -> bytes:
     code += [(_EQUAL, 0, 1, _CLONE3), refuse(errno.ENOSYS)]
     code += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _ARGUMENT), (_ANY_BIT, 0, 1, _NAMESPACES)]
     code += [refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
+    for number, count in _OF_ITSELF[machine].values():
+        code += [(_EQUAL, 0, 3 * count + 1, number)]
+        for i in range(count):
+            code += [(_LOAD, 0, 0, _ARGUMENT + 8 * i), (_EQUAL, 1, 0, 0), refuse(errno.EPERM)]
+        code += [(_RETURN, 0, 0, _ALLOW)]
     code += [(_EQUAL, 0, 2 + len(_FAMILIES), socket), (_LOAD, 0, 0, _ARGUMENT)]
     code += [(_EQUAL, len(_FAMILIES) - i, 0, f) for i, f in enumerate(_FAMILIES)]
     code += [refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]

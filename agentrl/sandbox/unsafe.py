@@ -22,6 +22,7 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Box, Completed, Language, Limits
 from agentrl.sandbox.box import INSIDE, DriverBox, settings
+from agentrl.sandbox.lasting import LastingBox
 from agentrl.sandbox.namespace import ENVIRONMENT
 from agentrl.sandbox.output import Capture
 from agentrl.sandbox.slots import MAX_BOXES, Slots, checked_files, default_limits
@@ -64,7 +65,9 @@ class UnsafeSubprocess:
         """See `Sandbox.run`."""
         limits = limits or self._limits
         async with self._slots.one():
-            box, folder = await self._open(files, limits, contextlib.nullcontext)
+            box, folder = await self._open(
+                checked_files(files, limits), limits, contextlib.nullcontext
+            )
             try:
                 words = [self._config.python, "-s"] if language == "python" else ["bash"]
                 script = folder / f"main.{'py' if language == 'python' else 'sh'}"
@@ -79,10 +82,17 @@ class UnsafeSubprocess:
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> Box:
         """See `Sandbox.open`."""
-        if len(self._boxes) >= MAX_BOXES:
-            raise SandboxError(f"{MAX_BOXES} boxes are open, and no more are opened in a process")
-        box, _ = await self._open(files, limits or self._limits, self._slots.one)
-        return box
+        limits = limits or self._limits
+        checked = checked_files(files, limits)
+
+        async def opened() -> DriverBox:
+            if len(self._boxes) >= MAX_BOXES:
+                raise SandboxError(
+                    f"{MAX_BOXES} boxes are open, and no more are opened in a process"
+                )
+            return (await self._open(checked, limits, self._slots.one))[0]
+
+        return LastingBox(await opened(), opened)
 
     async def aclose(self) -> None:
         """See `Sandbox.aclose`."""
@@ -90,12 +100,11 @@ class UnsafeSubprocess:
 
     async def _open(
         self,
-        files: Mapping[str, bytes] | None,
+        files: Mapping[str, bytes],
         limits: Limits,
         slot: Callable[[], AbstractAsyncContextManager[None]],
     ) -> tuple[DriverBox, Path]:
         """A box, and the folder that holds its scratch folder."""
-        files = checked_files(files, limits)
         python = self._config.python
         if not os.access(python, os.X_OK):
             raise SandboxError(f"sandbox.python={python} is no program")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -152,12 +151,8 @@ class Places:
             await self._pace(tool).wait(QUEUE_SECONDS)
         if tool.process:
             await self._workers.acquire()
-            # In order, so that a parameter may be called `seconds`.
-            given = inspect.signature(target).bind(**arguments)
-            given.apply_defaults()
-            call = functools.partial(
-                self._processes.call, target, *given.args, seconds=seconds, **given.kwargs
-            )
+            # Nothing may raise here that is not the job's: its end is what gives the place back.
+            call = functools.partial(self._processes.apply, target, (), arguments, seconds)
             job = asyncio.create_task(caught(call))
             job.add_done_callback(lambda _: self._workers.release())
             return job

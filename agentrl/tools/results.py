@@ -30,21 +30,19 @@ def success(value: Any) -> ToolResult:
 
     Text is kept; None is the empty text; bytes are decoded; numbers are written as Python writes
     them; everything else is JSON, and what JSON cannot hold is written by `str`. A `ToolResult` is
-    kept, its text cleaned.
+    kept, its content written in the same way.
 
     Raises:
-        TypeError: a `ToolResult` whose content is not text, or whose reward is not a finite number;
-            a generator, which may never end.
+        TypeError: a `ToolResult` whose reward is not a finite number; a generator, which may never
+            end.
     """
     if isinstance(value, ToolResult):
-        if not isinstance(value.content, str):
-            raise TypeError(f"ToolResult.content must be text, got {value.content!r}")
         if value.reward is not None and not is_finite(value.reward):
             raise TypeError(f"ToolResult.reward must be a finite number, got {value.reward!r}")
         error = "" if value.ok else clean(str(value.error)) or "tool_error"
         # A plain float: what numpy calls one, JSON does not.
         reward = None if value.reward is None else float(value.reward)
-        return ToolResult(clean(value.content), bool(value.ok), reward, error)
+        return ToolResult(clean(_text(value.content)), bool(value.ok), reward, error)
     return ToolResult(clean(_text(value)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
-from agentrl.tools.deadline import Deadline
+from agentrl.tools.deadline import Deadline, Waits
 from agentrl.tools.outcomes import Ready, answered, is_awaitable, said, text_of
 from agentrl.tools.places import QUEUE_SECONDS, Places, caught
 from agentrl.tools.record import Tool, ToolFunction
@@ -23,8 +23,6 @@ from agentrl.workers import Outcome, WorkerDied, WorkerError
 from agentrl.workers.processes import START_S
 
 log = logging.getLogger("agentrl.tools")
-
-Jobs = set[asyncio.Future[Outcome]]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +63,7 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         instance: Instance | None,
-        jobs: Jobs,
+        waits: Waits,
     ) -> ToolResult:
         """Call a function of a tool with checked arguments.
 
@@ -74,17 +72,17 @@ class Runner:
             function: it.
             arguments: by name.
             instance: the object of a class tool.
-            jobs: what runs for the same episode; one that is cancelled there is given up.
+            waits: those of the episode; a call whose wait is called off is given up.
 
         Raises:
             ToolServerError: the call found no room to run, the tool raised `Infrastructure`, or the
-                job was cancelled.
+                wait was called off.
         """
         began = time.monotonic()
         if instance is None:
-            result = await self._answer(tool, function, tool.target, arguments, None, jobs)
+            result = await self._answer(tool, function, tool.target, arguments, None, waits)
         else:
-            result = await self._in_turn(tool, function, arguments, instance, jobs)
+            result = await self._in_turn(tool, function, arguments, instance, waits)
         seconds = time.monotonic() - began
         return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
@@ -102,7 +100,7 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         made_of: Mapping[str, Any],
-        jobs: Jobs,
+        waits: Waits,
     ) -> ToolResult:
         """Call a method of an object that is made for this call, and closed after it.
 
@@ -119,7 +117,7 @@ class Runner:
         instance = Instance(outcome[0])
         try:
             method = getattr(instance.value, function.attribute)
-            result = await self._answer(tool, function, method, arguments, instance, jobs)
+            result = await self._answer(tool, function, method, arguments, instance, waits)
             if "reward" in tool.hooks and instance.stuck is None:
                 earned = await self.reward(tool, instance)
                 result = replace(result, reward=(result.reward or 0.0) + earned)
@@ -170,7 +168,7 @@ class Runner:
         function: ToolFunction,
         arguments: Mapping[str, Any],
         instance: Instance,
-        jobs: Jobs,
+        waits: Waits,
     ) -> ToolResult:
         """Call a method, once the object's earlier calls are done."""
         try:
@@ -182,7 +180,7 @@ class Runner:
             if instance.is_stuck:
                 return failure("timeout", f"{tool.name} is still busy with a call that hangs")
             method = getattr(instance.value, function.attribute)
-            return await self._answer(tool, function, method, arguments, instance, jobs)
+            return await self._answer(tool, function, method, arguments, instance, waits)
         finally:
             instance.turn.release()
 
@@ -211,13 +209,13 @@ class Runner:
         target: Callable[..., Any],
         arguments: Mapping[str, Any],
         instance: Instance | None,
-        jobs: Jobs,
+        waits: Waits,
     ) -> ToolResult:
         if not (function.is_async or tool.process):
             # The text is made where the value was: in a thread, a flood holds nobody up.
             target = functools.partial(answered, target)
         outcome = await self._outcome(
-            tool, target, arguments, instance, function, tool.retries, jobs
+            tool, target, arguments, instance, function, tool.retries, waits
         )
         return self._result(tool, outcome)
 
@@ -248,7 +246,7 @@ class Runner:
         instance: Instance | None = None,
         function: ToolFunction | None = None,
         retries: int = 0,
-        jobs: Jobs | None = None,
+        waits: Waits | None = None,
     ) -> Outcome | None:
         """What the target returned or raised; None if its deadline came first."""
         is_async = function.is_async if function else inspect.iscoroutinefunction(target)
@@ -261,19 +259,17 @@ class Runner:
         tries = 0
         try:
             while True:
-                if jobs is not None:
-                    jobs.add(job)
                 try:
-                    await wait(job)
+                    is_off = await wait(job, waits)
                 finally:
-                    if jobs is not None:
-                        jobs.discard(job)
                     if not job.done():
                         self._abandon(tool, target, job, instance)
+                if is_off:
+                    raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
                 if not job.done():
                     return None
                 if job.cancelled():
-                    raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
+                    raise ToolServerError(f"tool {tool.name!r}: the call was cancelled")
                 value, error = job.result()
                 if error is None and is_awaitable(value):
                     # A plain function around an async one.

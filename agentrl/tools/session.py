@@ -26,10 +26,11 @@ from agentrl.errors import ToolServerError
 from agentrl.registry import tools
 from agentrl.tools.arguments import readable
 from agentrl.tools.catalogue import lanes_of, schemas_of
+from agentrl.tools.deadline import Waits, call_off
 from agentrl.tools.places import QUEUE_SECONDS
 from agentrl.tools.record import Tool
 from agentrl.tools.results import failure, unknown_tool
-from agentrl.tools.runner import Instance, Jobs, Runner
+from agentrl.tools.runner import Instance, Runner
 from agentrl.tools.schema import BadArguments
 from agentrl.trajectory import Message, Sample, ToolResult
 
@@ -69,7 +70,7 @@ class ToolSession:
         """By class tool, the constructor's arguments."""
         self._instances: dict[str, Instance] = {}
         self._state: dict[str, Any] = {}
-        self._jobs: Jobs = set()
+        self._waits: Waits = set()
         self._answers: dict[tuple[int, int], tuple[str, Any, asyncio.Future[ToolResult]]] = {}
         self._opening: asyncio.Task[None] | None = None
 
@@ -164,9 +165,9 @@ class ToolSession:
             )
         if tool.scope == "call":
             made_of = self._made_of[tool.name]
-            return await runner.call_once(tool, function, given, made_of, self._jobs)
+            return await runner.call_once(tool, function, given, made_of, self._waits)
         instance = self._instances.get(tool.name)
-        return await runner.call(tool, function, given, instance, self._jobs)
+        return await runner.call(tool, function, given, instance, self._waits)
 
     async def close(self, scored: bool = True) -> float:
         """Ask every object for its reward, then close it; the sum of the rewards.
@@ -179,8 +180,7 @@ class ToolSession:
             scored = scored and self._opening.exception() is None
         ends = [self._end(tool, scored) for tool in self._classes if tool.name in self._instances]
         rewards = await asyncio.gather(*ends, return_exceptions=True)
-        for job in [*self._jobs]:  # nobody hears of them any more
-            job.cancel()
+        call_off(self._waits)  # nobody hears of those calls any more
         for reward in rewards:
             if isinstance(reward, BaseException):
                 raise reward

@@ -57,7 +57,7 @@ def register_tool(theirs: Any, where: str) -> None:
     )
     record = Tool(
         name,
-        _class_of(theirs, name),
+        _class_of(theirs, name, not free),
         (function,),
         timeout=timeout,
         scope="call" if scope == "call" else "episode",
@@ -135,8 +135,15 @@ def _plain_schema(schema: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _class_of(theirs: Any, name: str) -> type:
-    """A class whose objects are one episode's share of verl's tool."""
+def _class_of(theirs: Any, name: str, messages_are_the_models: bool) -> type:
+    """A class whose objects are one episode's share of verl's tool.
+
+    Args:
+        theirs: verl's tool.
+        name: what it is called.
+        messages_are_the_models: it has a parameter of that name, so that the conversation is not
+            told.
+    """
     where = f"the tool {name!r}"
 
     class Share:
@@ -156,7 +163,8 @@ def _class_of(theirs: Any, name: str) -> type:
             share.sample, share.instance_id = sample, _id_of(begun) or given
             return share
 
-        async def execute(self, /, messages: Any = (), **parameters: Any) -> ToolResult:
+        async def execute(self, /, **parameters: Any) -> ToolResult:
+            messages = () if messages_are_the_models else parameters.pop("messages", ())
             told = self._agent_data(messages)
             returned = await theirs.execute(self.instance_id, parameters, agent_data=told)
             return as_result(returned, where)

@@ -53,6 +53,8 @@ class Driver:
         self.woken, waker = os.pipe()
         os.set_blocking(self.woken, False)
         os.set_blocking(waker, False)
+        # Process 1 is sent by its own only what it handles: what Python handles would end it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self.scratch = Scratch(self.folder)
@@ -330,8 +332,8 @@ def _read_into(fd, buffer):
 
 
 def _drain(fd):
-    while _read_into(fd, bytearray()):
-        pass
+    # Once, which empties a pipe: who writes without end must not keep us here.
+    _read_into(fd, bytearray())
 
 
 if __name__ == "__main__":

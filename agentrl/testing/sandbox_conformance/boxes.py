@@ -162,9 +162,10 @@ async def _the_driver_of_a_box_cannot_be_touched(s: Sandbox) -> None:
     async def use(box: Box) -> None:
         code = """
 import os, signal
-for number in (9, 15, 19, 11):
+for number in range(1, 65):
     try: os.kill(1, number)
     except OSError: pass
+for _ in range(3000): os.kill(1, signal.SIGCHLD)
 for name in ("mem", "environ", "fd/0", "maps"):
     try: open(f"/proc/1/{name}", "rb").read(1); print("read", name)
     except OSError: pass
@@ -172,7 +173,49 @@ try: os.listdir("/proc/1/fd"); print("listed")
 except OSError: pass
 """
         assert (await _ran(box, code)).stdout == ""
+        assert (await _ran(box, "kill -INT 1; sleep 0.1", language="bash")).stdout == ""
         assert (await _ran(box, "print('still here')")).stdout == "still here\n"
+
+    await _in_box(s, use)
+
+
+@check(boxes=True, isolating=True)
+async def _the_driver_of_a_box_keeps_its_files_and_processor(s: Sandbox) -> None:
+    async def use(box: Box) -> None:
+        code = """
+import os, resource
+for name, take in {
+    "files": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3)),
+    "time": lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)),
+    "turns": lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    "turns of all": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "turns of its group": lambda: os.setpriority(os.PRIO_PGRP, 1, 19),
+    "class": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    "cores": lambda: os.sched_setaffinity(1, {min(os.sched_getaffinity(0))}),
+}.items():
+    try: take(); print("took", name)
+    except PermissionError: pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+os.setpriority(os.PRIO_PROCESS, 0, 5)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+"""
+        assert (await _ran(box, code)).stdout == ""
+        assert (await _ran(box, "print('still here')")).stdout == "still here\n"
+
+    await _in_box(s, use)
+
+
+@check(boxes=True)
+async def _a_program_that_ends_its_box_is_answered(s: Sandbox) -> None:
+    """Where it can: as a failure of the machine, it would undo what a policy did before."""
+
+    async def use(box: Box) -> None:
+        for number in (9, 2):
+            await box.run(f"import os; os.kill(os.getppid(), {number})")
+            await box.run(f"kill -{number} $PPID", language="bash")
+            assert (await _ran(box, "print(6 * 7)")).stdout == "42\n"
+            await box.write("a", b"written")
+            assert await box.read("a") == b"written"
 
     await _in_box(s, use)
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx2
@@ -29,6 +30,15 @@ STOP_SECONDS = 5.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Link:
+    """A connection while it lasts."""
+
+    client: Client
+    over: asyncio.Event
+    owner: asyncio.Task[None]
+
+
 class Connection:
     """One server. Its methods may be called from any loop or thread.
 
@@ -40,9 +50,7 @@ class Connection:
         self._address = address
         self._loop = asyncio.new_event_loop()
         self._lock = asyncio.Lock()
-        self._client: Client | None = None
-        self._over: asyncio.Event = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
+        self._link: _Link | None = None
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -77,7 +85,7 @@ class Connection:
         atexit.unregister(self.close)
         if not self._thread.is_alive():
             return
-        ending = asyncio.run_coroutine_threadsafe(self._drop(), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._drop(self._link), self._loop)
         with contextlib.suppress(Exception):
             ending.result(STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -90,52 +98,52 @@ class Connection:
     # -- in the connection's own loop -------------------------------------------------------------
 
     async def _list(self) -> tuple[str, list[Listed]]:
-        client = await self._connected()
+        link = await self._connected()
         tools: list[Listed] = []
         cursor: str | None = None
         while len(tools) <= MAX_TOOLS:
-            page = await self._answered(client.list_tools(cursor=cursor))
+            page = await self._answered(link, link.client.list_tools(cursor=cursor))
             tools += [Listed(t.name, t.description or "", t.input_schema) for t in page.tools]
             cursor = page.next_cursor
             if not cursor:
                 break
-        info = client.server_info
+        info = link.client.server_info
         return (info.name if info else ""), tools
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        client = await self._connected()
-        result = await self._answered(client.call_tool(name, arguments))
+        link = await self._connected()
+        result = await self._answered(link, link.client.call_tool(name, arguments))
         text = _text_of(result)
         if result.is_error:
             raise ToolError(text or f"{name} failed and said nothing")
         return text
 
-    async def _answered(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer of a request; a connection that broke under it is given up."""
+    async def _answered(self, link: _Link, request: Coroutine[Any, Any, T]) -> T:
+        """The answer of a request. Was it the request that failed, or all of the connection?"""
         try:
             return await request
         except Exception as e:
-            if isinstance(e, MCPError) and e.code in _REFUSALS:
+            if isinstance(e, MCPError) and (e.code in _REFUSALS or await _is_alive(link)):
                 raise ToolError(str(e)[:300]) from None
-            await self._drop()
+            await self._drop(link)
             raise ToolServerError(f"{self._address.shown}: {type(e).__name__}: {e}") from e
 
-    async def _connected(self) -> Client:
+    async def _connected(self) -> _Link:
         async with self._lock:
-            if self._client is None or self._owner is None or self._owner.done():
+            if self._link is None or self._link.owner.done():
                 ready: asyncio.Future[Client] = self._loop.create_future()
-                self._over = asyncio.Event()
-                self._owner = self._loop.create_task(self._own(ready))
-                self._client = await ready
-            return self._client
+                over = asyncio.Event()
+                owner = self._loop.create_task(self._own(ready, over))
+                self._link = _Link(await ready, over, owner)
+            return self._link
 
-    async def _own(self, ready: asyncio.Future[Client]) -> None:
+    async def _own(self, ready: asyncio.Future[Client], over: asyncio.Event) -> None:
         """Open the connection, keep it until it is over, and close it: all in one task."""
         try:
             async with asyncio.timeout(START_SECONDS) as opening, self._opened() as client:
                 opening.reschedule(None)
                 ready.set_result(client)
-                await self._over.wait()
+                await over.wait()
         except BaseException as e:
             if not ready.done():
                 said = "; ".join(map(str, _leaves(e)))
@@ -144,8 +152,6 @@ class Connection:
                 )
             elif not isinstance(e, Exception):
                 raise
-        finally:
-            self._client = None
 
     @contextlib.asynccontextmanager
     async def _opened(self) -> AsyncIterator[Client]:
@@ -164,10 +170,23 @@ class Connection:
         ):
             yield client
 
-    async def _drop(self) -> None:
-        self._over.set()
-        if self._owner is not None:
-            await asyncio.wait((self._owner,), timeout=STOP_SECONDS)
+    async def _drop(self, link: _Link | None) -> None:
+        """Close it; whoever calls next has another."""
+        if link is not None:
+            if self._link is link:
+                self._link = None
+            link.over.set()
+            await asyncio.wait((link.owner,), timeout=STOP_SECONDS)
+
+
+async def _is_alive(link: _Link) -> bool:
+    """Whether the server still answers."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await link.client.list_tools(cache_mode="bypass")
+    except Exception:
+        return False
+    return True
 
 
 def _text_of(result: Any) -> str:

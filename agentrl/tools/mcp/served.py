@@ -1,13 +1,14 @@
 """What is registered here, for clients of the Model Context Protocol: `agentrl tools serve --mcp`.
 
-At /mcp, beside the tool server's own paths and behind the same guard. An MCP session is an episode:
-its class tools are made when it first calls one and closed when it was idle for long. Clients that
-open no session (the protocol of 2026-07-28 knows none) have an episode for every call.
+At /mcp, beside the tool server's own paths and behind the same guard. An MCP session has an episode
+for each tool: a class tool is made when it is first called and closed when it was idle for long.
+Clients that open no session (the protocol of 2026-07-28 knows none) have one for every call.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +19,18 @@ from mcp.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
 from mcp.server.transport_security import TransportSecuritySettings
 
+from agentrl import __version__
+from agentrl.errors import DataError
 from agentrl.registry import tools
 from agentrl.tools.arguments import encode_arguments
 from agentrl.tools.catalogue import schemas_of
+from agentrl.tools.record import Tool
+from agentrl.tools.results import unknown_tool
 from agentrl.tools.serving.admission import Admission
 from agentrl.tools.session import ToolHost
 from agentrl.trajectory import Sample, ToolCall, ToolResult
+
+log = logging.getLogger("agentrl.tools")
 
 SESSION = "mcp-session-id"
 
@@ -43,11 +50,13 @@ class Served:
 
     def __init__(self, host: ToolHost, gate: Admission):
         self._host, self._gate = host, gate
-        offers = [tools.get(name).offer for name in tools.names()]
+        offers = [tools.get(name).offer for name in tools.names() if _needs_nothing(name)]
         self._listed = [_listed(schema["function"]) for schema in schemas_of(offers)]
-        self._sample = Sample("mcp", (), tools=tuple(tools.names()))
+        self._owners = {f: offer.name for offer in offers for f in offer.functions}
         self._turns = itertools.count()
-        server = Server("agentrl", on_list_tools=self._list, on_call_tool=self._call)
+        server = Server(
+            "agentrl", version=__version__, on_list_tools=self._list, on_call_tool=self._call
+        )
         # Hosts and origins are the guard's affair.
         open_to = TransportSecuritySettings(enable_dns_rebinding_protection=False)
         self._manager = StreamableHTTPSessionManager(app=server, security_settings=open_to)
@@ -67,23 +76,41 @@ class Served:
         self, context: Any, params: types.CallToolRequestParams
     ) -> types.CallToolResult:
         session = context.request.headers.get(SESSION, "") if context.request else ""
-        episode = f"mcp-{session or uuid.uuid4().hex}"
+        # One a tool: that one of them cannot be made is no affair of the others.
+        owner = self._owners.get(params.name, "")
+        episode = f"mcp-{session or uuid.uuid4().hex}-{owner}"
         self._gate.enter()
         try:
-            result = await self._answer(episode, params.name, params.arguments or {})
+            result = await self._answer(episode, owner, params.name, params.arguments or {})
         finally:
             self._gate.leave()
-            if not session:
+            if not session and owner:
                 await self._host.close(episode)
         text = types.TextContent(type="text", text=result.content)
         return types.CallToolResult(content=[text], is_error=not result.ok)
 
-    async def _answer(self, episode: str, name: str, arguments: dict[str, Any]) -> ToolResult:
-        await self._host.open(episode, self._sample, {})
+    async def _answer(
+        self, episode: str, owner: str, name: str, arguments: dict[str, Any]
+    ) -> ToolResult:
+        if not owner:
+            return unknown_tool(name, self._owners)
+        await self._host.open(episode, Sample("mcp", (), tools=(owner,)), {})
         encoded = encode_arguments(ToolCall(name, arguments))
         if isinstance(encoded, ToolResult):
             return encoded
         return await self._host.call(episode, next(self._turns), 0, name, arguments)
+
+
+def _needs_nothing(name: str) -> bool:
+    """Whether a tool can be had without a row; one that cannot is left out, with a warning."""
+    tool: Tool = tools.get(name)
+    try:
+        if tool.is_class:
+            tool.arguments({}, Sample("mcp", ()))
+    except DataError as e:
+        log.warning("the tool %r is not offered to MCP clients: %s", name, e)
+        return False
+    return True
 
 
 def _listed(function: dict[str, Any]) -> types.Tool:

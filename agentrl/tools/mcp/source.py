@@ -46,7 +46,8 @@ def load(name: str) -> None:
             tools.add(function.name, Tool(function.name, target, (function,), timeout=TIMEOUT))
     except ToolServerError as e:
         connection.close()
-        raise UserError(f"{e}. Is it running, and is its token in AGENTRL_MCP_TOKEN?") from None
+        hint = ". Is it running, and is its token in AGENTRL_MCP_TOKEN?" if address.url else ""
+        raise UserError(f"{e}{hint}") from None
     except BaseException:
         connection.close()
         raise
