@@ -93,7 +93,7 @@ def test_long_answers_are_cut(sql):
         ("SELECT 'a' GLOB '*" + "a" * 100 + "'", "pattern too complex"),
         ("SELECT json_patch('{{}}', '{{}}')", "not authorized to use function: json_patch"),
         ("; SELECT " + "+".join(["abs(n)"] * 101) + " FROM many", "syntax error"),
-        ("SELECT " + "+".join(["abs(n)"] * 101) + " FROM many", "101 calls of functions, at most 100"),
+        ("SELECT " + "+".join(["abs(n)"] * 101) + " FROM many", "101 calls of functions, at most"),
         ("-- nothing", "give one SELECT statement"),
         ("REINDEX", "give one SELECT statement"),
         ("ANALYZE", "can only be read"),
@@ -145,7 +145,7 @@ STEPS = {
     "glob": "h GLOB '" + "*[a-z0-9]" * 9 + "1'",
     "trim": "length(trim(h, t))",
     "printf": "length(printf('%.*f', 19000, 1e300 / 3))",
-    "json": "json_valid('[' || substr(h, 1, 1000) || ']')",
+    "json": "json_valid('[' || replace(substr(h, 1, 6000), '0', '1,') || '1]')",
 }
 
 
