@@ -203,6 +203,7 @@ def text_of(monkeypatch):
         ("<SCRIPT>if (a </b> c) '</scripts>'</script\n>shown<script/>too", "showntoo"),
         ("<svg><style></svg></style><svg></svg><p>x</svg>y", "y"),
         ("<svg><template></svg>a</template>b</head>c", "abc"),
+        ("<head><title>T</title><body>all of it", "all of it"),
         ("<noscript>a<noscript>b</noscript>c</noscript>d", "d"),
         ("&lt;b&gt;&nbsp; &#10;&amp;lt; &notit;", "<b> &lt; \xacit;"),
         ("&#xD800;&#" + "1" * 5000 + ";", "\ufffd\ufffd"),

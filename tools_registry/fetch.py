@@ -15,8 +15,11 @@ from agentrl.http.public import fetch_public
 
 SECONDS = 15.0
 MAX_BYTES = 1_000_000
-_RAW = {tag: re.compile(rf"</{tag}(?=[\s/>])", re.IGNORECASE) for tag in ("script", "style")}
-_HIDDEN = {*_RAW, "noscript", "template", "svg", "head"}
+_RAW = {
+    tag: re.compile(rf"</{tag}(?=[\s/>])", re.IGNORECASE) for tag in ("script", "style", "title")
+}
+# Not the head: its end need not be written, and what is in it is hidden by itself.
+_HIDDEN = {*_RAW, "noscript", "template", "svg"}
 _BREAKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
 # The time of a page grows with its length alone, whoever wrote it: each alternative ends at the end
 # of the page at the latest and gives nothing back, so that none is tried again from further on.

@@ -52,7 +52,7 @@ MAX_FUNCTIONS = 100
 """Calls of functions for a row: between two looks at the clock they may all be made once."""
 MAX_PROGRAM = 10_000
 """Instructions of the program that SQLite makes of a query."""
-MEMORY = 128 * 1024 * 1024
+MEMORY = 64 * 1024 * 1024
 """Of all queries of a process together; sorted rows count as well, which one step sorts."""
 STEPS = 25
 """After how many of its instructions SQLite looks at the clock, at the end of a row."""
