@@ -382,6 +382,7 @@ def test_what_people_write_is_not_refused(text):
     assert not too_hard(text)
 
 
+@pytest.mark.slow
 @pytest.mark.load
 def test_h8_hostile_answers_and_truths(capsys):
     slow = [r"\binom{100000000}{50000000}", "(x+1)^{9999}", "(((9^9)^{99})^{999})^{9999}"]

@@ -499,8 +499,14 @@ play(row, Scripted(["Hm."], byte_tokenizer()), byte_tokenizer())
 
 
 def test_it_is_closed_at_ctrl_c():
-    command = [sys.executable, "-c", CTRL_C]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        [sys.executable, "-c", CTRL_C],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell runs in the background ignores Ctrl-C, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as p:
         assert p.stdout and p.stdout.readline() == "waiting\n"
         os.kill(p.pid, signal.SIGINT)
         said, _ = p.communicate(timeout=20)

@@ -64,7 +64,8 @@ class ShuffledRewards(Trainer):
 PLAIN = ("algorithm.tis_cap=0",)  # as the broken ones run: tool tokens have no engine logprobs
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_mask_bug_learns_slower(tiny_model, tmp_path, seed):
     settings = (*PLAIN, f"trainer.seed={seed}")
     right = learn(tiny_model, tmp_path / "right", 24, *settings)

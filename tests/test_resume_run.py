@@ -73,7 +73,7 @@ def straight(command, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("killed_after", [1, 3])
+@pytest.mark.parametrize("killed_after", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after):
     output = tmp_path / "run"
     process = subprocess.Popen([*command, "--output", str(output)], stdout=subprocess.DEVNULL)

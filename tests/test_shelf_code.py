@@ -67,7 +67,6 @@ def code(*programs):
         (Completed("a\n", "oh\n", 0), "a\nstderr:\noh"),
         (Completed("", "NameError: x\n", 1), "stderr:\nNameError: x\n[exit code 1]"),
         (Completed("a\n", "", -9, "time", 2.04), "a\n[ended: it took too long (2 s)]"),
-        (Completed("", "", -9, "memory"), "[ended: it used too much memory]"),
         (Completed("", "", -24, "cpu"), "[ended: it used too much processor time]"),
         (Completed("yy", "", -9, "output"), "yy\n[ended: it printed too much]"),
         (Completed("", "", -11, "signal"), "[crashed: SIGSEGV]"),
