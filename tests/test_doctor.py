@@ -6,21 +6,17 @@ import os
 import shutil
 import time
 
-import pytest
+from needs import needs_sandbox
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-
-needs_bwrap = pytest.mark.skipif(
-    not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap"
-)
 
 
 def asked(*words):
     return CliRunner().invoke(app, ["doctor", *words])
 
 
-@needs_bwrap
+@needs_sandbox
 def test_it_runs_a_program_and_says_versions(tmp_path):
     began = time.monotonic()
     done = asked("--output", str(tmp_path / "runs"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from needs import needs_sandbox
 
 from agentrl import play
 from agentrl.config import load_config, without_effect
@@ -33,7 +33,6 @@ SANDBOXED = ("number_puzzles", "log_detective")
 ROOM = ["rollout.max_turn_tokens=8192", "rollout.max_trajectory_tokens=32768"]
 """A token of the tests is a byte."""
 
-needs_sandbox = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: install bubblewrap")
 worlds = [
     pytest.param(name, difficulty, marks=needs_sandbox if name in SANDBOXED else ())
     for name, difficulties in WORLDS.items()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ def why_no_sandbox() -> str:
 
 def judge(*answers: str, truth: Any = ADD, **kwargs: Any) -> list[dict[str, float]]:
     """The marks of each answer, judged side by side."""
-    if why := why_no_sandbox():
+    if (why := why_no_sandbox()) and not os.environ.get("CI"):
         pytest.skip(why)
 
     async def judged():
@@ -342,7 +343,7 @@ def test_s14_a_hacked_harness_earns_nothing(truth):
 
 def test_the_harness_knows_nothing_of_what_is_expected(monkeypatch):
     """What S14 rests on: the expected outputs are nowhere in what the sandbox is given."""
-    if why := why_no_sandbox():
+    if (why := why_no_sandbox()) and not os.environ.get("CI"):
         pytest.skip(why)
     given = []
 

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from needs import needs_sandbox
 from pydantic import BaseModel
 
 from agentrl import sandbox
@@ -29,9 +30,6 @@ from agentrl.sandbox.settings import open_sandbox
 from agentrl.sandbox.uids import has_processes
 from agentrl.testing.sandbox_conformance import CHECKS
 
-needs_bwrap = pytest.mark.skipif(
-    not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap"
-)
 ROOT = Path(__file__).parent.parent
 
 
@@ -56,7 +54,7 @@ def names(check):
     return check.name
 
 
-@needs_bwrap
+@needs_sandbox
 @pytest.mark.parametrize("check", CHECKS, ids=names)
 async def test_bubblewrap_conforms(check):
     async with opened() as place:
@@ -92,7 +90,7 @@ BOMBS = {
 BOMBED = Limits(seconds=1.5, processes=32, memory_mb=512)
 
 
-@needs_bwrap
+@needs_sandbox
 @pytest.mark.parametrize("bomb", BOMBS)
 async def test_what_takes_too_much_is_stopped_and_leaves_nothing(bomb):
     async with opened() as place:
@@ -116,7 +114,7 @@ async def test_what_takes_too_much_is_stopped_and_leaves_nothing(bomb):
         assert again.stdout == "refused after 31\n", again
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_four_bombs_do_not_harm_a_fifth():
     """One user id between them, and the bomb's processes would have been the good one's."""
     good = """
@@ -137,7 +135,7 @@ print(sum(os.waitpid(pid, 0)[1] == 0 for pid in pids), len(bytearray(64 << 20)))
     assert done.stdout == f"20 {64 << 20}\n", done
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_who_ignores_the_end_of_its_processor_time_is_killed():
     code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     async with opened() as place:
@@ -145,7 +143,7 @@ async def test_who_ignores_the_end_of_its_processor_time_is_killed():
     assert (done.exit_code, done.ended_by) == (-9, "cpu"), done
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_setting_up_is_timed_apart_from_the_program(monkeypatch):
     monkeypatch.setattr("agentrl.sandbox.bubblewrap.SETUP_SECONDS", 0.8)
     async with opened() as place:
@@ -165,7 +163,7 @@ def killed(box):
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("bubblewrap", marks=needs_bwrap), "unsafe-subprocess"]
+    "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
 )
 async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
     async with opened(backend=backend) as place:
@@ -196,7 +194,7 @@ async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
             await box.run("1")
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_a_box_that_falls_silent_ends_its_program_by_time(monkeypatch):
     monkeypatch.setattr("agentrl.sandbox.box.GRACE_SECONDS", 0.3)
     async with opened() as place:
@@ -208,7 +206,7 @@ async def test_a_box_that_falls_silent_ends_its_program_by_time(monkeypatch):
         await box.aclose()
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_where_no_other_box_can_be_had_it_is_the_machine(monkeypatch):
     async with opened() as place:
         box = await place.open()
@@ -318,7 +316,7 @@ def running(words):
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("bubblewrap", marks=needs_bwrap), "unsafe-subprocess"]
+    "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
 )
 def test_programs_end_with_a_parent_that_was_killed(backend):
     seconds = str(40_000 + os.getpid() % 10_000 + (backend == "bubblewrap") * 20_000)
@@ -347,7 +345,7 @@ def test_programs_end_with_a_parent_that_was_killed(backend):
 # As an ordinary user
 
 
-@needs_bwrap
+@needs_sandbox
 def test_an_ordinary_user_has_the_same_limits():
     """Where no other user can be become, processes are counted by namespace."""
     script = f"""
@@ -472,14 +470,14 @@ def fusion():
     thread.join(10)
 
 
-@needs_bwrap
+@needs_sandbox
 @pytest.mark.parametrize("check", [c for c in CHECKS if not c.boxes and not c.limits], ids=names)
 async def test_sandbox_fusion_conforms(check, fusion):
     async with opened(backend=fusion) as place:
         await check.run(place)
 
 
-@needs_bwrap
+@needs_sandbox
 async def test_a_server_that_fails_is_infrastructure(fusion):
     async with opened(backend=fusion) as place:
         with pytest.raises(SandboxError, match="no place left"):
@@ -521,7 +519,7 @@ async def test_the_current_sandbox_follows_the_settings(caplog):
 # Under load (L1)
 
 
-@needs_bwrap
+@needs_sandbox
 @pytest.mark.load
 async def test_a_thousand_runs_leave_nothing_and_keep_their_pace(capsys):
     """200 of them, so that it fits beside other tests; `benchmarks/sandbox.py` has the figures."""

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from needs import needs_sandbox
 
 from agentrl import sandbox
 from agentrl.config import load_config
@@ -65,7 +66,7 @@ async def test_each_key_changes_what_programs_meet():
     assert (await ran(said, f"sandbox.python={sys.executable}")).stdout == f"{sys.executable}\n"
 
 
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap")
+@needs_sandbox
 async def test_an_environment_of_ones_own_is_shown_inside(folder):
     home = folder / "env"
     packages = home / "lib" / Path("/usr/bin/python3").resolve().name / "site-packages"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from needs import needs_sandbox
 from typer.testing import CliRunner
 
 from agentrl import registry
@@ -20,7 +20,6 @@ SHELF = ("calculator", "python", "python_session", "search", "shell", "sql")
 SANDBOXED = ("python", "python_session", "shell")
 ROOT = Path(__file__).parent.parent
 
-needs_sandbox = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: install bubblewrap")
 shelf = [pytest.param(s, marks=needs_sandbox if s in SANDBOXED else ()) for s in SHELF]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import shutil
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from needs import needs_sandbox
 
 from agentrl import Sample, ToolError, sandbox
 from agentrl.config import SandboxConfig, ToolsConfig
@@ -18,8 +18,6 @@ from agentrl.sandbox import Completed
 from agentrl.sandbox.report import report
 from agentrl.tools import LocalToolbox, open_toolbox
 from agentrl.trajectory import Message, ToolCall
-
-needs_sandbox = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: install bubblewrap")
 
 
 @pytest.fixture(autouse=True)
