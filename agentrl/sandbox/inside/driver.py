@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from scratch import Scratch, write_all
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 CHUNK = 65536
 SCRIPT = "/proc/self/fd/3"
 
@@ -179,6 +179,8 @@ class Driver:
         return pid, out_in, err_in
 
     def _become(self, argv, stdin, fds, cpu):
+        # Where no namespace ends with the driver, what it started must not outlive it, stopped.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
