@@ -279,6 +279,10 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
         ("tools: [{class_name: bad.Odd, config: {}}]\n", "cannot be made: KeyError"),
         ("interaction: [{class_name: bad.Plain}]\n", "no interaction of verl's"),
         ("interaction: [{class_name: bad.I}, {class_name: bad.I}]\n", "two interactions"),
+        (
+            "tools: [&t {class_name: bad.Bare, tool_schema: {function: {name: x}}}, *t]\n",
+            "two tools are called 'x'",
+        ),
         ("tools: {class_name: x}\n", "needs a list"),
         ("tools: [\n", "cannot be read as YAML"),
     ],

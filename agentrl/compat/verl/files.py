@@ -45,7 +45,7 @@ def load_yaml(path: Path) -> None:
             f"{path} is no file of verl's tools or interactions: it needs a list under `tools` or"
             " `interaction`. (A run's own settings are given with --config.)"
         )
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     with _importing_from(path.parent):
         for kind, entries in given.items():
             for i, entry in enumerate(entries):
@@ -53,10 +53,15 @@ def load_yaml(path: Path) -> None:
                 if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
                     raise UserError(f"{where} needs a class_name, got {entry!r:.100}")
                 _refuse_interpolations(entry, where)
-                kinds[kind](entry, where, seen)
+                name = kinds[kind](entry, where)
+                # The registry takes one class under one name for the same definition, read again.
+                if (kind, name) in seen:
+                    raise UserError(f"{where}: two {kind.rstrip('s')}s are called {name!r}")
+                seen.add((kind, name))
 
 
-def _load_tool(entry: Mapping[str, Any], where: str, seen: set[str]) -> None:
+def _load_tool(entry: Mapping[str, Any], where: str) -> str:
+    """Register a tool; its name."""
     config = dict(entry.get("config") or {})
     if config.get("type", "native") != "native":
         raise UserError(
@@ -69,17 +74,16 @@ def _load_tool(entry: Mapping[str, Any], where: str, seen: set[str]) -> None:
     except ValueError as e:
         raise UserError(f"{where}: tool_schema: {e}") from None
     cls = _class(entry["class_name"], where)
-    register_tool(_make(lambda: cls(config, parsed), cls, where), where)
+    return register_tool(_make(lambda: cls(config, parsed), cls, where), where)
 
 
-def _load_interaction(entry: Mapping[str, Any], where: str, seen: set[str]) -> None:
+def _load_interaction(entry: Mapping[str, Any], where: str) -> str:
+    """Register an interaction; its name."""
     name = entry.get("name") or name_of(entry["class_name"])
-    if name in seen:
-        raise UserError(f"{where}: two interactions are called {name!r}")
-    seen.add(name)
     cls = _class(entry["class_name"], where)
     config = {"name": name, **(entry.get("config") or {})}
     register_interaction(_make(lambda: cls(config), cls, where), name, where)
+    return name
 
 
 def _class(path: str, where: str) -> Any:

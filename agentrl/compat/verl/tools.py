@@ -21,8 +21,8 @@ from agentrl.trajectory import Message, Sample, ToolResult
 SCOPES = ("trajectory", "episode", "call")
 
 
-def register_tool(theirs: Any, where: str) -> None:
-    """Register one object of verl's `BaseTool`, or of what looks like one.
+def register_tool(theirs: Any, where: str) -> str:
+    """Register one object of verl's `BaseTool`, or of what looks like one; its name.
 
     `config.scope: call` makes and releases an instance for every call, as verl does; by default an
     instance lives for the episode.
@@ -65,6 +65,7 @@ def register_tool(theirs: Any, where: str) -> None:
         made_with=("sample",),
     )
     tools.add(name, record)
+    return name
 
 
 def register_function(function: Callable[..., Any], name: str, schema: Any) -> None:

@@ -17,7 +17,7 @@ import orjson
 
 from agentrl.errors import UserError
 from agentrl.tools.record import ToolFunction
-from agentrl.tools.schema import adopt, shorten
+from agentrl.tools.schema import Parameters, adopt, shorten
 
 log = logging.getLogger("agentrl.tools")
 
@@ -64,15 +64,16 @@ def functions_of(listed: Iterable[Listed], prefix: str, where: str) -> dict[str,
             left_out += 1
             continue
         name = f"{prefix}__{_NOT_A_NAME.sub('_', tool.name)}"[:64]
-        why = f"is named like {taken[name]!r}" if name in taken else ""
-        schema, problem = _bounded(tool.schema)
-        if why or problem:
-            log.warning("%s: the tool %s is left out: %s", where, tool.name[:80], why or problem)
+        try:
+            if name in taken:
+                raise UserError(f"is named like {taken[name]!r}")
+            parameters = _bounded(tool.schema, name, f"{where}: {tool.name[:80]}")
+        except UserError as e:
+            log.warning("%s: the tool %s is left out: %s", where, tool.name[:80], e)
             continue
         taken[name] = tool.name
-        parameters = adopt(schema, name, f"{where}: {tool.name[:80]}")
         described = shorten(tool.description, MAX_DESCRIPTION)
-        shown = {"name": name, "description": described, "parameters": schema}
+        shown = {"name": name, "description": described, "parameters": parameters.schema}
         found[tool.name] = ToolFunction(
             name=name,
             attribute="",
@@ -87,22 +88,22 @@ def functions_of(listed: Iterable[Listed], prefix: str, where: str) -> dict[str,
     return found
 
 
-def _bounded(schema: Any) -> tuple[dict[str, Any], str]:
-    """A schema without what is costly, or why it is of no use."""
+def _bounded(schema: Any, name: str, where: str) -> Parameters:
+    """Parameters of a schema without what is costly.
+
+    Raises:
+        UserError: why it is of no use.
+    """
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        return {}, "its schema is not that of an object"
+        raise UserError("its schema is not that of an object")
     try:
         size = len(orjson.dumps(schema))
         clean = _without_costly(schema, 0)
     except (TypeError, RecursionError) as e:
-        return {}, f"its schema: {e}"
+        raise UserError(f"its schema: {e}") from None
     if size > MAX_SCHEMA_BYTES:
-        return {}, f"its schema has {size} bytes, at most {MAX_SCHEMA_BYTES}"
-    try:
-        adopt({**clean, "type": "object"}, "x", "x")
-    except UserError as e:
-        return {}, str(e)
-    return {**clean, "type": "object", "properties": clean.get("properties", {})}, ""
+        raise UserError(f"its schema has {size} bytes, at most {MAX_SCHEMA_BYTES}")
+    return adopt({"properties": {}, **clean, "type": "object"}, name, where)
 
 
 def _without_costly(schema: Any, depth: int) -> Any:
