@@ -34,7 +34,7 @@ class _Load(NamedTuple):
     rollouts: int
     formula: str
     keys: str
-    """What to lower for fewer rollouts at once."""
+    """The config keys that set the number of rollouts."""
 
 
 class _Need(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 from any_template import templates_of_trl, tokenizer_for, tokenizer_of_trl
 from described_families import DESCRIBED
 from described_template import tokenizer_of
+from pages import PAGE, with_text_between
 from rendered_calls import CallTemplate, exact, random_calls
 from test_formats import PYTHONIC, with_calls
 from test_formats_families import WRITES, jinja, template_with
@@ -21,7 +22,6 @@ from agentrl.chat import ChatTemplate
 from agentrl.chat.formats import FORMATS, parser_of
 from agentrl.errors import TemplateError
 
-PAGE = Path(__file__).parents[1] / "docs" / "tokens.md"
 BEGIN, END = "<!-- table of parsers: make docs -->\n", "<!-- end of the table of parsers -->\n"
 PEERS = {"vllm": "vLLM", "sglang": "SGLang"}
 CALLS_EACH = 24
@@ -149,9 +149,7 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """Return the page with the table as it is now."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return with_text_between(page, BEGIN, END, table())
 
 
 if __name__ == "__main__":

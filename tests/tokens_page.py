@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from any_template import templates_of_trl, tokenizer_of_trl
 from described_families import DESCRIBED
 from described_template import tokenizer_of
 from families import TOOLS
+from pages import PAGE, with_text_between
 from test_any_template import outcomes
 
 from agentrl.chat import ChatTemplate
@@ -16,7 +16,6 @@ from agentrl.chat.formats.detect import taught_format
 from agentrl.chat.proof import prove
 from agentrl.errors import TemplateError
 
-PAGE = Path(__file__).parents[1] / "docs" / "tokens.md"
 BEGIN, END = "<!-- table of templates: make docs -->\n", "<!-- end of the table -->\n"
 
 
@@ -61,9 +60,7 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """The page with the table as it is now."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return with_text_between(page, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the policy sees: a conversation as messages, and the token row that holds it.
+"""The context of the policy: a conversation as messages, and the token row that holds it.
 
 A row only grows, and is the one place where a token gets its mask, logprob and version.
 """
@@ -19,7 +19,7 @@ _CERTAIN = float_array([0.0])
 
 
 class Row:
-    """What will be one segment: a prompt, then sampled and observed tokens in turn."""
+    """A segment that still grows: a prompt, then sampled and observed tokens in turn."""
 
     def __init__(self, prompt: array[int]):
         self.prompt = prompt

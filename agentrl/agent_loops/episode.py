@@ -388,19 +388,20 @@ def _checked(verb: str, messages: Any) -> list[Message]:
     Raises:
         UserCodeError: they are none.
     """
-    given = list(messages) if isinstance(messages, Sequence) else [messages]
-    for message in given if not isinstance(messages, str) else [messages]:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    listed: list[Any] = list(messages) if is_list else [messages]
+    for message in listed:
         if not isinstance(message, Message):
             raise UserCodeError(
                 f'ep.{verb} takes messages: Message("user", {message!r:.60}), not {message!r:.60}'
             )
-    if not isinstance(messages, Sequence):
+    if not is_list:
         raise UserCodeError(f"ep.{verb} takes a list of messages: [{messages!r:.60}]")
-    return given
+    return listed
 
 
 Penalties = tuple[tuple[int, int, float], ...]
-"""Of failed calls: response tokens [start, end), and the price."""
+"""Failed calls: the response tokens [start, end) that wrote each, and its price."""
 
 
 def penalties_of(
@@ -410,7 +411,7 @@ def penalties_of(
     row: Row,
     template: ChatTemplate,
 ) -> Penalties:
-    """What a turn's failed calls cost: response tokens [start, end) of its row, and the price.
+    """Return the penalties of a turn's failed calls: response tokens [start, end), and the price.
 
     Args:
         turn: with its calls.

@@ -49,7 +49,7 @@ class Between:
     closes: bool
     names: bool
     render: Callable[[Sequence[str]], str] = field(compare=False)
-    """What the template writes there, with these contents of the messages."""
+    """Returns the text between the turns, for the given contents of the messages."""
 
 
 class Finder:

@@ -314,7 +314,7 @@ class _ForgedError(Exception):
 
 
 class Words(dict[str, bytes]):
-    """What a tokenizer makes of each word, as the bytes of an array of ids.
+    """A cache from words to their token ids, as the bytes of an array.
 
     A word not seen before is encoded. Joining bytes is faster than joining lists of numbers.
     """

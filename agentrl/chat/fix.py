@@ -139,7 +139,7 @@ class _Shown:
         self._later = self._laters(tokenizer.chat_template)
 
     def keeps(self, template: str) -> bool:
-        """Whether prompts, single turns, and what follows a turn are as they were."""
+        """Return whether prompts, single turns and what follows a turn are rendered as before."""
         return self._stills(template) == self._still
 
     def changes(self, template: str) -> bool:
@@ -183,7 +183,7 @@ class _Shown:
             self._after_last_turn(template, chain[:end], variables)
             for variables, chain in self._long
             for end in range(1, len(chain) + 1)
-            if chain[end - 1]["role"] != "assistant"
+            if chain[end - 1]["role"] != "assistant" and _last_turn(chain[:end])
         ]
 
     def _after_last_turn(
@@ -193,11 +193,8 @@ class _Shown:
 
         A change may show more of earlier turns, but must not show a result as anything else.
         """
-        text = self._text(template, said, variables)
-        turn = next((m for m in reversed(said) if m["role"] == "assistant"), None)
-        if text is None or turn is None:
-            return text
-        return text.rpartition(ARGUMENT if turn.get("tool_calls") else SPOKEN)[2]
+        text, turn = self._text(template, said, variables), _last_turn(said)
+        return text and text.rpartition(ARGUMENT if turn.get("tool_calls") else SPOKEN)[2]
 
     def _laters(self, template: str) -> list[str | None]:
         return [self._text(template, chain, variables) for variables, chain in self._long]
@@ -237,6 +234,11 @@ class _Shown:
             return render(said, self._schemas if schemas is None else schemas, ask)
         except TemplateError:
             return None
+
+
+def _last_turn(said: Sequence[Said]) -> Said:
+    """Return the assistant's last message, or an empty one."""
+    return next((m for m in reversed(said) if m["role"] == "assistant"), {})
 
 
 # -- what can be changed --------------------------------------------------------------------------

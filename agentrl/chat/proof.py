@@ -43,7 +43,7 @@ _UNICODE = "Zoë: 日本語 🙂👍🏽 \u00a0e\u0301 \u2028 ½"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What follows each turn of the assistant in a conversation."""
+    """The roles of a conversation: the messages that follow each turn of the assistant."""
 
     name: str
     after: tuple[tuple[str, ...], ...]
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def calls(self) -> bool:
-        """Whether any of the turns calls tools."""
+        """Return whether a turn of this shape calls tools."""
         return any(text.startswith("tool:") for after in self.after for text in after)
 
 
@@ -83,7 +83,7 @@ OPTIONAL = ("parallel tools", "tool then user", *(shape.name for shape in SWITCH
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a model writes into its turns besides calls. A turn without calls has a text anyway."""
+    """The parts of a turn besides its calls. A turn without calls always has a text."""
 
     text: bool
     thought: bool

@@ -53,7 +53,7 @@ WRITERS: tuple[Write, ...] = (
     str.rstrip,
     str.lstrip,
 )
-"""What templates do to a content; the most frequent first."""
+"""The changes that templates make to a content; the most frequent first."""
 
 
 class Renderer:
@@ -495,7 +495,7 @@ def _replaced(node: Any, by: Mapping[str, str]) -> Any:
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 _GIVEN |= {"raise_exception", "strftime_now"}
-"""What transformers sets itself, beside the special tokens (`bos_token`)."""
+"""Variables that transformers sets, besides the special tokens (`bos_token`)."""
 
 
 def check_variables(template: str, names: Iterable[str]) -> None:

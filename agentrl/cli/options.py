@@ -11,9 +11,6 @@ import typer
 if TYPE_CHECKING:
     from agentrl.config import Config
 
-TINY = "tiny"
-"""The name of the model that is made here on first use (`agentrl.demo`)."""
-
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Config keys, e.g. rollout.n=4 optim.lr=1e-5."),
@@ -73,7 +70,7 @@ def read_config(
     Raises:
         ConfigError: what is wrong with them, or neither rows nor a model were named.
     """
-    from agentrl.config import load_config
+    from agentrl.config import TINY, load_config
 
     file, overrides = str(config) if config else None, overrides or []
     flags: dict[str, Any] = {
@@ -102,6 +99,8 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
     Raises:
         UserError: a path that is no model folder, or nearly the preset's name.
     """
+    from agentrl.config import TINY
+
     if path == TINY:
         from agentrl.demo import tiny_model
 

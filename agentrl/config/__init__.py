@@ -8,6 +8,7 @@ from agentrl.config.checks import without_effect
 from agentrl.config.load import load_config
 from agentrl.config.sections import (
     FIELDS,
+    TINY,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -24,6 +25,7 @@ from agentrl.config.sections import (
 
 __all__ = [
     "FIELDS",
+    "TINY",
     "AlgorithmConfig",
     "Config",
     "DataConfig",

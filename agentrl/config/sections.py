@@ -18,6 +18,8 @@ from agentrl.config.section import Section, key
 from agentrl.config.sources import assignment, dump_yaml
 from agentrl.registry import did_you_mean
 
+TINY = "tiny"
+"""The `model.path` of the model that is made on first use (`agentrl.demo`)."""
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "return_dict", "return_tensors", "tokenize", "tools",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.config import Config, load_config
-from agentrl.demo.recipe import TINY, tiny_model
+from agentrl.config import TINY, Config, load_config
+from agentrl.demo.recipe import tiny_model
 
 TINY_SETTINGS: dict[str, Any] = {
     "files": ["shelf:calculator"],
@@ -54,4 +54,4 @@ def tiny_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-__all__ = ["TINY", "TINY_SETTINGS", "tiny_config", "tiny_model", "tiny_settings"]
+__all__ = ["TINY_SETTINGS", "tiny_config", "tiny_model", "tiny_settings"]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl import registry
 from agentrl.agent_loops import AgentLoop
+from agentrl.config import TINY
 from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped
 from agentrl.interactions import gsm8k
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from agentrl.trainer.learner import Learner
     from agentrl.trainer.sft import Example
 
-TINY = "tiny"
 WHICH = ("gold", "trace")
 MODEL = {
     "hidden_size": 128,

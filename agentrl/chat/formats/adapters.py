@@ -86,7 +86,7 @@ class ForeignParser:
             raise UserError(f"unknown format {format!r}: `sglang:NAME` or `hf`")
         self.format, self.seconds = format, seconds
         self._level = logging.WARNING
-        """Of the next exception of the parser's: the first one is a warning."""
+        """The log level of the parser's next exception: the first exception is a warning."""
         self._hello, self._python = hello, python
         self._process = self._start()
         try:
