@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The first Python that is new enough, unless PYTHON= names one.
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $p)))
-# What pytest is given besides: make test PYTEST_ARGS='tests/test_chat.py -k prompt'
+# What pytest is given besides: make test PYTEST_ARGS='tests/chat -k prompt'
 # All of the tests go to two processes, whose maths keep to one core each.
 PYTEST_ARGS ?= -n 2
 
@@ -62,8 +62,8 @@ sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
-	$(BIN)/python tests/tokens_page.py
-	$(BIN)/python tests/parsers_page.py
+	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
+	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
 
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or later with its venv module" \

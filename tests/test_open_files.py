@@ -44,7 +44,13 @@ def limited(
 
 
 def over_http(folder: Path, limit: int, prompts: int, n: int, seconds: float) -> dict:
-    program, *rest = str(TESTS / "rollouts_over_http.py"), str(folder), prompts, n, seconds
+    program, *rest = (
+        str(TESTS / "support" / "rollouts_over_http.py"),
+        str(folder),
+        prompts,
+        n,
+        seconds,
+    )
     done = limited(limit, limit, program, *map(str, rest), seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from support.failing_engine import SAMPLING, TOKENIZER, Failing, rows
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
 from agentrl.agent_loops.attempt import World
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped, ToolError, UserCodeError, UserError
 from agentrl.evaluate import evaluate, pass_at_k
@@ -20,54 +20,12 @@ from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import make_scorer, reward
 from agentrl.rollout import Rollouts
-from agentrl.testing import byte_tokenizer, call
+from agentrl.testing import call
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample
 from agentrl.watchdog import Watchdog
 
 registry.load_file("shelf:calculator")
-TOKENIZER = byte_tokenizer()
-SAMPLING = Sampling()
-
-
-class Failing(Scripted):
-    """A scripted engine whose first `failures` requests of chosen episodes fail."""
-
-    def __init__(self, answers, failures=0, only=lambda episode_id: True):
-        super().__init__(answers, TOKENIZER)
-        self.left, self.only, self.begun, self.ended = failures, only, [], []
-
-    def begin(self, episode_id):
-        self.begun.append(episode_id)
-        super().begin(episode_id)
-
-    def end(self, episode_id):
-        self.ended.append(episode_id)
-        super().end(episode_id)
-
-    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
-        if self.left and self.only(episode_id):
-            self.left -= 1
-            raise EngineError("engine http://127.0.0.1:1 is down")
-        return await super().generate(
-            prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
-        )
-
-
-def rows(n, loop="tool_agent", **fields):
-    return [
-        Sample(
-            f"r{i}",
-            (Message("user", f"How much is 3*4+{i}?"),),
-            agent_name=loop,
-            data_source="openai/gsm8k",
-            ground_truth=str(12 + i),
-            tools=("calculator",) if loop != "single_turn" else (),
-            row=i,
-            **fields,
-        )
-        for i in range(n)
-    ]
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from threading import Timer
 
 import pytest
 import torch
+from support.updates import update
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from updates import update
 
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer

@@ -1,0 +1,109 @@
+"""Which variables a chat template reads."""
+
+from __future__ import annotations
+
+import pytest
+from support.any_template import tokenizer_for
+from support.families import FAMILIES, family_tokenizer
+
+from agentrl.chat import ChatTemplate
+from agentrl.chat.render import check_variables, missing_variables
+from agentrl.errors import ConfigError, TemplateError
+
+READ = {
+    "qwen3": "enable_thinking",
+    "gemma4": "enable_thinking, preserve_thinking",
+    "gptoss": "builtin_tools, model_identity, reasoning_effort",
+    "llama3_1": "builtin_tools, custom_tools, date_string, tools_in_user_message",
+    "qwen2_5": "no variables but its own",
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_name_that_is_never_read_is_answered_with_those_that_are(name):
+    text = str(family_tokenizer(name).chat_template)
+    with pytest.raises(ConfigError) as e:
+        check_variables(text, ["zzz"])
+    assert str(e.value) == (
+        f"model.template_kwargs: the chat template never reads 'zzz'. It reads: {READ[name]}"
+    )
+    if name != "qwen2_5":
+        check_variables(text, READ[name].split(", "))
+
+
+def test_the_closest_name_is_offered():
+    text = str(family_tokenizer("qwen3").chat_template)
+    with pytest.raises(ConfigError, match=r"Did you mean 'enable_thinking'\? It reads:"):
+        check_variables(text, ["enable_thinkin"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_familys_template_can_be_read(name):
+    """None is let through for being no plain Jinja."""
+    with pytest.raises(ConfigError):
+        check_variables(str(family_tokenizer(name).chat_template), ["zzz"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if x is defined %}{% endif %}",
+        "{% set x = x if x is defined else 1 %}{{ x }}",
+        "{% if not x %}{% set x = 1 %}{% endif %}{{ x }}",
+        "{% macro m() %}{{ x }}{% endmacro %}{{ m() }}",
+        "{% for m in messages %}{% if x %}{% continue %}{% endif %}{% endfor %}",
+        "{% generation %}{{ x }}{%- endgeneration -%}",
+    ],
+)
+def test_a_name_is_read_wherever_it_stands(text):
+    check_variables(text, ["x"])
+    with pytest.raises(ConfigError):
+        check_variables(text, ["y"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{% set x = 1 %}{{ x }}", "{% for x in messages %}{{ x }}{% endfor %}"]
+)
+def test_what_a_template_sets_before_it_reads_is_its_own(text):
+    with pytest.raises(ConfigError, match="no variables but its own"):
+        check_variables(text, ["x"])
+
+
+NEEDY = """
+{{- bos_token + '<|system|>' + functions + today + (style or '') + (mood | default('')) -}}
+{%- if place is defined -%}{{- place -}}{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|' + message.role + '|>' + message.content + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def test_a_template_that_needs_variables_says_which():
+    tokenizer = tokenizer_for(NEEDY)
+    with pytest.raises(
+        TemplateError, match="values for the variables 'functions', 'style', 'today'"
+    ) as e:
+        ChatTemplate(tokenizer)
+    assert "does not read `tools`" in str(e.value) and "model.template_kwargs" in str(e.value)
+    with pytest.raises(TemplateError, match="values for the variables 'style', 'today'"):
+        ChatTemplate(tokenizer, variables={"functions": "[]"})
+    values = {"functions": "[]", "today": "Monday", "style": "plain"}
+    template = ChatTemplate(tokenizer, variables=values)
+    assert "[]Mondayplain" in template.render([{"role": "user", "content": "Q"}])
+
+
+def test_a_template_that_fails_for_another_reason_says_that_reason():
+    failing = tokenizer_for(NEEDY.replace("functions + today", "messages[7].content"))
+    with pytest.raises(TemplateError, match="fails on the roles"):
+        ChatTemplate(failing)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_familys_template_needs_a_variable(name):
+    template = family_tokenizer(name).get_chat_template(tools=[])
+    missing, _ = missing_variables(template, ())
+    try:
+        ChatTemplate(family_tokenizer(name))
+    except TemplateError as e:
+        assert "values for the variables" not in str(e), missing

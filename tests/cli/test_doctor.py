@@ -1,0 +1,82 @@
+"""`agentrl doctor` says what works, by trying."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+from support.needs import needs_sandbox
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.sandbox.cgroup import find_parent
+
+
+def asked(*words):
+    return CliRunner().invoke(app, ["doctor", *words])
+
+
+@needs_sandbox
+def test_it_runs_a_program_and_says_versions(tmp_path):
+    began = time.monotonic()
+    done = asked("--output", str(tmp_path / "runs"))
+    assert done.exit_code == 0, done.output
+    assert time.monotonic() - began < 20
+    lines = done.output.splitlines()
+    for start in ("ok      python: 3.", "ok      torch: ", "ok      transformers: ",
+                  "ok      bwrap: 0."):  # fmt: skip
+        assert any(line.startswith(start) for line in lines), (start, done.output)
+    assert lines[-2] == (
+        "ok      sandbox bubblewrap: a program ran without network, files or processes,"
+        " as uid 65534"
+    )
+    parent = find_parent()
+    assert lines[-1] == (
+        f"ok      sandbox memory: each program gets a cgroup in {parent.folder}"
+        if parent
+        else "note    sandbox memory: no cgroup can be made here: only a memory limit of the"
+        " container bounds a program"
+    )
+
+
+def test_without_bwrap_it_fails_and_says_what_to_install(tmp_path, monkeypatch):
+    from agentrl.sandbox import namespace
+
+    (tmp_path / "setpriv").symlink_to(shutil.which("setpriv"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    namespace._program.cache_clear()
+    try:
+        done = asked()
+    finally:
+        namespace._program.cache_clear()
+    assert done.exit_code == 1
+    assert "failed  sandbox bubblewrap: bubblewrap is not installed" in done.output
+    assert "apt-get install bubblewrap" in done.output
+
+
+def test_what_isolates_nothing_is_said_to():
+    done = asked("--sandbox", "unsafe-subprocess")
+    assert done.exit_code == 0, done.output
+    assert "note    sandbox unsafe-subprocess: a program ran as uid" in done.output
+    assert done.output.splitlines()[-1].endswith("reached: network, files, processes")
+    assert f"uid {os.getuid()}" in done.output
+
+
+def test_a_backend_that_is_none_is_refused():
+    done = asked("--sandbox", "docker")
+    assert done.exit_code == 1 and "sandbox.backend" in str(done.exception)
+
+
+def test_a_folder_that_cannot_be_written_fails(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    if os.geteuid() == 0:  # who may write everywhere
+        may = os.access
+        monkeypatch.setattr(
+            "os.access", lambda path, mode: path != tmp_path / "closed" and may(path, mode)
+        )
+    done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "closed" / "runs"))
+    assert done.exit_code == 1, done.output
+    assert f"failed  runs: {tmp_path / 'closed'} cannot be written to" in done.output
+    done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "runs"))
+    assert done.exit_code == 0, done.output

@@ -1,0 +1,102 @@
+"""The starter project: its tests pass, it is wired, it trains, and what it prints works."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+
+pytestmark = pytest.mark.usefixtures("shipped_registries")
+
+AGENTRL = [sys.executable, "-m", "agentrl.cli"]
+ASSISTANTS = (Path(__file__).parents[2] / "AGENTS.md").read_text()
+
+
+def run(command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def agentrl(line, cwd):
+    """A command as it was printed, all on one line; not in a new process, which takes seconds."""
+    words, said = shlex.split(line, comments=True), io.StringIO()
+    assert words[0] == "agentrl"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code, line
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, tiny_model):
+    """The starter project after one step of training, and what the run printed."""
+    above = tmp_path_factory.mktemp("starter")
+    assert "agentrl train -c run.yaml" in run([*AGENTRL, "init", "my_env"], above)
+    train = [*AGENTRL, "train", "-c", "run.yaml", "trainer.total_steps=1"]
+    return above / "my_env", run(train, above / "my_env")
+
+
+def test_its_files(project):
+    folder, _ = project
+    assert {"env.py", "run.yaml", "test_env.py", "README.md"} <= set(os.listdir(folder))
+    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder)
+    assert (folder / "runs/starter/curve.svg").exists()
+
+
+def test_check_says_what_is_wired(project):
+    said = agentrl("agentrl check -c run.yaml", project[0])
+    assert "calculator" in said and "interaction coach" in said and "all is wired" in said
+    assert "reward exact: 240 rows without data_source" in said
+
+
+def test_the_commands_that_a_run_prints(project):
+    folder, said = project
+    printed = [line.strip() for line in said.partition("next:")[2].splitlines() if line.strip()]
+    assert [line.split()[1] for line in printed] == ["play", "eval", "generate"]
+    play, evaluation, generation = (agentrl(line, folder) for line in printed)
+    assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
+    assert play.count("reward ") >= 3 and "ground truth" in play
+    first, head, sampled, greedy = evaluation.splitlines()
+    assert first == "val.jsonl: 48 rows x 4 (sampled at T=1.0), greedy beside it"
+    assert head.split() == ["reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
+    assert sampled.split()[:2] == ["tool_agent", "sampled"]
+    assert greedy.split()[:2] == ["tool_agent", "greedy"] and greedy.split()[4:6] == ["-", "-"]
+    assert "48 rows with 1 responses each" in generation
+
+
+def test_generate_writes_no_file_twice_and_no_other_kind(project):
+    folder, _ = project
+    (folder / "there.jsonl").write_text("")
+    for name, said in (("there.jsonl", "is there already"), ("a.csv", ".parquet or .jsonl")):
+        command = [*AGENTRL, "generate", "-c", "run.yaml", "--output", name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 1 and said in done.stderr and "rows x" not in done.stdout
+
+
+def _lines(text):
+    block = re.search(r"## Using it\n\n```bash\n(.*?)```", text, re.DOTALL)
+    assert block
+    return block.group(1).splitlines()
+
+
+@pytest.mark.parametrize("line", [x for x in _lines(ASSISTANTS) if "agentrl init" not in x])
+def test_the_commands_for_assistants(line, project):
+    folder, _ = project
+    if " train " in line:
+        line = line.split("#")[0] + " trainer.total_steps=1 --output runs/again"
+    assert agentrl(line, folder)
+    if " eval " in line:
+        metrics = json.loads((folder / "evals/starter/metrics.json").read_text())
+        assert {"val/reward/mean@1", "val_greedy/tool_agent/reward/mean@1"} <= metrics.keys()

@@ -1,0 +1,502 @@
+"""Ray for real, on this machine's CPUs: groups of two ranks that meet over gloo."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+import ray
+from support import adder
+from support.adder import Adder
+
+from agentrl.cluster import connect, engines, open_site
+from agentrl.cluster.connect import check_ray, check_reachable, connected
+from agentrl.cluster.group import WorkerGroup, exit_detail, raised_at
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.ship import Shipment, laid_down
+from agentrl.config import load_config
+from agentrl.engine.remote.process import ServerProcess
+from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
+from agentrl.http import fetch
+from agentrl.registry import load_file
+from agentrl.trainer.dispatch import BROADCAST, dispatch
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_other_names"),
+]
+# The ranks cannot import these files.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ray.cloudpickle.register_pickle_by_value(adder)
+
+
+class Loaded:
+    """Knows what user files registered."""
+
+    @dispatch(BROADCAST)
+    def reward(self, name):
+        from agentrl.registry import rewards
+
+        return rewards.get(name)(None)
+
+
+SERVER = """
+import http.server, os, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}".encode())
+    def log_message(self, *args): pass
+print("what it said last", flush=True)
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Answers).serve_forever()
+"""
+
+
+def start(host):
+    command = [sys.executable, "-c", SERVER]
+    server = ServerProcess("fake", lambda s: [*command, s.host, str(s.port)], host=host)
+    return server, True
+
+
+def processes(word):
+    """The processes that have a word on their command line, but not this one."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if word in line and int(file.parent.name) != os.getpid():
+            found[int(file.parent.name)] = line
+    return found
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(what, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    before = signal.getsignal(signal.SIGTERM)
+    with connected(cpus=4, gpus=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+        yield os.environ["RAY_AUTH_TOKEN_PATH"]
+
+
+@pytest.fixture(scope="module")
+def pool(cluster):
+    pool = ResourcePool(1, 2, gpu=False, why="two ranks")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(pool):
+    """Two that nothing happens to."""
+    group = WorkerGroup(Adder, pool, start=0.5)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def doomed(cluster):
+    """Two of their own."""
+    pool = ResourcePool(1, 2, gpu=False, why="two ranks")
+    yield WorkerGroup(Adder, pool)
+    pool.close()
+
+
+@pytest.fixture
+def one(cluster):
+    """A place for one rank."""
+    pool = ResourcePool(1, 1, gpu=False, why="one rank")
+    yield pool
+    pool.close()
+
+
+# -- the cluster -----------------------------------------------------------------------------------
+
+
+def test_nobody_without_the_token_gets_in(cluster):
+    file = Path(cluster)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert file.stat().st_mode & 0o777 == 0o600
+    # Ray opens its folder to everybody, so the one around it must be ours.
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    token = file.read_text()
+    assert len(token) == 64
+    assert not processes(token), "a command line is read by everybody"
+    address = ray.get_runtime_context().gcs_address
+    asks = f"from ray._raylet import GcsClient; print(len(GcsClient({address!r}).cluster_id.hex()))"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+
+    def client(**more):
+        return subprocess.run(
+            [sys.executable, "-c", asks],
+            env=clean | more,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    known = client(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=cluster)
+    assert known.returncode == 0, known.stderr
+    for more in ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {}):
+        refused = client(**more)
+        assert refused.returncode != 0
+        assert "InvalidAuthToken" in refused.stderr
+
+
+def test_there_is_no_dashboard(cluster):
+    assert not ray._private.worker._global_node.webui_url
+    assert all("--disable-frontend" in line for line in processes("dashboard.py").values())
+
+
+def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"so many: 64 CPUs on each of 1 nodes .* are 1\S+ .*: 4"):
+        ResourcePool(1, 64, gpu=False, why="so many")
+    with pytest.raises(ConfigError, match="1 GPUs on each of 2 nodes are needed"):
+        ResourcePool(2, 1, gpu=True, why="so many")
+    assert time.monotonic() - began < 2
+
+
+def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
+    config = load_config(None, ["trainer.n_gpus_per_node=2"])
+    said = r"n_gpus_per_node=2: 2 GPUs are asked for, and none is here\. .* trainer.device=cpu"
+    with pytest.raises(ConfigError, match=said), open_site(config):
+        raise AssertionError
+    # One that nobody asked for is no reason.
+    with open_site(load_config(None, [])):
+        pass
+
+
+def test_what_others_hold_is_waited_for_and_named(cluster):
+    held = ResourcePool(1, 3, gpu=False, why="held")
+    try:
+        with pytest.raises(ConfigError, match="after 1 s others still hold them"):
+            ResourcePool(1, 4, gpu=False, why="four", seconds=1)
+    finally:
+        held.close()
+    ResourcePool(1, 4, gpu=False, why="four", seconds=20).close()
+
+
+@pytest.mark.parametrize("address", ["ray://h:1", "somewhere", ":6379", "h:port"])
+def test_addresses_that_cannot_be(address):
+    with pytest.raises(ConfigError, match="is not auto, nor HOST:PORT"):
+        check_reachable(address)
+
+
+def test_an_address_where_nobody_is_takes_no_minutes():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # and does not listen
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="nobody answers there"):
+            check_reachable(f"127.0.0.1:{s.getsockname()[1]}")
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "found, said", [("2.51.9", "knows no tokens"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
+)
+def test_ray_must_know_tokens(monkeypatch, found, said):
+    def version(name):
+        if not found:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(connect, "version", version)
+    if not said:
+        check_ray()
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_ray()
+
+
+DRIVER = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from support.adder import Adder
+from agentrl.cluster import open_site
+from agentrl.config import load_config
+
+config = load_config(None, ["trainer.device=cpu"])
+rays = lambda: {{k: v for k, v in os.environ.items() if k.startswith("RAY_")}}
+before = rays()
+signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+for turn in range(2):
+    with open_site(config) as site:
+        ranks = site.ranks(Adder)
+        token = os.environ["RAY_AUTH_TOKEN_PATH"]
+        print("open", os.path.dirname(token), *(p.pid for p in ranks.places), flush=True)
+        print(ranks.sleep(1), ranks.sum(1), flush=True)
+        if turn:
+            time.sleep(60)
+    assert rays() == before, rays()
+    print("closed", flush=True)
+"""
+
+
+def test_what_a_driver_leaves_behind():
+    """Ctrl-C is the driver's; it ends its cluster at the block's end, and even if killed."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(tests=str(Path(__file__).parents[1]))],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+    )
+    assert driver.stdout is not None
+    try:
+        kind, folder, *pids = driver.stdout.readline().split()
+        assert kind == "open"
+        time.sleep(0.3)  # within the ranks' call
+        os.killpg(driver.pid, signal.SIGINT)
+        assert driver.stdout.readline() == "interrupted\n"
+        assert driver.stdout.readline() == "slept 1.0\n"
+        assert driver.stdout.readline() == "closed\n"
+        assert not processes(folder) and not any(alive(int(pid)) for pid in pids)
+        assert not Path(folder).exists()
+        # A second cluster in the same process has a token of its own.
+        kind, folder, *pids = driver.stdout.readline().split()
+        assert kind == "open"
+        assert driver.stdout.readline() == "slept 1.0\n"
+        assert processes(folder) and all(alive(int(pid)) for pid in pids)
+        driver.kill()
+        wait_until(lambda: not processes(folder) and not any(alive(int(p)) for p in pids))
+        shutil.rmtree(folder)  # a token that opens nothing any more
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def test_split_broadcast_and_rank_zero(ranks):
+    assert ranks.size == 2
+    found = ranks.add([torch.arange(3), torch.arange(5)], times=2)
+    assert found == [(0, 3, 26.0), (1, 5, 26.0)]
+    assert ranks.sum(3) == 6
+    assert ranks.alone() == (0, 26.5)
+    with pytest.raises(ValueError, match="3 shares for 2 ranks"):
+        ranks.add([torch.ones(1)] * 3)
+    with pytest.raises(AttributeError, match=r"Adder\.private is not dispatched"):
+        ranks.private()
+
+
+def test_what_a_rank_finds(ranks):
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "RAY_AUTH_MODE"]
+    for rank, (variables, folder) in enumerate(ranks.variables([names, names])):
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "RAY_AUTH_MODE": "token",
+        }
+        assert folder == os.getcwd()
+
+
+def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
+    pids = [place.pid for place in doomed.places]
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
+        doomed.raising(1, "user")
+    assert time.monotonic() - began < 10
+    wait_until(lambda: not any(map(alive, pids)))
+    with pytest.raises(RunStopped, match=r"sum: no rank is left: rank 1 .* row 7 is broken"):
+        doomed.sum(1)
+
+
+def test_a_bug_names_its_rank_and_shows_its_line(one):
+    group = WorkerGroup(Adder, one)
+    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
+        group.raising(0, "x")
+    assert "raise UserError" in str(e.value.__cause__), "the line that raised"
+    assert re.search(r"'x' \(\S+test_cluster\.py:\d+: raise UserError.*\)$", str(e.value))
+
+
+def test_the_line_of_a_bug_is_the_users(tmp_path):
+    """Not that of the library which he gave nonsense, nor of what called him."""
+    file = tmp_path / "bad.py"
+    file.write_text("import json\n\n\ndef loss(text):\n    return json.loads(text)\n")
+    names = {}
+    exec(compile(file.read_text(), file, "exec"), names)
+    with pytest.raises(ValueError) as e:
+        names["loss"]("{")
+    assert raised_at(e.value) == f" ({file}:5: return json.loads(text))"
+    with pytest.raises(KeyError) as e:
+        load_config(None, []).value("no.such")
+    assert raised_at(e.value).startswith(f" ({__file__}:")
+    assert raised_at(KeyError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (
+            "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker"
+            " exits with\ncode 2. End of file. Some common causes include: (1) killed, or (2) not.",
+            "Worker exits with code 2. End of file.",
+        ),
+        ("Its node\n  was lost. It is so.", "Its node was lost. It is so."),
+        ("Causes: (1) this (2) that", "it does not say how"),
+    ],
+)
+def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
+    assert exit_detail(words) == known
+
+
+def test_a_rank_that_is_killed_stops_the_run(doomed):
+    began = time.monotonic()
+    gone = doomed.places[1].pid
+    with pytest.raises(
+        RunStopped, match=rf"rank 1 of 2 \(process {gone} on .* its process ended"
+    ) as e:
+        doomed.killed(1)
+    assert "causes" not in str(e.value) and len(str(e.value).splitlines()[0]) < 200
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
+    group = WorkerGroup(Adder, one, watchdog_s=0.5, deadline_s=1.5)
+    pid = group.places[0].pid
+    with pytest.raises(RunStopped, match=rf"sleep: not done after \d s: rank 0 .*process {pid} "):
+        group.sleep(60)
+    assert "sleep: not done after" in caplog.text
+    wait_until(lambda: not alive(pid))
+
+
+def test_a_rank_that_cannot_be_made_says_why(one):
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 .*: this rank has no weights"):
+        WorkerGroup(Adder, one, refuses=0)
+
+
+# -- what is shipped -------------------------------------------------------------------------------
+
+REWARD = """
+from agentrl import reward
+
+@reward("of_the_user")
+def of_the_user(trajectory) -> float:
+    return {value}
+"""
+
+
+def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD.format(value=7.5))
+    load_file(str(file))
+    shipment = Shipment.pack([str(file), "shelf:calculator"], [str(tmp_path)])
+    [(path, content)] = shipment.files
+    assert laid_down(Path(path), content) == file, "what lies beside it is found"
+    # As on another machine: something else lies at the path.
+    file.write_text("raise AssertionError")
+    group = WorkerGroup(Loaded, one, shipment=shipment)
+    assert group.reward("of_the_user") == 7.5
+
+
+def test_what_is_registered_here_alone_is_refused(one, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD.format(value=7.5))
+    load_file(str(file))  # but it is in no `files`
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 \(.* on .*: no reward 'of_the_user' here"):
+        WorkerGroup(Loaded, one, shipment=Shipment.pack([], []))
+
+
+def test_a_path_that_only_the_controller_has_is_refused():
+    with pytest.raises(ConfigError, match="/nowhere: not there, but on the machine of the run"):
+        replace(Shipment(), paths=("/nowhere",)).unpack()
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+def test_a_server_beside_the_ranks(cluster, ranks):
+    [first, second] = engines.beside(
+        [replace(place, gpus=(f"GPU-{i}",)) for i, place in enumerate(ranks.places)],
+        load_config(None, ["rollout.engines=2"]).rollout,
+        cpu=False,
+    )
+    assert (first.gpus, first.shared, first.near) == ([0], True, False)
+    server, word = second.run(start)
+    assert word and server.running
+    status, answer = fetch(server.url, "/", timeout=5)
+    pid, gpus = answer.decode().split()
+    assert (status, gpus) == (200, "GPU-1")
+    assert server.url.startswith("http://127.0.0.1:"), "nobody else is to reach it"
+    assert len({server.token, server.admin_token}) == 2
+    os.kill(int(pid), signal.SIGKILL)
+    wait_until(lambda: not server.running)
+    death = server.death()
+    assert isinstance(death, EngineDead) and "what it said last" in str(death)
+    server.stop()
+    server.stop()
+
+
+def test_a_server_ends_with_its_stop_and_with_its_host(cluster, ranks):
+    [place] = engines.beside(ranks.places, load_config(None, []).rollout, cpu=True)
+    assert (list(place.gpus), place.shared, place.near) == ([], False, False)
+    for end in ("stop", "host"):
+        server, _ = place.run(start)
+        pid = int(fetch(server.url, "/", timeout=5)[1].split()[0])
+        if end == "stop":
+            server.stop()
+        else:
+            ray.kill(server._host)
+        wait_until(lambda: not server.running and not alive(pid))  # noqa: B023
+        assert isinstance(server.death(), EngineDead)
+
+
+def refusing(host):
+    raise ConfigError("no such package")
+
+
+def test_a_server_that_does_not_start_says_why(cluster, ranks):
+    [place] = engines.beside(ranks.places, load_config(None, []).rollout, cpu=True)
+    with pytest.raises(ConfigError, match="no such package"):
+        place.run(refusing)
+
+
+@pytest.mark.parametrize(
+    "overrides, gpus, said",
+    [
+        (["rollout.engines=3"], (0, 0), "are 3 GPUs, but 2 learn"),
+        (["rollout.tensor_parallel_size=2"], (0, 1), "must be on one machine"),
+    ],
+)
+def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, said):
+    places = [
+        replace(place, node=str(node)) for place, node in zip(ranks.places, gpus, strict=True)
+    ]
+    with pytest.raises(ConfigError, match=said):
+        engines.beside(places, load_config(None, overrides).rollout, cpu=False)
+
+
+def test_servers_of_their_own_gpus_need_some(cluster):
+    with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
+        engines.elsewhere(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)

@@ -1,0 +1,300 @@
+"""Training over a cluster for real: ranks that are processes of Ray, gloo between them."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("ray")
+
+from agentrl.cluster import open_site
+from agentrl.cluster.connect import connected
+from agentrl.config import load_config
+from agentrl.errors import RunStopped
+from agentrl.store import load_trajectories
+from agentrl.trainer import Trainer
+from agentrl.trainer.checkpoint import find_checkpoint
+from agentrl.trainer.tracking import read_metrics
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("no_other_names"),
+]
+
+ROOT = Path(__file__).parents[2]
+# Losses of the user's that are the end of rank 1: in its second step, within the update or, once
+# that is made, where its policy is scored.
+ENV = """
+import os, signal
+
+from agentrl import policy_loss, reward
+from agentrl.registry import policy_losses
+
+calls = []
+
+
+def gone(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@reward("letters_of_cluster")
+def letters(trajectory) -> float:
+    return len(set(trajectory.assistant_text)) / 10
+
+
+def ending(how):
+    def loss(*args):
+        calls.append(1)
+        if os.environ.get("RANK") == "1" and len(calls) == 2:
+            how()
+        return policy_losses.get("vanilla")(*args)
+
+    return loss
+
+
+def without_score():
+    from agentrl.trainer.rank import Rank
+
+    Rank.score = gone
+
+
+policy_loss("fatal_within")(ending(gone))
+policy_loss("fatal_after")(ending(without_score))
+"""
+RUN = [
+    "trainer.total_steps=2", "trainer.save_freq=1", "trainer.device=cpu", "data.batch_size=4",
+    "rollout.n=4", "rollout.max_turn_tokens=12", "optim.lr=0.01", "optim.micro_batch_tokens=64",
+    "tools.transport=in_process", "reward.function=letters_of_cluster",
+]  # fmt: skip
+KINDS = {"grpo with LoRA": ["model.lora_rank=4"], "ppo": ["algorithm.name=ppo"]}
+ROUNDING = 1e-4
+"""Of float32 sums in another order, after two steps, relative to what was learned."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with connected(cpus=4, gpus=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, random_model):
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "env.py").write_text(ENV)
+    rows = [{"prompt": f"Say {i}.", "ground_truth": "1"} for i in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {
+        "data.train": str(folder / "rows.jsonl"),
+        "model.path": str(random_model),
+        "files": [str(folder / "env.py")],
+    }
+
+
+def train(flags, output, *overrides, ranks):
+    """A run to its end, or to what ends it; the processes that were its ranks."""
+    given = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
+    config = load_config(None, given, {**flags, "trainer.output": str(output)})
+    with open_site(config) if ranks > 1 else contextlib.nullcontext() as site:
+        trainer = Trainer(config, site=site)
+        try:
+            trainer.run()
+        finally:
+            trainer_ranks = trainer.learner.ranks
+            pids = [place.pid for place in getattr(trainer_ranks, "places", [])]
+            assert len(pids) == (ranks if ranks > 1 else 0)
+    ended(pids)
+
+
+def ended(pids, seconds=15.0):
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        assert time.monotonic() < end, "left behind"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def rollouts(output, step):
+    """Tokens of a step, by row and rollout."""
+    return {
+        (s.trajectory.sample.id, s.trajectory.rollout): [
+            segment.response_ids for segment in s.trajectory.segments
+        ]
+        for s in load_trajectories(output / "trajectories", step)
+    }
+
+
+def metrics(output):
+    return {
+        step: {
+            key: value for key, value in data.items() if not key.startswith(("timing_s/", "perf/"))
+        }
+        for step, data in read_metrics(output / "metrics.jsonl")
+    }
+
+
+def learned(output, flags):
+    """All that the policy's weights moved by, as one vector."""
+    [file] = (output / "model").glob("*.safetensors")
+    weights = load_file(file)
+    if file.name == "model.safetensors":
+        before = load_file(Path(flags["model.path"]) / file.name)
+        return torch.cat([(weights[n] - before[n]).flatten() for n in sorted(before)])
+    parts = sorted(n.removesuffix("lora_A.weight") for n in weights if "lora_A" in n)
+    return torch.cat(
+        [(weights[f"{n}lora_B.weight"] @ weights[f"{n}lora_A.weight"]).flatten() for n in parts]
+    )
+
+
+def assert_same_run(one, other, flags, steps=(1, 2)):
+    """But for rounding."""
+    assert rollouts(one, steps[0]) == rollouts(other, steps[0])
+    ours, theirs = metrics(one), metrics(other)
+    for step in steps:
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
+    expected, found = learned(one, flags), learned(other, flags)
+    assert (found - expected).norm() < ROUNDING * expected.norm()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, cluster, flags, tmp_path_factory):
+    """The same run in one process, and by two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    for ranks in (1, 2):
+        train(flags, folder / str(ranks), *KINDS[request.param], ranks=ranks)
+    return folder, KINDS[request.param]
+
+
+def test_two_ranks_learn_as_one_process_does(pair, flags):
+    folder, _ = pair
+    assert_same_run(folder / "1", folder / "2", flags)
+    assert len(rollouts(folder / "1", 1)) == 16
+
+
+@pytest.mark.parametrize(("saved", "ranks"), [(1, 2), (2, 1)])
+def test_other_numbers_of_ranks_go_on(pair, flags, tmp_path, saved, ranks, capsys):
+    folder, overrides = pair
+    output = tmp_path / "run"
+    shutil.copytree(folder / str(saved), output)
+    shutil.rmtree(output / "model")
+    shutil.rmtree(find_checkpoint(output, "auto").folder)
+    assert find_checkpoint(output, "auto").step == 1
+    train(flags, output, *overrides, ranks=ranks)
+    assert "going on from step 1" in capsys.readouterr().out
+    assert_same_run(folder / str(saved), output, flags, steps=(2,))
+
+
+@pytest.mark.parametrize("loss", ["fatal_within", "fatal_after"])
+def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
+    """The cause is said first, though nothing can be saved; what was saved before is whole."""
+    whole = "optim.micro_batch_tokens=4096"  # a rank is asked for its loss once a step
+    with pytest.raises(RunStopped) as stopped:
+        train(flags, tmp_path, f"algorithm.policy_loss={loss}", whole, ranks=2)
+    first, *rest = str(stopped.value).splitlines()
+    method = {"fatal_within": "accumulate", "fatal_after": "score"}[loss]
+    assert re.match(rf"rank 1 of 2 \(process \d+ on .*\), in {method}: its process ended", first)
+    assert rest[-1] == "saved after step 1; the same command goes on from there"
+    assert ("checkpoint of step 2" in "".join(rest[:-1])) == (loss == "fatal_after")
+    assert find_checkpoint(tmp_path, "auto").step == 1
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
+    """Of the command itself, which starts a cluster of its own and ends it."""
+    output, rows, env = tmp_path / "run", flags["data.train"], flags["files"][0]
+    endless = [o for o in RUN if "_steps" not in o] + ["trainer.total_steps=100000"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.cli", "train", "--dataset", rows, "-f", env,
+         "--model", flags["model.path"], "--output", str(output), *endless,
+         "trainer.save_freq=0", "trainer.n_gpus_per_node=2"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 90
+        while not read_metrics(output / "metrics.jsonl"):
+            assert command.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        children = descendants(command.pid)
+        assert len(children) > 3 and all(map(alive, children))
+        [folder] = {Path(found).parent for pid in children if (found := token_of(pid))}
+        assert folder.is_dir()
+        os.killpg(command.pid, signal.SIGINT)
+        said, _ = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert command.returncode == 130, said
+    saved = find_checkpoint(output, "auto")
+    assert f"saved after step {saved.step}; the same command goes on from there" in said
+    assert saved.step == read_metrics(output / "metrics.jsonl")[-1][0] > 0
+    assert "Traceback" not in said
+    ended(children)
+    assert not folder.exists()
+
+
+def descendants(pid):
+    """Of a process; what it started and what that did."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def token_of(pid):
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RAY_AUTH_TOKEN_PATH="):
+                return variable.partition(b"=")[2].decode()
+    return None
+
+
+@pytest.mark.sglang
+def test_ranks_and_a_server(cluster, flags, sglang_python, tiny_model, tmp_path):
+    """All weights of two ranks, by the files that they write, to a server that the run starts."""
+    rows = ROOT / "datasets/arithmetic_train.parquet"
+    ours = flags | {
+        "data.train": str(rows),
+        "model.path": str(tiny_model),
+        "files": ["shelf:calculator", *flags["files"]],
+    }
+    train(
+        ours, tmp_path, "rollout.name=sglang", f"rollout.python={sglang_python}",
+        "rollout.sync=disk", "rollout.max_turn_tokens=64", "trainer.save_freq=0",
+        "optim.micro_batch_tokens=4096", "optim.lr=0.002", ranks=2,
+    )  # fmt: skip
+    history = [m for step, m in read_metrics(tmp_path / "metrics.jsonl") if step]
+    assert len(history) == 2
+    size = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
+    for made in history:
+        assert made["rollout_corr/logprob_diff_max"] < 1e-4
+        assert made["canary/mismatch"] < 1e-5 < 1e-3 < made["canary/drift"]
+        assert made["perf/update_weights_bytes"] == size
+    for step in (1, 2):
+        versions = {
+            version
+            for scored in load_trajectories(tmp_path / "trajectories", step)
+            for segment in scored.trajectory.segments
+            for version in segment.versions
+            if version >= 0
+        }
+        assert versions == {step - 1}

@@ -1,0 +1,527 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl.config import (
+    FIELDS,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    load_config,
+    without_effect,
+)
+from agentrl.config.checks import doubtful
+from agentrl.config.load import allowed
+from agentrl.config.page import page
+from agentrl.config.sources import assignment, parse_value
+from agentrl.config.verl_names import VERL_NAMES
+from agentrl.errors import ConfigError
+
+
+def mistakes(*overrides, yaml=None, flags=None, tmp=None) -> list[str]:
+    """What `load_config` refuses, one entry a mistake."""
+    path = None
+    if yaml is not None:
+        path = tmp / "run.yaml"
+        path.write_text(yaml)
+    with pytest.raises(ConfigError) as e:
+        load_config(path and str(path), overrides, flags)
+    head, *listed = str(e.value).split("\n  - ")
+    assert head.startswith(f"{len(listed)} mistake")
+    return [line.replace(str(path), "run.yaml") for line in listed]
+
+
+# -- values -------------------------------------------------------------------------------------
+
+
+def test_defaults_are_valid_and_few():
+    config = load_config()
+    assert config.diff() == ["trainer.output=runs/run"]
+    assert config.rollout.n == 8 and config.optim.lr == 1e-6
+    assert len(FIELDS) <= 120
+    assert all(info.description for info in FIELDS.values())
+
+
+def test_later_layers_win(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {lr: 2e-6, lr_final: 0.5}\nrollout.n: 4\ndata:\n  train: a.jsonl\n")
+    preset = {"optim.lr": 3e-4, "data.batch_size": 4, "rollout.n": 2}
+    config = load_config(
+        str(path), ["optim.lr=1e-6", "data.train=b.jsonl"], {"data.train": "c/d.jsonl"}, preset
+    )
+    assert config.optim.lr == 1e-6
+    assert config.optim.lr_final == 0.5
+    assert config.rollout.n == 4
+    assert config.data.batch_size == 4
+    assert config.data.train == "c/d.jsonl"
+    assert config.trainer.output == "runs/d"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("optim.lr=1e-6", "optim.lr", 1e-6),
+        ("optim.lr=1E-6", "optim.lr", 1e-6),
+        ("+optim.lr=.5", "optim.lr", 0.5),
+        ("rollout.n=16", "rollout.n", 16),
+        ("rollout.n='16'", "rollout.n", 16),
+        ("data.shuffle=no", "data.shuffle", False),
+        ("data.shuffle=False", "data.shuffle", False),
+        ("trainer.resume=no", "trainer.resume", "no"),
+        ("trainer.output=2026-11-20", "trainer.output", "2026-11-20"),
+        ("trainer.output=007", "trainer.output", "7"),
+        ("data.agent_name='007'", "data.agent_name", "007"),
+        ("data.train=größe=1.jsonl", "data.train", "größe=1.jsonl"),
+        ("data.train=[", "data.train", "["),
+        ("files=tools.py", "files", ["tools.py"]),
+        ("files=[a.py, shelf:search]", "files", ["a.py", "shelf:search"]),
+        ("trainer.logger=wandb", "trainer.logger", ["wandb"]),
+        (
+            "model.lora_target_modules=[q_proj,v_proj]",
+            "model.lora_target_modules",
+            ["q_proj", "v_proj"],
+        ),
+        (
+            "rollout.budget_policy={turns: zero, time: 1}",
+            "rollout.budget_policy",
+            {"turns": "zero", "time": 1.0},
+        ),
+        ("rollout.budget_policy.turns=0.5", "rollout.budget_policy", {"turns": 0.5}),
+        ("reward.kwargs.format_score=1e-1", "reward.kwargs", {"format_score": 0.1}),
+        ("reward.kwargs.name=", "reward.kwargs", {"name": None}),
+        (
+            "model.template_kwargs.enable_thinking=false",
+            "model.template_kwargs",
+            {"enable_thinking": False},
+        ),
+        ("rollout.tool_format=sglang:kimi_k2", "rollout.tool_format", "sglang:kimi_k2"),
+        ("rollout.tool_format=llama_json", "rollout.tool_format", "llama_json"),
+        ("optim={lr: 3e-4}", "optim.lr", 3e-4),
+        ("tools.transport=http://127.0.0.1:8000/", "tools.transport", "http://127.0.0.1:8000"),
+    ],
+)
+def test_overrides(override, path, value):
+    assert load_config(None, [override]).value(path) == value
+
+
+def test_null_and_nothing_set_the_default_again():
+    config = load_config(None, ["rollout.n=4", "rollout.n=null", "data.val=x", "data.val="])
+    assert config.rollout.n == 8 and config.data.val == ""
+    assert load_config(None, [], {"rollout.n": None}).rollout.n == 8
+
+
+def test_keys_of_the_users_own_are_merged(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("reward:\n  kwargs: {a.b: 1, c: {d: null}}\n")
+    config = load_config(str(path), ["reward.kwargs.e=2"])
+    assert config.reward.kwargs == {"a.b": 1, "c": {"d": None}, "e": 2}
+
+
+def test_yaml_sections_may_be_empty_and_share_anchors(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim:\n  # lr: 1\nval: &v {n: 2}\nrollout:\n  <<: *v\n  temperature: .5\n")
+    config = load_config(str(path))
+    assert (config.val.n, config.rollout.n, config.rollout.temperature) == (2, 2, 0.5)
+
+
+texts = st.text(min_size=1, max_size=20).filter(lambda s: "\x00" not in s)
+a_config = st.fixed_dictionaries(
+    {},
+    optional={
+        "data.train": texts,
+        "rollout.n": st.integers(2, 99),
+        "optim.lr": st.floats(1e-12, 1),
+        "files": st.lists(texts, max_size=3),
+        "reward.kwargs": st.dictionaries(texts, texts | st.integers() | st.none() | st.booleans()),
+        "rollout.budget_policy": st.dictionaries(
+            st.sampled_from(["turns", "time"]),
+            st.sampled_from(["zero", "mask"]) | st.floats(0.1, 9),
+        ),
+        "trainer.logger": st.lists(st.sampled_from(["wandb", "tensorboard"])),
+        "data.shuffle": st.booleans(),
+    },
+)
+
+
+@given(a_config)
+def test_a_resolved_config_is_read_back(tmp_path_factory, settings):
+    config = load_config(flags=settings)
+    path = tmp_path_factory.mktemp("run") / "config.yaml"
+    path.write_text(config.resolved_yaml(), encoding="utf-8")
+    assert load_config(str(path)) == config
+    assert load_config(None, config.diff()) == config
+
+
+@given(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text())
+def test_an_assignment_is_read_back(value):
+    path, _, text = assignment("a.b", value).partition("=")
+    assert (path, parse_value(text)) == ("a.b", value)
+
+
+def test_diff_against_another_config():
+    base = load_config(None, ["rollout.n=4"])
+    assert load_config(None, ["optim.lr=1e-4"]).diff(base) == ["rollout.n=8", "optim.lr=0.0001"]
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.temprature=1", "no such key. Did you mean rollout.temperature?"),
+        ("rolout.n=1", "no such key. Did you mean rollout.n or val.n?"),
+        ("lr=1", "no such key. Did you mean optim.lr?"),
+        ("algorithm.critic_lr=1", "no such key. Did you mean optim.critic_lr or"),
+        ("sandbox.qq=1", "no such key. Keys of sandbox: backend, slots, timeout_s"),
+        ("zork=1", "no such key. Sections: files, data, model,"),
+        ("optim.lr.x=1", "optim.lr is a value, there is nothing below it"),
+        ("optim=3", "optim is a section. Its keys: optim.name, optim.lr, optim"),
+        ("~optim.lr", "keys cannot be removed. optim.lr=null sets the default"),
+        ("optim.lr", "'optim.lr' is not of the form section.key=value"),
+        ("optim..lr=1", "is not of the form section.key=value"),
+        ("=1", "is not of the form section.key=value"),
+        ("rollout.n=0", "rollout.n=0 (command line): must be a whole number >= 1 (rollouts of"),
+        ("rollout.n=2.5", "must be a whole number >= 1"),
+        ("rollout.n=true", "must be a whole number >= 1"),
+        ("rollout.n=many", "must be a whole number >= 1"),
+        ("rollout.n=[1]", "must be a whole number >= 1"),
+        ("optim.lr=.nan", "must be a number > 0"),
+        ("optim.lr=inf", "must be a number > 0"),
+        ("optim.lr=fast", "optim.lr=fast (command line): must be a number > 0"),
+        ("val.top_p=1.5", "must be a number > 0 and <= 1"),
+        ("data.shuffle=maybe", "must be true or false"),
+        ("data.train={a: 1}", "must be text"),
+        (
+            "algorithm.name=gpro",
+            "must be grpo or ppo or dr_grpo or dapo or gspo or cispo or rloo or",
+        ),
+        ("algorithm.name=grop", "Did you mean 'grpo'?"),
+        ("trainer.logger=[console]", "must be a list of tensorboard and wandb (trackers beside"),
+        ("trainer.test_freq=-1", "must be a whole number >= 0 (validate every so many steps; 0:"),
+        ("rollout.budget_policy.turn=zero", "'turn' is no budget. Did you mean 'turns'?"),
+        ("rollout.budget_policy.turns=drop", "turns=drop is no policy"),
+        ("rollout.budget_policy.turns=-1", "turns=-1.0 is no policy"),
+        ("rollout.budget_policy=zero", "must be a mapping from turn_tokens"),
+        ("tools.transport=grpc", "must be http, in_process, or the URL of a tool server"),
+        ("tools.transport=http://a:b@host", "no user and password in a URL"),
+        ("tools.truncate=left", "must be head or tail or middle (how a longer result is cut"),
+        ("rollout.history_thinking=drop", "must be keep or strip"),
+        ("rollout.tool_format=hermez", "no such format. Did you mean 'hermes'?"),
+        ("rollout.tool_format=hermez", "must be auto, hermes, qwen3_coder, glm, llama_json,"),
+        ("rollout.tool_format=sglang:", "apertus, functiongemma, sglang:NAME or hf (how"),
+        ("model.template_kwargs=on", "must be a mapping from names of variables"),
+        ("model.template_kwargs.tokenize=true", "'tokenize' is set by agentrl"),
+        ("algorithm.tis_cap=0.5", "must be 0, or a number >= 1"),
+        ("model.lora_target_modules={a: 1}", "must be all-linear, the name of a module, or a"),
+        (
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "verl's name. Here: algorithm.loss_agg_mode",
+        ),
+        ("actor_rollout_ref.rollout.n=5", "verl's name. Here: rollout.n"),
+        ("actor_rollout_ref.model.use_liger=true", "verl's name, and nothing here does the same"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left",
+            "verl's name. Here: tools.truncate, head (verl's left), tail (right) or middle",
+        ),
+        ("data.apply_chat_template_kwargs=x", "verl's name. Here: model.template_kwargs"),
+        (
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+            "verl's name. Here: model.template_kwargs.enable_thinking",
+        ),
+        ("custom_reward_function.reward_kwargs={a: 1}", "verl's name. Here: reward.kwargs.a"),
+        ("actor_rollout_ref.rollout.n.m=5", "verl's name. Here: rollout.n"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
+            "verl's name. Here: rollout.launch, a list of the server's arguments",
+        ),
+        ("data.apply_chat_template_kwarg.x=1", "no such key. Sections: files, data"),
+        ("rollout.tool_format=x", "no such format. It must be auto"),
+        ("rollout.tool_format=hermez", "Did you mean 'hermes'? It must be auto"),
+        ("rollout.budget_policy.turns=drop", "turns=drop is no policy. It must be"),
+        (
+            "algorithm.filter_groups.enable=true",
+            "verl's name. Here: algorithm.filter_groups=true",
+        ),
+        ("trainer.save_freq=-1", "verl's -1 is 0 here. It must be a whole number >= 0"),
+        ("trainer.test_freq=-1", "verl's -1 is 0 here"),
+        ("trainer.logger=[console]", "the console is always on: leave it out. It must be a list"),
+        ("trainer.logger=console", "the console is always on: leave it out"),
+        (
+            "actor_rollout_ref.actor.use_torch_compile=false",
+            "verl's name. Here: optim.compile",
+        ),
+        (
+            "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+            "verl's name. Here: optim.offload=all",
+        ),
+        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "verl's name. Here: optim.lr_final"),
+        ("critic.ppo_micro_batch_size_per_gpu=4", "verl's name. Here: optim.micro_batch_tokens"),
+        ("trainer.max_actor_ckpt_to_keep=1", "verl's name. Not here: the two newest"),
+        ("trainer.balance_batch=true", "verl's name. Not needed: rows are always balanced over"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+            "verl's name. Here: optim.offload=all",
+        ),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+            "verl's name. Here: optim.recompute",
+        ),
+    ],
+)
+def test_a_mistake_says_what_is_allowed(override, said):
+    (mistake,) = mistakes(override)
+    assert said in mistake
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.kl_loss_coef=.1", "algorithm.kl_reward_coef=.2"],
+            "penalize the same KL twice",
+        ),
+        (["trainer.nnodes=2"], "this machine alone. Start one on all machines"),
+        (
+            ["trainer.placement=separate", "rollout.sleep=all"],
+            "no server shares a GPU with the learner. Set rollout.sleep=none",
+        ),
+        (["algorithm.kl_type=k1", "algorithm.kl_loss_coef=.1"], "Set algorithm.kl_type=k2 or k3"),
+        (["algorithm.kl_type=k3", "algorithm.kl_reward_coef=.1"], "drives policy and reference"),
+        (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are alike"),
+        (["rollout.n=1"], "every advantage is 0"),
+        (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),
+        (["algorithm.tis_mode=mask", "algorithm.tis_cap=1"], "drops every token but those"),
+        (["trainer.val_only=true"], "trainer.val_only=true needs validation rows"),
+        (["reward.outcome_weight=0"], "nothing is rewarded"),
+    ],
+)
+def test_contradictions(overrides, said):
+    (mistake,) = mistakes(*overrides)
+    assert said in mistake
+    with pytest.raises(ValidationError):
+        Config(rollout=RolloutConfig(n=1))
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("optim: {lr: 1", "run.yaml:1: YAML syntax"),
+        ("optim:\n\tlr: 1", "run.yaml:2: YAML syntax"),
+        (
+            "optim:\n  lr: 1\nval:\n  n: 3\noptim:\n  lr: 2",
+            "run.yaml:5: optim is given twice; first in",
+        ),
+        ("optim:\n  lr: 1\n  lr: 2", "run.yaml:3: optim.lr is given twice; first in line 2"),
+        ("reward: {kwargs: {a: 1,\n a: 2}}", "run.yaml:2: reward.kwargs.a is given twice"),
+        ("- a\n- b", "run.yaml: must hold `section:` and `key: value` lines"),
+        ("optim: !!python/object:os.system {}", "run.yaml:1: YAML syntax: could not determine"),
+        ("optim: 1\n---\nval: 2", "run.yaml:2: YAML syntax"),
+        ("a: &x [*x]", "run.yaml: not a YAML file"),
+        ("a\x00", "run.yaml: YAML syntax"),
+        (f"a: {'9' * 5000}", "run.yaml: not a YAML file"),
+        ("? [a]\n: 1", "run.yaml"),
+        (
+            "data:\n  train: 1\n  trian: x",
+            "data.trian=x (run.yaml:3): no such key. Did you mean data.tr",
+        ),
+    ],
+)
+def test_mistakes_in_yaml_name_the_line(tmp_path, yaml, said):
+    assert said in mistakes(yaml=yaml, tmp=tmp_path)[0]
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.yaml: cannot be read"):
+        load_config(str(tmp_path / "run.yaml"))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="not a YAML file"):
+        load_config(str(tmp_path / "bytes"))
+
+
+def test_every_mistake_at_once(tmp_path):
+    yaml = "optim:\n  lr: fast\n  lr: faster\nactor_rollout_ref:\n  rollout: {n: 5}\n"
+    overrides = ["rolout.n=1", "rollout.n=0", "foo", "val.temperature=0", "val.n=2"]
+    found = mistakes(*overrides, yaml=yaml, flags={"data.train": {}}, tmp=tmp_path)
+    assert [line.partition(":" if "twice" in line else ")")[0] for line in found] == [
+        "run.yaml",
+        "'foo' is not of the form section.key=value",
+        "actor_rollout_ref.rollout.n=5 (run.yaml:5",
+        "rolout.n=1 (command line",
+        "data.train={} (--dataset",
+        "rollout.n=0 (command line",
+        "optim.lr=faster (run.yaml:3",
+        "val.temperature=0 is greedy: all val.n=2 rollouts are alike. Set val.n=1",
+    ]
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), max_size=4))
+def test_no_text_is_a_traceback(overrides):
+    try:
+        load_config(None, overrides)
+    except ConfigError as e:
+        assert str(e)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+def test_no_yaml_is_a_traceback(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("run") / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    try:
+        load_config(str(path))
+    except ConfigError as e:
+        assert str(e)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_key_refuses_nonsense_with_a_word_on_what_it_takes(path):
+    (mistake,) = mistakes(flags={path: [{"no": {"such": "value"}}]})
+    assert allowed(FIELDS[path]) in mistake
+
+
+def test_verls_names_are_no_names_of_ours():
+    """A word on them would never be said."""
+    assert not VERL_NAMES.keys() & FIELDS.keys()
+
+
+def test_what_verls_names_are_here_exists():
+    for said in VERL_NAMES.values():
+        for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", said):
+            assert path in FIELDS or path == "path.py", said
+
+
+# -- what does nothing --------------------------------------------------------------------------
+
+
+def test_settings_without_effect_are_named():
+    config = load_config(
+        None, ["model.lora_alpha=32", "algorithm.lam=.9", "val.n=4", "rollout.n=4"]
+    )
+    assert without_effect(config) == [
+        "model.lora_alpha=32 has no effect: model.lora_rank is 0",
+        "algorithm.lam=0.9 has no effect: algorithm.adv_estimator is grpo",
+        "val.n=4 has no effect: data.val is empty",
+    ]
+    more = ["model.lora_rank=4", "algorithm.name=ppo", "data.val=x"]
+    assert without_effect(load_config(None, [*config.diff(), *more])) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ["turns earn nothing"]),
+        (["reward.turn_weight=1"], []),
+        (["reward.tool_weight=.5"], []),
+        (["algorithm.kl_reward_coef=.1"], []),  # which turns pay
+        (["reward.turn_weight=1", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"], []),
+        (
+            ["reward.turn_weight=1", "algorithm.loss_agg_mode=token-mean"],
+            ["algorithm.loss_agg_mode=token-mean biases"],
+        ),
+        (
+            ["algorithm.loss_agg_mode=seq-mean-token-mean"],
+            ["turns earn nothing", "seq-mean-token-mean biases"],
+        ),
+        (["algorithm.adv_estimator=rloo", "algorithm.loss_agg_mode=token-mean"], []),
+        (
+            ["algorithm.name=grpo", "optim.lr_warmup_steps=3", "trainer.total_steps=3"],
+            ["optim.lr_warmup_steps=3 of trainer.total_steps=3: the learning rate never reaches"],
+        ),
+        (["algorithm.name=grpo", "optim.lr_warmup_steps=2", "trainer.total_steps=3"], []),
+    ],
+)
+def test_what_a_run_may_not_mean(overrides, said):
+    found = list(doubtful(load_config(None, ["algorithm.name=turn_rloo", *overrides])))
+    assert len(found) == len(said)
+    assert all(word in note for word, note in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "idle"),
+    [
+        ("cpu", 2, ["optim.lr_final=0.1", "optim.compile=never", "optim.offload=all"]),
+        ("cpu", 3, ["optim.compile=never", "optim.offload=all"]),
+        ("cuda", 3, []),
+        ("auto", 0, []),
+    ],
+)
+def test_what_of_the_optimizer_does_nothing(device, steps, idle):
+    keys = ["optim.lr_warmup_steps=1", "optim.lr_final=.1", "optim.compile=never"]
+    run = ["optim.offload=all", f"trainer.device={device}", f"trainer.total_steps={steps}"]
+    said = without_effect(load_config(None, [*keys, *run]))
+    assert [line.partition(" has no effect: ")[0] for line in said] == idle
+
+
+@pytest.mark.parametrize(
+    "name, where, reason",
+    [
+        ("local", "[]", "rollout.name is local"),
+        ("sglang", "[]", ""),
+        ("sglang", "[http://a:1]", "rollout.urls names servers that run already"),
+        ("vllm", "[]", ""),
+        ("vllm", "[http://a:1]", ""),  # which takes a seed with each request
+    ],
+)
+def test_where_deterministic_does_nothing(name, where, reason):
+    config = load_config(
+        None, [f"rollout.name={name}", f"rollout.urls={where}", "rollout.deterministic=true"]
+    )
+    said = [note for note in without_effect(config) if "deterministic" in note]
+    assert said == ([f"rollout.deterministic=true has no effect: {reason}"] if reason else [])
+
+
+# -- documentation ------------------------------------------------------------------------------
+
+
+def test_docs_are_up_to_date():
+    written = Path(__file__).parents[2] / "docs" / "config.md"
+    assert written.read_text() == page(), "run `make docs`"
+
+
+def test_the_import_is_light():
+    heavy = "('torch', 'ray', 'fastapi', 'transformers')"
+    script = f"import sys, agentrl.config; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_kl_in_the_reward_is_k1_unless_another_is_named():
+    assert load_config(None, ["algorithm.kl_reward_coef=.1"]).algorithm.kl_type == "k1"
+    assert load_config(None, ["algorithm.kl_loss_coef=.1"]).algorithm.kl_type == "k3"
+
+
+def test_another_algorithm_after_a_runs_own_config(tmp_path):
+    """That file names every key: what its algorithm set gives way, what the user had set stays."""
+    had = ["algorithm.gamma=.5", "algorithm.clip_low=.1"]
+    saved = load_config(None, ["algorithm.name=dapo", *had])
+    file = tmp_path / "config.yaml"
+    file.write_text(saved.resolved_yaml())
+    assert load_config(str(file)).algorithm == saved.algorithm
+    found = load_config(str(file), ["algorithm.name=ppo", "algorithm.lam=.9"]).algorithm
+    direct = ["algorithm.name=ppo", *had, "algorithm.lam=.9"]
+    assert found == load_config(None, direct).algorithm
+    assert found.critic and found.whiten_advantages and not found.filter_groups
+
+
+def test_the_files_of_rewards_are_known():
+    assert RewardConfig(function="a/b.py:f").files == ["a/b.py"]
+    named = {"a.py:f": 1.0, "a.py:g": 1.0, "exact": 0.5}
+    assert RewardConfig(functions=named).files == ["a.py"]
+    assert RewardConfig(function="exact").files == []
+
+
+def test_arguments_of_interactions_by_dots():
+    given = ["interaction.kwargs.simulated_user.url=http://x", "interaction.kwargs.gym={envs: [a]}"]
+    more = "interaction.kwargs.simulated_user.model=m"
+    kwargs = load_config(None, [*given, more]).interaction.kwargs
+    assert kwargs == {"simulated_user": {"url": "http://x", "model": "m"}, "gym": {"envs": ["a"]}}

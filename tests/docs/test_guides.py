@@ -1,0 +1,164 @@
+"""The pages of the guide are true of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl import play, registry
+from agentrl.config import FIELDS, load_config, without_effect
+from agentrl.config.verl_names import VERL_NAMES
+from agentrl.metrics import rollout_metrics
+from agentrl.rewards import GRADERS
+from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
+from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.trajectory import Group, Message, Sample, Scored
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (
+    "agent_loops",
+    "algorithms",
+    "commands",
+    "engines",
+    "index",
+    "interactions",
+    "rewards",
+    "run_folder",
+    "sandbox",
+    "scaling",
+    "tokens",
+    "tools",
+    "verl",
+)
+
+
+def text(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: {path: models/mine}")
+    _leave_trajectories(Path("runs/demo/trajectories"))
+    for kind in vars(registry).values():
+        if isinstance(kind, registry.Registry):
+            monkeypatch.setattr(kind, "_things", dict(kind._things))
+    space = {"__name__": f"docs_{page}"}
+    for block in blocks(page, "python"):
+        exec(compile(block, f"docs/{page}.md", "exec"), space)
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+def _leave_trajectories(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    sample = Sample("row-0", (Message("user", "How much is 3*4?"),))
+    scored = Scored(play(sample, Scripted(["12"], tokenizer), tokenizer), {"outcome": 1.0}, 1.0)
+    TrajectoryStore(folder).write(1, [Group(sample, (scored,))])
+
+
+def test_the_columns_of_trajectories_are_all_explained():
+    section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(SCHEMA.names)
+
+
+def test_the_metrics_of_rollouts_are_all_explained(tmp_path):
+    _leave_trajectories(tmp_path)
+    (scored,) = load_trajectories(tmp_path)
+    sample = scored.trajectory.sample
+    said = text("run_folder").split("## Metrics")[1].split("\n## ")[0]
+    for name in rollout_metrics([Group(sample, (scored,))]):
+        known = re.sub(r"/(mean|max|min)$", "", name)
+        known = known.replace(f"/{sample.agent_name}/", "/AGENT/").replace("stop/done", "stop/R")
+        assert f"`{known}" in said, name
+
+
+def test_yaml_snippets_load(tmp_path):
+    for i, block in enumerate(blocks("rewards", "yaml")):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(block)
+        load_config(str(file))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_config_keys_exist(page):
+    """Keys in backticks with a section of ours; verl's own stand in the first column of a table."""
+    sections = {path.split(".")[0] for path in FIELDS if "." in path}
+    for line in text(page).splitlines():
+        said = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
+        for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", said):
+            if path.split(".")[0] in sections and not path.endswith((".md", ".py")):
+                assert path in FIELDS, f"{page}.md: no key {path}"
+
+
+@pytest.mark.parametrize("page", ["engines", "scaling"])
+def test_commands_load(page, tmp_path):
+    """None of them is a contradiction, and each key that is given does something."""
+    (tmp_path / "run.yaml").write_text("model: {path: models/mine}\ndata: {train: rows.jsonl}")
+    commands = [
+        line.partition("#")[0]
+        for block in blocks(page, "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if "agentrl train " in line
+    ]
+    assert len(commands) >= 3
+    for command in commands:
+        given = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
+        config = load_config(str(tmp_path / "run.yaml"), given)
+        assert not without_effect(config), command
+
+
+def test_the_command_for_a_laptop_is_wired(tiny_model):
+    (command,) = (b for b in blocks("scaling", "bash") if "--model tiny" in b)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["agentrl", "train"]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", *words[1:], "--dry-run"],
+        cwd=DOCS.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "all is wired." in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text(page)):
+        assert target.startswith("https://") or (DOCS / target).exists(), f"{page}.md: {target}"
+
+
+def test_every_page_is_in_the_index():
+    linked = set(re.findall(r"\((\w+)\.md\)", text("index")))
+    assert linked == {p.stem for p in DOCS.glob("*.md")} - {"index"}
+
+
+def test_the_table_of_graders_is_complete():
+    table = text("rewards").partition("| `data_source` | grader |\n|---|---|\n")[2]
+    found = {}
+    for row in table.partition("\n\n")[0].splitlines():
+        sources, grader = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:3])
+        found.update(dict.fromkeys(sources, *grader))
+    assert found == GRADERS
+
+
+def test_verls_keys_are_those_that_a_run_refuses_by_name():
+    table = text("verl").split("## Config keys")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 30
+    for verls, ours in rows:
+        words = " ".join(VERL_NAMES[key] for key in re.findall(r"`([^`]+)`", verls))
+        if ours.strip().startswith("none"):
+            assert "Not " in words, verls
+            continue
+        first = re.search(r"`([^`=]+)", ours)
+        assert first and first.group(1) in words, f"{verls} -> {ours}"

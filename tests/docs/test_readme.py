@@ -1,0 +1,73 @@
+"""Every snippet of the README is run, as a reader would run it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def run(command, folder):
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model):
+    """The reader's: my_env.py holds the extensions; each other block is a script, run in order."""
+    tmp_path = tmp_path_factory.mktemp("readme")
+    extensions, rest = [], []
+    for block in blocks("python"):
+        decorated = re.search(r"^@(tool|interaction|reward|agent_loop)\b", block, re.MULTILINE)
+        (extensions if decorated else rest).append(block)
+    assert len(extensions) == 4 and len(rest) == 3
+    (tmp_path / "my_env.py").write_text("\n".join(extensions))
+    for i, block in enumerate(rest):
+        (tmp_path / f"block_{i}.py").write_text(block)
+        run([sys.executable, f"block_{i}.py"], tmp_path)
+    return tmp_path
+
+
+def test_the_python_snippets(folder):
+    assert (folder / "rows.jsonl").exists() and (folder / "runs/py/model").is_dir()
+
+
+def test_the_commands(folder, tiny_model):
+    commands = [
+        line.split("#")[0].strip()
+        for block in blocks("bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("agentrl ")
+    ]
+    verbs = {shlex.split(c)[1] for c in commands}
+    assert {"train", "check", "play"} <= verbs
+    for command in commands:
+        words = shlex.split(command)
+        if "datasets/arithmetic_train.parquet" in words:
+            words = [str(ROOT / w) if w.startswith("datasets/") else w for w in words]
+            words.append("--dry-run")  # `make demo` runs it in full
+        elif words[1] == "train":
+            words += ["trainer.total_steps=1", "data.batch_size=1"]
+        assert run([sys.executable, "-m", "agentrl.cli", *words[1:]], folder)
+
+
+def test_the_two_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE):
+        assert f"\n{target}:" in makefile
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        if not link.startswith("http"):
+            assert (ROOT / link).exists(), link

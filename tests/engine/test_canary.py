@@ -1,0 +1,318 @@
+"""The canary: noise never stops a run, an engine that stayed behind always does."""
+
+import asyncio
+import json
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.learner_world import config
+
+from agentrl.engine.remote.senders import SGLangDiskSender
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import RunStopped
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.publisher import (
+    LEAST_MISMATCH,
+    MOST_MISMATCH,
+    MOVED,
+    TOLERANCE,
+    Canary,
+    Publisher,
+)
+
+T = 16
+ROW = torch.linspace(-6, -0.5, T, dtype=torch.float64)
+SIGNS = torch.tensor([1.0, -1.0] * (T // 2), dtype=torch.float64)
+
+
+def off(row, by):
+    """Another row, whose mean absolute distance from the first is `by`."""
+    return row + by * SIGNS
+
+
+def moved(row, by):
+    """A policy that moved by `by`, in a direction in which no noise lies."""
+    return row + by
+
+
+def start(trainer, *engines):
+    return Canary.measured(trainer, torch.stack(engines))
+
+
+def check(watch, trainer, *engines, version=1):
+    return watch.check(trainer, torch.stack(engines), version)
+
+
+def canary(noise):
+    """One that was calibrated at `noise`, and has judged its first update."""
+    made = start(ROW, off(ROW, noise))
+    check(made, ROW, off(ROW, noise), version=0)
+    return made
+
+
+NOISE = st.floats(1e-4, 0.95 * MOST_MISMATCH)
+SHARE = st.floats(0, 1)
+"""Of the range in question."""
+
+
+def test_its_metrics():
+    watch = start(ROW, off(ROW, 0.01))
+    assert watch.reference == pytest.approx(0.01)
+    assert check(watch, ROW, off(ROW, 0.012)) == {
+        "canary/mismatch": pytest.approx(0.012),
+        "canary/drift": 0.0,
+    }
+    after = moved(ROW, 0.5)
+    assert check(watch, after, off(after, 0.011)) == {
+        "canary/mismatch": pytest.approx(0.011),
+        "canary/drift": pytest.approx(0.5),
+    }
+
+
+def test_equal_logprobs_leave_room_for_float32():
+    watch = start(ROW, ROW)
+    assert watch.reference == LEAST_MISMATCH
+    check(watch, ROW, off(ROW, 1.4 * LEAST_MISMATCH))
+
+
+@given(NOISE, st.lists(st.tuples(st.floats(0, 100), SHARE), max_size=8))
+def test_noise_never_stops_a_run(noise, updates):
+    """However far each update goes, with noise up to the tolerance."""
+    watch, policy = canary(noise), ROW
+    for drift, share in updates:
+        policy = moved(policy, drift * noise)
+        check(watch, policy, off(policy, 0.999 * share * TOLERANCE * noise))
+
+
+@given(NOISE, st.floats(1.001, 100), SHARE, st.integers(0, 2))
+def test_an_engine_that_stayed_behind_is_caught_once_the_policy_moved(noise, further, share, at):
+    """One of several, with its own noise as it was at the start, or none."""
+    after = moved(ROW, MOVED * noise * further)
+    engines = [off(after, noise)] * 3
+    check(canary(noise), after, *engines)
+    engines[at] = off(ROW, share * noise)
+    with pytest.raises(RunStopped, match=r"lack 100% .* still samples from an earlier version"):
+        check(canary(noise), after, *engines)
+
+
+@given(NOISE, st.floats(0, 0.999), SHARE)
+def test_smaller_steps_are_not_judged(noise, drift, share):
+    """There a stale engine passes as a fresh one does: it cannot be told from noise."""
+    after = moved(ROW, MOVED * noise * drift)
+    check(canary(noise), after, off(ROW, share * noise))
+    check(canary(noise), after, off(after, share * noise))
+
+
+@given(NOISE, st.lists(st.floats(0.3, 0.999), min_size=4, max_size=20))
+def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
+    """Each is too small to be judged by itself; their sum is not."""
+    watch, policy = canary(noise), ROW
+    with pytest.raises(RunStopped, match="still samples from an earlier version"):
+        for step in steps:
+            policy = moved(policy, MOVED * noise * step)
+            check(watch, policy, off(ROW, noise))
+
+
+@given(NOISE, st.floats(0.01, 10), st.floats(1.001, 100))
+def test_an_engine_that_is_neither_policy_is_caught_however_small_the_step(noise, drift, further):
+    after = moved(ROW, drift * noise)
+    with pytest.raises(RunStopped, match="holds something else"):
+        check(canary(noise), after, moved(after, (MOVED + drift) * noise * further))
+
+
+def test_noise_may_grow_with_the_policy_but_not_at_once():
+    watch, policy, noise = canary(0.01), ROW, 0.01
+    for _ in range(3):
+        policy, noise = moved(policy, 0.25), 1.4 * noise
+        check(watch, policy, off(policy, noise))
+    policy = moved(policy, 0.25)
+    with pytest.raises(RunStopped, match="holds something else"):
+        check(watch, policy, off(policy, 1.6 * noise))
+
+
+def test_noise_does_not_grow_for_ever():
+    watch, policy, noise = canary(0.01), ROW, 0.01
+    with pytest.raises(RunStopped, match="holds something else"):
+        for _ in range(20):
+            policy, noise = moved(policy, 0.25), 1.1 * noise
+            check(watch, policy, off(policy, noise))
+    assert 0.045 < noise < 0.05
+
+
+@given(NOISE, st.floats(0.3, 1))
+def test_an_engine_that_lacks_a_part_of_the_movement_is_caught(noise, part):
+    after = moved(ROW, 9 * noise)
+    behind = after - part * (after - ROW)
+    with pytest.raises(RunStopped, match="still samples from an earlier version"):
+        check(canary(noise), after, behind)
+
+
+def test_a_run_that_goes_on_is_judged_by_its_beginning():
+    """An engine that still holds the base is not taken for the measure."""
+    watch = Canary(0.01)
+    with pytest.raises(RunStopped, match="holds something else"):
+        check(watch, ROW, moved(ROW, 0.1))
+    check(Canary(0.01), ROW, off(ROW, 0.011))
+
+
+@given(NOISE, st.lists(st.floats(0, 6), min_size=2, max_size=8), st.integers(1, 8))
+def test_a_run_that_goes_on_measures_drift_from_where_it_did(noise, moves, stop):
+    """Also after steps so small that no engine was seen to follow."""
+    straight, resumed = Canary(noise), Canary(noise)
+    row = ROW.float()
+    for k, move in enumerate([0.0, *moves]):
+        row = moved(row, move * noise)
+        if k == stop:
+            state = json.loads(json.dumps(resumed.state))
+            resumed = Canary(resumed.reference)
+            resumed.load(state)
+        engine = off(row, noise).float()
+        assert check(resumed, row, engine) == check(straight, row, engine)
+
+
+def test_another_row_after_a_restart_has_no_drift():
+    watch = canary(0.01)
+    check(watch, ROW, off(ROW, 0.01))
+    assert watch.check(ROW[1:], ROW[None, 1:], 2)["canary/drift"] == 0
+
+
+@given(NOISE, st.integers(0, T - 1), st.sampled_from(["trainer", "engine", "one of two"]))
+def test_a_logprob_that_is_no_number_is_caught(noise, at, whose):
+    broken = ROW.clone()
+    broken[at] = float("nan")
+    trainer, *engines = {
+        "trainer": (broken, ROW),
+        "engine": (ROW, broken),
+        "one of two": (ROW, ROW, broken),
+    }[whose]
+    with pytest.raises(RunStopped, match="nan nats"):
+        start(trainer, *engines)
+    with pytest.raises(RunStopped, match="nan nats"):
+        check(canary(noise), trainer, *engines)
+
+
+@given(st.floats(1.001, 50))
+def test_another_model_at_the_start_is_caught(further):
+    with pytest.raises(RunStopped, match="Do they hold the same model"):
+        start(ROW, off(ROW, MOST_MISMATCH * further))
+    with pytest.raises(RunStopped, match="Do they hold the same model"):
+        start(ROW, ROW, off(ROW, MOST_MISMATCH * further))
+
+
+def test_a_failed_check_is_not_the_last_success():
+    watch, after = canary(0.01), moved(ROW, 1.0)
+    for _ in range(2):  # an engine that is asked again is as stale as before
+        with pytest.raises(RunStopped, match="moved by 1"):
+            check(watch, after, ROW)
+    assert check(watch, after, off(after, 0.01))["canary/drift"] == pytest.approx(1.0)
+
+
+# -- against a real server -------------------------------------------------------------------------
+
+ROW_IDS = array("i", range(20, 84))
+ONE = "model.layers.1.mlp.up_proj.weight"
+
+
+class Faulty(SGLangDiskSender):
+    """Has the server say the right version, whatever weights it sends."""
+
+    fault = ""
+
+    def __init__(self, control):
+        super().__init__(control)
+        self.sent = {}
+
+    def send(self, update):
+        now = {name: tensor.clone() for name, tensor in update.weights()}
+        weights, self.sent = self.wrong(now), now
+        return super().send(replace(update, weights=lambda: iter(weights.items()), write=None))
+
+    def wrong(self, now):
+        if self.fault == "off":  # an update must hold something: a tensor as it is there already
+            name = next(iter(now))
+            return {name: self.sent[name]}
+        if self.fault == "stale":
+            return self.sent
+        if self.fault == "noise":
+            return now | {ONE: now[ONE] + 0.01 * torch.randn(now[ONE].shape)}
+        return now
+
+
+@pytest.fixture
+def world(sglang_server, tiny_model):
+    """A learner of the tiny model, its server, and the sender between them."""
+    learner = Learner(tiny_model, config(), total_steps=1)
+    engine = SGLangEngine(
+        sglang_server.url,
+        vocabulary=learner.rank.policy.model.config.vocab_size,
+        key=sglang_server.token,
+        admin_key=sglang_server.admin_token,
+        process=sglang_server,
+        sender=Faulty,
+    )
+    with asyncio.Runner() as runner:
+        yield (
+            learner,
+            engine,
+            Publisher(learner, engine, ROW_IDS, lambda ids: [runner.run(engine.score(ids))]),
+        )
+
+
+@torch.no_grad()
+def learn(learner, seed):
+    """What an optimizer would do, but visible."""
+    torch.manual_seed(seed)
+    for p in learner.rank.policy.model.parameters():
+        p.add_(0.02 * p.abs().mean() * torch.randn_like(p))
+
+
+@pytest.mark.sglang
+def test_updates_that_arrive(world):
+    learner, _, publisher = world
+    for version in range(6):
+        metrics = publisher.publish(version)
+        assert metrics["canary/mismatch"] <= TOLERANCE * publisher.noise
+        if version:
+            assert metrics["canary/drift"] > 100 * publisher.noise
+        assert metrics["perf/update_weights_bytes"] == sum(
+            p.nbytes for p in learner.rank.policy.model.parameters()
+        )
+        learn(learner, version)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("fault", ["off", "stale"])
+def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
+    learner, engine, publisher = world
+    publisher.publish(0)
+    learn(learner, 1)
+    publisher.publish(1)
+    learn(learner, 2)
+    engine._sender.fault = fault
+    with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
+        publisher.publish(2)
+    engine._sender.fault = ""
+    assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
+
+
+@pytest.mark.sglang
+def test_noise_in_one_tensor_stops_the_run(world):
+    learner, engine, publisher = world
+    publisher.publish(0)
+    learn(learner, 1)
+    engine._sender.fault = "noise"
+    with pytest.raises(RunStopped, match=r"version 1 .* nats a token"):
+        publisher.publish(1)
+
+
+@pytest.mark.sglang
+def test_a_sender_that_does_nothing_at_all_stops_the_run(world, monkeypatch):
+    _, engine, publisher = world
+    publisher.publish(0)
+    monkeypatch.setattr(engine._sender, "send", lambda update: 1)
+    with pytest.raises(RunStopped, match=r"did not take version 1 .* weights were '1' .* '0'"):
+        publisher.publish(1)

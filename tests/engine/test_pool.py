@@ -1,0 +1,813 @@
+"""Several engines as one: where turns go, who is left out, and with which policy it comes back."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from support.pool_world import PROMPT, QUICK, Site, World
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.remote.member import Breaker, Pacing
+from agentrl.engine.remote.pool import Pool
+from agentrl.errors import (
+    EngineDead,
+    EngineError,
+    EngineNonsense,
+    EngineOverloaded,
+    PromptTooLong,
+    RequestRefused,
+    UserError,
+)
+
+PATIENT = Pacing(first_wait=60.0)
+"""Nobody comes back within a test."""
+
+
+@pytest.fixture
+async def make():
+    worlds = []
+
+    async def opened(n=2, version=1, **options) -> World:
+        worlds.append(World(n, **options))
+        await worlds[-1].publish(version)
+        return worlds[-1]
+
+    yield opened
+    for world in worlds:
+        start = time.monotonic()
+        await asyncio.to_thread(world.pool.close)
+        assert time.monotonic() - start < 2
+        assert not world.learner.misread
+        assert all(e.closed for site in world.sites for e in site.opened)
+
+
+# -- where turns go --------------------------------------------------------------------------------
+
+
+async def test_first_turns_go_where_the_fewest_episodes_are_and_later_ones_stay(make):
+    world = await make(3)
+    for turn in range(3):
+        for k in range(6):
+            await world.ask(f"e{k}", PROMPT * (turn + 1))
+    for k, engine in enumerate(world.engines):
+        mine = [f"e{k}", f"e{k + 3}"]
+        assert engine.asked == [(e, list(PROMPT) * n) for n in (1, 2, 3) for e in mine]
+        assert engine.live == {*mine}
+    for e in ("e1", "e4", "e2"):
+        world.pool.end(e)
+    for k in range(6, 9):
+        await world.ask(f"e{k}")
+    assert [e.live for e in world.engines] == [{"e0", "e3"}, {"e6", "e8"}, {"e5", "e7"}]
+
+
+async def test_episodes_one_after_another_take_turns(make):
+    world = await make(3)
+    for k in range(7):
+        await world.ask(f"e{k}")
+        world.pool.end(f"e{k}")
+    assert world.asked() == [3, 2, 2]
+    assert [e.live for e in world.engines] == [set()] * 3
+
+
+async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
+    class Shorter(Site):
+        def __call__(self):
+            engine = super().__call__()
+            engine.max_length = 50
+            return engine
+
+    pool = Pool([Site(0, True), Shorter(1, True)])
+    assert pool.max_length == 50
+    pool.close()
+
+
+# -- what is whose fault ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [PromptTooLong("101 tokens"), UserError("stop=''")])
+async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
+    world = await make(2, pacing=PATIENT)
+    for k in range(5):
+        world.engines[k % 2].failing = [error]
+        with pytest.raises(type(error)) as raised:
+            await world.ask(f"e{k}")
+        assert raised.value is error
+        world.pool.end(f"e{k}")
+    assert world.asked() == [3, 2] and world.usable() == 2
+
+
+async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(make):
+    world = await make(2, pacing=PATIENT)
+    a, b = world.engines
+    a.failing = [EngineError("connection reset")]
+    await world.ask("e0", array("i", [1, 2, 3]))
+    assert a.asked == b.asked == [("e0", [1, 2, 3])]
+    await world.ask("e0", array("i", [1, 2, 3, 4]))
+    assert b.asked[1:] == [("e0", [1, 2, 3, 4])], "the episode stays where its prefix is"
+    assert (a.live, b.live) == (set(), {"e0"})
+    assert world.pool.metrics() == {
+        "engine/restarts": 0.0,
+        "engine/failovers": 1.0,
+        "engine/usable": 2.0,
+    }
+    assert world.pool.metrics()["engine/failovers"] == 0.0, "since the last call"
+
+
+async def test_three_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(make):
+    world = await make(1)
+    engine = world.engines[0]
+    for outcome in "xx.xx.xx.xxx":
+        assert world.usable() == 1
+        if outcome == ".":
+            await world.ask("e")
+            continue
+        engine.failing = [EngineError("one in ten")]
+        with pytest.raises(EngineError, match="one in ten"):
+            await world.ask("e")
+    assert (world.usable(), engine.probes) == (0, 0)
+    await world.pool.ready()
+    assert (engine.probes, engine.published, world.sites[0].opened) == (1, [1], [engine])
+
+
+async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make):
+    world = await make(3, pacing=PATIENT)
+    for k, engine in enumerate(world.engines):
+        engine.failing = [EngineError(f"broken pipe {k}")]
+    with pytest.raises(EngineError, match="broken pipe 2"):
+        await world.ask("e")
+    assert world.asked() == [1, 1, 1]
+
+
+async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
+    world = await make(1, pacing=Pacing())
+    world.engines[0].seconds = 60.0
+    for k in range(4):
+        with pytest.raises(EngineError, match="deadline"):
+            await world.ask(f"e{k}", seconds=0.02)
+    assert world.asked() == [4] and world.usable() == 1
+
+
+async def test_an_engine_that_is_full_is_not_broken(make):
+    world = await make(2, pacing=PATIENT)
+    a, b = world.engines
+    full = EngineOverloaded("the queue is full")
+    a.failing = [full] * 5
+    await world.ask("e0")
+    assert world.asked() == [1, 1], "another has a place"
+    b.failing = [full] * 2
+    await world.ask("e1")  # the next in line is a, then b, and both again after a while
+    await world.ask("e2")
+    assert world.usable() == 2 and world.pool.metrics()["engine/failovers"] == 0
+    a.failing, b.failing = [full] * 99, [full] * 99
+    start = time.monotonic()
+    with pytest.raises(EngineOverloaded):
+        await world.ask("e3", seconds=0.5)
+    assert 0.5 <= time.monotonic() - start < 0.7 and world.usable() == 2
+    assert len(a.asked) + len(b.asked) < 30, "it waits between its tries"
+
+
+@pytest.mark.parametrize("claimed", [2, 4])
+async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claimed):
+    world = await make(1, version=3, pacing=PATIENT)
+    world.engines[0].claims = claimed
+    for _ in range(3):
+        with pytest.raises(EngineNonsense, match=rf"tokens of policy \[{claimed}\], but 3 is"):
+            await world.ask("e")
+    assert world.usable() == 0
+
+
+async def test_an_engine_of_another_version_is_not_asked(make):
+    world = await make(2, version=3)
+    world.engines[0].version = 2
+    for k in range(4):
+        await world.ask(f"e{k}")
+    assert world.asked() == [0, 4] and world.usable() == 1
+
+
+# -- death and hanging -----------------------------------------------------------------------------
+
+
+async def test_one_of_two_dies_with_turns_in_flight(make):
+    world = await make(2)
+    first, other = world.engines
+    first.seconds = other.seconds = 0.05
+    turns = [asyncio.create_task(world.ask(f"e{k}")) for k in range(8)]
+    await world.until(lambda: len(first.asked) == 4)
+    first.dead = True
+    await asyncio.gather(*turns)
+    assert {e for e, _ in other.asked} == {f"e{k}" for k in range(8)}
+    await world.until(lambda: world.pool._supervisor.usable(world.pool._members[0]))
+    _, again = world.sites[0].opened
+    assert first.closed and again.published == [1] and again.weights == 10
+    assert world.pool.metrics() == {
+        "engine/restarts": 1.0,
+        "engine/failovers": 4.0,
+        "engine/usable": 2.0,
+    }
+    await world.ask("new")
+    assert [e for e, _ in again.asked] == ["new"], "the fewest episodes are there"
+
+
+async def test_one_alone_dies_and_is_waited_for(make):
+    world = await make(1)
+    world.sites[0].seconds = 0.1
+    first = world.sites[0].engine
+    first.dead = True
+    with pytest.raises(EngineDead, match="last words"):
+        await world.ask("e")
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="no engine can be asked now"):
+        await world.ask("e")
+    assert time.monotonic() - start < 0.05, "the caller waits in ready(), not within its time"
+    await world.pool.ready()
+    await world.ask("e+1")
+    assert world.sites[0].engine is not first and world.sites[0].engine.published == [1]
+
+
+async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
+    world = await make(1)
+    await world.ask("e")
+    first = world.engines[0]
+    first.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("other")
+    await world.pool.ready()
+    await world.ask("e")
+    assert world.engines[0] is not first and world.engines[0].live == {"e"}
+
+
+async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
+    world = await make(1)
+    first, [member] = world.engines[0], world.pool._members
+    first.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("e")
+    await world.pool.ready()
+    for error in (EngineDead("late"), EngineError("late")):
+        for _ in range(3):
+            world.pool._supervisor.failed(member, first, error)
+    assert world.usable() == 1
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(make, ours):
+    world = await make(2, ours=ours)
+    first, other = world.engines
+    first.hung = True
+    start = time.monotonic()
+    await asyncio.gather(*(world.ask(f"e{k}") for k in range(6)))
+    # Two looks, each after 0.05 s and of 0.1 s.
+    assert 0.3 <= time.monotonic() - start < 1.0
+    assert len(first.asked) == 3 and len(other.asked) == 6
+    await asyncio.sleep(0.3)
+    if ours:
+        assert first.closed and len(world.sites[0].opened) == 2
+    else:
+        assert world.usable() == 1 and first.probes > 0 and world.sites[0].opened == [first]
+        first.hung = False
+    await world.until(lambda: world.usable() == 2)
+    assert [len(site.opened) for site in world.sites] == [1 + ours, 1]
+
+
+async def test_a_slow_engine_that_is_healthy_is_left_in_peace(make):
+    world = await make(1)
+    world.engines[0].seconds = 0.6
+    await world.ask("e")
+    assert world.asked() == [1] and len(world.sites[0].opened) == 1
+
+
+async def test_one_miss_is_no_death(make):
+    world = await make(1)
+    engine = world.engines[0]
+    turn = asyncio.create_task(world.ask("e"))
+    for _ in range(3):
+        engine.hung = True
+        await asyncio.sleep(0.17)  # a look begins at 0.05 and is a miss at 0.15
+        engine.hung, engine.seconds = False, 9.0
+        await asyncio.sleep(0.1)
+    engine.seconds = 0.0
+    await turn
+    assert len(world.sites[0].opened) == 1
+
+
+async def test_a_paused_engine_does_not_hang(make):
+    world = await make(1)
+    engine = world.engines[0]
+    engine.hung = True
+    await asyncio.to_thread(world.pool._supervisor.pause)
+    turn = asyncio.create_task(world.ask("e"))
+    await asyncio.sleep(0.6)
+    assert engine.paused and not engine.closed
+    engine.hung = False
+    await asyncio.to_thread(world.pool._supervisor.resume)
+    await turn
+    assert not engine.paused
+
+
+async def test_an_engine_that_comes_back_into_a_pause_is_paused(make):
+    world = await make(2)
+    world.engines[0].dead = True
+    await asyncio.to_thread(world.pool._supervisor.pause)
+    await world.until(lambda: world.usable() == 2)
+    assert [e.paused for e in world.engines] == [True, True]
+    with pytest.raises(EngineError, match="resume"):
+        await world.publish(2)
+    await asyncio.to_thread(world.pool._supervisor.resume)
+    assert [e.paused for e in world.engines] == [False, False]
+
+
+async def test_after_three_restarts_it_stays_out(make):
+    world = await make(2)
+    site = world.sites[0]
+    for life in range(4):
+        engine = site.engine
+        engine.dead = True
+        await asyncio.gather(*(world.ask(f"e{life}-{i}") for i in range(4)))
+        for i in range(4):
+            world.pool.end(f"e{life}-{i}")
+        if life < 3:
+            await world.until(lambda: world.usable() == 2)
+            assert site.engine is not engine
+    await asyncio.sleep(0.3)
+    assert len(site.opened) == 4 and world.usable() == 1
+    await world.publish(2)
+    await asyncio.sleep(0.3)
+    assert len(site.opened) == 4 and world.usable() == 1, "for good"
+
+
+async def test_a_published_policy_forgives_restarts(make):
+    world = await make(1)
+    for version in range(2, 8):
+        world.engines[0].dead = True
+        with pytest.raises(EngineDead):
+            await world.ask("e")
+        await world.pool.ready()
+        await world.publish(version)
+    assert len(world.sites[0].opened) == 7
+
+
+async def test_when_all_are_out_the_last_words_are_told(make):
+    world = await make(2)
+    for site in world.sites:
+        site.failing = [EngineDead("it does not start:\n  | CUDA out of memory")] * 3
+        site.engine.dead = True
+    with pytest.raises(EngineDead, match="last words"):
+        await world.ask("e")
+    with pytest.raises(EngineDead, match="out of memory") as raised:
+        await asyncio.wait_for(world.pool.ready(), 5)
+    assert str(raised.value).count("CUDA out of memory") == 2
+    assert [len(site.opened) for site in world.sites] == [1, 1]
+    with pytest.raises(EngineDead):
+        await world.ask("e")
+    assert world.pool.metrics()["engine/restarts"] == 6
+
+
+async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
+    world = await make(2, ours=False, pacing=Pacing(first_wait=0.02, longest_wait=0.1, outage=0.4))
+    for engine in world.engines:
+        engine.dead = True
+    for k in range(3):
+        with pytest.raises(EngineError):
+            await world.ask(f"e{k}")
+    start = time.monotonic()
+    with pytest.raises(EngineDead, match="refuses"):
+        await world.pool.ready()
+    assert 0.2 < time.monotonic() - start < 1.0
+    world.engines[1].dead = False
+    await world.until(lambda: world.usable() == 1)
+    await world.pool.ready()
+    assert len(world.sites[1].opened) == 1
+
+
+async def test_a_server_that_somebody_else_started_anew_is_sent_the_policy(make):
+    world = await make(2, ours=False, version=4)
+    a, b = world.engines
+    a.claims, a.weights = 0, -1  # its own weights again, while the client believes in 4
+    for k in range(8):
+        await world.ask(f"e{k}")
+    await world.until(lambda: world.usable() == 2)
+    assert (a.published, a.weights, b.published) == ([4, 4], 40, [4])
+
+
+# -- the policy ------------------------------------------------------------------------------------
+
+
+async def test_every_engine_is_sent_the_policy_in_order(make):
+    world = await make(3)
+    assert await world.publish(2) == 12
+    assert [e.published for e in world.engines] == [[1, 2]] * 3
+
+
+async def test_an_engine_that_does_not_take_the_policy_comes_back_only_with_it(make):
+    world = await make(2)
+    a, _ = world.engines
+    a.refuses = [EngineError("the canary is wrong")]
+    assert await world.publish(2) == 4
+    assert world.usable() == 1
+    await world.until(lambda: world.usable() == 2)
+    assert a.published == [1, 2] and world.sites[0].opened == [a]
+
+
+async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
+    class Stubborn(Site):
+        def __call__(self):
+            engine = super().__call__()
+            engine.refuses = [EngineError("not these")] * 99
+            return engine
+
+    world = await make(2)
+    world.sites[0].__class__ = Stubborn
+    world.engines[0].refuses = [EngineError("not these")] * 99
+    await world.publish(2)
+    await world.until(lambda: len(world.sites[0].opened) == 4)
+    await asyncio.sleep(0.3)
+    assert len(world.sites[0].opened) == 4 and world.usable() == 1
+    await world.ask("e")
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (OSError("no space left"), EngineError),
+        (SafetensorError("while serializing"), EngineError),
+        (KeyError("data"), EngineNonsense),
+        (TypeError("not subscriptable"), EngineNonsense),
+        (ValueError("not JSON"), EngineNonsense),
+        (AttributeError("no get"), EngineNonsense),
+    ],
+)
+async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kind):
+    world = await make(2, pacing=PATIENT)
+    a, b = world.engines
+    a.refuses = [error]
+
+    def stumble():
+        raise error
+
+    a.probe = stumble
+    assert await world.publish(2) == 4
+    assert world.usable() == 1 and b.published == [1, 2]
+    cause = world.pool._members[0].cause
+    assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
+
+
+async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
+    world = await make(1, pacing=PATIENT)
+    world.engines[0].refuses = [UserError("rollout.sync")]
+    with pytest.raises(UserError, match="sync"):
+        await world.publish(2)
+
+
+async def test_an_engine_that_is_full_for_good_is_started_anew(make):
+    pacing = Pacing(first_wait=0.02, longest_wait=0.05, outage=0.3)
+    world = await make(1, pacing=pacing)
+    first = world.engines[0]
+
+    def full():
+        raise EngineOverloaded("status 503: shutting down")
+
+    first.probe = full
+    first.failing = [EngineError("x")] * 3
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            await world.ask("e")
+    await asyncio.sleep(0.1)
+    assert world.sites[0].opened == [first], "it may have a place soon"
+    await asyncio.wait_for(world.pool.ready(), 5)
+    assert world.engines[0] is not first
+    await world.ask("e")
+
+
+async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
+    world = await make(2, pacing=PATIENT)
+    for k, engine in enumerate(world.engines):
+        engine.refuses = [EngineError(f"canary {k}")]
+    with pytest.raises(EngineError, match=r"version 2(.|\n)*canary 0(.|\n)*canary 1"):
+        await world.publish(2)
+
+
+async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publish(make):
+    world = await make(1)
+    await world.sleep()
+    assert world.engines[0].asleep
+    world.engines[0].dead = True
+    assert await world.publish(2) == 4
+    assert [e.published for e in world.sites[0].opened] == [[1], [2]]
+    await world.ask("e")
+
+
+async def test_a_version_that_is_published_twice_is_sent_twice(make):
+    """As when the first was a trial: an engine that was away meanwhile holds the trial."""
+    world = await make(2, pacing=Pacing(first_wait=0.2))
+    a, _ = world.engines
+    a.weights = -1  # the trial's
+    a.failing = [EngineError("x")] * 3
+    for k in range(6):
+        await world.ask(f"e{k}")
+    assert world.usable() == 1 and a.version == 1
+    await world.publish(1)
+    await world.until(lambda: world.usable() == 2)
+    assert (a.published, a.weights) == ([1, 1], 10)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(make, ours):
+    world = await make(1, ours=ours)
+    engine = world.engines[0]
+    engine.failing = [EngineError("x")] * 3
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            await world.ask("e")
+    await world.sleep()
+    assert world.usable() == 0
+    assert await world.publish(2) == 4
+    await world.ask("e")
+    assert world.sites[0].opened == [engine]
+
+
+async def test_nothing_is_sent_while_the_weights_change(make):
+    world = await make(2, pacing=Pacing(first_wait=0.2))
+    first = world.engines[0]
+    first.refuses = [EngineError("the canary is wrong")]
+    await world.publish(2)
+    await world.sleep()
+    await world.until(lambda: first.asleep)
+    await asyncio.sleep(0.2)
+    assert first.published == [1] and world.usable() == 1
+    assert await world.publish(3) == 8, "the one that came back is included"
+    assert [e.published for e in world.engines] == [[1, 3], [1, 2, 3]] and world.usable() == 2
+    assert not world.learner.misread
+
+
+async def test_no_engine_is_started_anew_while_the_trainer_works(make):
+    """It may share the trainer's GPU: what fails there then says nothing of the engine."""
+    world = await make(1)
+    site = world.sites[0]
+    await world.sleep()
+    site.engine.dead = True
+    site.failing = [EngineDead("out of memory")] * 9
+    world.pool._supervisor.leave_out(
+        world.pool._members[0], site.engine, EngineDead("died"), broken=True
+    )
+    await asyncio.sleep(0.3)
+    assert len(site.failing) == 9
+    site.failing.clear()
+    assert await world.publish(2) == 4
+    await world.ask("e")
+    assert world.pool.metrics()["engine/restarts"] == 1
+
+
+async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
+    world = await make(1)
+    site = world.sites[0]
+    site.seconds, site.failing = 0.2, [EngineDead("out of memory")]
+    site.engine.dead = True
+    with pytest.raises(EngineDead):
+        await world.ask("e")
+    await world.until(lambda: world.pool._members[0].restarts == 1)
+    await world.sleep()
+    await world.until(lambda: not site.failing)
+    await world.until(lambda: world.pool._members[0].restarts == 0)
+    await world.publish(2)
+
+
+async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make):
+    world = await make(2)
+    sending, go_on = threading.Event(), threading.Event()
+    plain = Site.__call__
+
+    def slow(site):
+        engine = plain(site)
+        publish = engine.publish
+
+        def publish_slowly(update):
+            sending.set()
+            assert go_on.wait(5)
+            return publish(update)
+
+        engine.publish = publish_slowly
+        return engine
+
+    world.sites[0].__class__ = type("Slow", (Site,), {"__call__": slow})
+    world.engines[0].dead = True
+    await asyncio.gather(*(world.ask(f"e{k}") for k in range(2)))
+    assert await asyncio.to_thread(sending.wait, 5)
+    asleep = asyncio.create_task(world.sleep())
+    await asyncio.sleep(0.1)
+    assert not asleep.done()
+    go_on.set()
+    await asleep
+    assert world.engines[0].published == [1] and world.engines[0].asleep
+
+
+async def test_before_anything_is_published_an_engine_comes_back_as_it_was_started():
+    world = World(1)
+    try:
+        await world.ask("e")
+        world.engines[0].dead = True
+        with pytest.raises(EngineDead):
+            await world.ask("e")
+        await world.pool.ready()
+        await world.ask("e+1")
+        assert [e.published for e in world.sites[0].opened] == [[], []]
+    finally:
+        await asyncio.to_thread(world.pool.close)
+
+
+async def test_rows_are_scored_by_any_engine(make):
+    world = await make(2, pacing=PATIENT)
+    world.engines[0].failing = [EngineError("x")]
+    assert list(await world.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
+
+
+async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make):
+    world = await make(2)
+    a, b = world.engines
+    a.failing = [RequestRefused("no logprobs here")]
+    assert len(await world.pool.scores(PROMPT)) == 1
+    assert world.usable() == 1
+    await world.until(lambda: world.usable() == 2)
+    assert (a.published, b.published) == ([1, 1], [1])
+    for engine in world.engines:
+        engine.failing = [RequestRefused("too long")]
+    with pytest.raises(RequestRefused):
+        await world.pool.scores(PROMPT)
+    assert world.usable() == 2, "a row that none takes is at fault itself"
+
+
+# -- beginning and end -----------------------------------------------------------------------------
+
+
+def test_an_opener_that_fails_closes_the_others_also_late_ones():
+    closed = []
+    sites = [Site(0, True), Site(1, True), Site(2, True)]
+    sites[1].seconds, sites[1].failing = 0.1, [EngineDead("no such GPU")]
+    sites[2].seconds = 0.3
+    with pytest.raises(EngineDead, match="no such GPU"):
+        Pool(sites, close=lambda: closed.append(1))
+    assert closed == [1] and sites[0].engine.closed
+    end = time.monotonic() + 5
+    while not (sites[2].opened and sites[2].engine.closed):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_engines_open_side_by_side():
+    sites = [Site(i, True) for i in range(4)]
+    for site in sites:
+        site.seconds = 0.2
+    start = time.monotonic()
+    pool = Pool(sites)
+    assert time.monotonic() - start < 0.6
+    pool.close()
+
+
+async def test_close_ends_all_there_is():
+    closed = []
+    sites = [Site(0, True), Site(1, False), Site(2, True)]
+    pool = Pool(sites, close=lambda: closed.append(1), pacing=QUICK)
+    sites[0].engine.dead = True
+    sites[0].seconds = 0.3
+    sites[1].engine.hung = sites[2].engine.hung = True
+    ask = [
+        asyncio.create_task(
+            pool.generate(
+                PROMPT, Sampling(), episode_id=f"e{k}", seed=0, deadline=time.monotonic() + 60
+            )
+        )
+        for k in range(3)
+    ]
+    await asyncio.sleep(0.1)
+    start = time.monotonic()
+    await asyncio.to_thread(pool.close)
+    assert time.monotonic() - start < 0.5
+    for error in await asyncio.gather(*ask, return_exceptions=True):
+        assert isinstance(error, EngineError)
+    assert closed == [1]
+    await asyncio.to_thread(pool.close)
+    assert closed == [1]
+    assert all(e.closed for site in sites for e in site.opened), "the one being started, too"
+    assert not [t for t in threading.enumerate() if t.name.startswith("mend-engine")]
+    for call in (pool.ready(), pool.score(PROMPT)):
+        with pytest.raises(EngineError, match="closed"):
+            await call
+
+
+async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
+    world = await make(2)
+    world.engines[0].seconds = 60.0
+    turn = asyncio.create_task(world.ask("e"))
+    await world.until(lambda: world.asked() == [1, 0])
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    assert world.asked() == [1, 0] and world.usable() == 2
+
+
+# -- any faults at all -----------------------------------------------------------------------------
+
+
+def test_a_breaker_waits_longer_and_longer_until_a_request_is_answered():
+    breaker = Breaker()
+    for _ in range(2):
+        assert [breaker.failed(), breaker.failed(), breaker.failed()] == [False, False, True]
+        breaker.trip()
+        breaker.succeeded()  # a late answer says nothing
+        assert [breaker.next_wait() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+        breaker.close()
+        assert breaker.next_wait() == 60, "it has not answered a request yet"
+        breaker.succeeded()
+    assert breaker.next_wait() == 1
+
+
+FAULTS = ("die", "hang", "fail", "full", "claim", "refuse", "sleep", "publish", "wait")
+
+
+@settings(max_examples=40)
+@given(
+    ours=st.booleans(),
+    n=st.integers(1, 3),
+    schedule=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 2)), max_size=12),
+)
+def test_whatever_fails_tokens_are_the_published_policys_and_nothing_hangs(ours, n, schedule):
+    asyncio.run(asyncio.wait_for(any_faults(ours, n, schedule), 30))
+
+
+async def any_faults(ours, n, schedule):
+    world = World(n, ours=ours, pacing=QUICK)
+    done, version = asyncio.Event(), 1
+    try:
+        await world.publish(version)
+        for site in world.sites:
+            site.engine.seconds = 0.002
+
+        async def play(k):
+            """Turns as an agent loop asks for them, played again after an error."""
+            attempt = 0
+            while not done.is_set():
+                await learning()
+                await world.pool.ready()
+                try:
+                    for turn in range(4):
+                        await learning()
+                        await world.ask(f"e{k}+{attempt}", PROMPT * (turn + 1), seconds=1.0)
+                except EngineError:
+                    pass
+                world.pool.end(f"e{k}+{attempt}")
+                attempt += 1
+                await asyncio.sleep(0.001)
+
+        quiet = asyncio.Event()
+        quiet.set()
+
+        async def learning():
+            await quiet.wait()
+
+        async def new_policy(version):
+            """Nobody asks from `sleep` to `publish`: turns in flight are let out first."""
+            quiet.clear()
+            await world.until(lambda: not world.asking)
+            await world.sleep()
+            await asyncio.sleep(0.03)
+            await world.publish(version)
+            quiet.set()
+
+        players = [asyncio.create_task(play(k)) for k in range(5)]
+        for fault, k in schedule:
+            engine = world.sites[k % n].engine
+            if fault == "die" and ours:
+                engine.dead = True
+            elif fault == "hang":
+                engine.hung = True
+            elif fault == "fail":
+                engine.failing += [EngineError("reset"), EngineNonsense("NaN")] * 2
+            elif fault == "full":
+                engine.failing += [EngineOverloaded("full")] * 3
+            elif fault == "claim":
+                engine.claims, engine.weights = 0, -1
+            elif fault == "refuse" and n > 1 and k == 0:
+                engine.refuses += [EngineError("canary")]
+            elif fault == "publish":
+                version += 1
+                with contextlib.suppress(EngineError):
+                    await new_policy(version)
+            await asyncio.sleep(0.02)
+            if not ours and fault == "hang":
+                engine.hung = False
+        done.set()
+        for result in await asyncio.gather(*players, return_exceptions=True):
+            assert result is None or isinstance(result, EngineDead), repr(result)
+        assert not world.learner.misread
+        for site in world.sites:
+            for engine in site.opened:
+                assert not engine.live or engine.closed or engine is site.engine
+    finally:
+        start = time.monotonic()
+        await asyncio.to_thread(world.pool.close)
+        assert time.monotonic() - start < 2

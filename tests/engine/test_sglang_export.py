@@ -1,0 +1,62 @@
+"""What is exported, loaded by a real server from its folder: it says what the learner said."""
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from support.learner_world import config
+from transformers import AutoModelForCausalLM
+
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.http import fetch_json
+from agentrl.trainer.checkpoint import save_checkpoint
+from agentrl.trainer.export import export
+from agentrl.trainer.learner import Learner
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def load(sglang_server, tiny_model):
+    """Have the session's server load a folder; afterwards it has its own again."""
+
+    def ask(folder: Path) -> None:
+        status, said = fetch_json(
+            sglang_server.url,
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "flush_cache": True},
+            token=sglang_server.admin_token,
+            timeout=120,
+        )
+        assert status == 200 and said["success"], said
+
+    yield ask
+    ask(Path(tiny_model))
+
+
+@pytest.mark.parametrize("keys", [{}, {"model__lora_rank": 4}], ids=["full", "lora"])
+async def test_a_server_loads_it(load, sglang_server, tiny_model, tiny_tokenizer, tmp_path, keys):
+    cfg = config(**keys, model__path=str(tiny_model))
+    learner = Learner(tiny_model, cfg, total_steps=1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in learner.rank.optimizers["actor"].parameters.values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    save_checkpoint(tmp_path, 1, learner.ranks.save, {"config": cfg.model_dump(mode="json")})
+    export(tmp_path, tmp_path / "out", merge=True)
+    load(tmp_path / "out")
+    vocabulary = AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size
+    engine = SGLangEngine(
+        sglang_server.url,
+        vocabulary=vocabulary,
+        key=sglang_server.token,
+        admin_key=sglang_server.admin_token,
+        process=None,
+    )
+    row = array("i", tiny_tokenizer("What is 12*13? It is 156.")["input_ids"])
+    found, expected = torch.tensor(await engine.score(row)), learner.ranks.score(row)
+    torch.testing.assert_close(found[-len(expected) :], expected, atol=1e-4, rtol=0)
+    before = Learner(tiny_model, config(), total_steps=1).ranks.score(row)
+    assert (before - expected).abs().max() > 0.1
+    engine.close()

@@ -1,0 +1,215 @@
+"""Two real SGLang servers as one engine, and what becomes of a step when one dies or hangs."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.updates import update
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.agent_loops import attempt
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
+from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.member import Pacing
+from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import EngineDead
+from agentrl.rewards import make_scorer
+from agentrl.rollout import Rollouts
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Message, Sample, token_array
+
+pytestmark = pytest.mark.sglang
+
+QUICK = Pacing(health_every=1.0, health_seconds=5.0, first_wait=0.2)
+VERSION = 5
+ROW = token_array(range(3, 40))
+
+
+def engine_of(server, model, process=None):
+    return SGLangEngine(
+        server.url,
+        vocabulary=AutoConfig.from_pretrained(model).vocab_size,
+        key=server.token,
+        admin_key=server.admin_token,
+        process=process,
+    )
+
+
+class Site:
+    """Starts one server after another."""
+
+    def __init__(self, model, python, *, most=99):
+        self.model, self.python = model, python
+        self.processes = []
+        self.most = most
+        """How many."""
+
+    def __call__(self):
+        if len(self.processes) >= self.most:
+            raise EngineDead("no machine is left")
+        process = SGLangLaunch(str(self.model), python=self.python, dtype="float32").start()
+        self.processes.append(process)
+        return engine_of(process, self.model, process)
+
+    @property
+    def process(self):
+        return self.processes[-1]
+
+
+def scheduler_of(process) -> int:
+    """The process in the server's group that computes."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
+            name = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if group == process.pid and name.startswith(b"sglang::scheduler"):
+            return int(folder.name)
+    raise AssertionError("no scheduler")
+
+
+def logprobs_of(model, row):
+    ids = torch.tensor([row.tolist()])
+    with torch.inference_mode():
+        logits = model(input_ids=ids[:, :-1]).logits[0].float()
+    found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), found])
+
+
+class World:
+    """A pool that samples another policy than its servers began with, and talks at length."""
+
+    def __init__(self, folder, openers, *, turn_tokens=400, n=8):
+        self.n = n
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        base = logprobs_of(model, ROW)
+        with torch.no_grad():
+            model.get_parameter("model.norm.weight").mul_(0.1)  # anything may follow anything
+        self.expected = logprobs_of(model, ROW)
+        assert (self.expected - base).abs().max() > 0.05
+        config = Config.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "rollout": {"max_turn_tokens": turn_tokens, "timeout_s": 60},
+            }
+        )
+        self.pool = Pool(openers, pacing=QUICK)
+        self.rollouts = Rollouts(
+            attempt.World(self.pool, attempt.load_template(config), LocalToolbox(), config),
+            make_scorer(config.reward),
+            seed=0,
+        )
+        policy = ((n, p.detach()) for n, p in model.named_parameters())
+        self.pool.publish(update(policy, VERSION))
+
+    def step(self, number, harm):
+        """A step during which harm is done, once turns are in flight."""
+        timer = threading.Thread(target=harm)
+        timer.start()
+        groups = self.rollouts.collect(SAMPLES, n=self.n, sampling=Sampling(), step=number)
+        timer.join()
+        assert [(len(g.scored), g.dropped) for g in groups] == [(self.n, 0)] * len(SAMPLES)
+        for scored in (s for g in groups for s in g.scored):
+            for segment in scored.trajectory.segments:
+                assert {v for v in segment.versions if v >= 0} == {VERSION}
+
+    def until_usable(self, n):
+        end = time.monotonic() + 300
+        while self.pool.metrics()["engine/usable"] < n:
+            assert time.monotonic() < end, "a server did not come back"
+            time.sleep(0.1)
+
+    def check_weights(self, *members):
+        for member in members:
+            found = torch.tensor(list(self.rollouts.run(member.engine.score(ROW))))
+            torch.testing.assert_close(found, self.expected, atol=1e-4, rtol=0)
+
+    def close(self):
+        self.rollouts.close()
+        self.pool.close()
+
+
+SAMPLES = [
+    Sample(
+        f"r{i}",
+        (Message("user", f"What is 3*4+{i}?"),),
+        "single_turn",
+        "openai/gsm8k",
+        "12",
+        row=i,
+    )
+    for i in range(4)
+]
+
+
+def in_flight(member):
+    end = time.monotonic() + 30
+    while len(member.flights) < 4:
+        assert time.monotonic() < end, "no turns to harm"
+        time.sleep(0.005)
+
+
+def test_one_of_two_servers_is_killed_and_the_step_completes(
+    sglang_server, sglang_python, tiny_model
+):
+    site = Site(tiny_model, sglang_python, most=1)
+    openers = [site, lambda: engine_of(sglang_server, tiny_model)]
+    world = World(tiny_model, openers, turn_tokens=150, n=4)
+    a, b = world.pool._members
+    try:
+        world.check_weights(a, b)
+
+        def kill():
+            in_flight(a)
+            os.killpg(site.process.pid, signal.SIGKILL)
+
+        world.step(1, kill)
+        found = world.pool.metrics()
+        assert found["engine/failovers"] >= 4 and found["engine/usable"] == 1
+        world.check_weights(b)
+    finally:
+        world.close()
+    assert not site.process.running and sglang_server.running
+
+
+@pytest.mark.slow
+def test_steps_outlive_their_servers(sglang_python, random_model):
+    """One of two killed, one of two stopped, and one alone killed."""
+    sites = [Site(random_model, sglang_python) for _ in range(2)]
+    world = World(random_model, sites)
+    a, b = world.pool._members
+    try:
+        world.check_weights(a, b)
+
+        def kill():
+            in_flight(a)
+            os.killpg(sites[0].process.pid, signal.SIGKILL)
+
+        world.step(1, kill)
+        assert len(sites[0].processes) <= 2 and len(sites[1].processes) == 1
+        world.until_usable(2)
+        world.check_weights(a, b)
+
+        def stop():
+            in_flight(b)
+            sites[1].most = 1
+            os.kill(scheduler_of(sites[1].process), signal.SIGSTOP)
+
+        start = time.monotonic()
+        world.step(2, stop)
+        assert time.monotonic() - start < 45, "noticed, not waited for to the episodes' end"
+        assert not sites[1].process.running
+
+        world.step(3, kill)  # which is alone now
+        assert len(sites[0].processes) == 3
+        world.check_weights(a)
+    finally:
+        world.close()
+    assert not any(p.running for site in sites for p in site.processes)

@@ -1,0 +1,230 @@
+"""What a server says of its weights, against what it was sent."""
+
+import orjson
+import pytest
+import torch
+from support.updates import update
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.proof import NOT_COMPARED, ROWS, WeightsProof
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import EngineError
+
+BF16 = torch.bfloat16
+
+
+class Server:
+    """Answers as SGLang does, from weights that it holds in its precision."""
+
+    url = "http://server"
+
+    def __init__(self, *, by_name=True, by_checksum=False, dtype=torch.float32):
+        self.by_name, self.by_checksum, self.dtype = by_name, by_checksum, dtype
+        self.held = {}
+        self.asked = []
+
+    def load(self, weights):
+        self.held |= {name: t.to(self.dtype) for name, t in weights}
+
+    def attempt(self, path, body):
+        self.asked.append((path, body))
+        if path == "/get_weights_by_name":
+            if not self.by_name:
+                return 400, b'{"error": {"message": "Get parameter by name failed"}}'
+            tensor = self.held[body["name"]].float()
+            return 200, orjson.dumps(tensor.tolist()[: body["truncate_size"]])
+        assert (path, body) == ("/weights_checker", {"action": "checksum"})
+        if not self.by_checksum:
+            return 400, b'{"success": false, "message": "no GPU"}'
+        sums = [t.double().sum().item() for t in self.held.values()]
+        return 200, orjson.dumps({"success": True, "per_engine_checksum": str(sums)})
+
+    def names(self):
+        return [body["name"] for path, body in self.asked if path == "/get_weights_by_name"]
+
+
+def weights(seed=0, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+    shapes = {
+        "model.embed_tokens.weight": (32, 8),
+        "model.layers.0.self_attn.q_proj.weight": (8, 8),
+        "model.layers.0.self_attn.k_proj.weight": (4, 8),
+        "model.layers.0.self_attn.v_proj.weight": (4, 8),
+        "model.layers.0.mlp.down_proj.weight": (8, 16),
+        "model.norm.weight": (8,),
+    }
+    return {n: torch.randn(s, generator=random).to(dtype) for n, s in shapes.items()}
+
+
+def proof(server):
+    found = WeightsProof(server)  # type: ignore[arg-type]
+    found.before()
+    return found
+
+
+def publish(server, found, version, sent, arrives=None):
+    """Send some weights, of which others arrive."""
+    server.load((sent if arrives is None else arrives).items())
+    found.after(update(sent.items(), version))
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("here", [torch.float32, BF16])
+def test_what_was_sent_is_proven_in_the_servers_precision(here, there):
+    server = Server(dtype=there)
+    found = proof(server)
+    for version in range(3):
+        publish(server, found, version, weights(version, here))
+    assert len(server.names()) == 9 and len(set(server.names())) == 3
+    assert not any(part in name for name in server.names() for part in NOT_COMPARED)
+
+
+def test_merged_lora_is_proven_by_what_was_sent_of_it():
+    server = Server()
+    server.load(weights().items())
+    found = proof(server)
+    adapted = {n: t for n, t in weights(1).items() if n.endswith("q_proj.weight")}
+    publish(server, found, 1, adapted)
+    assert server.names() == [*adapted]
+
+
+@pytest.mark.parametrize("fault", ["nothing", "the last", "one number", "another shape"])
+def test_other_values_are_refused(fault):
+    server = Server(dtype=BF16)
+    found = proof(server)
+    publish(server, found, 1, weights(1))
+    sent = weights(2)
+    arrives = {"nothing": {}, "the last": weights(1)}.get(fault, dict(sent))
+    for name, tensor in arrives.items():
+        if fault == "one number":
+            arrives[name] = tensor.clone()
+            arrives[name].view(-1)[0] *= 1.01
+        if fault == "another shape":
+            arrives[name] = tensor[..., :-1]
+    with pytest.raises(EngineError, match=r"http://server: version 2 .* another model\.\w+"):
+        publish(server, found, 2, sent, arrives)
+
+
+def test_what_lies_after_the_first_rows_is_not_seen_here():
+    """Which is why there is a canary."""
+    server = Server()
+    sent = weights()
+    arrives = dict(sent)
+    name = "model.embed_tokens.weight"
+    arrives[name] = sent[name].clone()
+    arrives[name][ROWS:] += 1
+    publish(server, proof(server), 1, sent, arrives)
+
+
+def test_a_server_of_another_family_is_asked_once():
+    server = Server(by_name=False)
+    found = proof(server)
+    publish(server, found, 1, weights(1))
+    publish(server, found, 2, weights(2), weights(1))
+    assert len(server.names()) == 1
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+def by_checksum():
+    server = Server(by_name=False, by_checksum=True)
+    server.load(weights().items())
+    return server, proof(server)
+
+
+def test_a_checksum_changes_with_the_weights_and_with_nothing_else():
+    server, found = by_checksum()
+    for version, seed in enumerate([0, 1, 1, 2, 0]):
+        publish(server, found, version, weights(seed))
+
+
+def test_weights_that_did_not_arrive():
+    server, found = by_checksum()
+    publish(server, found, 1, weights(1))
+    with pytest.raises(EngineError, match=r"version 2 .* but the server's are as they were"):
+        publish(server, found, 2, weights(2), {})
+
+
+def test_weights_that_changed_by_themselves():
+    server, found = by_checksum()
+    publish(server, found, 1, weights(1))
+    with pytest.raises(EngineError, match=r"version 2 .* but the server's have changed"):
+        publish(server, found, 2, weights(1), weights(2))
+
+
+def test_one_number_of_one_tensor_counts():
+    server, found = by_checksum()
+    sent = weights(1, BF16)
+    publish(server, found, 1, sent)
+    sent["model.norm.weight"] = sent["model.norm.weight"].clone()
+    sent["model.norm.weight"][3] *= 2
+    with pytest.raises(EngineError, match="as they were"):
+        publish(server, found, 2, sent, {})
+
+
+def test_no_checksum_is_asked_for_twice_where_there_is_none():
+    server = Server(by_name=False)
+    found = proof(server)
+    for version in range(3):
+        publish(server, found, version, weights(version), {})
+    assert [path for path, _ in server.asked].count("/weights_checker") == 1
+
+
+# -- a real server ---------------------------------------------------------------------------------
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_llama_server_proves_its_weights(sglang_python, random_model, tmp_path):
+    vocabulary = AutoConfig.from_pretrained(random_model).vocab_size
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # twice what SGLang's answer takes for granted
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((random_model / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        (random_model / "tokenizer_config.json").read_bytes()
+    )
+    server = SGLangLaunch(str(tmp_path), python=sglang_python, dtype="float32").start()
+    try:
+        engine = SGLangEngine(
+            server.url,
+            vocabulary=vocabulary,
+            key=server.token,
+            admin_key=server.admin_token,
+            process=server,
+        )
+        for version in range(1, 3):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.01)
+            sent = [(n, p.detach().clone()) for n, p in model.named_parameters()]
+            engine.publish(update(sent, version))
+            assert engine._proof._by_name, "the server gives its weights"
+        control = Control(server.url, key=server.token, admin_key=server.admin_token)
+        for name, tensor in sent:  # what is never compared is what the server gives wrongly
+            held = control.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
+            same = torch.equal(torch.tensor(held), tensor[:ROWS])
+            assert same or any(part in name for part in NOT_COMPARED), name
+        send = engine._sender.send
+        engine._sender.send = lambda u: send(update([("lm_head.weight", sent[0][1])], u.version))
+        with pytest.raises(EngineError, match=r"version 3 .* the server holds another"):
+            engine.publish(update([(n, t + 1) for n, t in sent], 3))
+    finally:
+        server.stop()

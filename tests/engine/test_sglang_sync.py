@@ -1,0 +1,321 @@
+"""Weights in buckets: how they are cut, and that a real server reads them however they come.
+
+On a CPU, memory is shared by name in place of CUDA's handles, and gloo broadcasts in place of NCCL;
+the server's code is the same.
+"""
+
+import base64
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from contextlib import closing
+from itertools import pairwise
+from threading import Timer
+
+import orjson
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.updates import update
+from transformers import AutoModelForCausalLM
+
+from agentrl.engine.base import Update
+from agentrl.engine.remote import nccl
+from agentrl.engine.remote.buckets import IpcSender, cut, serialize
+from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.nccl import NcclSender
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import EngineError
+
+F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
+
+kinds = st.sampled_from([F32, BF16, I64])
+shapes = st.lists(st.integers(0, 5), max_size=3)
+tensors = st.lists(st.tuples(shapes, kinds), min_size=1, max_size=12)
+
+
+def named(drawn):
+    return [
+        (f"t{i}", (torch.arange(torch.Size(shape).numel()) + i).to(kind).reshape(shape))
+        for i, (shape, kind) in enumerate(drawn)
+    ]
+
+
+def contents(bucket):
+    """Tensors by name, as the server takes a bucket apart."""
+    parts = bucket.flat.split([shape.numel() for shape in bucket.shapes])
+    return {
+        name: part.view(shape)
+        for name, part, shape in zip(bucket.names, parts, bucket.shapes, strict=True)
+    }
+
+
+@given(tensors, st.integers(1, 200), st.sampled_from([None, BF16]))
+def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit, dtype):
+    weights = named(drawn)
+    buckets = list(cut(weights, dtype=dtype, limit=limit))
+    assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in weights]
+    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    found = {name: t for bucket in buckets for name, t in contents(bucket).items()}
+    for name, tensor in weights:
+        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        assert found[name].dtype == kind
+        assert torch.equal(found[name], tensor.to(kind))
+
+
+@given(tensors, st.integers(1, 200))
+def test_buckets_are_as_full_as_may_be(drawn, limit):
+    buckets = list(cut(named(drawn), dtype=None, limit=limit))
+    for bucket in buckets:
+        assert bucket.bytes.nbytes <= limit or len(bucket.names) == 1
+    for one, two in pairwise(buckets):
+        first = next(iter(contents(two).values()))
+        assert first.dtype != one.flat.dtype or one.bytes.nbytes + first.nbytes > limit
+
+
+def test_a_bucket_is_a_copy_of_its_own_size():
+    tied = torch.ones(2, 3, requires_grad=True)
+    (bucket,) = cut([("a", tied), ("b", tied), ("c", tied.t())], dtype=BF16, limit=1000)
+    assert bucket.flat.untyped_storage().nbytes() == 3 * 6 * 2
+    assert not bucket.flat.requires_grad
+    assert contents(bucket)["c"].shape == (3, 2)
+
+
+def test_only_the_bucket_that_is_being_filled_is_held():
+    """What LoRA merges is made for us: it must be gone once it was copied."""
+    from weakref import ref
+
+    alive = []
+
+    def weights():
+        for i in range(6):
+            tensor = torch.zeros(10)
+            alive.append(ref(tensor))
+            yield f"t{i}", tensor
+
+    for bucket in cut(weights(), dtype=None, limit=80):  # two of them
+        held = sum(r() is not None for r in alive)
+        assert held <= 1, "beside the bucket there is only the tensor that did not fit"
+        del bucket
+
+
+READER = """
+import base64, json, pickle, sys
+made = pickle.loads(base64.b64decode(sys.stdin.read()))
+flat = made["flattened_tensor"]
+found = {
+    m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape).tolist()
+    for m in made["metadata"]
+}
+print(json.dumps(found))
+flat.zero_()
+"""
+
+
+def test_another_process_reads_and_shares_a_bucket():
+    weights = [(f"t{i}", torch.full((i,), float(i))) for i in range(6)]
+    (bucket,) = cut(weights, dtype=BF16, limit=1000)
+    data = serialize(bucket)
+    done = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=base64.b64encode(data),
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    assert orjson.loads(done.stdout) == {name: t.tolist() for name, t in weights}
+    assert not bucket.flat.any(), "the other process had the same memory"
+
+
+def test_a_pickle_names_what_the_server_lets_in_and_shares_memory_once():
+    """SGLang's unpickler takes classes of torch and of a few standard modules."""
+    (bucket,) = cut([(f"t{i}", torch.ones(3)) for i in range(9)], dtype=None, limit=1000)
+    names = []
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module, name):
+            names.append((module, name))
+            return super().find_class(module, name)
+
+    Reader(io.BytesIO(serialize(bucket))).load()
+    assert {module.partition(".")[0] for module, _ in names} <= {"torch", "types"}
+    assert names.count(("torch.multiprocessing.reductions", "rebuild_storage_filename")) == 1
+
+
+# -- a real server ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=F32).eval()
+
+
+@pytest.fixture
+def control(sglang_server):
+    server = sglang_server
+    return Control(server.url, key=server.token, admin_key=server.admin_token, process=server)
+
+
+def weights(model, by=0.0):
+    return [(name, p.detach() + by * p.detach().sign()) for name, p in model.named_parameters()]
+
+
+ROW = array("i", range(3, 60))
+
+
+def engine(server, model, sender):
+    return SGLangEngine(
+        server.url,
+        vocabulary=model.config.vocab_size,
+        key=server.token,
+        admin_key=server.admin_token,
+        process=server,
+        sender=sender,
+    )
+
+
+@torch.inference_mode()
+def scores(model, weights):
+    """Of the model with these weights, by transformers."""
+    from torch.func import functional_call
+
+    ids = torch.tensor([list(ROW)])
+    logits = functional_call(model, dict(weights), ids).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+SENDERS = {
+    "ipc": lambda control, size: IpcSender(control, dtype=F32, bucket_bytes=size),
+    "gloo": lambda control, size: NcclSender(control, dtype=F32, backend="gloo", bucket_bytes=size),
+}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("way", SENDERS)
+async def test_the_server_holds_what_was_sent_in_one_bucket_or_in_many(sglang_server, model, way):
+    found = []
+    for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
+        sent = weights(model, by)
+        there = engine(sglang_server, model, lambda c, s=size: SENDERS[way](c, s))
+        with closing(there._sender):
+            assert there.publish(update(sent, version)) == sum(t.nbytes for _, t in sent)
+            row = torch.tensor(await there.score(ROW))[1:]
+        torch.testing.assert_close(row, scores(model, sent), atol=2e-5, rtol=0)
+        found.append(row)
+    assert torch.equal(found[1], found[2])
+    assert (found[0] - found[1]).abs().max() > 1e-2
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("way", SENDERS)
+def test_the_version_comes_with_the_last_bucket_only(control, model, way):
+    sender = SENDERS[way](control, 20_000)
+    versions = []
+
+    def watched():
+        for named in weights(model):
+            versions.append(control.ask("/model_info")["weight_version"])
+            yield named
+
+    with closing(sender):
+        sender.send(update(weights(model), 70))
+        sender.send(update(watched(), 71))
+    assert set(versions) == {"70"}
+    assert control.ask("/model_info")["weight_version"] == "71"
+
+
+@pytest.mark.sglang
+def test_a_group_serves_many_updates_and_leaves_nothing(control, model):
+    sender = SENDERS["gloo"](control, 2**30)
+    sender.send(update(weights(model), 80))
+    group = sender._group
+    sender.send(update(weights(model), 81))
+    assert sender._group is group
+    assert not torch.distributed.is_initialized()
+    sender.close()
+    sender.close()
+    body = {"group_name": group.name}
+    status, answer = control.attempt("/destroy_weights_update_group", body)
+    assert status == 400 and b"does not exist" in answer
+    sender.send(update(weights(model), 82))
+    assert control.ask("/model_info")["weight_version"] == "82"
+    sender.close()
+
+
+def quickly(call):
+    """Run what must fail, and soon."""
+    start = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        call()
+    assert time.monotonic() - start < 30
+    return caught.value
+
+
+@pytest.mark.sglang
+def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monkeypatch):
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    sender = NcclSender(control, backend="gloo")
+    manage = control.manage
+    monkeypatch.setattr(
+        control, "manage", lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
+    )
+    error = quickly(lambda: sender.send(update(weights(model), 90)))
+    assert "/init_weights_update_group" in str(error)
+    monkeypatch.undo()
+    sender.send(update(weights(model), 91))
+    assert control.ask("/model_info")["weight_version"] == "91"
+    sender.close()
+
+
+@pytest.mark.sglang
+def test_an_answer_that_comes_without_the_broadcast_is_no_hang(control, model, monkeypatch):
+    """A server that says no before it takes part leaves our end waiting for it."""
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    sender = NcclSender(control, backend="gloo")
+    sender.send(update(weights(model), 95))
+    manage = control.manage
+
+    def elsewhere(path, body, **k):
+        return manage("/no_such_endpoint", body, **k)
+
+    monkeypatch.setattr(control, "manage", elsewhere)
+    error = quickly(lambda: sender.send(update(weights(model), 96)))
+    assert "/no_such_endpoint: status" in str(error)
+    assert sender._group is None
+
+
+def test_a_server_that_is_not_there_is_an_error_at_once():
+    sender = NcclSender(Control("http://127.0.0.1:1"), backend="gloo")
+    error = quickly(lambda: sender.send(update([("a", torch.ones(3))], 1)))
+    assert "127.0.0.1:1" in str(error)
+    sender.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_server_that_dies_within_a_broadcast_is_an_error(sglang_python, model, tiny_model):
+    server = SGLangLaunch(str(tiny_model), python=sglang_python, dtype="float32").start()
+    try:
+        control = Control(server.url, key=server.token, admin_key=server.admin_token)
+        sender = NcclSender(control, backend="gloo", bucket_bytes=1)
+
+        def halted():
+            for i, named in enumerate(weights(model)):
+                if i == 3:
+                    # Stopped, it neither answers nor takes part.
+                    os.killpg(server.pid, signal.SIGSTOP)
+                    Timer(2, os.killpg, (server.pid, signal.SIGKILL)).start()
+                yield named
+
+        quickly(lambda: sender.send(Update(1, halted)))
+        assert not server.running
+        sender.close()
+    finally:
+        server.stop()

@@ -1,0 +1,60 @@
+"""Weights that pass from process to process in a folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.updates import update
+
+from agentrl.engine.base import Update
+from agentrl.engine.remote import files
+from agentrl.engine.remote.files import (
+    check_seen,
+    names_in,
+    passing_folder,
+    write_update,
+    write_weights,
+)
+from agentrl.errors import ConfigError
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(4), "c": torch.ones(1)}
+
+
+def refused():
+    raise AssertionError("weights that are written elsewhere are not fetched as well")
+
+
+def test_an_update_is_written_here_or_where_its_weights_are(tmp_path):
+    given = []
+
+    def write(folder, dtype):
+        given.append(folder)
+        return 44
+
+    assert write_update(update(WEIGHTS.items(), 1), tmp_path) == 44
+    assert names_in(tmp_path) == set(WEIGHTS)
+    assert write_update(Update(1, refused, write=write), tmp_path) == 44
+    assert given == [tmp_path]
+
+
+def test_names_are_of_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "FILE_BYTES", 20)
+    write_update(update(WEIGHTS.items(), 1), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert names_in(tmp_path) == set(WEIGHTS)
+
+
+def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with passing_folder() as folder:
+        assert Path(folder).parent == tmp_path
+        check_seen(Path(folder))
+    with pytest.raises(ConfigError, match=rf"files in {tmp_path} .* 10\.0\.0\.7 does not see"):
+        check_seen(Path(folder), "10.0.0.7")
+
+
+def test_weights_are_written_in_the_precision_that_is_asked_for(tmp_path):
+    assert write_weights({"a": torch.arange(3.0)}.items(), tmp_path, torch.bfloat16) == 6
+    (file,) = tmp_path.iterdir()
+    assert load_file(file)["a"].dtype == torch.bfloat16

@@ -1,0 +1,115 @@
+"""Incidents in two turns: who is right earns 1.1, who games the form at most a tenth."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl import play
+from agentrl.config import load_config, without_effect
+from agentrl.data import check_samples, load_samples, write_rows
+from agentrl.registry import load_file
+from agentrl.rewards import check_graders, make_scorer
+from agentrl.testing import Scripted, byte_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples/aiops"
+ROOM = ["rollout.max_turn_tokens=8192", "rollout.max_trajectory_tokens=32768"]
+THOUGHT = "Two services wait for the third, whose own metrics are bad, so it is that one."
+
+
+@pytest.fixture
+def env():
+    return load_file(str(EXAMPLE / "env.py"))
+
+
+def made(env, tmp_path, count=1, seed=0, difficulty=2):
+    rows = env.rows(count, seed, difficulty)
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, rows)
+    samples = load_samples(str(file))
+    check_samples(samples, str(file))
+    return list(zip(rows, samples, strict=True))
+
+
+def scored(sample, *answers):
+    config = load_config(str(EXAMPLE / "run.yaml"), ROOM)
+    tokenizer = byte_tokenizer()
+    trajectory = play(sample, Scripted(list(answers), tokenizer), tokenizer, config=config)
+    return asyncio.run(make_scorer(config.reward).score(trajectory))
+
+
+@pytest.mark.parametrize("difficulty", [0, 1, 2, 4])
+def test_the_policy_that_is_right(env, tmp_path, difficulty):
+    for row, sample in made(env, tmp_path, 25, difficulty, difficulty):
+        s = scored(sample, *env.gold(row))
+        assert s.reward == pytest.approx(1.1) and s.metrics["acc"] == 1
+        assert (s.metrics["service_incident"], s.metrics["json_only"]) == (1, 1)
+        assert [m.role for m in s.trajectory.messages] == ["user", "assistant"] * 2
+        assert s.trajectory.stop_reason == "done"
+
+
+def test_rows_are_new_and_do_not_give_the_answer_away(env):
+    rows = env.rows(100, 1, 2)
+    assert len({r["prompt"] for r in rows}) == 100 and rows == env.rows(100, 1, 2)
+    assert all(r["ground_truth"] not in r["prompt"] for r in rows)
+    assert not {r["prompt"] for r in env.rows(100, 3, 2)} & {r["prompt"] for r in rows}
+    # What cries the loudest, and what is logged the most, is not at fault.
+    loudest = 0
+    for row in rows:
+        lines = [line for line in row["prompt"].splitlines() if "%" in line]
+        worst = max(lines, key=lambda line: int(line.split("%")[-2].split()[-1]))
+        loudest += row["ground_truth"].startswith(worst.split(":")[0])
+    assert loudest < 60
+
+
+def hacks(env, truth):
+    """Ways to be paid without being right, or right for the wrong reasons: what each is worth."""
+    service, kind = truth.split(":")
+    right = json.dumps({"service": service, "incident_type": kind})
+    wrong = json.dumps({"service": service, "incident_type": "bad_deploy"
+                        if kind != "bad_deploy" else "disk_full"})  # fmt: skip
+    all_of_them = "\n".join(
+        json.dumps({"service": s, "incident_type": k})
+        for s, k in itertools.product(env.SERVICES, env.SYMPTOMS)
+    )
+    yield (THOUGHT, wrong), 0.1
+    yield ("", right), 1.0  # right, but it did not reason
+    yield (right, "As I said."), 0
+    yield (right, right), 1.0
+    yield (THOUGHT, f"Here it is: {right}"), 1.0
+    yield (THOUGHT, f"```json\n{right}\n```"), 1.0
+    yield (THOUGHT, all_of_them), 0
+    yield (THOUGHT, f"{wrong}\n{right}"), 0
+    yield (THOUGHT, json.dumps({"service": [*env.SERVICES], "incident_type": [*env.SYMPTOMS]})), 0
+    doubled = f'{{"service": "x", "service": "{service}", "incident_type": "{kind}"}}'
+    yield (THOUGHT, doubled), 0
+    yield (THOUGHT, f'{{"service": "{service}", "incident_type": "{kind}", "sure": "yes"}}'), 0
+    yield (THOUGHT, json.dumps({"service": service, "incident_type": "anything"})), 0
+    yield (THOUGHT, "[" * 5000), 0
+    yield (THOUGHT, truth), 0
+
+
+def test_what_does_not_pay(env, tmp_path):
+    ((_, sample),) = made(env, tmp_path)
+    for answers, worth in hacks(env, sample.ground_truth):
+        assert scored(sample, *answers).reward == pytest.approx(worth), answers
+
+
+def test_one_turn_alone_earns_nothing(env, tmp_path):
+    ((row, sample),) = made(env, tmp_path)
+    config = load_config(str(EXAMPLE / "run.yaml"), [*ROOM, "rollout.max_turns=1"])
+    tokenizer = byte_tokenizer()
+    trajectory = play(sample, Scripted(env.gold(row)[1:], tokenizer), tokenizer, config=config)
+    assert trajectory.stop_reason == "turns"
+    assert asyncio.run(make_scorer(config.reward).score(trajectory)).reward == 0
+
+
+def test_the_config_loads_and_every_key_has_an_effect(env, tmp_path):
+    config = load_config(str(EXAMPLE / "run.yaml"))
+    assert without_effect(config) == [] and config.diff()
+    samples = [sample for _, sample in made(env, tmp_path, 3)]
+    check_graders(samples, make_scorer(config.reward), "rows.jsonl")

@@ -1,0 +1,138 @@
+"""CartPole as a conversation, and the two textbook learners beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import gymnasium
+import pytest
+import torch
+
+from agentrl import play
+from agentrl.config import load_config, without_effect
+from agentrl.data import check_samples, load_samples, write_rows
+from agentrl.registry import load_file
+from agentrl.rewards import make_scorer
+from agentrl.testing import Scripted, byte_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples/cartpole"
+ROOM = ["rollout.max_turn_tokens=64", "rollout.max_trajectory_tokens=32768"]
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture
+def env():
+    return load_file(str(EXAMPLE / "env.py"))
+
+
+@pytest.fixture
+def starts(env, tmp_path):
+    """Rows as a run would read them."""
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, env.rows(8, 3))
+    samples = load_samples(str(file))
+    check_samples(samples, str(file), load_config(str(EXAMPLE / "run.yaml")).interaction.kwargs)
+    return samples
+
+
+def scored(sample, policy):
+    """A game by a policy: a function of what the user said last."""
+    config = load_config(str(EXAMPLE / "run.yaml"), ROOM)
+
+    def says(prompt, turn):
+        return policy(prompt.rpartition("user\n")[2].partition("<|im_end|>")[0])
+
+    t = play(sample, Scripted(says, TOKENIZER), TOKENIZER, config=config)
+    return asyncio.run(make_scorer(config.reward).score(t))
+
+
+def test_who_pushes_to_where_it_falls_keeps_the_pole_up(env, starts):
+    for sample in starts:
+        s = scored(sample, env.gold)
+        assert (s.reward, s.metrics["acc"], s.metrics["steps"]) == (1.0, 1.0, 50)
+        assert len(s.trajectory.turns) == 50 and s.trajectory.stop_reason == "done"
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [
+        (lambda said: "left", 0.22),
+        (lambda said: "It leans, so: right", 0.22),
+        (lambda said: "left" if "falls right" in said else "right", 0.3),
+        (lambda said: "left or right, who knows?", 0.3),  # the last one named counts: right
+        (lambda said: "hold it", 0),
+    ],
+)
+def test_a_policy_that_does_not_look_drops_it(starts, policy, most):
+    assert all(scored(sample, policy).reward <= most for sample in starts)
+
+
+def test_the_prompt_shows_the_start_and_rollouts_of_a_row_begin_alike(env, starts):
+    for sample in starts:
+        seed = sample.interaction_kwargs["seed"]
+        game = gymnasium.make("CartPole-v1")
+        observation, _ = game.reset(seed=seed)
+        assert sample.prompt[0].content == f"{env.ASK}\n{env.words(observation)}"
+        observation, *_ = game.step(1)
+        games = [scored(sample, lambda said: "right").trajectory for _ in range(2)]
+        assert games[0].messages == games[1].messages
+        assert games[0].messages[2].content == env.words(observation)
+        game.close()
+
+
+def test_a_trace_is_better_than_chance_and_worse_than_gold(env):
+    def mean_length(looks):
+        games = [env.habit(start, looks) for start in range(60)]
+        return sum(m["role"] == "assistant" for game in games for m in game) / len(games)
+
+    assert 18 < mean_length(0) < 28 and mean_length(1) == 50
+    assert 28 < mean_length(env.LOOKS) < 42
+    rows = env.rows(20, 2)
+    said = [m["content"] for row in rows for m in row["trace"] if m["role"] == "assistant"]
+    assert 0.4 < said.count("left") / len(said) < 0.6 and set(said) == {"left", "right"}
+    assert all(row["trace"][-1]["role"] == "assistant" for row in rows)
+    assert all(row["prompt"] == row["trace"][0]["content"] for row in rows)
+
+
+def test_the_config_loads_and_every_key_has_an_effect():
+    config = load_config(str(EXAMPLE / "run.yaml"))
+    assert without_effect(config) == [] and config.diff()
+
+
+# -- the textbook's side ---------------------------------------------------------------------------
+
+
+def test_advantages_of_a_game_worked_by_hand():
+    ppo = load_file(str(EXAMPLE / "ppo.py"))
+    rewards, values = torch.ones(3, 1), torch.tensor([[2.0], [3.0], [4.0]])
+    ends, last = torch.tensor([[0.0], [1.0], [0.0]]), torch.tensor([5.0])
+    found = ppo.advantages(rewards, values, ends, last)
+    after = 1 + 0.99 * 5 - 4  # the third step is of another game
+    fell = 1 - 3
+    first = 1 + 0.99 * 3 - 2 + 0.99 * 0.95 * fell
+    torch.testing.assert_close(found[:, 0], torch.tensor([first, fell, after]))
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_it_runs(name, capsys):
+    threads = torch.get_num_threads()
+    try:
+        curve = load_file(str(EXAMPLE / f"{name}.py")).train(1500, seed=0)
+    finally:
+        torch.set_num_threads(threads)
+    steps, length = curve[-1]
+    assert 1000 < steps <= 1500 and 8 < length < 60
+    assert f"{steps:7d} steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.learning
+@pytest.mark.parametrize(("name", "steps"), [("dqn", 30_000), ("ppo", 60_000)])
+def test_it_learns(name, steps):
+    threads = torch.get_num_threads()
+    try:
+        curve = load_file(str(EXAMPLE / f"{name}.py")).train(steps, seed=0)
+    finally:
+        torch.set_num_threads(threads)
+    assert max(length for _, length in curve) >= 195

@@ -1,0 +1,63 @@
+"""Ranks that add up what they get."""
+
+import os
+import signal
+import time
+
+import torch
+from torch import distributed
+
+from agentrl.errors import ConfigError, UserError
+from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+
+
+class Adder:
+    """Adds what the ranks are given."""
+
+    def __init__(self, start=0.0, refuses=-1):
+        distributed.init_process_group("gloo")
+        self.rank = distributed.get_rank()
+        if self.rank == refuses:
+            raise ConfigError("this rank has no weights")
+        self.total = torch.tensor(start, dtype=torch.float64)
+
+    @dispatch(SPLIT)
+    def add(self, share, times=1):
+        found = share.double().sum() * times
+        distributed.all_reduce(found)
+        self.total += found
+        return self.rank, share.shape[0], float(found)
+
+    @dispatch(BROADCAST)
+    def sum(self, value):
+        found = torch.tensor(float(value))
+        distributed.all_reduce(found)
+        return float(found)
+
+    @dispatch(BROADCAST)
+    def alone(self):
+        return self.rank, float(self.total)
+
+    @dispatch(SPLIT)
+    def variables(self, names):
+        return {name: os.environ.get(name) for name in names}, os.getcwd()
+
+    @dispatch(BROADCAST)
+    def raising(self, on, what):
+        if self.rank == on:
+            raise UserError("row 7 is broken") if what == "user" else KeyError(what)
+        distributed.barrier()
+
+    @dispatch(BROADCAST)
+    def killed(self, on):
+        if self.rank == on:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.barrier()
+
+    @dispatch(BROADCAST)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return "slept"
+
+    def private(self):
+        raise AssertionError

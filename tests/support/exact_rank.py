@@ -1,0 +1,71 @@
+"""A rank in float64."""
+
+from __future__ import annotations
+
+import torch
+from support.learner_world import (
+    in_float64,
+)
+from torch.distributed.tensor import DTensor
+
+from agentrl.registry import policy_loss, policy_losses
+from agentrl.trainer.dispatch import BROADCAST, dispatch
+from agentrl.trainer.rank import Rank
+from agentrl.trainer.sharding import whole
+
+EXACT = 1e-10
+
+
+class Exact(Rank):
+    """A rank in float64 that can begin anew: starting processes takes longer than all they do."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    @dispatch(BROADCAST)
+    def begin(self, cfg):
+        super().__init__(self.folder, cfg, total_steps=4, dtype=torch.float64)
+        scorers = {owner.scorer for owner in (self.policy, self.critic) if owner is not None}
+        for scorer in scorers:
+            in_float64(scorer.model)
+        with torch.no_grad():  # else half of an adapter's first gradient is zero
+            for name, p in self.optimizers["actor"].parameters.items():
+                if "lora_B" in name:
+                    p.add_(0.05)
+
+    @dispatch(BROADCAST)
+    def register(self, loss):
+        """The loss of the user's, where it is that."""
+        if loss not in policy_losses:
+            policy_loss(loss)(of_tokens)
+
+    @dispatch(BROADCAST)
+    def spread(self):
+        """How many of its parameters are spread over ranks, and how many there are."""
+        parameters = list(self.policy.scorer.parameters())
+        return sum(isinstance(p, DTensor) for p in parameters), len(parameters)
+
+    @dispatch(BROADCAST)
+    def gradients(self):
+        """Of the last pass, before anything is clipped."""
+        return {
+            f"{kind}.{name}": whole(p.grad)
+            for kind, optimizer in self.optimizers.items()
+            for name, p in optimizer.parameters.items()
+            if p.grad is not None
+        }
+
+    @dispatch(BROADCAST)
+    def weights(self):
+        return {
+            f"{kind}.{name}": whole(p.detach())
+            for kind, optimizer in self.optimizers.items()
+            for name, p in optimizer.parameters.items()
+        }
+
+
+def of_tokens(logprobs, old_logprobs, advantages, mask, config):
+    """A loss of the user's that cannot be told of no tokens at all."""
+    largest = torch.where(mask, advantages.abs(), 0.0).max(1, keepdim=True).values
+    assert mask.any(1).all()
+    return torch.where(mask, -advantages * logprobs, 0.0), {"largest": largest.expand(mask.shape)}

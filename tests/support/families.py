@@ -1,0 +1,144 @@
+"""Model families: real control tokens and chat templates on small vocabularies made here.
+
+Templates come from TRL's package data, or from `templates/`; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support.family_table import FAMILIES, Family
+from support.vocabularies import vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = [
+    "FAMILIES",
+    "TOOLS",
+    "Family",
+    "answering",
+    "calling",
+    "control_tokens",
+    "family_names",
+    "family_tokenizer",
+]
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Evaluate an expression.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "expression": {"type": "string", "description": "What to evaluate."}
+                },
+                "required": ["expression"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the web.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "What to look for."},
+                    "k": {"type": "integer", "description": "How many results."},
+                },
+                "required": ["query", "k"],
+            },
+        },
+    },
+]
+
+
+def family_names() -> list[str]:
+    return list(FAMILIES)
+
+
+def control_tokens(name: str) -> tuple[str, ...]:
+    """All added tokens, special or not."""
+    return FAMILIES[name].special + FAMILIES[name].tags
+
+
+@cache
+def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer, made once a process and shared: change a copy, not this one."""
+    from tokenizers import AddedToken, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    family = FAMILIES[name]
+    tokenizer = vocabulary(
+        family.kind, control_tokens(name), family.split, family.prefix, family.owned
+    )
+    if family.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    for tokens, special in ((family.special, True), (family.tags, False)):
+        for token in tokens:
+            rstrip = token in family.rstrip
+            flags = AddedToken(token, special=special, normalized=False, rstrip=rstrip)
+            tokenizer.add_special_tokens([flags]) if special else tokenizer.add_tokens([flags])
+    if family.adds_bos:
+        assert family.bos is not None
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[family.bos, "$A"],
+            pair=[family.bos, "$A", family.bos, "$B"],
+            special_tokens=[(family.bos, tokenizer.token_to_id(family.bos))],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=family.bos,
+        eos_token=family.eos,
+        pad_token=family.pad,
+        clean_up_tokenization_spaces=False,
+        chat_template=_template(family.template),
+    )
+
+
+def calling(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """An assistant message that calls tools, as the family's template wants it.
+
+    The calls' ids are `call00000`, `call00001` and so on: Mistral wants 9 letters or digits.
+    """
+    family = FAMILIES[name]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": f"call{i:05}",
+                "type": "function",
+                "function": {
+                    "name": tool,
+                    "arguments": json.dumps(args) if family.arguments == "text" else args,
+                },
+            }
+            for i, (tool, args) in enumerate(calls)
+        ],
+    }
+
+
+def answering(text: str, call: int = 0, tool: str = "calculator") -> dict[str, Any]:
+    """The tool message that answers the call of that number in the message before."""
+    return {"role": "tool", "name": tool, "tool_call_id": f"call{call:05}", "content": text}
+
+
+def _template(file: str) -> str:
+    import trl
+
+    from agentrl.testing.tokenizer import CHAT_TEMPLATE
+
+    if file == "chatml.jinja":
+        return CHAT_TEMPLATE
+    here = Path(__file__).parents[1] / "fixtures" / "templates" / file
+    package = Path(next(iter(trl.__path__))) / "chat_templates" / file
+    return (here if here.exists() else package).read_text(encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Writes the table of chat templates in docs/tokens.md: `make docs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.any_template import templates_of_trl, tokenizer_of_trl
+from support.described_families import DESCRIBED
+from support.described_template import tokenizer_of
+from support.families import TOOLS
+from support.pages import PAGE, with_text_between
+from support.template_outcomes import outcomes
+
+from agentrl.chat import ChatTemplate
+from agentrl.chat.formats.detect import taught_format
+from agentrl.chat.proof import prove
+from agentrl.errors import TemplateError
+
+BEGIN, END = "<!-- table of templates: make docs -->\n", "<!-- end of the table -->\n"
+
+
+def row(name: str, source: str, tokenizer: Any) -> str:
+    """Return a template's line: what becomes of rows, how calls are read, what was compared."""
+    try:
+        template = ChatTemplate(tokenizer)
+    except TemplateError as e:
+        why = "nothing ends a turn" if "control token" in str(e) else "it takes no plain texts"
+        return f"| {name} | {source} | refused: {why} | | |"
+    verdicts = prove(template, TOOLS)
+    ok = {v.shape: v.status for v in verdicts if v.ok}
+    fails = [v.shape for v in verdicts if v.fails]
+    dropped = [shape for shape, status in ok.items() if status == "drops thinking"]
+    if not ok:
+        verdict = "refused"
+    elif "one tool" not in ok:
+        verdict = "text only: tools need `react`"
+    else:
+        verdict = "drops thinking" if dropped else "append-only"
+        if fails:
+            verdict += f"; refused: {', '.join(fails)}"
+    format = taught_format(template)
+    reads = f"`{format}`" if format else "not read"
+    found = outcomes(template)
+    same = found["same"]
+    other = sum(n for what, n in found.items() if what.startswith(("other", "ends inside")))
+    compared = f"{same} of {same + other}" if same + other else "none"
+    return f"| {name} | {source} | {verdict} | {reads} | {compared} |"
+
+
+def table() -> str:
+    """All of it, in Markdown."""
+    head = (
+        "| family | template | verdict | calls | conversations that read as rendered |\n"
+        "|---|---|---|---|---|\n"
+    )
+    rows = [row(name, "TRL's", tokenizer_of_trl(name)) for name in templates_of_trl()]
+    rows += [row(name, "described", tokenizer_of(DESCRIBED[name])) for name in sorted(DESCRIBED)]
+    return head + "".join(f"{line}\n" for line in rows)
+
+
+def with_table(page: str) -> str:
+    """The page with the table as it is now."""
+    return with_text_between(page, BEGIN, END, table())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), encoding="utf-8")

@@ -1,0 +1,51 @@
+"""Trajectories of given messages, for rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.trajectory import (
+    Message,
+    Sample,
+    Segment,
+    Trajectory,
+    Turn,
+    float_array,
+    token_array,
+)
+
+PROMPT = (Message("system", "Answer with ####."), Message("user", "What is 3*4?"))
+
+
+def row(**fields: Any) -> Sample:
+    known = {"id": "r7", "prompt": PROMPT, "data_source": "openai/gsm8k", "ground_truth": "12"}
+    return Sample(**{**known, **fields})
+
+
+def turn(**fields: Any) -> Turn:
+    return Turn(segment=0, start=0, end=1, finish_reason="stop", **fields)
+
+
+def played(
+    *messages: tuple[str, str] | Message,
+    sample: Sample | None = None,
+    turns: tuple[Turn, ...] = (),
+    stop_reason: str = "done",
+    tool_reward: float = 0.0,
+) -> Trajectory:
+    """A trajectory of these messages after the prompt; by default one plain turn per answer."""
+    sample = sample or row()
+    said = [m if isinstance(m, Message) else Message(*m) for m in messages]  # type: ignore[arg-type]
+    return Trajectory(
+        sample=sample,
+        episode_id="e",
+        rollout=0,
+        segments=(
+            Segment(token_array(), token_array(), token_array(), float_array(), token_array()),
+        ),
+        turns=turns or tuple(turn() for m in said if m.role == "assistant"),
+        messages=(*sample.prompt, *said),
+        sampling={},
+        stop_reason=stop_reason,
+        tool_reward=tool_reward,
+    )

@@ -1,0 +1,127 @@
+"""What must change no bit of what a chosen token is told: for every estimator and aggregation."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.learner_world import config
+from support.rollout_worlds import WORLDS, Rollout, laid_out
+from torch import Tensor
+
+from agentrl import registry
+from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.batch import Batch, Targets
+
+ESTIMATORS = sorted(registry.advantage_estimators.shipped)
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL = ("none", "k1", "k2", "k3")
+
+
+def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
+    """Targets of a batch in which `filler` stands wherever the policy did not choose.
+
+    What models would say of the chosen tokens follows from the seed alone.
+    """
+    mask = batch.response_mask
+    g = torch.Generator().manual_seed(seed)
+
+    def said(shift: float) -> Tensor:
+        chosen = torch.randn(int(mask.sum()), generator=g) + shift
+        return torch.full(mask.shape, filler).masked_scatter(mask, chosen)
+
+    values, old, reference = said(0), said(-2), said(-2)
+    batch = replace(
+        batch,
+        token_rewards=torch.where(mask, batch.token_rewards, filler),
+        rollout_logprobs=torch.where(mask, batch.rollout_logprobs, filler),
+        baseline=torch.randn(len(batch.rewards), generator=g),
+    )
+    c = config(**keys, data__batch_size=99)
+    return make_targets(batch, c, old, values if c.algorithm.critic else None, reference)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(
+    world=WORLDS,
+    seed=st.integers(0, 2**31),
+    filler=st.sampled_from([float("nan"), float("inf"), 1e30, 0.0]),
+    mode=st.sampled_from(MODES),
+    kl=st.sampled_from(KL),
+    white=st.sampled_from(["", "advantages", "rewards"]),
+    size=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, white, size):
+    keys = {
+        "algorithm__adv_estimator": estimator,
+        "algorithm__loss_agg_mode": mode,
+        "algorithm__mini_batch_size": size,
+        "algorithm__gamma": 0.9,
+        "algorithm__lam": 0.8,
+    }
+    if white:
+        keys[f"algorithm__whiten_{white}"] = True
+    if kl != "none":
+        keys |= {"algorithm__kl_type": "k1", "algorithm__kl_reward_coef": 0.25}
+    bare, full = laid_out(world, None), laid_out(world, random.Random(seed))
+    plain = targets_of(bare, keys, seed, 0.0)
+    found = targets_of(full, keys, seed, filler)
+    here, there = full.action_mask, bare.action_mask
+    assert torch.equal(found.advantages[here], plain.advantages[there])
+    assert found.advantages[here].isfinite().all()
+    assert torch.equal(found.weights[here], plain.weights[there])
+    assert not found.weights[~here].any()
+    assert (found.returns is None) == (plain.returns is None)
+    if found.returns is not None and plain.returns is not None:
+        assert torch.equal(found.returns[here], plain.returns[there])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(world=WORLDS, mode=st.sampled_from(MODES))
+@settings(max_examples=40, deadline=None)
+def test_rollouts_that_do_not_train_might_as_well_not_be_there(estimator, world, mode):
+    keys = {"algorithm__adv_estimator": estimator, "algorithm__loss_agg_mode": mode}
+    survivors = [[r for r in members if not r.masked] for members in world]
+    if not any(survivors):
+        return
+    full, rest = laid_out(world, None), laid_out(survivors, None)
+    trains, baseline = full.train, torch.arange(len(full.rewards)) / 8
+    full = replace(full, baseline=baseline)
+    rest = replace(rest, baseline=baseline[trains])
+    zeros = torch.zeros_like
+    c = config(**keys)
+    found = make_targets(full, c, None, zeros(full.token_rewards), None)
+    plain = make_targets(rest, c, None, zeros(rest.token_rewards), None)
+    here, there = full.action_mask, rest.action_mask
+    assert torch.equal(found.advantages[here], plain.advantages[there])
+    assert torch.equal(found.weights[here], plain.weights[there])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(world=WORLDS, seed=st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_the_order_within_a_group_does_not_matter(estimator, world, seed):
+    rng = random.Random(seed)
+    orders = [rng.sample(range(len(members)), len(members)) for members in world]
+    shuffled = [[members[i] for i in o] for members, o in zip(world, orders, strict=True)]
+
+    def told(groups: list[list[Rollout]]) -> list[list[Tensor]]:
+        """Each rollout's advantages, as one list, group by group."""
+        batch = laid_out(groups, None)
+        batch = replace(batch, baseline=batch.group / 4)
+        c = config(algorithm__adv_estimator=estimator, algorithm__whiten_advantages=True)
+        values = torch.zeros_like(batch.token_rewards)
+        found = make_targets(batch, c, None, values, None).advantages
+        mask = batch.action_mask
+        rows_of = [batch.rollout == r for r in range(len(batch.rewards))]
+        each = iter(found[rows][mask[rows]] for rows in rows_of)
+        return [[next(each) for _ in members] for members in groups]
+
+    for plain, found, order in zip(told(world), told(shuffled), orders, strict=True):
+        for place, i in enumerate(order):
+            torch.testing.assert_close(found[place], plain[i], atol=1e-4, rtol=1e-4)

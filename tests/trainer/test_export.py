@@ -1,0 +1,246 @@
+"""What is exported of a checkpoint says what the learner said, to whoever loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from support.learner_world import as_sampled_by, config, plain_logprobs, random_groups
+from transformers import AutoModelForCausalLM
+
+from agentrl.chat import load_tokenizer
+from agentrl.cli import main
+from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.batch import collate
+from agentrl.trainer.checkpoint import save_checkpoint
+from agentrl.trainer.export import export
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.policy import Policy
+
+FULL = {"optim__lr": 1e-2, "algorithm__name": "ppo"}
+LORA = FULL | {"model__lora_rank": 4}
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def batch(random_model):
+    model = AutoModelForCausalLM.from_pretrained(random_model).eval()
+    return as_sampled_by(model, collate(random_groups(3, groups=2, n=4), 31))
+
+
+def trained(root: Path, base: Path, batch, keys):
+    """A run's folder with a checkpoint of step 1, and the learner that is in it."""
+    cfg = config(**keys, model__path=str(base))
+    learner = Learner(base, cfg, total_steps=2)
+    old, values = learner.logprobs(batch), learner.values(batch)
+    learner.update(batch, make_targets(batch, cfg, old, values, None), 1)
+    assert not torch.allclose(learner.logprobs(batch), old, **CLOSE)
+    save_checkpoint(root, 1, learner.ranks.save, {"config": cfg.model_dump(mode="json")})
+    return root, learner
+
+
+@pytest.fixture(scope="module")
+def full(random_model, batch, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("full"), random_model, batch, FULL)
+
+
+@pytest.fixture(scope="module")
+def lora(random_model, batch, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("lora"), random_model, batch, LORA)
+
+
+def says_the_same(model, learner, batch) -> None:
+    found = plain_logprobs(model.eval(), batch)
+    torch.testing.assert_close(found, learner.logprobs(batch), **CLOSE)
+
+
+def has_the_tokenizer(out: Path, base: Path) -> None:
+    ours, theirs = load_tokenizer(out), load_tokenizer(base)
+    assert ours.chat_template == theirs.chat_template
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_full_training_becomes_a_model(full, batch, random_model, tmp_path, merge):
+    root, learner = full
+    made = export(root, tmp_path / "out", merge=merge)
+    assert (made.checkpoint.step, made.adapter) == (1, False)
+    says_the_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), learner, batch)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in learner.export())
+    has_the_tokenizer(tmp_path / "out", random_model)
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_lora_becomes_an_adapter_that_finds_its_base(lora, batch, random_model, tmp_path):
+    root, learner = lora
+    made = export(root / "global_step_00000001", tmp_path / "new" / "out")
+    assert made.adapter
+    out = tmp_path / "new" / "out"
+    says_the_same(AutoPeftModelForCausalLM.from_pretrained(out), learner, batch)
+    has_the_tokenizer(out, random_model)
+    assert not (out / "model.safetensors").exists()
+
+
+def test_lora_is_merged_into_its_base_as_published(lora, batch, random_model, tmp_path):
+    root, learner = lora
+    export(root, tmp_path / "out", merge=True)
+    says_the_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), learner, batch)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    published = dict(learner.export())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())
+    base = load_file(random_model / "model.safetensors")
+    assert weights.keys() == base.keys()
+    kept = weights.keys() - published.keys()
+    assert kept and all(torch.equal(weights[name], base[name]) for name in kept)
+
+
+def test_a_checkpoint_holds_a_peft_folder(lora, batch, random_model):
+    root, learner = lora
+    base = AutoModelForCausalLM.from_pretrained(random_model)
+    adapter = root / "global_step_00000001" / "adapter"
+    says_the_same(PeftModel.from_pretrained(base, str(adapter)), learner, batch)
+
+
+def test_a_run_from_an_adapter_becomes_a_model(lora, batch, tmp_path):
+    """Of its checkpoint no adapter's folder could be made: its base is nowhere."""
+    export(lora[0], tmp_path / "adapter")
+    root, learner = trained(tmp_path / "run", tmp_path / "adapter", batch, LORA)
+    with pytest.raises(ConfigError, match=r"merged.*Add --merge"):
+        export(root, tmp_path / "out")
+    export(root, tmp_path / "out", merge=True)
+    says_the_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), learner, batch)
+
+
+def test_precision(full, random_model, tmp_path):
+    base = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16).save_pretrained(base)
+    load_tokenizer(random_model).save_pretrained(base)
+    root, learner = full
+    exact = dict(learner.export())
+    for dtype, model, kind in (
+        ("auto", "", torch.float32),
+        ("bfloat16", "", torch.bfloat16),
+        ("auto", str(base), torch.bfloat16),
+        ("float32", str(base), torch.float32),
+    ):
+        out = tmp_path / f"{dtype}-{bool(model)}"
+        export(root, out, dtype=dtype, model=model)
+        weights = load_file(out / "model.safetensors")
+        assert all(torch.equal(weights[n], t.to(kind)) for n, t in exact.items())
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(kind)[6:]
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_overwritten(full, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("out", "link"):
+        with pytest.raises(UserError, match=f"{name} is there already"):
+            export(full[0], tmp_path / name)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path, full):
+    (tmp_path / "empty").mkdir()
+    for name, why in (("none", "no such folder"), ("empty", r"no meta\.json in it")):
+        with pytest.raises(ConfigError, match=f"{name} is no checkpoint: {why}"):
+            export(tmp_path / name, tmp_path / "out")
+    shutil.copytree(full[0], tmp_path / "run")
+    [file] = (tmp_path / "run" / "global_step_00000001" / "actor").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ConfigError, match=r"actor/.*is not what was saved"):
+        export(tmp_path / "run", tmp_path / "out")
+    save_checkpoint(tmp_path / "bare", 1, lambda folder: None, {})
+    with pytest.raises(ConfigError, match="holds no config"):
+        export(tmp_path / "bare", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_moved_is_asked_for(random_model, batch, tmp_path, monkeypatch):
+    shutil.copytree(random_model, tmp_path / "base")
+    root, learner = trained(tmp_path / "run", tmp_path / "base", batch, LORA)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for merge in (False, True):
+        with pytest.raises(ConfigError, match=r"model\.path='.*base'.*--model FOLDER"):
+            export(root, tmp_path / "out", merge=merge)
+    monkeypatch.chdir(tmp_path)
+    export(root, tmp_path / "out", model="moved")
+    monkeypatch.chdir("/")
+    says_the_same(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"), learner, batch)
+
+
+def test_another_base_is_refused_with_names_and_shapes(full, tmp_path, random_model):
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model.save_pretrained(tmp_path / "other")
+    load_tokenizer(random_model).save_pretrained(tmp_path / "other")
+    width = model.config.vocab_size
+    with pytest.raises(
+        ConfigError, match=rf"embed_tokens\.weight is \[{width - 8}, 32\] there and \[{width}, 32\]"
+    ):
+        export(full[0], tmp_path / "out", model=str(tmp_path / "other"))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["other"]
+
+
+def test_a_full_disk_leaves_nothing(full, tmp_path, monkeypatch):
+    def half(self, folder):
+        (folder / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Policy, "save_whole", half)
+    with pytest.raises(RunStopped, match=r"cannot write .*out: .*No space"):
+        export(full[0], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["agentrl", "export", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert bool(ended.value.code) == ("error:" in err), err
+        return out + err
+
+    return run
+
+
+def test_the_command(said, lora, random_model, tmp_path):
+    root, _ = lora
+    told = said(root, tmp_path / "a")
+    assert told == f"{tmp_path / 'a'}: an adapter for {random_model}, as trained to step 1\n"
+    told = said(root, tmp_path / "b", "--merge", "--dtype", "bfloat16")
+    assert told == f"{tmp_path / 'b'}: a model, as trained to step 1\n"
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert said(root, tmp_path / "a").startswith("error: ")
+
+
+def test_what_does_nothing_is_noted(said, lora, full, tmp_path):
+    told = said(lora[0], tmp_path / "a", "--dtype", "bfloat16")
+    assert "note: --dtype bfloat16 does nothing without --merge" in told
+    told = said(full[0], tmp_path / "b", "--merge", "--dtype", "bfloat16")
+    assert "note: --merge does nothing: all weights were trained" in told and "--dtype" not in told
+
+
+def test_a_damaged_checkpoint_is_skipped_aloud(said, full, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(full[0], run)
+    shutil.copytree(run / "global_step_00000001", run / "global_step_00000002")
+    (run / "global_step_00000002" / "meta.json").unlink()
+    first, second = said(run, tmp_path / "out").splitlines()
+    assert first.startswith("skipped: ") and "global_step_00000002 is incomplete" in first
+    assert second.endswith("a model, as trained to step 1")

@@ -1,0 +1,100 @@
+"""The proof of the pudding: runs that must learn, and broken ones that must be seen not to."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.config import load_config
+from agentrl.demo import TINY_SETTINGS
+from agentrl.errors import RunStopped
+from agentrl.trainer import Trainer
+from agentrl.trainer.tracking import read_metrics
+
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
+
+DATA = Path(__file__).parents[2] / "datasets"
+
+
+def learn(tiny_model, folder, steps, *overrides, trainer=Trainer):
+    """Train the tiny model; returns the mean training reward of each quarter of the run."""
+    config = load_config(
+        None,
+        [f"trainer.total_steps={steps}", "trainer.val_before_train=false", *overrides],
+        {
+            "data.train": str(DATA / "arithmetic_train.parquet"),
+            "model.path": str(tiny_model),
+            "trainer.output": str(folder),
+        },
+        preset=TINY_SETTINGS,
+    )
+    trainer(config).run()
+    rewards = [data["critic/score/mean"] for _, data in read_metrics(folder / "metrics.jsonl")]
+    quarter = len(rewards) // 4
+    return [sum(rewards[i * quarter : (i + 1) * quarter]) / quarter for i in range(4)]
+
+
+class ToolTokensTrain(Trainer):
+    """The bug that the response mask protects from: what tools wrote trains as well."""
+
+    def _collate(self, groups):
+        batch = super()._collate(groups)
+        places = torch.arange(batch.response_ids.shape[1])
+        return replace(batch, response_mask=places < batch.response_lengths[:, None])
+
+    def _sound(self, compared):
+        """Nobody looks: with the guard on, such a run ends in its first step."""
+
+
+class GuardedToolTokensTrain(ToolTokensTrain):
+    _sound = Trainer._sound
+
+
+class ShuffledRewards(Trainer):
+    """Rewards dealt out at random: nothing to learn."""
+
+    def _collate(self, groups):
+        batch = super()._collate(groups)
+        generator = torch.Generator().manual_seed(self.global_step)
+        order = torch.randperm(len(batch.rewards), generator=generator)
+        return replace(batch, rewards=batch.rewards[order])
+
+
+PLAIN = ("algorithm.tis_cap=0",)  # as the broken ones run: tool tokens have no engine logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_mask_bug_learns_slower(tiny_model, tmp_path, seed):
+    settings = (*PLAIN, f"trainer.seed={seed}")
+    right = learn(tiny_model, tmp_path / "right", 24, *settings)
+    wrong = learn(tiny_model, tmp_path / "wrong", 24, *settings, trainer=ToolTokensTrain)
+    print(f"seed {seed}: right {right}, tool tokens trained {wrong}")
+    assert right[3] >= right[0] + 0.15
+    assert (right[2] + right[3]) / 2 >= (wrong[2] + wrong[3]) / 2 + 0.10
+
+
+def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path):
+    with pytest.raises(RunStopped, match="engine and trainer disagree"):
+        learn(tiny_model, tmp_path, 4, *PLAIN, trainer=GuardedToolTokensTrain)
+
+
+def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):
+    quarters = learn(tiny_model, tmp_path, 16, trainer=ShuffledRewards)
+    print(f"shuffled {quarters}")
+    assert max(quarters) <= quarters[0] + 0.10
+
+
+@pytest.mark.slow
+def test_ppo_learns(tiny_model, tmp_path):
+    quarters = learn(tiny_model, tmp_path, 24, "algorithm.name=ppo", "optim.critic_lr=1e-3")
+    print(f"ppo {quarters}")
+    assert quarters[3] >= quarters[0] + 0.20
+
+
+@pytest.mark.slow
+def test_lora_learns(tiny_model, tmp_path):
+    quarters = learn(tiny_model, tmp_path, 20, "model.lora_rank=8", "optim.lr=2e-3")
+    print(f"lora {quarters}")
+    assert quarters[3] >= quarters[0] + 0.20

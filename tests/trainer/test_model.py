@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.learner_world import (
+    VOCABULARY,
+    group,
+    plain_logprobs,
+    random_groups,
+    scored,
+    segment,
+    tiny_folder,
+    tiny_model,
+)
+from torch import arange, tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+
+from agentrl.engine.local.load import load_causal_lm
+from agentrl.errors import ConfigError
+from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.packing import pack
+from agentrl.trainer.policy import ACTOR, CRITIC, Critic, Policy, hidden_states
+
+
+def rows_of(batch: Batch, *which: int):
+    rows = tensor(which) if which else arange(len(batch.rollout))
+    return pack(batch, rows, batch.response_mask[rows])
+
+
+def chosen(batch: Batch, full: torch.Tensor) -> torch.Tensor:
+    return full[batch.response_mask]
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(
+        b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_models_own_forward_in_any_company(temperature):
+    policy = Policy(tiny_model(), temperature)
+    batch = collate(random_groups(0, groups=3, n=4), 31)
+    expected = chosen(batch, plain_logprobs(tiny_model(), batch, temperature))
+    with torch.no_grad():
+        together = policy.logprobs(rows_of(batch))[0]
+        alone = torch.cat([policy.logprobs(rows_of(batch, b))[0] for b in range(12)])
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rows_logprobs_do_not_depend_on_its_neighbours_tokens():
+    policy = Policy(tiny_model(), 1.0)
+    steady = scored([segment([1, 2], ("A", [3, 4, 5]))], 0.0)
+    found = []
+    for other in ([6, 7, 8], [9, 10, 11]):
+        batch = collate([group(scored([segment(other, ("A", other))], 0.0), steady)], 31)
+        with torch.no_grad():
+            found.append(policy.logprobs(rows_of(batch))[0][3:])
+    assert torch.equal(*found)
+
+
+def test_gradients_enter_only_one_before_each_sampled_token():
+    """One off in either direction, and tool tokens would train or sampled ones would not."""
+    policy = Policy(tiny_model(layers=1), 1.0)
+    batch = collate(
+        [
+            group(
+                scored([segment([1, 2, 3], ("A", [4]), ("E", [5, 6]), ("A", [7, 8]))], 1.0),
+                scored([segment([9], ("E", [1]), ("A", [2]), ("E", [3]))], 1.0),
+            )
+        ],
+        31,
+    )
+    seen = []
+
+    def keep(module, args, output):
+        output.last_hidden_state.retain_grad()
+        seen.append(output.last_hidden_state)
+
+    hook = policy.model.get_decoder().register_forward_hook(keep)
+    policy.logprobs(rows_of(batch))[0].sum().backward()
+    hook.remove()
+    assert seen[0].grad is not None
+    touched = (seen[0].grad != 0).any(-1)
+    #            P  P  P  A  E  E  A  A    P  E  A  E
+    expected = [0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0]
+    assert touched.int().tolist() == [expected]
+
+
+def test_entropy_has_a_gradient_only_where_asked_for():
+    policy = Policy(tiny_model(), 1.0)
+    rows = rows_of(collate(random_groups(0, 1, 2), 31))
+    assert not policy.logprobs(rows)[1].requires_grad
+    assert policy.logprobs(rows, entropy_gradient=True)[1].requires_grad
+
+
+# --- LoRA ---------------------------------------------------------------------------------------
+
+
+def with_adapter(rank: int = 4, targets: str | list[str] = "all-linear", seed: int = 0):
+    policy = Policy(tiny_model(), 1.0)
+    policy.add_adapter(ACTOR, rank, 8, targets, seed)
+    return policy, policy.parameters(ACTOR)
+
+
+def shake(parameters) -> None:
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in parameters.values():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+
+
+def test_a_fresh_adapter_is_the_base_and_off_it_stays_the_base():
+    plain = Policy(tiny_model(), 1.0)
+    policy, learns = with_adapter()
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        before = plain.logprobs(rows)[0]
+        assert torch.equal(policy.logprobs(rows)[0], before)
+        shake(learns)
+        assert not torch.equal(policy.logprobs(rows)[0], before)
+        with policy.base():
+            assert torch.equal(policy.logprobs(rows)[0], before)
+        assert not torch.equal(policy.logprobs(rows)[0], before)
+    assert all(p.requires_grad for p in learns.values())
+    trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == set(learns)
+
+
+def test_an_adapter_is_drawn_from_its_seed_and_disturbs_no_other():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = digest(with_adapter(seed=1)[1].values())
+    torch.manual_seed(3)
+    tiny_model()  # draws from the global stream, as with_adapter did
+    after = torch.get_rng_state()
+    assert not torch.equal(state, after)
+    assert digest(with_adapter(seed=1)[1].values()) == first
+    assert torch.equal(torch.get_rng_state(), after)
+    assert digest(with_adapter(seed=2)[1].values()) != first
+
+
+def test_only_the_named_modules_get_an_adapter():
+    _, learns = with_adapter(targets=["q_proj"])
+    assert {n.split(".lora_")[0].rsplit(".", 1)[1] for n in learns} == {"q_proj"}
+    _, learns = with_adapter(targets=["layers.1.self_attn.q_proj", "down_proj"])
+    assert len(learns) == 2 * 3
+
+
+@pytest.mark.parametrize("wrong", ["lm_head", "embed_tokens", "norm", "mlp", "q_porj", "proj"])
+def test_modules_that_could_not_learn_or_be_published_get_no_adapter(wrong):
+    choices = "all-linear, or from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj;"
+    for targets in (wrong, ["q_proj", wrong]):
+        with pytest.raises(ConfigError, match=f"{wrong} is not to be adapted. Choose {choices}"):
+            with_adapter(targets=targets)
+    with pytest.raises(ConfigError, match=r"lora_target_modules=\[\]: nothing is"):
+        with_adapter(targets=[])
+
+
+def test_the_exported_merge_scores_as_the_adapter_does_and_leaves_the_base_alone():
+    policy, learns = with_adapter()
+    base = [p for n, p in policy.model.named_parameters() if "lora_" not in n]
+    untouched = digest(base)
+    shake(learns)
+    exported = dict(policy.export())
+    plain = tiny_model()
+    names = set(dict(plain.named_parameters()))
+    assert set(exported) <= names and len(exported) == 14  # seven projections in two layers
+    plain.load_state_dict(exported, strict=False)
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            Policy(plain, 1.0).logprobs(rows)[0], policy.logprobs(rows)[0], atol=1e-5, rtol=1e-5
+        )
+    assert digest(base) == untouched
+
+
+def test_the_export_of_a_whole_model_is_all_of_it():
+    model = tiny_model()
+    exported = dict(Policy(model, 1.0).export())
+    assert set(exported) == {n for n, _ in model.named_parameters()}
+    assert not any(t.requires_grad for t in exported.values())
+
+
+# --- critic -------------------------------------------------------------------------------------
+
+
+def test_a_critic_starts_at_zero_and_reads_the_state_before_the_token():
+    critic = Critic(Policy(tiny_model(), 1.0).scorer)
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    assert not critic.values(rows).any()
+    torch.nn.init.ones_(critic.head.weight)
+    with torch.no_grad():
+        states = hidden_states(critic.scorer.model, rows)
+        torch.testing.assert_close(critic.values(rows), states.sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_critic_of_its_own_learns_all_but_the_output_layer():
+    """A weight without a gradient would be an optimizer's to carry along for nothing."""
+    critic = Critic(Policy(untied_model(), 1.0).scorer)
+    torch.nn.init.ones_(critic.head.weight)
+    critic.values(rows_of(collate(random_groups(0, 2, 2), 31))).sum().backward()
+    named = dict(critic.scorer.model.named_parameters())
+    assert named.keys() - critic.trunk().keys() == {"lm_head.weight"}
+    assert all(p is named[n] and p.grad is not None for n, p in critic.trunk().items())
+
+
+def untied_model():
+    model = tiny_model()
+    model.config.tie_word_embeddings = False
+    return type(model)(model.config).eval()
+
+
+def test_policy_and_critic_share_a_base_and_nothing_else():
+    policy, learns = with_adapter()
+    policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
+    critic_learns = policy.parameters(CRITIC)
+    critic = Critic(policy.scorer)
+    torch.nn.init.ones_(critic.head.weight)
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    assert learns.keys() == policy.parameters(ACTOR).keys() and critic_learns
+    assert not learns.keys() & critic_learns.keys()
+
+    policy.logprobs(rows)[0].sum().backward()
+    assert all(p.grad is None for p in critic_learns.values())
+    assert any(p.grad.any() for p in learns.values())  # type: ignore[union-attr]
+    policy.model.zero_grad(set_to_none=True)
+    with policy.adapter(CRITIC):
+        critic.values(rows).sum().backward()
+    assert all(p.grad is None for p in learns.values())
+    assert any(p.grad.any() for p in critic_learns.values())  # type: ignore[union-attr]
+
+    def values():
+        with policy.adapter(CRITIC):
+            return critic.values(rows)
+
+    with torch.no_grad():
+        before = policy.logprobs(rows)[0]
+        shake(critic_learns)
+        assert torch.equal(policy.logprobs(rows)[0], before)
+        seen = values()
+        shake(learns)
+        assert torch.equal(values(), seen)
+    assert all(p.requires_grad for p in (learns | critic_learns).values())
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused():
+    scaled = GraniteConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logits_scaling=2.0,
+    )
+    with pytest.raises(ConfigError, match=r"GraniteForCausalLM .* packed logits differ"):
+        Policy(GraniteForCausalLM(scaled).eval(), 1.0)
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        (
+            LlamaForCausalLM,
+            LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            "depend on the longest row",
+        ),
+        (PhiForCausalLM, PhiConfig(**SMALL), "has a bias"),
+    ],
+)
+def test_what_a_trial_of_a_few_tokens_would_not_show_is_refused(kind, config, said):
+    with pytest.raises(ConfigError, match=said):
+        Policy(kind(config).eval(), 1.0)
+
+
+def test_a_model_that_caps_its_attention_is_refused():
+    capped = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=None,
+    )
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM cannot be trained here: .* soft cap"):
+        Policy(Gemma2ForCausalLM(capped).eval(), 1.0)
+
+
+def test_a_model_that_mixes_tokens_without_attention_is_refused():
+    mamba = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="MambaForCausalLM cannot be trained here"):
+        Policy(MambaForCausalLM(mamba).eval(), 1.0)
+
+
+def test_only_safetensors_are_read(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    assert load_causal_lm(folder, torch.float32).dtype == torch.float32
+    torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="safetensors"):
+        load_causal_lm(folder, torch.float32)
+    with pytest.raises(ConfigError, match=r"cannot load a model from .*nowhere'"):
+        load_causal_lm(tmp_path / "nowhere", torch.float32)
+
+
+def adapter_folder(folder: Path) -> tuple[Path, Policy]:
+    """A PEFT adapter's folder beside its base, and the policy that it was made of."""
+    policy = Policy(load_causal_lm(tiny_folder(folder / "base"), torch.float32), 1.0)
+    policy.add_adapter(ACTOR, 4, 8, "all-linear", 0)
+    shake(policy.parameters(ACTOR))
+    policy.save_pretrained(folder / "adapter")
+    return folder / "adapter", policy
+
+
+def test_an_adapter_is_loaded_as_a_plain_model(tmp_path):
+    path, policy = adapter_folder(tmp_path)
+    merged = load_causal_lm(path, torch.float32)
+    plain = tiny_model()
+    assert type(merged) is type(plain) and not merged.training
+    assert [n for n, _ in merged.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(p.requires_grad for p in merged.parameters())
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        expected = policy.logprobs(rows)[0]
+        found = Policy(merged, 1.0).logprobs(rows)[0]
+        base = Policy(plain, 1.0).logprobs(rows)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found - base).abs().max() > 0.01
+    assert load_causal_lm(path, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_an_adapter_on_an_adapter_is_loaded_too(tmp_path):
+    """Others write them: PEFT takes any folder for a base."""
+    first, _ = adapter_folder(tmp_path / "1")
+    merged = load_causal_lm(first, torch.float32)
+    merged.name_or_path = str(first)
+    policy = Policy(merged, 1.0)
+    policy.add_adapter(ACTOR, 2, 8, ["q_proj"], 1)
+    shake(policy.parameters(ACTOR))
+    policy.save_pretrained(tmp_path / "2")
+    rows = rows_of(collate(random_groups(0, 2, 2), 31))
+    with torch.no_grad():
+        expected = policy.logprobs(rows)[0]
+        found = Policy(load_causal_lm(tmp_path / "2", torch.float32), 1.0).logprobs(rows)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_without_a_base_that_it_fits_is_refused(tmp_path):
+    path, _ = adapter_folder(tmp_path)
+    file = path / "adapter_config.json"
+    written = file.read_text()
+
+    def refused(why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            load_causal_lm(path, torch.float32)
+
+    (tmp_path / "base").rename(tmp_path / "moved")
+    refused(r"cannot load a model from .*base', the base of the adapter .*adapter'")
+    tiny_model(layers=1).save_pretrained(tmp_path / "base")
+    refused(r"adapter' cannot be merged into .*base', its base: .*layers\.1\..* is in only one")
+    for base in (None, str(path)):
+        file.write_text(json.dumps(json.loads(written) | {"base_model_name_or_path": base}))
+        refused(r"adapter' does not say which model it is for: base_model_name_or_path is")
+    file.write_text("{")
+    refused(r"adapter' has a config PEFT cannot read")
+    file.write_text(written)
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    refused(r"adapter' cannot be merged .*adapter_model.safetensors")

@@ -1,0 +1,202 @@
+"""A run that is killed goes on as if nothing had happened: the real command, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl import registry
+from agentrl.agent_loops import AgentLoop
+from agentrl.chat import ChatTemplate, load_tokenizer
+from agentrl.store import load_trajectories
+from agentrl.tools import LocalToolbox
+
+ROOT = Path(__file__).parents[2]
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def command(tiny_model, tmp_path_factory):
+    """The command of a short run, less its output folder."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, count in (("train", 64), ("val", 24)):
+        table = pq.read_table(ROOT / "datasets" / f"arithmetic_{name}.parquet").slice(0, count)
+        pq.write_table(table, folder / f"{name}.parquet")
+    return [
+        sys.executable, "-m", "agentrl.cli", "train",
+        "--dataset", str(folder / "train.parquet"),
+        "--val-dataset", str(folder / "val.parquet"),
+        "--model", "tiny",
+        f"trainer.total_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=2",
+        "data.batch_size=6", "rollout.n=4", "algorithm.ppo_epochs=2",
+    ]  # fmt: skip
+
+
+def run(command, output, **kwargs):
+    done = subprocess.run(
+        [*command, "--output", str(output)], capture_output=True, text=True, timeout=240, **kwargs
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(output):
+    """Steps and all numbers that do not tell the time."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (
+            line["step"],
+            {k: v for k, v in line["data"].items() if not k.startswith(("timing_s/", "perf/"))},
+        )
+        for line in lines
+    ]
+
+
+def played(output):
+    """Every trajectory on disk, less what names the attempt and the time it took."""
+    return [
+        (s.trajectory.sample.id, s.trajectory.rollout, s.reward, s.trajectory.segments)
+        for s in load_trajectories(output / "trajectories")
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(command, tmp_path_factory):
+    output = tmp_path_factory.mktemp("straight") / "run"
+    run(command, output)
+    return output
+
+
+@pytest.mark.parametrize("killed_after", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after):
+    output = tmp_path / "run"
+    process = subprocess.Popen([*command, "--output", str(output)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len(metrics(output)) <= killed_after:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    said = run(command, output)
+    assert ("going on from step 2" in said) == (killed_after == 3)
+    assert metrics(output) == metrics(straight)
+    assert [step for step, _ in metrics(output)] == list(range(STEPS + 1))
+    weights = "model/model.safetensors"
+    assert (output / weights).read_bytes() == (straight / weights).read_bytes()
+    assert played(output) == played(straight)
+
+
+def test_a_run_that_is_done_is_lengthened(command, tmp_path):
+    """As if it had been that long from the beginning, where no rate depends on the length."""
+    steady = [*command, "optim.lr_final=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
+    steady += ["data.batch_size=2", "rollout.n=2", "val.n=1"]
+    run([*steady, "trainer.total_steps=2"], tmp_path / "longer")
+    assert "going on from step 2" in run([*steady, "trainer.total_steps=3"], tmp_path / "longer")
+    run([*steady, "trainer.total_steps=3"], tmp_path / "straight")
+    longer, straight = (dict(metrics(tmp_path / name)) for name in ("longer", "straight"))
+    assert longer.keys() == straight.keys() == {1, 2, 3}
+    assert longer[3] == straight[3] and longer[1] == straight[1]
+    model = "model/model.safetensors"
+    assert (tmp_path / "longer" / model).read_bytes() == (
+        tmp_path / "straight" / model
+    ).read_bytes()
+
+
+def test_the_trainer_agrees_with_the_engine_at_the_first_update(straight):
+    first = dict(metrics(straight))[1]
+    assert first["training/rollout_ratio_error_mean"] < 1e-6
+    assert first["training/rollout_ratio_error_max"] < 1e-4
+
+
+def test_every_row_is_its_conversation(straight, tiny_model):
+    """What trains, as text, is one render of the messages; masks cover the turns and no more."""
+    registry.load_file("shelf:calculator")
+    template = ChatTemplate(load_tokenizer(tiny_model))
+    scored = list(load_trajectories(straight / "trajectories"))
+    assert len(scored) > 100 and {s.trajectory.sample.agent_name for s in scored} == {
+        "single_turn",
+        "tool_agent",
+        "react",
+    }
+    for s in scored:
+        t = s.trajectory
+        loop: AgentLoop = registry.agent_loops.get(t.sample.agent_name)
+        _, schemas = loop.opening(t.sample, LocalToolbox().schemas(t.sample.tools))
+        messages = list(t.messages)
+        while messages[-1].role != "assistant":  # observed, but nothing was sampled after it
+            messages.pop()
+        [segment] = t.segments
+        row = template.decode(segment.prompt_ids + segment.response_ids)
+        rendered = template.decode(template.trace(messages, schemas)[0])
+        assert rendered.startswith(row)
+        turns = [i for turn in t.turns for i in range(turn.start, turn.end)]
+        assert [i for i, m in enumerate(segment.response_mask) if m] == turns
+
+
+def test_a_finished_run_prints_its_result_again(command, straight):
+    before = (straight / "metrics.jsonl").read_bytes()
+    said = run(command, straight)
+    assert f"done: {STEPS} steps" in said and "next:" in said
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_config_in_the_same_folder_is_refused(command, straight):
+    done = subprocess.run(
+        [*command, "--output", str(straight), "optim.lr=0.5"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "optim.lr" in done.stderr and "trainer.resume=never" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        [*command, "--output", str(output), "trainer.total_steps=1000", "trainer.save_freq=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len(metrics(output)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "the same command goes on from there" in out
+    [checkpoint] = output.glob("global_step_*")
+    meta = json.loads((checkpoint / "meta.json").read_text())["meta"]
+    told = metrics(output)[-1][0] + (meta["unfinished"] is not None)
+    assert int(checkpoint.name.split("_")[-1]) == told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_two_runs_on_one_folder(command, tmp_path):
+    output = tmp_path / "run"
+    first = subprocess.Popen(
+        [*command, "--output", str(output), "trainer.total_steps=1000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (output / ".lock").exists() or not (output / ".lock").read_text():
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = subprocess.run(
+            [*command, "--output", str(output)], capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 1
+        assert f"process {first.pid}" in second.stderr
+    finally:
+        first.kill()
+        first.wait()

@@ -1,0 +1,174 @@
+"""What `optim` has done to a model before it learns, as far as no GPU is needed to see it.
+
+(`test_ranks.py` has what comes of it.)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.learner_world import tiny_model
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
+
+from agentrl.config import OptimConfig, load_config
+from agentrl.errors import ConfigError
+from agentrl.trainer import sharding
+from agentrl.trainer.optimizer import Optimizer, Schedule
+from agentrl.trainer.packing import pack_row
+from agentrl.trainer.policy import Scorer
+
+GPUS: Any = SimpleNamespace(device_type="cuda", size=lambda: 2)
+
+
+def optim(*overrides: str) -> OptimConfig:
+    return load_config(None, overrides).optim
+
+
+@pytest.fixture
+def spread(monkeypatch) -> list[dict[str, Any]]:
+    """Stands for GPUs that are not here: what `fully_shard` was asked for, module by module."""
+    asked = []
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: asked.append(how))
+    monkeypatch.setattr(sharding, "_fits_whole", lambda scorer, mesh: True)
+    monkeypatch.setattr(sharding, "COMPILE_FROM", 0)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: partial(_compiled, function))
+    return asked
+
+
+def _compiled(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def on_gpus(config: OptimConfig) -> list[nn.Module]:
+    """The layers of a model after `shard`, which finds that nothing was spread here."""
+    scorer = Scorer(tiny_model())
+    with pytest.raises(AssertionError, match="not spread over ranks"):
+        sharding.shard(scorer, scorer.layers(), scorer.value_head, GPUS, torch.bfloat16, config)
+    return scorer.layers()
+
+
+def around(layer: nn.Module) -> list[Any]:
+    """What was put around a layer's own function, the outermost first."""
+    found, run = [], layer.forward
+    while isinstance(run, partial):
+        found.append(run.func)
+        run = run.args[0]
+    return found
+
+
+def test_a_small_model_is_not_compiled(spread, monkeypatch):
+    """Compiling takes longer than all of its run."""
+    monkeypatch.setattr(sharding, "COMPILE_FROM", 10**6)
+    assert [around(layer) for layer in on_gpus(optim())] == [[]] * 2
+
+
+def test_what_is_done_to_a_layer(spread):
+    """Compiled inside of what runs it twice: else the second run would not be compiled."""
+    for overrides, expected in {
+        (): [_compiled],
+        ("optim.compile=never",): [],
+        ("optim.recompute=true",): [checkpoint, _compiled],
+        ("optim.recompute=true", "optim.compile=never"): [checkpoint],
+    }.items():
+        layers = on_gpus(optim(*overrides))
+        assert [around(layer) for layer in layers] == [expected] * 2
+    scorer = Scorer(tiny_model())
+    sharding.shard(
+        scorer, scorer.layers(), scorer.value_head, None, None, optim()
+    )  # one process on a CPU
+    assert [around(layer) for layer in scorer.layers()] == [[]] * 2
+
+
+def test_what_waits_in_the_cpus_memory(spread):
+    for where, policies in {"none": 0, "optimizer": 0, "all": 3}.items():
+        spread.clear()
+        on_gpus(optim(f"optim.offload={where}"))
+        assert len(spread) == 3  # two layers and the rest
+        assert (
+            sum(isinstance(how["offload_policy"], CPUOffloadPolicy) for how in spread) == policies
+        )
+    for where in ("none", "optimizer", "all"):
+        assert moves(optim("optim.offload=" + where)) == (["cuda", "cpu"] * (where == "optimizer"))
+
+
+def moves(config: OptimConfig) -> list[str]:
+    """Where moments are sent by an optimizer step on a GPU."""
+    sent = []
+
+    class Moments(torch.Tensor):
+        def to(self, device):  # type: ignore[override]
+            sent.append(device)
+            return self
+
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cuda"), clip_grad_norm_=lambda parameters, most: torch.tensor(1.0)
+    )
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Optimizer("actor", {"w": weight}, 1e-3, config, 1, accelerator)
+    weight.grad = torch.ones(2)
+    optimizer.descend(1)
+    sent.clear()
+    optimizer._adam.state[weight]["exp_avg"] = torch.zeros(2).as_subclass(Moments)
+    optimizer._adam.state[weight].pop("exp_avg_sq")
+    for device in ("cuda", "cpu"):
+        optimizer._move(device)
+    return sent
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_that_keeps_nothing_is_run_again(recompute):
+    scorer = Scorer(tiny_model())
+    ran = []
+    for layer in scorer.layers():
+        layer.get_submodule("self_attn").register_forward_hook(lambda *_: ran.append(1))
+    sharding.shard(
+        scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig(recompute=recompute)
+    )
+    scorer(pack_row(range(8)), lambda hidden: hidden.sum()).backward()
+    assert len(ran) == 2 * (1 + recompute)
+
+
+def test_what_learns_learns_in_float32():
+    scorer = Scorer(tiny_model().bfloat16())
+    frozen = scorer.model.get_parameter("model.norm.weight").requires_grad_(False)
+    head = scorer.head.weight
+    sharding.learn_in_float32(scorer)
+    assert frozen.dtype == torch.bfloat16
+    assert {p.dtype for p in scorer.parameters() if p.requires_grad} == {torch.float32}
+    assert scorer.head.weight is head  # tied as before: an optimizer holds the same tensors
+    assert scorer.model.get_input_embeddings().weight is head
+
+
+def test_the_rate_rises_and_then_is_linear():
+    config = OptimConfig(lr_warmup_steps=3, lr_final=0.5)
+    rate = Schedule(8.0, config, total_steps=8)
+    assert [rate(step) for step in range(1, 10)] == [2, 4, 6, 8, 7, 6, 5, 4, 4]
+    flat = Schedule(8.0, OptimConfig(lr_warmup_steps=1), total_steps=9)
+    assert [flat(step) for step in (1, 2, 9)] == [4, 8, 8]
+    # Longer than the run: it never gets there, and never falls.
+    assert [Schedule(8.0, config, total_steps=2)(step) for step in (1, 2)] == [2, 4]
+
+
+def test_weights_decay_by_their_share():
+    device: Any = SimpleNamespace(
+        device=torch.device("cpu"), clip_grad_norm_=lambda parameters, most: torch.tensor(1.0)
+    )
+    weight = nn.Parameter(torch.tensor([2.0]))
+    config = OptimConfig(weight_decay=0.25)
+    optimizer = Optimizer("actor", {"w": weight}, 0.1, config, 1, device)
+    weight.grad = torch.zeros(1)
+    optimizer.descend(1)
+    assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.25))
+
+
+def test_a_model_without_layers_to_be_found_is_refused():
+    scorer = Scorer(tiny_model())
+    del scorer.model.model.layers  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no list of layers"):
+        sharding.shard(scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig())

@@ -1,0 +1,307 @@
+"""What a learner saves: pieces of many ranks, read by any number of them; safetensors alone."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support.exact_rank import EXACT, Exact
+from support.learner_world import as_sampled_by, config, random_groups, tiny_folder, tiny_model
+from support.processes import Processes
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoModelForCausalLM
+
+from agentrl.errors import ConfigError, RunStopped
+from agentrl.trainer import state
+from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.batch import collate
+from agentrl.trainer.checkpoint import find_checkpoint, save_checkpoint
+from agentrl.trainer.dispatch import BROADCAST, dispatch
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.rank import ADAPTER, Alone
+from agentrl.trainer.sharding import whole
+from agentrl.trainer.state import read_state, shapes_in, write_state
+
+RATES = {"optim__lr": 1e-2, "optim__critic_lr": 1e-2, "algorithm__ppo_epochs": 2}
+WORLDS = {
+    "full": {"algorithm__name": "ppo"},
+    "lora": {"algorithm__name": "ppo", "model__lora_rank": 3},
+    "offload": {"optim__offload": "all"},
+}
+"""A critic of its own, and one on the policy's base. Ranks hold unlike pieces, or none: of 3, 16
+and 1 rows."""
+
+
+class Saving(Exact):
+    """A rank whose whole state is seen."""
+
+    @dispatch(BROADCAST)
+    def state(self):
+        return {
+            f"{who}.{name}": whole(value).clone()
+            for who, optimizer in self.optimizers.items()
+            for name, value in (optimizer._parameters() | optimizer._moments()).items()
+        }
+
+    @dispatch(BROADCAST)
+    def fill_disk(self, rank):
+        """From now on a rank cannot write, as on a machine whose disk is full."""
+        import os
+
+        if int(os.environ.get("RANK", "0")) == rank:
+            state.HuggingFaceStorageWriter.write_data = _refuse  # type: ignore[method-assign]
+
+
+def _refuse(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return as_sampled_by(tiny_model(), collate(random_groups(3, groups=4, n=4), 31))
+
+
+def learn(group, cfg, batch, steps):
+    learner = Learner("", cfg, total_steps=4, group=group)
+    for step in steps:
+        old, values = learner.old_logprobs(batch), learner.values(batch)
+        targets = make_targets(batch, cfg, old, values, learner.reference_logprobs(batch))
+        learner.update(batch, targets, step)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def saved(folder, batch, tmp_path_factory):
+    """By 4 ranks after two steps: where, what; and what the third step makes of it."""
+    group, made = Processes(4, Saving, folder), {}
+    try:
+        for name, keys in WORLDS.items():
+            root, cfg = tmp_path_factory.mktemp("saved"), config(**RATES, **keys)
+            group.begin(cfg)
+            learner = learn(group, cfg, batch, (1, 2))
+            at = save_checkpoint(root, 2, learner.ranks.save, {"ranks": 4})
+            state = group.state()
+            learn(group, cfg, batch, (3,))
+            made[name] = at, state, group.state()
+        root = made["full"][0].parent
+        group.fill_disk(2)
+        with pytest.raises(AssertionError) as refused:  # as rank 0 tells it
+            group.save(root)
+        made["refused"] = str(refused.value).strip()
+    finally:
+        group.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def groups(folder):
+    two = Processes(2, Saving, folder)
+    yield {1: Alone(Saving(folder)), 2: two}
+    two.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_four_ranks_saved_fewer_load(saved, groups, batch, world, ranks, tmp_path):
+    at, held, following = saved[world]
+    assert find_checkpoint(at.parent, "auto") is not None
+    group, cfg = groups[ranks], config(**RATES, **WORLDS[world])
+    group.begin(cfg)
+    learn(group, cfg, batch, (1,))  # moments and gathered weights of its own, all to be forgotten
+    group.load(at)
+    same(group.state(), held)
+    again = tmp_path / "again"
+    again.mkdir()
+    group.save(again)
+    learn(group, cfg, batch, (3,))
+    found = group.state()
+    assert found.keys() == following.keys()
+    for name, value in following.items():
+        torch.testing.assert_close(found[name], value, atol=EXACT, rtol=EXACT, msg=name)
+    groups[1].begin(cfg)
+    groups[1].load(again)  # 4 -> 2 -> 1
+    same(groups[1].state(), held)
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    assert any(".exp_avg_sq." in name for name in found)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype, name
+
+
+def test_every_rank_writes_its_pieces_and_no_pickle(saved):
+    at, _, _ = saved["full"]
+    assert len(list((at / "actor").iterdir())) == 4
+    files = [f for f in at.rglob("*") if f.is_file() and f.name != "meta.json"]
+    assert {f.suffix for f in files} == {".safetensors"}
+
+
+def test_an_adapter_lies_ready_for_peft_whoever_saved(saved, folder):
+    at, held, _ = saved["lora"]
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loaded = PeftModel.from_pretrained(base, str(at / ADAPTER), autocast_adapter_dtype=False)
+    found = {n: p for n, p in loaded.named_parameters() if "lora_" in n}
+    prefix = "actor.parameter."
+    ours = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+    assert len(found) == len(ours) > 0
+    for name, value in ours.items():
+        assert torch.equal(found[f"base_model.model.{name}"].double(), value)
+    # of the policy alone, and nothing of the base
+    assert not [n for n in shapes_in(at / "actor") if "lora_" not in n or "critic" in n]
+    assert not (saved["full"][0] / ADAPTER).exists()
+
+
+def test_a_rank_whose_disk_is_full_is_named_by_all(saved):
+    said = saved["refused"].splitlines()[-1]
+    assert said.startswith("agentrl.errors.RunStopped: rank 2 cannot write /")
+    assert said.endswith("actor: [Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_it_comes_back_where_it_was(folder, batch, tmp_path, device, offload):
+    """Weights and moments on the device, or in the CPU's memory."""
+    cfg = config(**RATES, **WORLDS["lora"], trainer__device=device, optim__offload=offload)
+    ranks = [Saving(folder), Saving(folder)]
+    first, second = (Alone(rank) for rank in ranks)
+    first.begin(cfg)
+    learner = learn(first, cfg, batch, (1, 2))
+    learner.ranks.save(tmp_path)
+    second.begin(cfg)
+    second.load(tmp_path)
+    same(second.state(), first.state())
+    held = [rank.optimizers["actor"]._moments() for rank in ranks]
+    assert [t.device for t in held[0].values()] == [t.device for t in held[1].values()]
+    learn(second, cfg, batch, (3,))
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def test_large_states_are_cut_into_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "FILE_BYTES", 100)
+    tensors = {f"t{i}": torch.randn(i, 5) for i in range(9)} | {"step": torch.tensor(3.0)}
+    write_state(tmp_path / "s", tensors)
+    assert len(list((tmp_path / "s").iterdir())) == 6
+    found = {name: torch.full_like(t, -1) for name, t in tensors.items()}
+    read_state(tmp_path / "s", found)
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert shapes_in(tmp_path / "s") == {n: tuple(t.shape) for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
+    given = {"a": (torch.randn(4, 6) * 100).to(dtype).T, "b": torch.ones(2, 0, dtype=dtype)}
+    write_state(tmp_path / "s", given)
+    found = {name: torch.zeros_like(t) for name, t in given.items()}
+    read_state(tmp_path / "s", found)
+    assert all(torch.equal(found[n], t) and found[n].dtype == dtype for n, t in given.items())
+
+
+class Coarse(torch.Tensor):
+    """Quantised: a wrapper around codes, as 8-bit moments are."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def dequantize(self):
+        return self.codes.float() / 8
+
+    def copy_(self, numbers):  # type: ignore[override]
+        self.codes.copy_((numbers * 8).round())
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_what_is_quantised_is_written_as_numbers(tmp_path):
+    codes = torch.randint(0, 100, (5, 4), dtype=torch.uint8)
+    write_state(tmp_path / "s", {"m": Coarse(codes)})
+    [file] = (tmp_path / "s").iterdir()
+    assert torch.equal(load_file(file)["m"], codes.float() / 8)
+    found = Coarse(torch.zeros_like(codes))
+    read_state(tmp_path / "s", {"m": found})
+    assert torch.equal(found.codes, codes)
+
+
+class Boom:
+    def __reduce__(self):
+        return Path.write_text, (Path("ran"), "code")
+
+
+def test_a_planted_pickle_is_never_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, tensors = tmp_path / "s", {"a": torch.randn(3)}
+    write_state(folder, tensors)
+    spoilt = pickle.dumps(Boom())
+    pickle.loads(spoilt)
+    Path("ran").unlink()  # so it would have
+    for name in (".metadata", "__0_0.distcp", "optimizer.pt", "pytorch_model.bin", "a.pkl"):
+        (folder / name).write_bytes(spoilt)
+    found = {"a": torch.zeros(3)}
+    read_state(folder, found)
+    assert torch.equal(found["a"], tensors["a"])
+    (folder / "model.safetensors").write_bytes(spoilt)
+    for read in (lambda: read_state(folder, found), lambda: shapes_in(folder)):
+        with pytest.raises(ConfigError, match=f"cannot read {folder}"):
+            read()
+    assert not Path("ran").exists()
+
+
+def test_what_is_missing_is_named(tmp_path):
+    write_state(tmp_path / "s", {"a": torch.randn(3)})
+    with pytest.raises(ConfigError, match=r"cannot read .*\bb\b"):
+        read_state(tmp_path / "s", {"b": torch.zeros(3)})
+    assert shapes_in(tmp_path / "nothing") == {}
+
+
+def test_a_folder_that_a_rank_does_not_see_is_not_made(tmp_path):
+    with pytest.raises(RunStopped, match=r"trainer\.output must lie where the machines"):
+        write_state(tmp_path / "elsewhere" / "actor", {"a": torch.zeros(1)})
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_ctrl_c_while_saving_is_itself(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(state.HuggingFaceStorageWriter, "write_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_state(tmp_path / "s", {"a": torch.zeros(1)})
+
+
+def test_a_full_disk_is_told_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(state.HuggingFaceStorageWriter, "write_data", _refuse)
+    with pytest.raises(RunStopped, match=r"^cannot write .*No space left on device$") as e:
+        write_state(tmp_path / "s", {"a": torch.zeros(1)})
+    assert not isinstance(e.value.__cause__, CheckpointException)
+    save = lambda at: write_state(at / "actor", {"a": torch.zeros(1)})  # noqa: E731
+    with pytest.raises(RunStopped, match="the checkpoint of step 1"):
+        save_checkpoint(tmp_path / "run", 1, save, {})
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_files_of_others_are_read_if_their_names_are_right(tmp_path):
+    """Plain safetensors, without places in the header: whole tensors."""
+    (tmp_path / "s").mkdir()
+    save_file({"a": torch.arange(4.0)}, tmp_path / "s" / "a.safetensors")
+    found = {"a": torch.zeros(4)}
+    read_state(tmp_path / "s", found)
+    assert found["a"].tolist() == [0, 1, 2, 3]
