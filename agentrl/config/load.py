@@ -107,6 +107,11 @@ def allowed(info: FieldInfo) -> str:
     return " ".join([kinds.get(info.annotation, "text"), " and ".join(limits)]).strip()
 
 
+def description(info: FieldInfo) -> str:
+    """The docstring of a key, on one line."""
+    return " ".join((info.description or "").split())
+
+
 def _extra(info: FieldInfo, name: str) -> str:
     extra = info.json_schema_extra
     return str(extra[name]) if isinstance(extra, dict) else ""
@@ -150,4 +155,4 @@ def _bad_value(setting: Setting, info: FieldInfo, words: str) -> str:
     hint = did_you_mean(str(setting.value), choices)
     end = "" if words.endswith((".", "?")) else "."  # a hint may have ended it
     wrong = f"{words}{end} It must be" if words else "must be"
-    return f"{setting}: {wrong} {allowed(info)} ({info.description}).{hint}"
+    return f"{setting}: {wrong} {allowed(info)} ({description(info)}).{hint}"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 
-from agentrl.config.load import allowed, flag_of
+from agentrl.config.load import allowed, description, flag_of
 from agentrl.config.sections import FIELDS, Config
 
 HEAD = """\
@@ -53,7 +53,7 @@ def _tables() -> Iterator[str]:
                 f"`{json.dumps(info.default)}`",
                 allowed(info),
                 f"`{flag}`" if flag else "",
-                info.description,
+                description(info),
             )
             yield f"| {' | '.join(map(str, cells))} |"
         yield ""

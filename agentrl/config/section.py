@@ -7,17 +7,24 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
-def key(default: Any, what: str, *, flag: str = "", allowed: str = "", **limits: float) -> Any:
-    """A key: its default, its line of documentation, the `train` flag that sets it, its limits."""
+def key(default: Any, *, flag: str = "", allowed: str = "", **limits: float) -> Any:
+    """A key's default, the `train` flag that sets it, and what it takes: in words, or as limits."""
     extra: dict[str, Any] = {"flag": flag, "allowed": allowed}
-    return Field(default, description=what, json_schema_extra=extra, **limits)  # pyright: ignore
+    return Field(default, json_schema_extra=extra, **limits)  # pyright: ignore
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values never change."""
+    """Base of all sections: unknown keys are refused, values never change.
+
+    The docstring below a key is its description in messages and in docs/config.md.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
     )
 
     @field_validator("*", mode="before")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -30,44 +31,41 @@ RENDERING = (
 class DataConfig(Section):
     """The rows."""
 
-    train: str = key("", "training rows, a .parquet or .jsonl file", flag="--dataset")
-    val: str = key("", "validation rows; empty: no validation", flag="--val-dataset")
-    batch_size: int = key(16, "prompts a step", ge=1)
-    gen_batch_size: int = key(
-        0,
-        "with algorithm.filter_groups: prompts played at a time, until batch_size of them can teach"
-        " something; 0: batch_size",
-        ge=0,
-    )
-    shuffle: bool = key(True, "a new order every epoch; false: the file's order")
-    agent_name: str = key("single_turn", "the agent loop of rows that name none")
-    untrusted: bool = key(
-        False,
-        "every control token in a prompt is text, also those a prompt may legitimately speak of"
-        " such as `<think>`",
-    )
+    train: str = key("", flag="--dataset")
+    """training rows, a .parquet or .jsonl file"""
+    val: str = key("", flag="--val-dataset")
+    """validation rows; empty: no validation"""
+    batch_size: int = key(16, ge=1)
+    """prompts a step"""
+    gen_batch_size: int = key(0, ge=0)
+    """with algorithm.filter_groups: prompts played at a time, until batch_size of them can teach
+    something; 0: batch_size"""
+    shuffle: bool = True
+    """a new order every epoch; false: the file's order"""
+    agent_name: str = "single_turn"
+    """the agent loop of rows that name none"""
+    untrusted: bool = False
+    """every control token in a prompt is text, also those a prompt may legitimately speak of such
+    as `<think>`"""
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = key(
-        "",
-        "a folder or hub name of a model, or `tiny`: a small one, trained here on first use",
-        flag="--model",
-    )
-    lora_rank: int = key(0, "rank of the LoRA adapter; 0: all weights are trained", ge=0)
-    lora_alpha: int = key(16, "scale of the adapter, times 1/rank", ge=1)
+    path: str = key("", flag="--model")
+    """a folder or hub name of a model, or `tiny`: a small one, trained here on first use"""
+    lora_rank: int = key(0, ge=0)
+    """rank of the LoRA adapter; 0: all weights are trained"""
+    lora_alpha: int = key(16, ge=1)
+    """scale of the adapter, times 1/rank"""
     lora_target_modules: str | list[str] = key(
-        "all-linear",
-        "the modules that get an adapter",
-        allowed="all-linear, the name of a module, or a list of names",
+        "all-linear", allowed="all-linear, the name of a module, or a list of names"
     )
+    """the modules that get an adapter"""
     template_kwargs: dict[str, Any] = key(
-        {},
-        "further variables of the chat template, such as `{enable_thinking: false}`",
-        allowed="a mapping from names of variables to their values",
+        {}, allowed="a mapping from names of variables to their values"
     )
+    """further variables of the chat template, such as `{enable_thinking: false}`"""
 
     @field_validator("template_kwargs")
     @classmethod
@@ -109,82 +107,59 @@ OUR_ARGUMENTS = {
 class RolloutConfig(Section):
     """How episodes are played for training."""
 
-    name: Literal["local", "sglang", "vllm"] = key(
-        "local",
-        "the engine that samples: local is transformers in this process; sglang and vllm are"
-        " servers that the run starts and stops, or finds running (urls)",
-    )
-    urls: list[str] = key(
-        [],
-        "servers that run already; their key is in AGENTRL_ENGINE_TOKEN; empty: the run starts its"
-        " own",
-        allowed="a list of URLs (http://HOST:PORT)",
-    )
-    engines: int = key(1, "how many servers the run starts", ge=1)
-    tensor_parallel_size: int = key(1, "over how many GPUs a server spreads the model", ge=1)
-    python: str = key(
-        "",
-        "the Python of the environment that has the server's package; empty: the one that runs"
-        " agentrl",
-    )
-    launch: list[str] = key(
-        [],
-        "further arguments of the server, such as `[--attention-backend, triton]`",
-        allowed="a list of arguments, as its command line has them",
-    )
-    gpu_memory_utilization: float = key(
-        0.5, "the share of a GPU's memory that a server takes for weights and cache", gt=0, lt=1
-    )
-    sync: Literal["auto", "disk", "ipc", "nccl"] = key(
-        "auto",
-        "how weights go to a server: through files, through memory of the GPU it shares with the"
-        " trainer (ipc), from GPU to GPU (nccl), or by what it can (auto)",
-    )
-    lora: Literal["auto", "adapter", "merge"] = key(
-        "auto",
-        "how LoRA goes to a server: as an adapter beside the base, merged into all weights, or as"
-        " an adapter where it can (auto: on a GPU)",
-    )
-    sleep: Literal["none", "kv_cache", "all"] = key(
-        "none",
-        "what a server that shares the trainer's GPU gives up while the trainer works: nothing, its"
-        " cache, or its weights as well",
-    )
-    deterministic: bool = key(
-        False,
-        "have the server compute the same whatever else it is at work on, by the seeds of the run,"
-        " and as near to the trainer as it can (the local engine always does)",
-        flag="--deterministic",
-    )
-    n: int = key(8, "rollouts of each prompt", ge=1)
-    temperature: float = key(1.0, "sampling temperature; the trainer uses the same", gt=0)
-    max_turn_tokens: int = key(512, "most tokens sampled in one turn", ge=1)
-    max_trajectory_tokens: int = key(
-        4096, "most tokens after the prompt, sampled and observed", ge=1
-    )
-    max_turns: int = key(8, "most turns of the assistant", ge=1)
-    max_tool_calls: int = key(16, "most tool calls", ge=0)
-    timeout_s: float = key(
-        300.0,
-        "most seconds an episode may take; the wait for a free connection does not count",
-        gt=0,
-    )
+    name: Literal["local", "sglang", "vllm"] = "local"
+    """the engine that samples: local is transformers in this process; sglang and vllm are servers
+    that the run starts and stops, or finds running (urls)"""
+    urls: list[str] = key([], allowed="a list of URLs (http://HOST:PORT)")
+    """servers that run already; their key is in AGENTRL_ENGINE_TOKEN; empty: the run starts its
+    own"""
+    engines: int = key(1, ge=1)
+    """how many servers the run starts"""
+    tensor_parallel_size: int = key(1, ge=1)
+    """over how many GPUs a server spreads the model"""
+    python: str = ""
+    """the Python of the environment that has the server's package; empty: the one that runs
+    agentrl"""
+    launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
+    """further arguments of the server, such as `[--attention-backend, triton]`"""
+    gpu_memory_utilization: float = key(0.5, gt=0, lt=1)
+    """the share of a GPU's memory that a server takes for weights and cache"""
+    sync: Literal["auto", "disk", "ipc", "nccl"] = "auto"
+    """how weights go to a server: through files, through memory of the GPU it shares with the
+    trainer (ipc), from GPU to GPU (nccl), or by what it can (auto)"""
+    lora: Literal["auto", "adapter", "merge"] = "auto"
+    """how LoRA goes to a server: as an adapter beside the base, merged into all weights, or as an
+    adapter where it can (auto: on a GPU)"""
+    sleep: Literal["none", "kv_cache", "all"] = "none"
+    """what a server that shares the trainer's GPU gives up while the trainer works: nothing, its
+    cache, or its weights as well"""
+    deterministic: bool = key(False, flag="--deterministic")
+    """have the server compute the same whatever else it is at work on, by the seeds of the run, and
+    as near to the trainer as it can (the local engine always does)"""
+    n: int = key(8, ge=1)
+    """rollouts of each prompt"""
+    temperature: float = key(1.0, gt=0)
+    """sampling temperature; the trainer uses the same"""
+    max_turn_tokens: int = key(512, ge=1)
+    """most tokens sampled in one turn"""
+    max_trajectory_tokens: int = key(4096, ge=1)
+    """most tokens after the prompt, sampled and observed"""
+    max_turns: int = key(8, ge=1)
+    """most turns of the assistant"""
+    max_tool_calls: int = key(16, ge=0)
+    """most tool calls"""
+    timeout_s: float = key(300.0, gt=0)
+    """most seconds an episode may take; the wait for a free connection does not count"""
     budget_policy: dict[str, str | float] = key(
-        {},
-        "what becomes of an episode that spent a budget: its reward stands (keep, the default), is"
-        " 0 (zero) or less by a number, or it does not train (mask)",
-        allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0",
+        {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
-    tool_format: str = key(
-        "auto",
-        "how the model writes tool calls",
-        allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf",
-    )
-    history_thinking: Literal["keep", "strip"] = key(
-        "keep",
-        "what becomes of the thinking of earlier turns where the chat template drops it: keep it as"
-        " it was sampled, or strip it and begin a new segment",
-    )
+    """what becomes of an episode that spent a budget: its reward stands (keep, the default), is 0
+    (zero) or less by a number, or it does not train (mask)"""
+    tool_format: str = key("auto", allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf")
+    """how the model writes tool calls"""
+    history_thinking: Literal["keep", "strip"] = "keep"
+    """what becomes of the thinking of earlier turns where the chat template drops it: keep it as it
+    was sampled, or strip it and begin a new segment"""
 
     @field_validator("launch")
     @classmethod
@@ -238,11 +213,16 @@ class RolloutConfig(Section):
 class ValConfig(Section):
     """How episodes are played for validation."""
 
-    temperature: float = key(1.0, "sampling temperature; 0: greedy", ge=0)
-    top_p: float = key(1.0, "sample from the likeliest tokens of this probability", gt=0, le=1)
-    top_k: int = key(0, "sample from this many likeliest tokens; 0: from all", ge=0)
-    n: int = key(1, "rollouts of each prompt", ge=1)
-    greedy: bool = key(True, "a greedy pass beside the sampled one")
+    temperature: float = key(1.0, ge=0)
+    """sampling temperature; 0: greedy"""
+    top_p: float = key(1.0, gt=0, le=1)
+    """sample from the likeliest tokens of this probability"""
+    top_k: int = key(0, ge=0)
+    """sample from this many likeliest tokens; 0: from all"""
+    n: int = key(1, ge=1)
+    """rollouts of each prompt"""
+    greedy: bool = True
+    """a greedy pass beside the sampled one"""
 
 
 FAILURES = ("bad_call", "unknown_tool", "schema", "tool_error", "timeout")
@@ -253,25 +233,21 @@ class ToolsConfig(Section):
     """Where tools run."""
 
     transport: str = key(
-        "http",
-        "http: on a server that the run starts and stops; in_process: in this process; a URL: on"
-        " that server, with the token in AGENTRL_TOOLS_TOKEN",
-        allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)",
+        "http", allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)"
     )
-    max_result_tokens: int = key(1024, "most tokens of a result that the model is shown", ge=1)
-    truncate: Literal["head", "tail", "middle"] = key(
-        "middle",
-        "how a longer result is cut: its head is kept, its tail, or both without the middle",
-    )
-    workers: int = key(
-        1, "processes of the server that the run starts; an episode stays with one of them", ge=1
-    )
+    """http: on a server that the run starts and stops; in_process: in this process; a URL: on that
+    server, with the token in AGENTRL_TOOLS_TOKEN"""
+    max_result_tokens: int = key(1024, ge=1)
+    """most tokens of a result that the model is shown"""
+    truncate: Literal["head", "tail", "middle"] = "middle"
+    """how a longer result is cut: its head is kept, its tail, or both without the middle"""
+    workers: int = key(1, ge=1)
+    """processes of the server that the run starts; an episode stays with one of them"""
     penalties: dict[str, float] = key(
-        {},
-        "what a call that failed costs: taken off the advantages of the tokens that wrote it, by"
-        " class of failure",
-        allowed=f"a mapping from {', '.join(FAILURES)} to numbers above 0",
+        {}, allowed=f"a mapping from {', '.join(FAILURES)} to numbers above 0"
     )
+    """what a call that failed costs: taken off the advantages of the tokens that wrote it, by class
+    of failure"""
 
     @field_validator("penalties")
     @classmethod
@@ -302,15 +278,18 @@ class SandboxConfig(Section):
     """Where code that a model wrote is run, by tools and by graders."""
 
     backend: str = key(
-        "bubblewrap",
-        "bubblewrap: without network, files or rights of this machine, or not at all;"
-        " unsafe-subprocess: as you, where nothing else can be had; a URL: SandboxFusion's API",
-        allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)",
+        "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
     )
-    slots: int = key(0, "programs at once in a process; 0: twice the cores", ge=0)
-    timeout_s: float = key(10.0, "most seconds a program may run", gt=0)
-    memory_mb: int = key(2048, "most MiB of memory of each of its processes", ge=64)
-    python: str = key("/usr/bin/python3", "the interpreter that programs are run with")
+    """bubblewrap: without network, files or rights of this machine, or not at all;
+    unsafe-subprocess: as you, where nothing else can be had; a URL: SandboxFusion's API"""
+    slots: int = key(0, ge=0)
+    """programs at once in a process; 0: twice the cores"""
+    timeout_s: float = key(10.0, gt=0)
+    """most seconds a program may run"""
+    memory_mb: int = key(2048, ge=64)
+    """most MiB of memory of each of its processes"""
+    python: str = "/usr/bin/python3"
+    """the interpreter that programs are run with"""
 
     @field_validator("backend")
     @classmethod
@@ -324,50 +303,39 @@ class InteractionConfig(Section):
     """What a run tells its interactions."""
 
     kwargs: dict[str, dict[str, Any]] = key(
-        {},
-        "arguments of interactions by name, beside those of the rows; where a simulated user's"
-        " model is, say",
-        allowed="a mapping from names of interactions to their arguments",
+        {}, allowed="a mapping from names of interactions to their arguments"
     )
+    """arguments of interactions by name, beside those of the rows; where a simulated user's model
+    is, say"""
 
 
 class RewardConfig(Section):
     """What a rollout is worth."""
 
-    function: str = key(
-        "",
-        "the reward function; empty: the grader of the row's data_source",
-        allowed="the name of a registered reward, or path.py:function",
-    )
-    functions: dict[str, float] = key(
-        {},
-        "several reward functions and their weights, such as `{exact: 1.0, format: 0.1}`; `grader`"
-        " is that of the row's data_source",
-        allowed="a mapping from reward functions to weights",
-    )
-    kwargs: dict[str, Any] = key(
-        {},
-        "further arguments of the reward function or grader; with reward.functions, a mapping of"
-        " them by function",
-        allowed="a mapping",
-    )
-    timeout_s: float = key(
-        60.0,
-        "most seconds that judging one rollout may take; the wait for a free connection does not"
-        " count",
-        gt=0,
-    )
-    workers: int = key(2, "processes for graders that must be stoppable (mathematics)", ge=1)
-    outcome_weight: float = key(1.0, "weight of the reward of the whole trajectory")
-    turn_weight: float = key(0.0, "weight of what turns earned (interactions, loops)")
-    tool_weight: float = key(0.0, "weight of what tools gave")
-    overlong_buffer: int = key(
-        0,
-        "the last so many of rollout.max_trajectory_tokens cost a penalty that grows from 0 to"
-        " overlong_penalty (DAPO); only sampled tokens count, only training pays; 0: off",
-        ge=0,
-    )
-    overlong_penalty: float = key(1.0, "the penalty of a rollout that used all of them", ge=0)
+    function: str = key("", allowed="the name of a registered reward, or path.py:function")
+    """the reward function; empty: the grader of the row's data_source"""
+    functions: dict[str, float] = key({}, allowed="a mapping from reward functions to weights")
+    """several reward functions and their weights, such as `{exact: 1.0, format: 0.1}`; `grader` is
+    that of the row's data_source"""
+    kwargs: dict[str, Any] = key({}, allowed="a mapping")
+    """further arguments of the reward function or grader; with reward.functions, a mapping of them
+    by function"""
+    timeout_s: float = key(60.0, gt=0)
+    """most seconds that judging one rollout may take; the wait for a free connection does not
+    count"""
+    workers: int = key(2, ge=1)
+    """processes for graders that must be stoppable (mathematics)"""
+    outcome_weight: float = 1.0
+    """weight of the reward of the whole trajectory"""
+    turn_weight: float = 0.0
+    """weight of what turns earned (interactions, loops)"""
+    tool_weight: float = 0.0
+    """weight of what tools gave"""
+    overlong_buffer: int = key(0, ge=0)
+    """the last so many of rollout.max_trajectory_tokens cost a penalty that grows from 0 to
+    overlong_penalty (DAPO); only sampled tokens count, only training pays; 0: off"""
+    overlong_penalty: float = key(1.0, ge=0)
+    """the penalty of a rollout that used all of them"""
 
     @property
     def files(self) -> list[str]:
@@ -379,79 +347,71 @@ class RewardConfig(Section):
 class OptimConfig(Section):
     """The optimizer, and what a pass costs in memory."""
 
-    name: Literal["adamw", "adamw_8bit"] = key(
-        "adamw", "adamw, or with its moments in 8 bits (needs the extra `8bit`)"
-    )
-    lr: float = key(1e-6, "learning rate of the policy", gt=0)
-    critic_lr: float = key(1e-5, "learning rate of the critic", gt=0)
-    lr_warmup_steps: int = key(0, "steps in which the learning rate rises from 0", ge=0)
-    lr_final: float = key(
-        1.0, "learning rate at the last step, as a share of the first; linear between", ge=0
-    )
-    weight_decay: float = key(0.0, "AdamW's weight decay", ge=0)
-    max_grad_norm: float = key(1.0, "gradients are clipped to this norm", gt=0)
-    micro_batch_tokens: int = key(16384, "most tokens of one forward pass", ge=1)
-    recompute: bool = key(
-        False,
-        "keep no activations within a layer, compute them again in the backward pass: a third more"
-        " work, a fraction of the memory",
-    )
-    compile: Literal["auto", "never"] = key(
-        "auto",
-        "auto: layers are compiled (torch.compile) where they run on a GPU and the model is large"
-        " enough for it to pay, 100 million weights",
-    )
-    offload: Literal["none", "optimizer", "all"] = key(
-        "none",
-        "what waits in the CPU's memory: nothing, the optimizer's moments between updates, or"
-        " parameters, gradients and moments",
-    )
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw, or with its moments in 8 bits (needs the extra `8bit`)"""
+    lr: float = key(1e-6, gt=0)
+    """learning rate of the policy"""
+    critic_lr: float = key(1e-5, gt=0)
+    """learning rate of the critic"""
+    lr_warmup_steps: int = key(0, ge=0)
+    """steps in which the learning rate rises from 0"""
+    lr_final: float = key(1.0, ge=0)
+    """learning rate at the last step, as a share of the first; linear between"""
+    weight_decay: float = key(0.0, ge=0)
+    """AdamW's weight decay"""
+    max_grad_norm: float = key(1.0, gt=0)
+    """gradients are clipped to this norm"""
+    micro_batch_tokens: int = key(16384, ge=1)
+    """most tokens of one forward pass"""
+    recompute: bool = False
+    """keep no activations within a layer, compute them again in the backward pass: a third more
+    work, a fraction of the memory"""
+    compile: Literal["auto", "never"] = "auto"
+    """auto: layers are compiled (torch.compile) where they run on a GPU and the model is large
+    enough for it to pay, 100 million weights"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what waits in the CPU's memory: nothing, the optimizer's moments between updates, or
+    parameters, gradients and moments"""
 
 
 class TrainerConfig(Section):
     """The run."""
 
-    output: str = key(
-        "", "the run's folder; empty: `runs/` and the dataset's name", flag="--output"
-    )
-    total_steps: int = key(0, "steps of the run; 0: total_epochs decides", ge=0)
-    total_epochs: int = key(
-        1,
-        "passes over the dataset, data.batch_size rows a step; with algorithm.filter_groups a step"
-        " plays more of them, and the same steps make more passes",
-        ge=1,
-    )
-    test_freq: int = key(0, "validate every so many steps; 0: not on the way", ge=0)
-    save_freq: int = key(0, "save every so many steps; 0: not on the way", ge=0)
-    val_before_train: bool = key(True, "validate before the first step")
-    val_only: bool = key(False, "validate, and train nothing")
-    resume: str = key(
-        "auto",
-        "auto: go on from the newest checkpoint in the run's folder; never: start anew; a path: go"
-        " on from that checkpoint",
-        allowed="auto, never, or the path of a checkpoint",
-    )
-    seed: int = key(0, "the only source of randomness", ge=0)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU where there is one")
-    nnodes: int = key(1, "machines that the learner is spread over", ge=1)
-    n_gpus_per_node: int = key(
-        1, "GPUs of each that learn; with trainer.device=cpu, processes", ge=1
-    )
-    placement: Literal["colocated", "separate"] = key(
-        "colocated",
-        "colocated: engines take turns on the learner's GPUs; separate: they have others",
-    )
-    ray_address: str = key(
-        "",
-        "the Ray cluster to join, as `ray start` prints it; empty: one is started where more than"
-        " one process learns",
-    )
-    logger: list[Literal["tensorboard", "wandb"]] = key(
-        [], "trackers beside the console and metrics.jsonl, which are always on"
-    )
-    watchdog_s: float = key(
-        300.0, "say what every episode waits for after so many seconds without progress", gt=0
-    )
+    output: str = key("", flag="--output")
+    """the run's folder; empty: `runs/` and the dataset's name"""
+    total_steps: int = key(0, ge=0)
+    """steps of the run; 0: total_epochs decides"""
+    total_epochs: int = key(1, ge=1)
+    """passes over the dataset, data.batch_size rows a step; with algorithm.filter_groups a step
+    plays more of them, and the same steps make more passes"""
+    test_freq: int = key(0, ge=0)
+    """validate every so many steps; 0: not on the way"""
+    save_freq: int = key(0, ge=0)
+    """save every so many steps; 0: not on the way"""
+    val_before_train: bool = True
+    """validate before the first step"""
+    val_only: bool = False
+    """validate, and train nothing"""
+    resume: str = key("auto", allowed="auto, never, or the path of a checkpoint")
+    """auto: go on from the newest checkpoint in the run's folder; never: start anew; a path: go on
+    from that checkpoint"""
+    seed: int = key(0, ge=0)
+    """the only source of randomness"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one"""
+    nnodes: int = key(1, ge=1)
+    """machines that the learner is spread over"""
+    n_gpus_per_node: int = key(1, ge=1)
+    """GPUs of each that learn; with trainer.device=cpu, processes"""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated: engines take turns on the learner's GPUs; separate: they have others"""
+    ray_address: str = ""
+    """the Ray cluster to join, as `ray start` prints it; empty: one is started where more than one
+    process learns"""
+    logger: list[Literal["tensorboard", "wandb"]] = key([])
+    """trackers beside the console and metrics.jsonl, which are always on"""
+    watchdog_s: float = key(300.0, gt=0)
+    """say what every episode waits for after so many seconds without progress"""
 
     @property
     def spread(self) -> bool:
@@ -462,12 +422,9 @@ class TrainerConfig(Section):
 class Config(Section):
     """A whole run. Build it with `load_config`."""
 
-    files: list[str] = key(
-        [],
-        "files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a"
-        " ready tool",
-        flag="--file",
-    )
+    files: list[str] = key([], flag="--file")
+    """files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a ready
+    tool"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -488,10 +445,7 @@ class Config(Section):
 
     def value(self, path: str) -> Any:
         """The value of a dotted key."""
-        value: Any = self.model_dump()
-        for part in path.split("."):
-            value = value[part]
-        return value
+        return attrgetter(path)(self)
 
     def resolved_yaml(self) -> str:
         """Every key with its value; `load_config` reads the same config back."""

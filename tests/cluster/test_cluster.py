@@ -349,7 +349,7 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
     with pytest.raises(ValueError) as e:
         names["loss"]("{")
     assert raised_at(e.value) == f" ({file}:5: return json.loads(text))"
-    with pytest.raises(KeyError) as e:
+    with pytest.raises(AttributeError) as e:
         load_config(None, []).value("no.such")
     assert raised_at(e.value).startswith(f" ({__file__}:")
     assert raised_at(KeyError("never raised")) == ""
