@@ -16,15 +16,18 @@ import json
 import os
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from agentrl.errors import DataError, RunStopped
 from agentrl.open_files import advice
@@ -34,8 +37,6 @@ from agentrl.trajectory import (
     Sample,
     Scored,
     Segment,
-    ToolCall,
-    ToolResult,
     Trajectory,
     Turn,
 )
@@ -49,43 +50,50 @@ STREAMS = {
 }
 """A segment's fields; their arrays have four bytes an item."""
 
+_TRAJECTORY = "scored.trajectory"
+_SAMPLE = f"{_TRAJECTORY}.sample"
+_COLUMNS = {
+    "step": (pa.int32(), "step"),
+    "split": (pa.string(), "split"),
+    "sample_id": (pa.string(), f"{_SAMPLE}.id"),
+    "episode_id": (pa.string(), f"{_TRAJECTORY}.episode_id"),
+    "rollout": (pa.int32(), f"{_TRAJECTORY}.rollout"),
+    "agent_name": (pa.string(), f"{_SAMPLE}.agent_name"),
+    "data_source": (pa.string(), f"{_SAMPLE}.data_source"),
+    "reward": (pa.float64(), "scored.reward"),
+    "rewards": (pa.string(), "scored.rewards"),
+    "metrics": (pa.string(), "scored.metrics"),
+    "masked": (pa.bool_(), "scored.masked"),
+    "stop_reason": (pa.string(), f"{_TRAJECTORY}.stop_reason"),
+    "dropped": (pa.int32(), "dropped"),
+    "ground_truth": (pa.string(), f"{_SAMPLE}.ground_truth"),
+    "messages": (pa.string(), f"{_TRAJECTORY}.messages"),
+    "turns": (pa.string(), f"{_TRAJECTORY}.turns"),
+    "sample": (pa.string(), _SAMPLE),
+    "sampling": (pa.string(), f"{_TRAJECTORY}.sampling"),
+    "tool_reward": (pa.float64(), f"{_TRAJECTORY}.tool_reward"),
+    "seconds": (pa.float64(), f"{_TRAJECTORY}.seconds"),
+    "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
+}
+"""Every column but the streams: its type, and where its value lies in a `Stored`."""
+_JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling"}
+"""The columns that are JSON text."""
+
 SCHEMA = pa.schema(
     [
-        ("step", pa.int32()),
-        ("split", pa.string()),
-        ("sample_id", pa.string()),
-        ("episode_id", pa.string()),
-        ("rollout", pa.int32()),
-        ("agent_name", pa.string()),
-        ("data_source", pa.string()),
-        ("reward", pa.float64()),
-        ("rewards", pa.string()),
-        ("metrics", pa.string()),
-        ("masked", pa.bool_()),
-        ("stop_reason", pa.string()),
-        ("dropped", pa.int32()),
-        ("ground_truth", pa.string()),
-        ("messages", pa.string()),
-        ("turns", pa.string()),
-        ("sample", pa.string()),
-        ("sampling", pa.string()),
-        ("tool_reward", pa.float64()),
-        ("seconds", pa.float64()),
-        ("control_token_attempts", pa.int32()),
+        *((name, kind) for name, (kind, _) in _COLUMNS.items()),
         *((name, pa.list_(pa.list_(kind))) for name, kind in STREAMS.items()),
     ]
 )
 
-# Fields of a sample that the column `sample` holds; the others have columns of their own.
-_SAMPLE = (
-    "prompt",
-    "tools",
-    "tools_kwargs",
-    "interaction",
-    "interaction_kwargs",
-    "extra",
-    "row",
-)
+_OF_THE_COLUMN_SAMPLE = {f.name for f in fields(Sample)} - {
+    path.removeprefix(f"{_SAMPLE}.") for _, path in _COLUMNS.values()
+}
+"""The fields of a sample that have no column of their own."""
+
+_SAMPLES = TypeAdapter(Sample)
+_TURNS = TypeAdapter(tuple[Turn, ...])
+_MESSAGES = TypeAdapter(tuple[Message, ...])
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _BATCH = 64
 
@@ -176,65 +184,41 @@ def load_trajectories(
 
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
-    rows = [(group, scored) for group in groups for scored in group.scored]
-    records = [_record(step, split, group.dropped, scored) for group, scored in rows]
-    segments = [scored.trajectory.segments for _, scored in rows]
+    rows = [Stored(step, split, g.dropped, scored) for g in groups for scored in g.scored]
     columns = [
-        _list_column([[getattr(s, field.name) for s in row] for row in segments], field.type)
-        if field.name in STREAMS
-        else pa.array([r[field.name] for r in records], field.type)
-        for field in SCHEMA
+        pa.array([_cell(name, path, row) for row in rows], kind)
+        for name, (kind, path) in _COLUMNS.items()
+    ]
+    segments = [row.scored.trajectory.segments for row in rows]
+    columns += [
+        _list_column([[getattr(s, name) for s in row] for row in segments], kind)
+        for name, kind in STREAMS.items()
     ]
     return pa.table(columns, schema=SCHEMA)
 
 
-def _record(step: int, split: str, dropped: int, scored: Scored) -> dict[str, Any]:
-    """A row, less its streams."""
-    t = scored.trajectory
-    return {
-        "step": step,
-        "split": split,
-        "sample_id": _clean(t.sample.id),
-        "episode_id": _clean(t.episode_id),
-        "rollout": t.rollout,
-        "agent_name": _clean(t.sample.agent_name),
-        "data_source": _clean(t.sample.data_source),
-        "reward": scored.reward,
-        "rewards": _json(scored.rewards),
-        "metrics": _json(scored.metrics),
-        "masked": scored.masked,
-        "stop_reason": _clean(t.stop_reason),
-        "dropped": dropped,
-        "ground_truth": _json(t.sample.ground_truth),
-        "messages": _json(t.messages),
-        "turns": _json(t.turns),
-        "sample": _json({name: getattr(t.sample, name) for name in _SAMPLE}),
-        "sampling": _json(t.sampling),
-        "tool_reward": t.tool_reward,
-        "seconds": t.seconds,
-        "control_token_attempts": t.control_token_attempts,
-    }
+def _cell(name: str, path: str, row: Stored) -> Any:
+    value = attrgetter(path)(row)
+    if name == "sample":
+        kept = _OF_THE_COLUMN_SAMPLE
+        value = {f.name: getattr(value, f.name) for f in fields(value) if f.name in kept}
+    if name in _JSON:
+        value = json.dumps(value, default=_plain, ensure_ascii=False)
+    return _clean(value) if isinstance(value, str) else value
 
 
-def _list_column(rows: Sequence[Sequence[array[Any]]], kind: pa.DataType) -> pa.Array:
+def _list_column(rows: Sequence[Sequence[array[Any]]], item: pa.DataType) -> pa.Array:
     """Lists of segments of items, from arrays by their bytes: no item becomes an object."""
     segments = [segment for row in rows for segment in row]
     items = pa.py_buffer(b"".join(s.tobytes() for s in segments))
     n = sum(map(len, segments))
-    leaf = pa.Array.from_buffers(kind.value_type.value_type, n, [None, items])
+    leaf = pa.Array.from_buffers(item, n, [None, items])
     inner = pa.ListArray.from_arrays(_offsets(segments), leaf)
     return pa.ListArray.from_arrays(_offsets(rows), inner)
 
 
 def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
-    ends = [0]
-    for one in lists:
-        ends.append(ends[-1] + len(one))
-    return pa.array(ends, pa.int32())
-
-
-def _json(value: Any) -> str:
-    return _clean(json.dumps(value, default=_plain, ensure_ascii=False))
+    return pa.array(accumulate(map(len, lists), initial=0), pa.int32())
 
 
 def _plain(value: Any) -> Any:
@@ -268,57 +252,21 @@ def _read_shard(path: Path) -> Iterator[Stored]:
 
 
 def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
-    rest = json.loads(row["sample"])
-    sample = Sample(
-        id=row["sample_id"],
-        agent_name=row["agent_name"],
-        data_source=row["data_source"],
-        ground_truth=json.loads(row["ground_truth"]),
-        **rest | {"prompt": _messages(rest["prompt"]), "tools": tuple(rest["tools"])},
-    )
-    trajectory = Trajectory(
-        sample=sample,
-        episode_id=row["episode_id"],
-        rollout=row["rollout"],
-        segments=segments,
-        turns=tuple(_turn(t) for t in json.loads(row["turns"])),
-        messages=_messages(json.loads(row["messages"])),
-        sampling={
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in json.loads(row["sampling"]).items()
-        },
-        stop_reason=row["stop_reason"],
-        tool_reward=row["tool_reward"],
-        seconds=row["seconds"],
-        control_token_attempts=row.get("control_token_attempts", 0),  # older files lack it
-    )
-    scored = Scored(
-        trajectory,
-        rewards=json.loads(row["rewards"]),
-        reward=row["reward"],
-        metrics=json.loads(row["metrics"]),
-        masked=row["masked"],
-    )
-    return Stored(row["step"], row["split"], row["dropped"], scored)
-
-
-def _messages(plain: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    return tuple(Message(**{**m, "tool_calls": _calls(m["tool_calls"])}) for m in plain)
-
-
-def _calls(plain: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(**{**c, "span": _pair(c.get("span"))}) for c in plain)
-
-
-def _pair(span: Any) -> tuple[int, int] | None:
-    return (span[0], span[1]) if span else None
-
-
-def _turn(plain: Mapping[str, Any]) -> Turn:
-    results = tuple(ToolResult(**r) for r in plain["tool_results"])
-    penalties = tuple((a, b, price) for a, b, price in plain.get("penalties", ()))
-    calls = _calls(plain["tool_calls"])
-    return Turn(**{**plain, "tool_calls": calls, "tool_results": results, "penalties": penalties})
+    row = {"control_token_attempts": 0, **row}  # older files lack it
+    parts: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, (_, path) in _COLUMNS.items():
+        owner, _, field = path.rpartition(".")
+        parts[owner][field] = json.loads(row[name]) if name in _JSON else row[name]
+    plain = parts[_TRAJECTORY]
+    sampling = plain["sampling"].items()
+    plain |= {
+        "sample": _SAMPLES.validate_python(plain["sample"] | parts[_SAMPLE]),
+        "turns": _TURNS.validate_python(plain["turns"]),
+        "messages": _MESSAGES.validate_python(plain["messages"]),
+        "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
+    }
+    scored = Scored(Trajectory(segments=segments, **plain), **parts["scored"])
+    return Stored(scored=scored, **parts[""])
 
 
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:
