@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.sections import FIELDS, Config
-from agentrl.config.sources import Setting, merge, read_overrides, read_yaml
-from agentrl.config.verl_names import verl_value
+from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
 from agentrl.registry import did_you_mean
 
@@ -150,7 +149,7 @@ def _tree(settings: Iterable[Setting]) -> dict[str, Any]:
 
 def _bad_value(setting: Setting, info: FieldInfo, words: str) -> str:
     """What was given, what is wrong with it, what is allowed, and what the key means."""
-    words = words or verl_value(setting.path, setting.value)
+    words = words or verl_keys().explain_value(setting.path, setting.value)
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     hint = did_you_mean(str(setting.value), choices)
     end = "" if words.endswith((".", "?")) else "."  # a hint may have ended it

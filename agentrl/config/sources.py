@@ -7,6 +7,7 @@ said at once. Scalars are read as in YAML 1.2: `1e-6` is a number, `2026-11-20` 
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from agentrl.config.verl_names import VERL_SECTIONS, verl_name
 
 
 class _Loader(yaml.SafeLoader):
@@ -206,7 +205,7 @@ def merge(
                     else:
                         held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
                     merged[owner] = Setting(owner, held, leaf.source)
-            elif owner and not verl_name(leaf.path, ()):
+            elif owner and not verl_keys().explain_key(leaf.path):
                 mistakes.append(f"{leaf}: {owner} is a value, there is nothing below it")
             elif keys := [f for f in fields if f.startswith(f"{leaf.path}.")]:
                 if leaf.value is not None:  # `optim:` with every key commented out is nothing
@@ -229,11 +228,14 @@ def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
         yield from _leaves(Setting(f"{path}.{key}", value, setting.source), fields)
 
 
+def verl_keys() -> Any:
+    """Return the module that knows verl's keys: it is in a higher room, so it is imported late."""
+    return importlib.import_module("agentrl.compat.verl.keys")
+
+
 def _no_such_key(path: str, fields: Mapping[str, type]) -> str:
-    if word := verl_name(path, [f for f, kind in fields.items() if kind is dict]):
-        return f"verl's name. {word}"
-    if path.startswith(VERL_SECTIONS):
-        return "verl's name, and nothing here does the same"
+    if verls := verl_keys().explain_key(path, [f for f, kind in fields.items() if kind is dict]):
+        return verls
     section, _, leaf = path.rpartition(".")
     close = [f for f in fields if f.rpartition(".")[2] == leaf]
     close += difflib.get_close_matches(path, fields, n=1, cutoff=0.75)

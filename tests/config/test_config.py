@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import (
     FIELDS,
     Config,
@@ -22,7 +23,6 @@ from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
 from agentrl.config.page import page
 from agentrl.config.sources import assignment, parse_value
-from agentrl.config.verl_names import VERL_NAMES
 from agentrl.errors import ConfigError
 
 
@@ -389,11 +389,11 @@ def test_every_key_refuses_nonsense_with_a_word_on_what_it_takes(path):
 
 def test_verls_names_are_no_names_of_ours():
     """A word on them would never be said."""
-    assert not VERL_NAMES.keys() & FIELDS.keys()
+    assert not VERL_KEYS.keys() & FIELDS.keys()
 
 
 def test_what_verls_names_are_here_exists():
-    for said in VERL_NAMES.values():
+    for said in VERL_KEYS.values():
         for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", said):
             assert path in FIELDS or path == "path.py", said
 

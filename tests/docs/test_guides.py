@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentrl import play, registry
+from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
-from agentrl.config.verl_names import VERL_NAMES
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
 from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
@@ -156,7 +156,7 @@ def test_verls_keys_are_those_that_a_run_refuses_by_name():
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 30
     for verls, ours in rows:
-        words = " ".join(VERL_NAMES[key] for key in re.findall(r"`([^`]+)`", verls))
+        words = " ".join(VERL_KEYS[key] for key in re.findall(r"`([^`]+)`", verls))
         if ours.strip().startswith("none"):
             assert "Not " in words, verls
             continue

@@ -1,0 +1,48 @@
+"""verl's config keys (`keys.yaml`): what a message says to a user who types one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import yaml
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text("utf-8"))
+_RENAMED: dict[str, str] = _TABLE["renamed"]
+
+VERL_KEYS: dict[str, str] = {
+    **{key: f"Here: {ours}" for key, ours in _RENAMED.items()},
+    **_TABLE["notes"],
+}
+"""verl's dotted key -> what to do instead."""
+
+_SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
+"""Sections that only verl has."""
+
+
+def explain_key(path: str, mappings: Collection[str] = ()) -> str:
+    """Return what to say about a key of verl's, or one below it; "" if verl has no such key.
+
+    Args:
+        path: the key.
+        mappings: agentrl's keys below which users put keys of their own.
+    """
+    above, below = path, ""
+    while above and above not in VERL_KEYS:
+        above, _, name = above.rpartition(".")
+        below = f".{name}{below}"
+    if above:
+        own = below if _RENAMED.get(above) in mappings else ""
+        return f"verl's name. {VERL_KEYS[above]}{own}"
+    if path.startswith(_SECTIONS):
+        return "verl's name, and nothing here does the same"
+    return ""
+
+
+def explain_value(path: str, value: object) -> str:
+    """Return what to say about a value of verl's under a key that agentrl has, too; else ""."""
+    if path in ("trainer.save_freq", "trainer.test_freq") and value == -1:
+        return "verl's -1 is 0 here"
+    if path == "trainer.logger" and "console" in (value if isinstance(value, list) else [value]):
+        return "the console is always on: leave it out"
+    return ""
