@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.trainer.curve import _smoothed, _thinned, _ticks, validation_series, write_curve
+from agentrl.trainer.curve import (
+    MAX_POINTS,
+    _smoothed,
+    _thinned,
+    validation_series,
+    write_curve,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -25,6 +31,10 @@ def draw(folder: Path, steps: list[tuple[int, dict]], **kwargs) -> tuple[str, li
     write_curve(metrics, picture, **kwargs)
     svg = picture.read_text(encoding="utf-8")
     root = ElementTree.fromstring(svg)
+    for element in root.iter():
+        assert element.tag != f"{SVG}script"
+        for name, value in element.attrib.items():  # nothing is loaded from elsewhere
+            assert not name.endswith("href") or value.startswith("#")
     assert "nan" not in svg and "inf" not in svg
     return svg, [e.text or "" for e in root.iter(f"{SVG}text")]
 
@@ -69,13 +79,28 @@ def test_lines_legend_and_ticks(tmp_path):
     assert labels == ["training", "validation", "react", "tool_agent", "greedy"]
     assert "greedy 0.75" in texts
     assert {"0", "0.2", "1", "20", "140", "step", "reward"} <= set(texts)
-    assert "<script" not in svg and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    assert len(svg) < 30_000
+    assert "fill: #ffffff" not in svg and "stroke: #000000" not in svg, "for white and for black"
+
+
+def test_the_same_numbers_make_the_same_file(tmp_path):
+    steps = run(20, 5, ["react"])
+    assert draw(tmp_path, steps)[0] == draw(tmp_path, steps)[0]
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
+    import matplotlib
+
+    before = matplotlib.rcParams.copy()
+    draw(tmp_path, run(20, 5, ["react"]))
+    assert matplotlib.rcParams.copy() == before
+    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_a_long_run_stays_small(tmp_path):
     agents = [f"an_agent_with_a_long_name_{i}" for i in range(30)]
     svg, texts = draw(tmp_path, run(20_000, 10, agents))
-    assert len(svg) < 40_000
+    assert len(svg) < 50_000
     assert {"0", "5,000", "20,000"} <= set(texts)
 
 
@@ -101,11 +126,19 @@ def test_hostile_names_are_text(tmp_path):
     assert any(t.startswith('<script>alert("x")') for t in texts)
 
 
+@pytest.mark.parametrize("name", ["_hidden", "$x_1$", "\N{HIRAGANA LETTER A}", "a" * 200])
+def test_every_name_is_in_the_legend(tmp_path, name, recwarn):
+    _, texts = draw(tmp_path, [(1, {"k": 1.0})], series={name: "k"})
+    assert texts[-1] == f"{name[:40]} 1.00"
+    assert not recwarn.list
+
+
 def test_own_series(tmp_path):
     _, texts = draw(tmp_path, [(1, {"actor/ppo_kl": 0.25})], series={"kl": "actor/ppo_kl"})
     assert texts[-1] == "kl 0.25"
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 10**6), st.floats(allow_nan=True, allow_infinity=True)),
@@ -118,14 +151,17 @@ def test_any_numbers_make_a_valid_picture(tmp_path_factory, points):
     draw(folder, [(s, {"critic/score/mean": v, "val/reward/mean@1": v}) for s, v in sorted(points)])
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10))
-def test_ticks_span_the_range_with_round_steps(low, width, most):
-    ticks = _ticks(low, low + width, most)
-    assert 2 <= len(ticks) <= most + 3
-    gap = ticks[1] - ticks[0]
-    assert ticks[0] <= low + gap * 1e-6 and ticks[-1] >= low + width - gap * 1e-6
-    digit = gap / 10 ** math.floor(math.log10(gap) + 1e-9)
-    assert min(abs(digit - m) for m in (1, 2, 5, 10)) < 0.01
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, "0 0.2 0.4 0.6 0.8 1"), (-3, 12, "-5 0 5 10 15"), (0, 4e6, "0 1,000,000 2,000,000")],
+)
+def test_ticks_are_round_and_span_the_values(tmp_path, low, high, ticks):
+    steps = [(1, {"critic/score/mean": low}), (2, {"critic/score/mean": high})]
+    _, texts = draw(tmp_path, steps)
+    numbers = texts[texts.index("step") + 1 : texts.index("reward")]
+    assert numbers[: len(ticks.split())] == ticks.split()
+    values = [float(number.replace(",", "")) for number in numbers]
+    assert values[0] <= low and values[-1] >= high
 
 
 def test_smoothing_and_thinning_keep_ends_and_level():
@@ -133,5 +169,5 @@ def test_smoothing_and_thinning_keep_ends_and_level():
     assert [y for _, y in _smoothed(flat)] == pytest.approx([0.5] * 1000)
     ramp = [(float(i), float(i)) for i in range(1000)]
     thin = _thinned(ramp)
-    assert len(thin) == 200 and thin[0] == ramp[0] and thin[-1] == ramp[-1]
+    assert len(thin) == MAX_POINTS and thin[0] == ramp[0] and thin[-1] == ramp[-1]
     assert thin == sorted(thin)
