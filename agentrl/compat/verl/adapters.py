@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from agentrl.errors import UserCodeError, UserError
@@ -19,6 +19,7 @@ from agentrl.tools import tool as decorate
 from agentrl.tools.schema import adopt
 from agentrl.trajectory import Message, Sample, ToolResult
 
+C = TypeVar("C")
 SCOPES = ("trajectory", "episode", "call")
 
 
@@ -32,12 +33,7 @@ def register_tool(theirs: Any, where: str) -> str:
         UserError: no tool of verl's, or one without a schema; or a scope that there is not.
         RegistryError: another tool has the name.
     """
-    for method in ("create", "execute", "release"):
-        if not inspect.iscoroutinefunction(getattr(theirs, method, None)):
-            raise UserError(
-                f"{where}: {type(theirs).__qualname__} is no tool of verl's: it needs"
-                f" `async def {method}`"
-            )
+    _require_methods(theirs, "tool", ("create", "execute", "release"), where)
     config = theirs.config if isinstance(getattr(theirs, "config", None), Mapping) else {}
     scope = config.get("scope", "trajectory")
     if scope not in SCOPES:
@@ -69,6 +65,15 @@ def register_tool(theirs: Any, where: str) -> str:
     return name
 
 
+def _require_methods(theirs: Any, kind: str, methods: Sequence[str], where: str) -> None:
+    for method in methods:
+        if not inspect.iscoroutinefunction(getattr(theirs, method, None)):
+            raise UserError(
+                f"{where}: {type(theirs).__qualname__} is no {kind} of verl's: it needs"
+                f" `async def {method}`"
+            )
+
+
 def register_function(function: Callable[..., Any], name: str, schema: Any) -> None:
     """Register what verl's `@function_tool` decorates."""
     where = f"@function_tool at {getattr(function, '__qualname__', function)!r}"
@@ -82,13 +87,10 @@ def register_function(function: Callable[..., Any], name: str, schema: Any) -> N
         return as_result(function(*args, **kwargs), where)
 
     call = waiting if inspect.iscoroutinefunction(function) else plain
-    if schema is None:
-        decorate(name=name)(call)
-        return
-    written = _plain_schema(schema, where)
-    if name:
+    written = None if schema is None else _plain_schema(schema, where)
+    if written and name:
         written["function"]["name"] = name
-    decorate(schema=written)(call)
+    decorate(name="" if written else name, schema=written)(call)
 
 
 def as_result(returned: Any, where: str) -> ToolResult:
@@ -162,7 +164,8 @@ def _class_of(theirs: Any, name: str, messages_are_the_models: bool) -> type:
             given = str(uuid4())
             begun = await theirs.create(given, **_both_ways(theirs.create, create_kwargs))
             # A pair, or, in older tools, the id alone.
-            share.sample, share.instance_id = sample, _id_of(begun) or given
+            share.instance_id = (begun[0] if isinstance(begun, tuple) else begun) or given
+            share.sample = sample
             return share
 
         async def execute(self, /, **parameters: Any) -> ToolResult:
@@ -190,13 +193,7 @@ def _class_of(theirs: Any, name: str, messages_are_the_models: bool) -> type:
             )
 
     Share.__signature__ = _signature(theirs.create)  # type: ignore[attr-defined]
-    Share.__name__ = Share.__qualname__ = type(theirs).__name__
-    Share.__module__ = type(theirs).__module__
-    return Share
-
-
-def _id_of(begun: Any) -> str:
-    return begun[0] if isinstance(begun, tuple) else begun
+    return _called_like(theirs, Share)
 
 
 def _signature(create: Callable[..., Any]) -> inspect.Signature:
@@ -216,11 +213,11 @@ def _signature(create: Callable[..., Any]) -> inspect.Signature:
 def _both_ways(create: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]) -> dict:
     """The row's create_kwargs as `create` takes them: by name, or as verl of late has it, whole."""
     parameters = inspect.signature(create).parameters.values()
+    both = {"create_kwargs": kwargs, **kwargs}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return both
     named = {p.name for p in parameters if p.kind in KEYWORD} - {"instance_id"}
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    by_name = kwargs if open_ended else {k: v for k, v in kwargs.items() if k in named}
-    whole = {"create_kwargs": kwargs} if open_ended or "create_kwargs" in named else {}
-    return {**whole, **by_name}
+    return {k: v for k, v in both.items() if k in named}
 
 
 # -- interactions ---------------------------------------------------------------------------------
@@ -233,12 +230,7 @@ def register_interaction(theirs: Any, name: str, where: str) -> None:
         UserError: it has not verl's methods.
         RegistryError: another interaction has the name.
     """
-    for method in ("start_interaction", "generate_response"):
-        if not inspect.iscoroutinefunction(getattr(theirs, method, None)):
-            raise UserError(
-                f"{where}: {type(theirs).__qualname__} is no interaction of verl's: it needs"
-                f" `async def {method}`"
-            )
+    _require_methods(theirs, "interaction", ("start_interaction", "generate_response"), where)
 
     class Share(Interaction):
         """One episode's share of verl's interaction."""
@@ -269,9 +261,7 @@ def register_interaction(theirs: Any, name: str, where: str) -> None:
                 takes = inspect.signature(finalize).parameters
                 await finalize(*([self._id] if takes else []))
 
-    Share.__name__ = Share.__qualname__ = type(theirs).__name__
-    Share.__module__ = type(theirs).__module__
-    interaction(name)(Share)
+    interaction(name)(_called_like(theirs, Share))
 
 
 def name_of(class_name: str) -> str:
@@ -279,5 +269,11 @@ def name_of(class_name: str) -> str:
 
     Example: `Gsm8kInteraction` is "gsm8k".
     """
-    simple = class_name.rpartition(".")[2]
-    return simple.removesuffix("Interaction").lower()
+    return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
+
+
+def _called_like(theirs: Any, share: type[C]) -> type[C]:
+    """Give the class the name and the module of verl's own, for messages."""
+    share.__name__ = share.__qualname__ = type(theirs).__name__
+    share.__module__ = type(theirs).__module__
+    return share

@@ -73,15 +73,18 @@ def _load_tool(entry: Mapping[str, Any], where: str) -> str:
     except ValueError as e:
         raise UserError(f"{where}: tool_schema: {e}") from None
     cls = _class(entry["class_name"], where)
-    return register_tool(_make(lambda: cls(config, parsed), cls, where), where)
+    with _named_as(f"{where}: {cls.__qualname__} cannot be made"):
+        made = cls(config, parsed)
+    return register_tool(made, where)
 
 
 def _load_interaction(entry: Mapping[str, Any], where: str) -> str:
     """Register an interaction; its name."""
     name = entry.get("name") or name_of(entry["class_name"])
     cls = _class(entry["class_name"], where)
-    config = {"name": name, **(entry.get("config") or {})}
-    register_interaction(_make(lambda: cls(config), cls, where), name, where)
+    with _named_as(f"{where}: {cls.__qualname__} cannot be made"):
+        made = cls({"name": name, **(entry.get("config") or {})})
+    register_interaction(made, name, where)
     return name
 
 
@@ -90,34 +93,28 @@ def _class(path: str, where: str) -> Any:
     module, _, name = path.rpartition(".")
     if not module:
         raise UserError(f"{where}: class_name={path!r}: expected MODULE.CLASS")
-    try:
+    with _named_as(f"{where}: class_name={path!r} does not load"):
         try:
-            found = getattr(importlib.import_module(module), name)
+            cls = getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as e:
             if not is_missing(e):
                 raise
             stand_in()
-            found = getattr(importlib.import_module(module), name)
-    except UserError:
-        raise
-    except Exception as e:
-        raise UserError(
-            f"{where}: class_name={path!r} does not load: {type(e).__name__}: {e}"
-        ) from e
-    if any(base.__name__ == "AgentLoopBase" for base in getattr(found, "__mro__", ())):
+            cls = getattr(importlib.import_module(module), name)
+    if any(base.__name__ == "AgentLoopBase" for base in getattr(cls, "__mro__", ())):
         raise UserError(f"{where}: {path} is an agent loop: {PAGE} shows its translation")
-    return found
+    return cls
 
 
-def _make(make: Any, cls: Any, where: str) -> Any:
+@contextmanager
+def _named_as(problem: str) -> Iterator[None]:
+    """Turn an exception of the user's code into a `UserError` that begins with `problem`."""
     try:
-        return make()
+        yield
     except UserError:
         raise
     except Exception as e:
-        raise UserError(
-            f"{where}: {cls.__qualname__} cannot be made: {type(e).__name__}: {e}"
-        ) from e
+        raise UserError(f"{problem}: {type(e).__name__}: {e}") from e
 
 
 def _refuse_interpolations(value: Any, where: str) -> None:

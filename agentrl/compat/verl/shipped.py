@@ -16,6 +16,11 @@ from agentrl.compat.verl.bases import (
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
+from agentrl.rewards.graders import grader_of
+from agentrl.rewards.gsm8k import compute_score as graded_gsm8k
+from agentrl.rewards.math_dapo import compute_score as math_dapo
+from agentrl.rewards.math_text import same_text
+from agentrl.rewards.search_qa import compute_score as graded_search_qa
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,46 +30,24 @@ def rollout_trace_op(function: F) -> F:
     return function
 
 
-def gsm8k(
-    solution_str: str,
-    ground_truth: Any,
-    method: str = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
-) -> float:
+def gsm8k(*args: Any, **kwargs: Any) -> float:
     """`gsm8k.compute_score`: a number, where agentrl's grader returns a mapping."""
-    from agentrl.rewards.gsm8k import compute_score
-
-    return compute_score(solution_str, ground_truth, method, format_score, score)["score"]
+    return graded_gsm8k(*args, **kwargs)["score"]
 
 
-def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """`gsm8k.extract_solution`."""
-    return gsm8k_answer(solution_str, method)
+extract_solution = gsm8k_answer
+"""`gsm8k.extract_solution`."""
 
 
 def math_reward(solution_str: str, ground_truth: Any) -> float:
     """`math_reward.compute_score`: by spelling alone, as verl has it; 1.0 or 0.0."""
-    from agentrl.rewards.math_text import same_text
-
     answer = boxed_answer(solution_str)
     return float(answer is not None and same_text(answer, as_text(ground_truth)))
 
 
-def math_dapo(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False
-) -> dict[str, Any]:
-    """`math_dapo.compute_score`."""
-    from agentrl.rewards.math_dapo import compute_score
-
-    return compute_score(solution_str, ground_truth, strict_box_verify)
-
-
 def search_qa(solution_str: str, ground_truth: Any) -> float:
-    """`search_r1_like_qa_em.compute_score`."""
-    from agentrl.rewards.search_qa import compute_score
-
-    return compute_score(solution_str, ground_truth)["score"]
+    """`search_r1_like_qa_em.compute_score`: a number, as `gsm8k`."""
+    return graded_search_qa(solution_str, ground_truth)["score"]
 
 
 def default_compute_score(
@@ -75,8 +58,6 @@ def default_compute_score(
     Raises:
         NotImplementedError: none that answers at once, as verl has it.
     """
-    from agentrl.rewards.graders import grader_of
-
     at_once: dict[str, Callable[..., Any]] = {
         "gsm8k": gsm8k,
         "math": math_reward,
@@ -97,26 +78,26 @@ WRONG = "Your response is incorrect! You need to reflect on your answer and try 
 
 
 class _Checks:
-    """An answer per episode, and what it is worth."""
+    """The ground truth and the last answer of each episode."""
 
     def __init__(self) -> None:
-        self.truth: dict[str, Any] = {}
-        self.answer: dict[str, str] = {}
+        self._episodes: dict[str, tuple[Any, str]] = {}
 
     def begin(self, instance_id: str | None, ground_truth: Any) -> str:
         instance_id = instance_id or str(uuid4())
-        self.truth[instance_id], self.answer[instance_id] = ground_truth, ""
+        self._episodes[instance_id] = ground_truth, ""
         return instance_id
 
-    def hear(self, instance_id: str, answer: str) -> None:
-        self.answer[instance_id] = answer if answer.startswith("#### ") else f"#### {answer}"
-
-    def score(self, instance_id: str) -> float:
-        return gsm8k(self.answer[instance_id], self.truth[instance_id], method="flexible")
+    def score(self, instance_id: str, answer: str | None = None) -> float:
+        """Score a new answer, or the last one again."""
+        truth, last = self._episodes[instance_id]
+        if answer is not None:
+            last = answer if answer.startswith("#### ") else f"#### {answer}"
+            self._episodes[instance_id] = truth, last
+        return gsm8k(last, truth, method="flexible")
 
     def end(self, instance_id: str) -> None:
-        self.truth.pop(instance_id, None)
-        self.answer.pop(instance_id, None)
+        self._episodes.pop(instance_id, None)
 
 
 class Gsm8kTool(BaseTool):
@@ -127,7 +108,6 @@ class Gsm8kTool(BaseTool):
     ) -> None:
         super().__init__(config, tool_schema)
         self._checks = _Checks()
-        self._best: dict[str, float] = {}
 
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
@@ -135,19 +115,16 @@ class Gsm8kTool(BaseTool):
         """Begin an episode; the ground truth by name, or within `create_kwargs`."""
         given = kwargs.get("create_kwargs") or {}
         truth = given.get("ground_truth") if ground_truth is None else ground_truth
-        instance_id = self._checks.begin(instance_id, truth)
-        self._best[instance_id] = 0.0
-        return instance_id, ToolResponse()
+        return self._checks.begin(instance_id, truth), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Check an answer."""
         answer = str(parameters.get("answer", ""))
-        self._checks.hear(instance_id, answer)
-        reward = self._checks.score(instance_id)
-        earned = 0.0 if reward > self._best[instance_id] else -0.05
-        self._best[instance_id] = reward
+        last = self._checks.score(instance_id)
+        reward = self._checks.score(instance_id, answer)
+        earned = 0.0 if reward > last else -0.05
         return ToolResponse(text=f"Current parsed {answer=} {reward=}"), earned, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -157,7 +134,6 @@ class Gsm8kTool(BaseTool):
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the episode."""
         self._checks.end(instance_id)
-        self._best.pop(instance_id, None)
 
 
 class Gsm8kInteraction(BaseInteraction):
@@ -178,8 +154,7 @@ class Gsm8kInteraction(BaseInteraction):
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Judge the last assistant message."""
         said = [m["content"] for m in messages if m["role"] == "assistant"]
-        self._checks.hear(instance_id, said[-1] if said else "")
-        score = self._checks.score(instance_id)
+        score = self._checks.score(instance_id, said[-1] if said else "")
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:

@@ -57,20 +57,24 @@ _LOOPS = {"verl.experimental", "verl.workers"}
 
 def is_missing(error: ModuleNotFoundError) -> bool:
     """Whether it is verl that an import did not find, and nobody stands in for it yet."""
-    name = error.name or ""
-    return name.partition(".")[0] == "verl" and not any(
-        isinstance(finder, _Finder) for finder in sys.meta_path
-    )
+    return (error.name or "").partition(".")[0] == "verl" and not _stands_in()
 
 
 def stand_in() -> None:
     """From now on `import verl...` finds what agentrl has of it, unless verl is installed."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not _stands_in():
         sys.meta_path.append(_Finder())  # the last: an installed verl is found before
 
 
-class _Finder:
-    """Finds the modules of the table, and says of others that they are not there."""
+def _stands_in() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+class _Finder(Loader):
+    """Finds the modules of the table, and says of others that they are not there.
+
+    It is also their loader: it makes an empty module, whose names come as they are asked for.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -91,7 +95,13 @@ class _Finder:
                 f"`import {name}`: verl is not installed, and agentrl stands in for these of its"
                 f" modules only: {known}. docs/verl.md says what to write in place of others."
             )
-        return importlib.machinery.ModuleSpec(name, _Loader(), is_package=name in _PACKAGES)
+        return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class _Module(ModuleType):
@@ -110,13 +120,3 @@ class _Module(ModuleType):
                 " there. docs/verl.md says what to write in place of the rest."
             )
         return getattr(importlib.import_module(f"{_OURS}.{home}"), other or name)
-
-
-class _Loader(Loader):
-    """Makes an empty module: its names come as they are asked for."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
