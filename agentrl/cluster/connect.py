@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.workers.variables import environment_variables
 
 log = logging.getLogger("agentrl")
 
@@ -53,7 +54,7 @@ def connected(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iterato
         ConfigError: there is no Ray, or one too old; or no such cluster, or it refuses us.
     """
     check_ray()
-    with _environment(QUIET):
+    with environment_variables(QUIET):
         import ray
 
         if ray.is_initialized():
@@ -94,7 +95,7 @@ def _started(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
         token = Path(folder) / "token"
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
-        with _environment({MODE: "token", TOKEN_PATH: str(token), TOKEN: None}):
+        with environment_variables({MODE: "token", TOKEN_PATH: str(token), TOKEN: None}):
             _read_token_again()
             try:
                 with _own_signals():
@@ -122,7 +123,7 @@ def _joined(ray: Any, address: str) -> Iterator[None]:
             " the code of whoever reaches its ports (RAY_AUTH_MODE=token)",
             address,
         )
-    with _environment({MODE: os.environ.get(MODE) or ("token" if held else None)}):
+    with environment_variables({MODE: os.environ.get(MODE) or ("token" if held else None)}):
         _read_token_again()
         try:
             with _own_signals():
@@ -163,25 +164,6 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as e:
         raise ConfigError(f"trainer.ray_address={address}: nobody answers there: {e}") from None
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str] | dict[str, str | None]) -> Iterator[None]:
-    """Variables for the block's duration; None: not set."""
-    before = {name: os.environ.get(name) for name in variables}
-
-    def put(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    put(variables)
-    try:
-        yield
-    finally:
-        put(before)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,6 @@ class Sampler(Protocol):
         Raises:
             EngineError: there will be no engine.
         """
-        ...
 
     def begin(self, episode_id: str) -> None:
         """Announce an episode that will ask for tokens.
@@ -100,7 +99,6 @@ class Sampler(Protocol):
         Rollouts announce a step's episodes before any runs, so that an engine may batch by episodes
         and turns instead of by wall clock.
         """
-        ...
 
     async def generate(
         self,
@@ -127,7 +125,6 @@ class Sampler(Protocol):
 
     def end(self, episode_id: str) -> None:
         """The episode asks no more: free its cache. Always called, also for one that failed."""
-        ...
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
         """Logprob of each token given those before it; the first token's is 0."""
@@ -142,7 +139,6 @@ class EngineControl(Protocol):
 
         An engine may give back memory that it shares with the trainer.
         """
-        ...
 
     def publish(self, update: Update) -> int:
         """Take the policy as it is now: what is sampled from now on carries `update.version`.
@@ -169,8 +165,8 @@ class Engine(Sampler, EngineControl, Protocol):
         Raises:
             EngineError: none of them answers.
         """
-        ...
+        return [await self.score(token_ids)]
 
     def metrics(self) -> dict[str, float]:
         """What happened to it since the last call, for the record of a step."""
-        ...
+        return {}

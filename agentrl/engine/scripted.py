@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import UserError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -26,7 +26,7 @@ class Request:
     sampling: Sampling
 
 
-class Scripted:
+class Scripted(Sampler):
     """A `Sampler` whose model is a script.
 
     A turn's text becomes tokens, then the end-of-turn token (the first of the request's
@@ -58,11 +58,7 @@ class Scripted:
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
 
-    async def ready(self) -> None:
-        """See `Sampler`."""
-
     def begin(self, episode_id: str) -> None:
-        """See `Sampler`."""
         self.playing.add(episode_id)
 
     async def generate(
@@ -95,11 +91,10 @@ class Scripted:
         )
 
     def end(self, episode_id: str) -> None:
-        """See `Sampler`."""
         self.playing.discard(episode_id)
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """See `Sampler`: a script is certain of every token."""
+        """Return 0 for each token: a script is certain of every one."""
         return float_array([0.0] * len(token_ids))
 
     def _text(self, episode_id: str, prompt_ids: array[int], turn: int) -> str:

@@ -33,7 +33,7 @@ from transformers import (
 from agentrl.engine.base import EngineControl, Sampler, Sampling
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.sampling import sample, uniforms
-from agentrl.engine.local.schedule import Caller, Schedule, Turn
+from agentrl.engine.local.schedule import Schedule, Turn
 from agentrl.errors import EngineError, UserError
 from agentrl.trajectory import Generation
 
@@ -527,7 +527,6 @@ def test_the_schedule_is_a_function_of_episodes_and_turns(script, slots, order):
 def log_of_schedule(script, slots: int, order: random.Random | None):
     """Who joins at which step, where episodes act at random moments or at once."""
     schedule = Schedule(slots, deterministic=True)
-    loop = asyncio.new_event_loop()
     todo = {f"e{i}": list(turns) for i, turns in enumerate(script)}
     for name in todo:
         schedule.begin(name)
@@ -539,8 +538,7 @@ def log_of_schedule(script, slots: int, order: random.Random | None):
             if order is None or order.random() < 0.2:
                 act.discard(name)
                 if todo[name]:
-                    caller = Caller(loop, loop.create_future())
-                    schedule.ask(Turn(name, np.zeros(1), Sampling(), 0, 0.0, caller))
+                    schedule.ask(Turn(name, np.zeros(1), Sampling(), 0, 0.0))
                 else:
                     schedule.end(name)
         joined = schedule.admit()
@@ -562,7 +560,6 @@ def log_of_schedule(script, slots: int, order: random.Random | None):
             if not left[entry.id]:
                 schedule.finish(entry)
                 act.add(entry.id)
-    loop.close()
     assert not schedule.decoding and not act
     return log
 
@@ -947,18 +944,17 @@ def test_publish_refuses_what_does_not_fit():
             engine.publish(update([("model.norm.weight", torch.zeros(3))], 1))
 
 
-async def test_pause_and_resume():
+async def test_turns_stand_still_while_weights_are_replaced():
     with running() as engine:
         engine.begin("e")
         task = asyncio.create_task(ask(engine, tokens(5), Sampling(max_tokens=300), episode_id="e"))
         await asyncio.sleep(0.05)
-        await asyncio.to_thread(engine.pause)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(task), 0.6)
-        engine.publish(update([], 2))  # stays paused
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        engine.resume()
+        with engine._paused():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(task), 0.6)
+            engine.publish(update([], 2))  # stays paused
+            await asyncio.sleep(0.05)
+            assert not task.done()
         answer = await asyncio.wait_for(task, 20)
     assert len(answer.token_ids) == 300 and {0, 2} == set(answer.versions)
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from support.pool_world import PROMPT, QUICK, Site, World
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote.member import Breaker, Pacing
 from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.supervisor import Breaker, Pacing
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -294,32 +294,6 @@ async def test_one_miss_is_no_death(make):
     engine.seconds = 0.0
     await turn
     assert len(world.sites[0].opened) == 1
-
-
-async def test_a_paused_engine_does_not_hang(make):
-    world = await make(1)
-    engine = world.engines[0]
-    engine.hung = True
-    await asyncio.to_thread(world.pool._supervisor.pause)
-    turn = asyncio.create_task(world.ask("e"))
-    await asyncio.sleep(0.6)
-    assert engine.paused and not engine.closed
-    engine.hung = False
-    await asyncio.to_thread(world.pool._supervisor.resume)
-    await turn
-    assert not engine.paused
-
-
-async def test_an_engine_that_comes_back_into_a_pause_is_paused(make):
-    world = await make(2)
-    world.engines[0].dead = True
-    await asyncio.to_thread(world.pool._supervisor.pause)
-    await world.until(lambda: world.usable() == 2)
-    assert [e.paused for e in world.engines] == [True, True]
-    with pytest.raises(EngineError, match="resume"):
-        await world.publish(2)
-    await asyncio.to_thread(world.pool._supervisor.resume)
-    assert [e.paused for e in world.engines] == [False, False]
 
 
 async def test_after_three_restarts_it_stays_out(make):
@@ -717,7 +691,7 @@ def test_a_breaker_waits_longer_and_longer_until_a_request_is_answered():
     breaker = Breaker()
     for _ in range(2):
         assert [breaker.failed(), breaker.failed(), breaker.failed()] == [False, False, True]
-        breaker.trip()
+        breaker.open = True
         breaker.succeeded()  # a late answer says nothing
         assert [breaker.next_wait() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
         breaker.close()

@@ -377,7 +377,7 @@ async def paused(engine, mode, turn):
     task = asyncio.create_task(turn)
     while not await asyncio.to_thread(in_flight, engine):
         assert not task.done()
-    await asyncio.to_thread(engine.pause, mode)
+    await asyncio.to_thread(engine._control.manage, "/pause_generation", {"mode": mode})
     return task
 
 
@@ -387,8 +387,6 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, monkeypatch,
     prompt = question(tiny_tokenizer)
     turn = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=300))
     task = await paused(engine, mode, turn)
-    with pytest.raises(EngineError, match="resume it before publishing"):
-        engine.publish(update(weights(model), 2))
     if mode == "in_place":  # its turns keep their cache
         with (
             monkeypatch.context() as patch,
@@ -398,7 +396,7 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, monkeypatch,
             engine._flush()  # refused, and the server lives
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()
-    await asyncio.to_thread(engine.resume)
+    await asyncio.to_thread(engine._control.manage, "/continue_generation", {})
     found = await task
     assert len(found.token_ids) == len(found.logprobs) == 300
     close(found.logprobs, logprobs_of(changed(model, endless(model)), prompt, found.token_ids))
@@ -410,7 +408,7 @@ async def test_a_pause_may_end_what_is_in_flight(engine, model):
     task = await paused(engine, "abort", turn)
     with pytest.raises(EngineError, match=r"(?i)abort"):
         await task
-    await asyncio.to_thread(engine.resume)
+    await asyncio.to_thread(engine._control.manage, "/continue_generation", {})
     again = await ask(engine, array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=8))
     assert again.token_ids == array("i", [0] * 8)
 

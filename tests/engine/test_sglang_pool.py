@@ -15,9 +15,9 @@ from agentrl.agent_loops import attempt
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.member import Pacing
 from agentrl.engine.remote.pool import Pool
 from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.engine.remote.supervisor import Pacing
 from agentrl.errors import EngineDead
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts

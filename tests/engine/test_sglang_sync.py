@@ -26,11 +26,10 @@ from support.updates import update
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote import nccl
-from agentrl.engine.remote.buckets import IpcSender, cut, serialize
+from agentrl.engine.remote import buckets as buckets_module
+from agentrl.engine.remote.buckets import IpcSender, NcclSender, cut, serialize
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.nccl import NcclSender
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
 
@@ -57,22 +56,21 @@ def contents(bucket):
     }
 
 
-@given(tensors, st.integers(1, 200), st.sampled_from([None, BF16]))
-def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit, dtype):
+@given(tensors, st.integers(1, 200))
+def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit):
     weights = named(drawn)
-    buckets = list(cut(weights, dtype=dtype, limit=limit))
+    buckets = list(cut(weights, limit=limit))
     assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in weights]
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     found = {name: t for bucket in buckets for name, t in contents(bucket).items()}
     for name, tensor in weights:
-        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        assert found[name].dtype == kind
-        assert torch.equal(found[name], tensor.to(kind))
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
 
 
 @given(tensors, st.integers(1, 200))
 def test_buckets_are_as_full_as_may_be(drawn, limit):
-    buckets = list(cut(named(drawn), dtype=None, limit=limit))
+    buckets = list(cut(named(drawn), limit=limit))
     for bucket in buckets:
         assert bucket.bytes.nbytes <= limit or len(bucket.names) == 1
     for one, two in pairwise(buckets):
@@ -82,8 +80,8 @@ def test_buckets_are_as_full_as_may_be(drawn, limit):
 
 def test_a_bucket_is_a_copy_of_its_own_size():
     tied = torch.ones(2, 3, requires_grad=True)
-    (bucket,) = cut([("a", tied), ("b", tied), ("c", tied.t())], dtype=BF16, limit=1000)
-    assert bucket.flat.untyped_storage().nbytes() == 3 * 6 * 2
+    (bucket,) = cut([("a", tied), ("b", tied), ("c", tied.t())], limit=1000)
+    assert bucket.flat.untyped_storage().nbytes() == 3 * 6 * 4
     assert not bucket.flat.requires_grad
     assert contents(bucket)["c"].shape == (3, 2)
 
@@ -100,7 +98,7 @@ def test_only_the_bucket_that_is_being_filled_is_held():
             alive.append(ref(tensor))
             yield f"t{i}", tensor
 
-    for bucket in cut(weights(), dtype=None, limit=80):  # two of them
+    for bucket in cut(weights(), limit=80):  # two of them
         held = sum(r() is not None for r in alive)
         assert held <= 1, "beside the bucket there is only the tensor that did not fit"
         del bucket
@@ -121,7 +119,7 @@ flat.zero_()
 
 def test_another_process_reads_and_shares_a_bucket():
     weights = [(f"t{i}", torch.full((i,), float(i))) for i in range(6)]
-    (bucket,) = cut(weights, dtype=BF16, limit=1000)
+    (bucket,) = cut(weights, limit=1000)
     data = serialize(bucket)
     done = subprocess.run(
         [sys.executable, "-c", READER],
@@ -136,7 +134,7 @@ def test_another_process_reads_and_shares_a_bucket():
 
 def test_a_pickle_names_what_the_server_lets_in_and_shares_memory_once():
     """SGLang's unpickler takes classes of torch and of a few standard modules."""
-    (bucket,) = cut([(f"t{i}", torch.ones(3)) for i in range(9)], dtype=None, limit=1000)
+    (bucket,) = cut([(f"t{i}", torch.ones(3)) for i in range(9)], limit=1000)
     names = []
 
     class Reader(pickle.Unpickler):
@@ -192,8 +190,8 @@ def scores(model, weights):
 
 
 SENDERS = {
-    "ipc": lambda control, size: IpcSender(control, dtype=F32, bucket_bytes=size),
-    "gloo": lambda control, size: NcclSender(control, dtype=F32, backend="gloo", bucket_bytes=size),
+    "ipc": lambda control, size: IpcSender(control, bucket_bytes=size),
+    "gloo": lambda control, size: NcclSender(control, backend="gloo", bucket_bytes=size),
 }
 
 
@@ -260,7 +258,7 @@ def quickly(call):
 
 @pytest.mark.sglang
 def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monkeypatch):
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
     sender = NcclSender(control, backend="gloo")
     manage = control.manage
     monkeypatch.setattr(
@@ -277,7 +275,7 @@ def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monke
 @pytest.mark.sglang
 def test_an_answer_that_comes_without_the_broadcast_is_no_hang(control, model, monkeypatch):
     """A server that says no before it takes part leaves our end waiting for it."""
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
     sender = NcclSender(control, backend="gloo")
     sender.send(update(weights(model), 95))
     manage = control.manage

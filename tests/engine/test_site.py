@@ -10,10 +10,9 @@ from transformers import AutoConfig
 
 from agentrl.config import load_config
 from agentrl.engine.remote import open
-from agentrl.engine.remote.buckets import IpcSender
+from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.nccl import NcclSender
 from agentrl.engine.remote.open import openers
 from agentrl.engine.remote.senders import SGLangAdapterSender, SGLangDiskSender
 from agentrl.errors import ConfigError, EngineDead, EngineError

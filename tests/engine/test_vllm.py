@@ -294,7 +294,7 @@ def test_a_publication_that_did_nothing_is_noticed(engine, model, monkeypatch):
         patch.setattr(engine._control, "manage", deaf)
         with pytest.raises(EngineError, match=r"version 9 was published, .*another \S*norm"):
             engine.publish(update(weights(moved(model)), 9))
-    engine.resume()  # it had stayed paused
+    manage("/resume", {})  # it had stayed paused
     engine.probe()
     assert engine.probe().cached_tokens > 0  # what was cached before would be seen
     manage("/update_weight_version", {"new_version": "5"})
@@ -338,12 +338,10 @@ async def test_a_pause_loses_nothing(engine, model):
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), turn))
     while not await asyncio.to_thread(running, engine):
         assert not task.done()
-    await asyncio.to_thread(engine.pause)
-    with pytest.raises(EngineError, match="resume it before publishing"):
-        engine.publish(update(weights(model), 2))
+    await asyncio.to_thread(engine._manage, "/pause?mode=keep&clear_cache=false")
     await asyncio.sleep(2)
     assert not task.done()
-    await asyncio.to_thread(engine.resume)
+    await asyncio.to_thread(engine._manage, "/resume")
     assert (await task).token_ids == array("i", [0] * 300)
 
 

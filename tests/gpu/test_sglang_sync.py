@@ -21,10 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.base import Update
-from agentrl.engine.remote.buckets import IpcSender
+from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.nccl import NcclSender
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
 
@@ -78,7 +77,7 @@ def policies(folder):
 
 
 def weights(policy, gpu):
-    return [(name, p.detach().to(f"cuda:{gpu}")) for name, p in policy.named_parameters()]
+    return [(name, p.detach().to(f"cuda:{gpu}", BF16)) for name, p in policy.named_parameters()]
 
 
 @torch.inference_mode()
@@ -136,7 +135,7 @@ async def check(server, policies, gpu, sender):
             server.url,
             vocabulary=policies[0].config.vocab_size,
             process=server,
-            sender=partial(sender, dtype=BF16, bucket_bytes=size),
+            sender=partial(sender, bucket_bytes=size),
             **keys(server),
         )
         with closing(engine._sender):
@@ -158,7 +157,7 @@ async def test_ipc(on_first, policies):
 def test_ipc_takes_no_memory_for_good(on_first, policies):
     control = Control(on_first.url, process=on_first, **keys(on_first))
     held = weights(policies[0], 0)
-    sender = IpcSender(control, dtype=BF16, bucket_bytes=100_000)
+    sender = IpcSender(control, bucket_bytes=100_000)
     for version in (1, 2):
         sender.send(update(held, version))
     torch.cuda.synchronize()
@@ -183,7 +182,7 @@ async def test_nccl(on_second, policies):
 @two_gpus
 def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
     control = Control(on_second.url, process=on_second, **keys(on_second))
-    sender = NcclSender(control, dtype=BF16)
+    sender = NcclSender(control)
     device = torch.device("cuda:0")
     torch.distributed.init_process_group(
         "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=device
@@ -215,7 +214,7 @@ async def test_nccl_to_a_model_on_two_gpus(folder, policies):
 def send_to_the_dying(url, server_keys, pid, folder, after):
     """In a process of its own, which torch and NCCL may want to end: it must end well."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
-    sender = NcclSender(Control(url, **server_keys), dtype=BF16, bucket_bytes=1)
+    sender = NcclSender(Control(url, **server_keys), bucket_bytes=1)
     if after:
         sender.send(update(weights(policy, 0), 1))
 

@@ -7,8 +7,8 @@ import time
 from array import array
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.remote.member import Pacing
 from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.supervisor import Pacing
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -44,7 +44,7 @@ class Engine:
         self.site, self.url = site, f"http://fake:{site.index}"
         self.restartable = site.ours
         self.version, self.weights = 0, 0
-        self.dead = self.hung = self.full = self.closed = self.asleep = self.paused = False
+        self.dead = self.hung = self.full = self.closed = self.asleep = False
         self.failing: list[Exception] = []
         """What the next requests raise."""
         self.seconds = 0.0
@@ -120,14 +120,6 @@ class Engine:
         self.version, self.claims, self.asleep = update.version, None, False
         self.published.append(update.version)
         return 4
-
-    def pause(self) -> None:
-        self.check_alive()
-        self.paused = True
-
-    def resume(self) -> None:
-        self.check_alive()
-        self.paused = False
 
     def close(self) -> None:
         self.closed = self.dead = True

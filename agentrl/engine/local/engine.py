@@ -10,18 +10,19 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl.engine.base import Sampling, Update
+from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.load import load_causal_lm, resolve_device
-from agentrl.engine.local.schedule import Caller, Entry, Patience, Schedule, Turn
+from agentrl.engine.local.schedule import Entry, Patience, Schedule, Turn, settle
 from agentrl.engine.local.stepper import Stepper, StopTexts
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
@@ -29,7 +30,7 @@ from agentrl.trajectory import Generation
 log = logging.getLogger("agentrl")
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Samples from a transformers causal LM in this process: a `Sampler` and an `EngineControl`.
 
     Forward passes run in one worker thread; `generate` and `score` may be called from any asyncio
@@ -81,9 +82,10 @@ class LocalEngine:
         self._schedule = Schedule(slots, deterministic)
         self._patience = Patience(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopTexts(tokenizer))
-        self._scores: list[tuple[Caller, np.ndarray, float]] = []
+        self._scores: list[tuple[Future[Any], np.ndarray, float]] = []
         self._soonest = math.inf
-        self._stepping = self._paused = self._closing = False
+        self._stepping = self._closing = False
+        self._pauses = 0
         self._failure = ""
         self._worker = threading.Thread(target=self._work, name="local-engine", daemon=True)
         self._worker.start()
@@ -123,7 +125,6 @@ class LocalEngine:
     # -- Sampler -----------------------------------------------------------------------------------
 
     def begin(self, episode_id: str) -> None:
-        """See `Sampler`."""
         with self._changed:
             self._check_running()
             self._schedule.begin(episode_id)
@@ -148,14 +149,14 @@ class LocalEngine:
         what = f"episode {episode_id!r}"
         prompt = self._row_of(prompt_ids, what, self.max_length - 1)
         check_sampling(sampling, what)
-        turn = Turn(episode_id, prompt, sampling, seed, deadline, Caller.here())
+        turn = Turn(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
             self._check_running()
             self._schedule.ask(turn)
             self._soonest = min(self._soonest, deadline)
             self._changed.notify_all()
         try:
-            return await turn.caller.future
+            return await asyncio.wrap_future(turn.answer)
         except asyncio.CancelledError:
             with self._changed:
                 self._soonest = -math.inf
@@ -163,11 +164,10 @@ class LocalEngine:
             raise
 
     def end(self, episode_id: str) -> None:
-        """See `Sampler`."""
         with self._changed:
             turn = self._schedule.end(episode_id)
             if turn is not None:
-                turn.caller.answer(EngineError(f"episode {episode_id!r} ended during its turn"))
+                settle(turn.answer, EngineError(f"episode {episode_id!r} ended during its turn"))
                 self._soonest = -math.inf
             self._changed.notify_all()
 
@@ -179,24 +179,14 @@ class LocalEngine:
                 closed.
         """
         row = self._row_of(token_ids, "score", self.max_length)
-        caller = Caller.here()
+        answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
-            self._scores.append((caller, row, temperature))
+            self._scores.append((answer, row, temperature))
             self._changed.notify_all()
-        return await caller.future
-
-    async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """See `Engine`: it is one."""
-        return [await self.score(token_ids)]
+        return await asyncio.wrap_future(answer)
 
     # -- EngineControl -----------------------------------------------------------------------------
-
-    async def ready(self) -> None:
-        """See `Sampler`: it is, or its requests say why not."""
-
-    def sleep(self) -> None:
-        """See `EngineControl`: it keeps its memory."""
 
     def publish(self, update: Update) -> int:
         """Copy named tensors into the model, between two steps; what is not named stays.
@@ -206,27 +196,11 @@ class LocalEngine:
         Raises:
             EngineError: a name the model does not have, or another shape.
         """
-        with self._standing_still():
+        with self._paused():
             self._check_running()
             sent = self._decoder.load(update.weights())
             self._version = update.version
         return sent
-
-    def pause(self) -> None:
-        """Stop stepping until `resume`; returns when the worker stands. Deadlines go on."""
-        with self._changed:
-            self._paused = True
-            self._changed.wait_for(lambda: not self._stepping)
-
-    def resume(self) -> None:
-        """See `EngineControl`."""
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
-    def metrics(self) -> dict[str, float]:
-        """See `EngineControl`: nothing can."""
-        return {}
 
     def close(self) -> None:
         """See `EngineControl`; returns when the worker has ended."""
@@ -236,14 +210,17 @@ class LocalEngine:
         self._worker.join()
 
     @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        was_paused = self._paused
-        self.pause()
+    def _paused(self) -> Iterator[None]:
+        """Stop stepping within the block. Deadlines go on."""
+        with self._changed:
+            self._pauses += 1
+            self._changed.wait_for(lambda: not self._stepping)
         try:
             yield
         finally:
-            if not was_paused:
-                self.resume()
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
 
     def _check_running(self) -> None:
         if self._closing or self._failure:
@@ -274,10 +251,10 @@ class LocalEngine:
             self._failure = failure
             self._stepping = False
             self._changed.notify_all()
-            callers = [turn.caller for _, turn in self._schedule.in_flight]
-            callers += [caller for caller, _, _ in self._scores]
-        for caller in callers:
-            caller.answer(EngineError(failure))
+            answers = [turn.answer for _, turn in self._schedule.in_flight]
+            answers += [answer for answer, _, _ in self._scores]
+        for answer in answers:
+            settle(answer, EngineError(failure))
 
     def _next_work(self) -> list[Callable[[], None]]:
         """Sleep until there is something to do; nothing when the engine closes."""
@@ -287,7 +264,7 @@ class LocalEngine:
             while not self._closing:
                 if time.monotonic() >= self._soonest:
                     self._give_up_turns()
-                if not self._paused:
+                if not self._pauses:
                     work: list[Callable[[], None]] = [self._answer_scores] if self._scores else []
                     joined = self._patience.admit()
                     if self._schedule.decoding and not self._schedule.waiting_for:
@@ -301,11 +278,11 @@ class LocalEngine:
 
     def _answer_scores(self) -> None:
         while self._scores:
-            caller, row, temperature = self._scores[0]
+            answer, row, temperature = self._scores[0]
             try:
-                caller.answer(self._decoder.score(row, temperature))
+                settle(answer, self._decoder.score(row, temperature))
             except Exception as e:
-                caller.answer(EngineError(f"cannot score: {type(e).__name__}: {e}"))
+                settle(answer, EngineError(f"cannot score: {type(e).__name__}: {e}"))
             del self._scores[0]
 
     def _give_up_turns(self) -> None:
@@ -314,13 +291,14 @@ class LocalEngine:
         for entry, turn in self._schedule.in_flight:
             if turn.deadline <= now:
                 waiting_for = self._schedule.waiting_for
-                turn.caller.answer(
+                settle(
+                    turn.answer,
                     EngineError(
                         f"episode {entry.id!r}: the deadline passed"
                         + (f" while the engine waited for {waiting_for!r}" if waiting_for else "")
-                    )
+                    ),
                 )
-            if turn.deadline <= now or turn.caller.gone:
+            if turn.answer.done():
                 self._drop(entry)
         self._soonest = min(
             (turn.deadline for _, turn in self._schedule.in_flight), default=math.inf
@@ -339,4 +317,4 @@ class LocalEngine:
                     self._drop(entry)
                 else:
                     self._schedule.finish(entry)
-                turn.caller.answer(outcome)
+                settle(turn.answer, outcome)

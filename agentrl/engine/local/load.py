@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from agentrl.errors import ConfigError
+from agentrl.workers.variables import environment_variables
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
 """Prefixes of the environment variables that `accelerate launch` and MPI launchers set."""
@@ -33,15 +34,10 @@ def without_launcher_variables() -> Iterator[None]:
     what number a gradient is divided, the device, the kind of parallelism, how many processes there
     are, which of them load weights at all. A shell or a container may have them from another job.
     """
-    hidden = {
-        name: os.environ.pop(name)
-        for name in list(os.environ)
-        if name.startswith(LAUNCHER_VARIABLES)
-    }
-    try:
+    with environment_variables(
+        {name: None for name in os.environ if name.startswith(LAUNCHER_VARIABLES)}
+    ):
         yield
-    finally:
-        os.environ.update(hidden)
 
 
 def resolve_device(device: str) -> str:

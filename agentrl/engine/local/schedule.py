@@ -19,11 +19,11 @@ packing of the rows serve them all, and tools run while the others decode.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import time
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,36 +42,16 @@ NAMED = 3
 log = logging.getLogger("agentrl")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Caller:
-    """Who awaits an answer on some asyncio loop."""
+def settle(answer: Future[Any], outcome: Any) -> None:
+    """Answer with a result, or with an exception to raise; from any thread, and once.
 
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-    @classmethod
-    def here(cls) -> Caller:
-        """A caller on the running loop."""
-        loop = asyncio.get_running_loop()
-        return cls(loop, loop.create_future())
-
-    @property
-    def gone(self) -> bool:
-        """Whether it was cancelled or answered."""
-        return self.future.done()
-
-    def answer(self, outcome: Any) -> None:
-        """Hand over a result, or an exception to raise; from any thread."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._settle, outcome)
-
-    def _settle(self, outcome: Any) -> None:
-        if self.future.done():
-            return
+    A caller that was cancelled gets nothing.
+    """
+    with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
-            self.future.set_exception(outcome)
+            answer.set_exception(outcome)
         else:
-            self.future.set_result(outcome)
+            answer.set_result(outcome)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +64,8 @@ class Turn:
     sampling: Sampling
     seed: int
     deadline: float
-    caller: Caller
+    answer: Future[Any] = field(default_factory=Future)
+    """A `Generation`, awaited on some asyncio loop. Done once it is given or the caller is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +136,7 @@ class Schedule:
                 " and do not generate after end()"
             )
         latest = entry.next or entry.turn
-        if latest is not None and not latest.caller.gone:
+        if latest is not None and not latest.answer.done():
             raise EngineError(f"episode {turn.episode_id!r} has a turn in flight already")
         if entry.turn is None:
             entry.turn = turn

@@ -8,13 +8,13 @@ guessed: a field that is missing or cannot be is an error.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from agentrl.engine.base import Sampling, Update
+from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.remote.control import Control, reading, refusal
 from agentrl.engine.remote.process import Serving, look_for_death
@@ -36,8 +36,8 @@ class Stamp:
     """The policy's version: the same number where weights are published, the adapter's else."""
 
 
-class RemoteEngine(ABC):
-    """Samples from one server: an `Engine`.
+class RemoteEngine(Engine):
+    """Samples from one server.
 
     `generate`, `score` and `check_health` belong to the event loop of the first request; the other
     methods wait for the server and are for other threads. A turn also ends at the end-of-turn
@@ -83,7 +83,7 @@ class RemoteEngine(ABC):
         self._aside = HttpClient(url, token=admin_key or key, error=EngineError, control=True)
         self._control = Control(url, key=key, admin_key=admin_key, process=process)
         self._sender = sender(self._control)
-        self._paused = self._seeded = False
+        self._seeded = False
         with reading(self.name, url):
             self._connect()
         self.probe()
@@ -100,9 +100,6 @@ class RemoteEngine(ABC):
 
     # -- Sampler -----------------------------------------------------------------------------------
 
-    async def ready(self) -> None:  # noqa: B027
-        """See `Sampler`: a request of one that is not says so."""
-
     async def check_health(self, deadline: float) -> None:
         """Have the server show that it samples, or could.
 
@@ -114,9 +111,6 @@ class RemoteEngine(ABC):
         )
         if status != 200:
             raise refusal(status, answer, f"{self.url}{self.health}")
-
-    def begin(self, episode_id: str) -> None:  # noqa: B027
-        """See `Sampler`: the server schedules requests, not episodes."""
 
     async def generate(
         self,
@@ -154,9 +148,6 @@ class RemoteEngine(ABC):
             )
         return found
 
-    def end(self, episode_id: str) -> None:  # noqa: B027
-        """See `Sampler`: the server forgets what is used least."""
-
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
         """See `Sampler`; at temperature 1 alone, since servers score at no other.
 
@@ -172,9 +163,6 @@ class RemoteEngine(ABC):
 
     # -- EngineControl -----------------------------------------------------------------------------
 
-    def sleep(self) -> None:  # noqa: B027
-        """See `EngineControl`: it keeps its memory."""
-
     def publish(self, update: Update) -> int:
         """Send the policy, and prove that the server holds it and samples from it.
 
@@ -183,10 +171,8 @@ class RemoteEngine(ABC):
 
         Raises:
             ConfigError: this server cannot be sent it; nothing was.
-            EngineError: the server does not take it, or goes on as before; or it is paused.
+            EngineError: the server does not take it, or goes on as before.
         """
-        if self._paused:
-            raise EngineError(f"{self.url}: resume it before publishing version {update.version}")
         if not isinstance(self._sender, AdapterSender):
             return self._replace_weights(update)
         sent = self._send(update)
@@ -276,14 +262,6 @@ class RemoteEngine(ABC):
     @abstractmethod
     def _path(self) -> str:
         """Where the server is asked for tokens."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Stop stepping until `resume`; nothing in flight is lost."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Go on after `pause`."""
 
     @abstractmethod
     def _connect(self) -> None:

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import Config
-from agentrl.engine.remote.buckets import IpcSender
+from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import Lora, SGLangLaunch, VLLMLaunch
-from agentrl.engine.remote.nccl import NcclSender
 from agentrl.engine.remote.process import Place
 from agentrl.engine.remote.senders import (
     Sender,

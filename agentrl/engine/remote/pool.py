@@ -15,10 +15,16 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-from agentrl.engine.base import Sampling, Update
+from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.member import Breaker, Member, Opener, Pacing, open_all
-from agentrl.engine.remote.supervisor import Supervisor
+from agentrl.engine.remote.supervisor import (
+    Breaker,
+    Member,
+    Opener,
+    Pacing,
+    Supervisor,
+    open_all,
+)
 from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverloaded, RequestRefused
 from agentrl.trajectory import Generation
 
@@ -31,8 +37,8 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 T = TypeVar("T")
 
 
-class Pool:
-    """An `Engine` made of engines; one alone gains by it too, since it is started anew.
+class Pool(Engine):
+    """An engine made of engines; one alone gains by it too, since it is started anew.
 
     `generate`, `score`, `ready`, `begin` and `end` belong to one event loop; the other methods wait
     for the engines and are for another thread.
@@ -65,7 +71,7 @@ class Pool:
             engines = open_all(openers)
             self._close = stack.pop_all()
         members = [
-            Member(i, opener, engine, Breaker(first_wait=p.first_wait, longest_wait=p.longest_wait))
+            Member(i, opener, engine, Breaker(p.first_wait, p.longest_wait))
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
         self._supervisor = Supervisor(members, p)
@@ -88,9 +94,6 @@ class Pool:
             self._supervisor.check_hope()
             await asyncio.sleep(READY_SECONDS)
         self.max_length = min(self.max_length, *(m.engine.max_length for m in self._members))
-
-    def begin(self, episode_id: str) -> None:
-        """See `Sampler`: an engine hears of it with the first turn."""
 
     async def generate(
         self,
@@ -121,7 +124,6 @@ class Pool:
         return await self._somewhere(lambda tried: self._pin(episode_id, tried), ask, deadline)
 
     def end(self, episode_id: str) -> None:
-        """See `Sampler`."""
         member, engine = self._pins.pop(episode_id, (None, None))
         if member is not None and engine is not None:
             member.episodes.discard(episode_id)

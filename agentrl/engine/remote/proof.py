@@ -118,10 +118,7 @@ def _same(held: list[Any], sent: Tensor) -> bool:
     found = torch.tensor(held, dtype=torch.float32)
     if found.shape != wide.shape:
         return False
-    return any(torch.equal(found, wide.to(d).float()) for d in (wide.dtype, *_NARROW))
-
-
-_NARROW = (torch.bfloat16, torch.float16)
+    return any(torch.equal(found, wide.to(d).float()) for d in PRECISIONS)
 
 
 def _digest(update: Update) -> int:

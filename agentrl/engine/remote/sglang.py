@@ -150,21 +150,6 @@ class SGLangEngine(RemoteEngine):
             self._control.manage("/release_memory_occupation", body)
             self._given_up = set(self._memory)
 
-    def pause(self, mode: Literal["in_place", "retract", "abort"] = "in_place") -> None:
-        """Stop stepping until `resume`.
-
-        Args:
-            mode: what becomes of the turns in flight: they stand still, go back into the queue and
-                lose their cache, or end.
-        """
-        self._control.manage("/pause_generation", {"mode": mode})
-        self._paused = True
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._control.manage("/continue_generation", {})
-        self._paused = False
-
     def probe(self) -> Generation:
         """See `RemoteEngine`."""
         if self._given_up:

@@ -17,13 +17,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from safetensors import SafetensorError
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.member import Member, Pacing
+from agentrl.engine.remote.control import in_thread
 from agentrl.errors import (
     AgentRLError,
     EngineDead,
@@ -34,8 +36,127 @@ from agentrl.errors import (
 
 log = logging.getLogger("agentrl")
 
+FAILURES = 3
+"""In a row: then an engine is asked no more."""
 CLOSE_SECONDS = 5.0
 """How long to wait for the threads' end; one that is starting a server ends it later."""
+
+
+Opener = Callable[[], RemoteEngine]
+"""Starts an engine or finds it. One whose process is ours is closed and started again."""
+
+
+class Breaker:
+    """Closed: the engine is asked. Open: it is not, until somebody tried it and it held.
+
+    Three failures in a row open it. The time until the next try doubles, also over tries that
+    succeed, and is the first one again once the engine has answered a request. Not guarded: the
+    owner's lock is.
+    """
+
+    def __init__(self, first_wait: float = 1.0, longest_wait: float = 60.0):
+        """Start closed.
+
+        Args:
+            first_wait: seconds from its opening to the first try.
+            longest_wait: what doubling ends at.
+        """
+        self.open = False
+        self._failures = 0
+        self._first, self._longest, self._wait = first_wait, longest_wait, first_wait
+
+    def succeeded(self) -> None:
+        """A request was answered; after its opening that says nothing any more."""
+        if not self.open:
+            self._failures, self._wait = 0, self._first
+
+    def failed(self) -> bool:
+        """A request was not. True where it must be opened."""
+        self._failures += 1
+        return self._failures >= FAILURES
+
+    def close(self) -> None:
+        """The engine held when it was tried."""
+        self.open, self._failures = False, 0
+
+    def next_wait(self) -> float:
+        """Seconds until the next try."""
+        wait = self._wait
+        self._wait = min(2 * wait, self._longest)
+        return wait
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How patient a pool is, in seconds and times."""
+
+    health_every: float = 10.0
+    """Between two looks at an engine that has requests in flight."""
+    health_seconds: float = 20.0
+    """That such a look may take. Two in a row that fail: it hangs."""
+    first_wait: float = 1.0
+    """From a failure to the first try to take the engine back; doubled from try to try."""
+    longest_wait: float = 60.0
+    restarts: int = 3
+    """Of an engine between two updates of the policy; then it stays out."""
+    outage: float = 300.0
+    """How long to wait for servers that are not ours, once none answers."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One engine. `engine` is another object after each restart.
+
+    What routes requests (`episodes`, `served`, `flights`, `watch`) is the event loop's; the rest is
+    written under the supervisor's lock.
+    """
+
+    index: int
+    opener: Opener
+    engine: RemoteEngine
+    breaker: Breaker
+
+    episodes: set[str] = field(default_factory=set)
+    """Those whose turns go here."""
+    served: int = 0
+    """How many episodes ever."""
+    flights: set[asyncio.Timeout] = field(default_factory=set)
+    """Requests in flight."""
+    watch: asyncio.Task[None] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    broken: bool = False
+    """A probe would be in vain: it is dead, hangs, or failed one. Ours is started anew."""
+    held: Update | None = None
+    """What it was sent last, and took; a version alone may have been published twice."""
+    waiting: bool = False
+    """Fit for use but for the weights, which the trainer is changing."""
+    out: bool = False
+    """For good."""
+    restarts: int = 0
+    """Since the last update of the policy."""
+    since: float = 0.0
+    """When it was left out."""
+    cause: Exception | None = None
+    mender: threading.Thread | None = None
+
+    def lost(self, outage: float) -> bool:
+        """Whether it is not worth waiting for."""
+        if self.engine.restartable:
+            return self.out
+        return self.breaker.open and time.monotonic() - self.since > outage
+
+    def drop_flights(self) -> None:
+        """Have the requests in flight fail, from any thread."""
+
+        def drop() -> None:
+            for flight in self.flights:
+                if flight.when() is None:  # not dropped already
+                    flight.reschedule(-1.0)
+
+        if self.loop is not None:
+            with contextlib.suppress(RuntimeError):  # a closed loop has none
+                self.loop.call_soon_threadsafe(drop)
 
 
 class Supervisor:
@@ -58,7 +179,7 @@ class Supervisor:
         self._weights = threading.Condition()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._asleep = self._paused = self._publishing = False
+        self._asleep = self._publishing = False
 
     # -- for the event loop ------------------------------------------------------------------------
 
@@ -71,7 +192,7 @@ class Supervisor:
     @property
     def standing(self) -> bool:
         """Whether engines need not sample at the moment, however healthy they are."""
-        return self._asleep or self._paused or self._publishing
+        return self._asleep or self._publishing
 
     def succeeded(self, member: Member, engine: RemoteEngine) -> None:
         """A request was answered."""
@@ -111,7 +232,7 @@ class Supervisor:
             member.held = None if stale else member.held
             new = not member.breaker.open
             if new:
-                member.breaker.trip()
+                member.breaker.open = True
                 member.since = time.monotonic()
                 member.mender = threading.Thread(
                     target=self._mend,
@@ -168,8 +289,6 @@ class Supervisor:
         Raises:
             EngineError: none took it; with all causes.
         """
-        if self._paused:
-            raise EngineError(f"resume the engines before publishing version {update.version}")
         before = self.sent
         with self._weights:
             self._update, self._asleep, self._publishing = update, False, True
@@ -184,20 +303,6 @@ class Supervisor:
             if self._closing.wait(0.05):
                 raise EngineError("the engine is closed")
         return self.sent - before
-
-    def pause(self) -> None:
-        """Stop all members, and those that come back."""
-        self._paused = True
-        for m in self.members:
-            if not m.breaker.open:
-                self._try(m, lambda e: e.pause())
-
-    def resume(self) -> None:
-        """Let all go on."""
-        for m in self.members:
-            if not m.breaker.open:
-                self._try(m, lambda e: e.resume())
-        self._paused = False
 
     def close(self) -> None:
         """Close the engines and end the threads. Idempotent."""
@@ -347,8 +452,6 @@ class Supervisor:
                     return False
             if self._closing.is_set():
                 return True
-            if self._paused:
-                m.engine.pause()
             if self._update is not None and m.held is not self._update:
                 self._send(m, self._update)
             self._admit(m)
@@ -368,6 +471,31 @@ class Supervisor:
 
     def _causes(self) -> str:
         return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.members if m.cause)
+
+
+def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
+    """One engine of each opener, side by side.
+
+    Raises:
+        AgentRLError: what the first opener that failed raised; the other engines are closed, also
+            those that open only later.
+    """
+    if len(openers) == 1:
+        return [openers[0]()]
+    opened = [in_thread(o, f"open-engine-{i}") for i, o in enumerate(openers)]
+    try:
+        for future in as_completed(opened):
+            future.result()
+    except BaseException:
+        for future in opened:
+            future.add_done_callback(_close_opened)
+        raise
+    return [future.result() for future in opened]
+
+
+def _close_opened(opened: Future[RemoteEngine]) -> None:
+    if opened.exception() is None:
+        opened.result().close()
 
 
 @contextlib.contextmanager

@@ -173,16 +173,6 @@ class VLLMEngine(RemoteEngine):
 
     # -- EngineControl -----------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """Stop stepping until `resume`; nothing in flight is lost."""
-        self._manage("/pause?mode=keep&clear_cache=false")
-        self._paused = True
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._manage("/resume")
-        self._paused = False
-
     def _replace_weights(self, update: Update) -> int:
         """See `RemoteEngine`. Weights are replaced once the turns in flight have ended.
 

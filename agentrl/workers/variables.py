@@ -1,0 +1,30 @@
+"""Environment variables that are set for the duration of a block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment_variables(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables within the block, and restore them after it.
+
+    Args:
+        variables: new values by name; None removes a variable.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    _put(variables)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
