@@ -239,10 +239,13 @@ def test_ray_must_know_tokens(monkeypatch, found, said):
 DRIVER = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
+import ray
+from support import adder
 from support.adder import Adder
 from agentrl.cluster import open_site
 from agentrl.config import load_config
 
+ray.cloudpickle.register_pickle_by_value(adder)
 config = load_config(None, ["trainer.device=cpu"])
 rays = lambda: {{k: v for k, v in os.environ.items() if k.startswith("RAY_")}}
 before = rays()
@@ -337,7 +340,7 @@ def test_a_bug_names_its_rank_and_shows_its_line(one):
     with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
         group.raising(0, "x")
     assert "raise UserError" in str(e.value.__cause__), "the line that raised"
-    assert re.search(r"'x' \(\S+test_cluster\.py:\d+: raise UserError.*\)$", str(e.value))
+    assert re.search(r"'x' \(\S+adder\.py:\d+: raise UserError.*\)$", str(e.value))
 
 
 def test_the_line_of_a_bug_is_the_users(tmp_path):

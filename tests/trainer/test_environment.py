@@ -157,7 +157,7 @@ def test_a_variable_that_a_library_reads_at_import_changes_no_bit_of_a_step(
     folder, tmp_path, variables
 ):
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/..']\n"
         "import torch; from pathlib import Path; from test_environment import learned\n"
         "torch.set_num_threads(1)\n"
         "torch.save(learned(Path(sys.argv[2])), sys.argv[3])\n"
@@ -178,7 +178,7 @@ class Weighed(Rank):
 
     def __init__(self, folder: Path):
         keys = config(optim__lr=1e-2, optim__max_grad_norm=0.1, model__path=str(folder))
-        super().__init__(folder, keys, total_steps=1)
+        super().__init__(folder, keys)
 
     @dispatch(BROADCAST)
     def weights(self) -> dict[str, torch.Tensor]:
