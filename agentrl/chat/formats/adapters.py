@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentrl.chat.formats.strict_json import broken, read_object
-from agentrl.chat.formats.thinking import MAX_CALLS, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, limited
 from agentrl.errors import Infrastructure, UserError
 from agentrl.trajectory import ToolCall
 from agentrl.workers.child_process import ChildProcess, MessageTooLong
@@ -199,11 +199,9 @@ def _calls(text: str, answer: dict[str, Any]) -> list[ToolCall]:
     if answer.get("error"):  # it speaks of the parser's insides, not of what is wrong in the text
         return [broken(text, UNREAD)]
     calls = [_call(**call) for call in answer["calls"][: MAX_CALLS + 1]]
-    if len(calls) > MAX_CALLS:
-        calls[-1] = too_many()
-    elif answer["lost"]:
-        calls.append(broken(text, answer["lost"]))
-    return calls
+    if answer["lost"] and len(calls) <= MAX_CALLS:
+        return [*calls, broken(text, answer["lost"])]
+    return limited(calls)
 
 
 def _call(name: Any, arguments: str, id: Any) -> ToolCall:

@@ -8,11 +8,11 @@ from agentrl.chat.formats.strict_json import (
     after_space,
     at,
     broken,
+    call_of,
     end_of_broken_json,
     end_of_object,
-    read_object,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, limited
 from agentrl.trajectory import ToolCall
 
 MESSAGE = "<|message|>"
@@ -54,12 +54,11 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
                 call = broken(header, f"no {MESSAGE} behind the recipient")
             calls.append(at(call, position, after))
             if len(calls) > MAX_CALLS:
-                calls[-1] = too_many()
                 break
         elif begun:
             after = _next_message(text, after)
         position = after
-    return calls
+    return limited(calls)
 
 
 def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
@@ -72,10 +71,8 @@ def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
         after = _next_message(text, end or end_of_broken_json(text, body, _END, _NEVER))
         error = error or "the message is not one whole JSON object"
         return broken(text[start:after], error, name), after
-    arguments, why = read_object(text[body:end])
-    if error := error or why:
-        return broken(text[body:end], error, name), over.end()
-    return ToolCall(name, arguments), over.end()
+    call = call_of(name, text[body:end])
+    return broken(text[body:end], error, name) if error else call, over.end()
 
 
 def _recipient(header: str) -> tuple[str, str]:

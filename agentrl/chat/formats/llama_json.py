@@ -13,7 +13,7 @@ from agentrl.chat.formats.strict_json import (
     load_object,
     read_call,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, placed, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, limited, placed
 from agentrl.trajectory import ToolCall
 
 _KEYS = ("parameters", "arguments")
@@ -62,8 +62,7 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     else:
         if listed:
             calls.append(at(broken("", "no closing ]"), len(text), len(text)))
-    calls = calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
-    return placed(calls, turn, text)
+    return placed(limited(calls), turn, text)
 
 
 def _start_of_calls(text: str) -> tuple[int, bool]:

@@ -15,6 +15,7 @@ from agentrl.chat.formats.strict_json import (
     end_of_object,
     read_call,
     read_object,
+    start_of,
 )
 from agentrl.chat.formats.thinking import MAX_CALLS, THINK, THOUGHT, any_of, broken_call, read_calls
 from agentrl.trajectory import ToolCall
@@ -148,8 +149,7 @@ class MarkedJson:
         self, text: str, start: int, body: int, closing: str, why: str
     ) -> tuple[list[ToolCall], int]:
         """Return one error for what is no JSON, up to and with the closing mark."""
-        tag = any_of(self._tags()).search(text, body)
-        stop = tag.start() if tag else len(text)
+        stop = start_of(any_of(self._tags()), text, body)
         closed = bool(closing) and text.startswith(closing, stop)
         end = stop + len(closing) * closed
         return [at(broken(text[body:stop].strip(), why), start, end)], end

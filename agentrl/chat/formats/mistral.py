@@ -9,10 +9,12 @@ from agentrl.chat.formats.strict_json import (
     after_space,
     at,
     broken,
+    call_of,
     end_of_broken_json,
     end_of_object,
     read_call,
     read_object,
+    start_of,
 )
 from agentrl.chat.formats.thinking import read_calls
 from agentrl.trajectory import ToolCall
@@ -84,7 +86,7 @@ def _from_json(body: str) -> ToolCall:
 
 def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
     """Return the call whose name stands at `start`."""
-    stop = _next_tag(text, start)
+    stop = start_of(_TAG, text, start)
     head = _NAMED.match(text, start)
     if not head:
         why = f"neither {OPEN}NAME[ARGS]{{...}} nor {OPEN} and a JSON list"
@@ -111,19 +113,11 @@ def _alone(
         return [broken(text[start:stop], why, name or "")], stop
     after = after_space(text, end)
     if after < len(text) and not text.startswith(OPEN, after):
-        stop = _next_tag(text, after)
+        stop = start_of(_TAG, text, after)
         return [broken(text[start:stop], "text after the call's arguments", name or "")], stop
     body = text[start:end]
     if name is None:
         return [_from_json(body)], after
     if identity is not None and not _ID.fullmatch(identity):
         return [broken(body, _BAD_ID, name)], after
-    arguments, error = read_object(body)
-    return [
-        broken(body, error, name) if error else ToolCall(name, arguments, id=identity or "")
-    ], after
-
-
-def _next_tag(text: str, position: int) -> int:
-    tag = _TAG.search(text, position)
-    return tag.start() if tag else len(text)
+    return [call_of(name, body, identity or "")], after

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.formats.marked_json import MarkedJson
@@ -15,9 +14,10 @@ from agentrl.chat.formats.thinking import (
     answer_of,
     broken_call,
     first_tag,
+    limited,
     placed,
     read_calls,
-    too_many,
+    shifted,
 )
 from agentrl.trajectory import ToolCall
 
@@ -72,7 +72,7 @@ def _read_list(text: str) -> list[ToolCall]:
             why = "text after the calls"
             calls.append(at(broken(rest, why), length - len(rest), length))
         break
-    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
+    return limited(calls)
 
 
 def _start_of_calls(text: str) -> int:
@@ -135,12 +135,9 @@ def _read_lfm2(text: str, start: int) -> tuple[list[ToolCall], int]:
     end = end_of_brackets(text, first, _TO_BRACKET) if text.startswith("[", first) else 0
     after = after_space(text, end) if end else 0
     if end and text.startswith(_LFM2_END, after):
-        calls = [
-            replace(call, span=(first + call.span[0], first + call.span[1])) if call.span else call
-            for call in parse_llama_pythonic(text[first:end])
-        ]
+        calls = parse_llama_pythonic(text[first:end])
         if calls:
-            return calls, after + len(_LFM2_END)
+            return shifted(calls, first), after + len(_LFM2_END)
     why = "not a list of calls: [NAME(KEY=VALUE)]"
     if end or not text.startswith("[", first):
         return broken_call(text, body, (_LFM2,), _LFM2_END, why, read=end)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from agentrl.chat.formats.strict_json import (
     at,
     broken,
+    call_of,
     end_of_broken_json,
     end_of_object,
-    read_object,
+    start_of,
 )
 from agentrl.chat.formats.thinking import MAX_CALLS, THINK, THOUGHT, any_of, read_calls
 from agentrl.trajectory import ToolCall
@@ -96,15 +97,14 @@ class Sections:
         return at(broken(text[start + len(opening) : stop], why, call.name), start, end), end
 
     def _next(self, text: str, position: int) -> int:
-        tag = any_of((*self.section, *self.call, *self.thought)).search(text, position)
-        return tag.start() if tag else len(text)
+        return start_of(any_of((*self.section, *self.call, *self.thought)), text, position)
 
 
 _FENCE = "```"
 
 
-class NamedJson:
-    """Reads one call whose arguments are JSON behind its name (a `ReadCall` of `Sections`).
+def named_json(head: str, section: tuple[str, str], call: tuple[str, str], why: str) -> ReadCall:
+    """Return a reader of calls whose arguments are JSON behind the tool's name.
 
     Args:
         head: a pattern from the call's opening tag to the JSON. Its group `name` is the name of the
@@ -114,29 +114,24 @@ class NamedJson:
         call: the tags around one call.
         why: the error of a call that the pattern does not match.
     """
+    tags, end_tag = any_of((*section, *call, THINK, THOUGHT)), re.escape(call[1])
+    tails = re.compile(rf"\s*{end_tag}"), re.compile(rf"\s*{_FENCE}\s*{end_tag}")
+    pattern = re.compile(head)
 
-    def __init__(self, head: str, section: tuple[str, str], call: tuple[str, str], why: str):
-        self._head, self._why = re.compile(head), why
-        self._tags = any_of((*section, *call, THINK, THOUGHT))
-        end = re.escape(call[1])
-        self._tails = re.compile(rf"\s*{end}"), re.compile(rf"\s*{_FENCE}\s*{end}")
-
-    def __call__(self, text: str, start: int) -> tuple[ToolCall, int, bool]:
-        """Return the call at `start`, where reading ended, and whether the call ended there."""
-        head = self._head.match(text, start)
-        if not head:
-            return broken("", self._why), start, False
-        groups = head.groupdict()
-        name, begin = groups["name"], head.end()
+    def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
+        found = pattern.match(text, start)
+        if not found:
+            return broken("", why), start, False
+        groups = found.groupdict()
+        name, begin = groups["name"], found.end()
         end = end_of_object(text, begin)
-        tail = self._tails[bool(groups.get("fence"))].match(text, end) if end else None
+        tail = tails[bool(groups.get("fence"))].match(text, end) if end else None
         if not tail:
-            stop = end or end_of_broken_json(text, begin, self._tags, any_of((THOUGHT,)))
+            stop = end or end_of_broken_json(text, begin, tags, any_of((THOUGHT,)))
             return broken("", "the arguments are not one JSON object", name), stop, False
-        arguments, why = read_object(text[begin:end])
-        if why:
-            return broken(text[begin:end], why, name), tail.end(), True
-        return ToolCall(name, arguments, id=groups.get("id") or ""), tail.end(), True
+        return call_of(name, text[begin:end], groups.get("id") or ""), tail.end(), True
+
+    return read
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -152,7 +147,7 @@ _DEEPSEEK_HEAD = (
 parse_deepseek = Sections(
     _DEEPSEEK,
     _DEEPSEEK_CALL,
-    NamedJson(_DEEPSEEK_HEAD, _DEEPSEEK, _DEEPSEEK_CALL, f"not NAME{_SEPARATOR}{{...}}"),
+    named_json(_DEEPSEEK_HEAD, _DEEPSEEK, _DEEPSEEK_CALL, f"not NAME{_SEPARATOR}{{...}}"),
 )
 """DeepSeek V3 and R1 first, then V3.1.
 
@@ -176,7 +171,7 @@ _KIMI_HEAD = (
 )
 _KIMI_WHY = f"not functions.NAME:NUMBER, then {_ARGUMENTS} and a JSON object"
 
-parse_kimi_k2 = Sections(_KIMI, _KIMI_CALL, NamedJson(_KIMI_HEAD, _KIMI, _KIMI_CALL, _KIMI_WHY))
+parse_kimi_k2 = Sections(_KIMI, _KIMI_CALL, named_json(_KIMI_HEAD, _KIMI, _KIMI_CALL, _KIMI_WHY))
 """Kimi-K2 and K2.5.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0

@@ -72,8 +72,13 @@ def end_of_broken_json(
         thought: the tags that end a thought.
     """
     broken = _WHOLE.match(text, start).end()  # type: ignore[union-attr]
-    tag = (thought if text.startswith('"', broken) else tags).search(text, broken)
-    return tag.start() if tag else len(text)
+    return start_of(thought if text.startswith('"', broken) else tags, text, broken)
+
+
+def start_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Return where the next match begins, or the end of the text if there is none."""
+    found = pattern.search(text, position)
+    return found.start() if found else len(text)
 
 
 def after_space(text: str, position: int) -> int:
@@ -86,6 +91,12 @@ def read_object(body: str) -> tuple[dict[str, Any], str]:
     value, error = load_object(body)
     error = error or lossy(body, value)
     return ({}, error) if error else (value, "")
+
+
+def call_of(name: str, body: str, id: str = "") -> ToolCall:
+    """Return the call of a tool whose arguments are a JSON object, or its error."""
+    arguments, error = read_object(body)
+    return broken(body, error, name) if error else ToolCall(name, arguments, id=id)
 
 
 def load_object(body: str) -> tuple[dict[str, Any], str]:

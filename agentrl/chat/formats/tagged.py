@@ -10,17 +10,17 @@ from typing import Any
 
 import orjson
 
-from agentrl.chat.formats.sections import Sections
+from agentrl.chat.formats.sections import ReadCall, Sections
 from agentrl.chat.formats.strict_json import (
     after_space,
     at,
     broken,
+    call_of,
     end_of_object,
     is_sound,
     lossy,
-    read_object,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, broken_call, read_calls, too_many
+from agentrl.chat.formats.thinking import MAX_CALLS, any_of, broken_call, limited, read_calls
 from agentrl.trajectory import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -84,8 +84,16 @@ def _end_without(
     return 0 if text.find(closing[:-1], begin, stop) >= 0 else stop
 
 
-class TaggedCall:
-    """Reads one call whose values stand between tags (a `ReadCall` of `Sections`).
+def tagged_call(
+    head: str,
+    key: str,
+    openings: tuple[str, ...],
+    value_end: str,
+    call_end: str,
+    values: Callable[[dict[str, str]], dict[str, Any]] = dict,
+    takes_json: bool = False,
+) -> ReadCall:
+    """Return a reader of calls whose values stand between tags.
 
     Nothing escapes a value, so it ends at the first closing tag. A value that holds the opening tag
     of a value or of a call is an error: more likely a closing tag is missing, and the next value
@@ -100,61 +108,43 @@ class TaggedCall:
         values: makes the arguments of the texts by key; it raises ValueError if it cannot.
         takes_json: whether the arguments may be one JSON object instead.
     """
+    head_pattern, key_pattern = re.compile(head), re.compile(r"\s*" + key)
+    end_pattern = any_of((value_end, *openings))
+    tail_pattern = re.compile(r"\s*" + re.escape(call_end))
 
-    def __init__(
-        self,
-        head: str,
-        key: str,
-        openings: tuple[str, ...],
-        value_end: str,
-        call_end: str,
-        values: Callable[[dict[str, str]], dict[str, Any]] = dict,
-        takes_json: bool = False,
-    ):
-        self._head = re.compile(head)
-        self._key = re.compile(r"\s*" + key)
-        self._end = re.compile("|".join(map(re.escape, (value_end, *openings))))
-        self._tail = re.compile(r"\s*" + re.escape(call_end))
-        self._value_end, self._call_end = value_end, call_end
-        self._values, self._takes_json = values, takes_json
-
-    def __call__(self, text: str, start: int) -> tuple[ToolCall, int, bool]:
-        """Return the call at `start`, where reading ended, and whether the call ended there."""
-        head = self._head.match(text, start)
-        if not head:
+    def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
+        found = head_pattern.match(text, start)
+        if not found:
             return broken("", "no name in the tag that begins a call"), start, False
-        name = head[1] if is_sound(head[1]) else ""
-        if head[0].endswith("/>"):
-            return ToolCall(name, {}), head.end(), True
-        body = after_space(text, head.end())
-        if self._takes_json and text.startswith("{", body):
-            return self._json(text, body, name)
-        texts, why, position = read_values(text, head.end(), self._key, self._end, self._value_end)
-        tail = None if why else self._tail.match(text, position)
+        name = found[1] if is_sound(found[1]) else ""
+        if found[0].endswith("/>"):
+            return ToolCall(name, {}), found.end(), True
+        body = after_space(text, found.end())
+        if takes_json and text.startswith("{", body):
+            end = end_of_object(text, body)
+            tail = tail_pattern.match(text, end) if end else None
+            if tail:
+                return call_of(name, text[body:end]), tail.end(), True
+            return broken("", "the arguments are not one JSON object", name), end or body, False
+        texts, why, position = read_values(text, found.end(), key_pattern, end_pattern, value_end)
+        tail = None if why else tail_pattern.match(text, position)
         if not tail:
-            why = why or f"not values that end with {self._value_end}, then {self._call_end}"
+            why = why or f"not values that end with {value_end}, then {call_end}"
             return broken("", why, name), position, False
         if not name:
             return broken(text[start : tail.end()], "lone surrogate"), tail.end(), True
         try:
-            return ToolCall(name, self._values(texts)), tail.end(), True
+            return ToolCall(name, values(texts)), tail.end(), True
         except ValueError as e:
-            return broken(text[head.end() : position], str(e), name), tail.end(), True
+            return broken(text[found.end() : position], str(e), name), tail.end(), True
 
-    def _json(self, text: str, start: int, name: str) -> tuple[ToolCall, int, bool]:
-        end = end_of_object(text, start)
-        tail = self._tail.match(text, end) if end else None
-        if not tail:
-            return broken("", "the arguments are not one JSON object", name), end or start, False
-        arguments, why = read_object(text[start:end])
-        call = broken(text[start:end], why, name) if why else ToolCall(name, arguments)
-        return call, tail.end(), True
+    return read
 
 
 parse_minimax_m2 = Sections(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     ("<invoke ", "</invoke>"),
-    TaggedCall(
+    tagged_call(
         r'<invoke name="([^"<>\s]+)">',
         r'<parameter name="([^"<>\n]+)">',
         ("<invoke name=", "<parameter name="),
@@ -174,7 +164,7 @@ parse_minimax_m2 = Sections(
 parse_seed_oss = Sections(
     ("<seed:tool_call>", "</seed:tool_call>"),
     ("<function=", "</function>"),
-    TaggedCall(
+    tagged_call(
         r"<function=([^<>\s]+)>",
         r"<parameter=([^<>\n]+)>",
         ("<function=", "<parameter="),
@@ -198,7 +188,7 @@ def _dsml(section: str) -> Sections:
     return Sections(
         (f"{mark}{section}>", f"</｜DSML｜{section}>"),
         (f"{mark}invoke ", "</｜DSML｜invoke>"),
-        TaggedCall(
+        tagged_call(
             mark + r'invoke name="([^"<>\s]+)"\s*/?>',
             mark + r'parameter name="([^"<>\n]+" string="(?:true|false))">',
             (f"{mark}invoke ", f"{mark}parameter "),
@@ -283,7 +273,7 @@ def _hunyuan(suffix: str) -> Sections:
     return Sections(
         (tag("tool_calls"), end("tool_calls")),
         (tag("tool_call"), end("tool_call")),
-        TaggedCall(
+        tagged_call(
             rf"{tag('tool_call')}\s*([^\s<>]+)\s*"
             rf"(?:{tag('tool_sep')}|(?={tag('arg_key')}|{end('tool_call')}))",
             rf"{tag('arg_key')}([^<>]+){end('arg_key')}\s*{tag('arg_value')}",
@@ -408,7 +398,7 @@ _PROSE, _NOBODY = ("self", "user", "commentary"), "?"
 _MUSE_CALLS = Sections(
     _SECTION,
     _CALL,
-    TaggedCall(
+    tagged_call(
         r'<atem:invoke name="([^"<>\s]+)">',
         r'<atem:parameter name="([^"<>\n]+)">',
         (_CALL[0], "<atem:parameter "),
@@ -456,7 +446,7 @@ def parse_muse(text: str) -> list[ToolCall]:
             has_called = True
     if not has_called:
         calls.append(_no_call(text, header, len(text), recipient))
-    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], too_many()]
+    return limited(calls)
 
 
 def _once(call: ToolCall) -> ToolCall:

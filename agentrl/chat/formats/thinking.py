@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from agentrl.chat.formats.strict_json import at, broken
+from agentrl.chat.formats.strict_json import at, broken, start_of
 from agentrl.trajectory import ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -75,7 +75,7 @@ def read_calls(
             if len(calls) > MAX_CALLS:
                 end = text.find(thought_end, position) if unthought else -1
                 if end < 0 or text.find(think, position, end) >= 0:
-                    return [*calls[:MAX_CALLS], too_many()]
+                    return limited(calls)
                 position = end  # the loop was thought
         elif unthought:  # begun in the prompt: what came before was thought
             unthought = False
@@ -108,9 +108,11 @@ def broken_call(
     return [broken(raw, why if closed else f"no closing {closing}", name)], stop
 
 
-def too_many() -> ToolCall:
-    """The error that stands for all calls beyond `MAX_CALLS`."""
-    return ToolCall("", "", error=f"more than {MAX_CALLS} calls in one turn")
+def limited(calls: list[ToolCall]) -> list[ToolCall]:
+    """Return the calls of a turn, with one error in place of all calls beyond `MAX_CALLS`."""
+    if len(calls) <= MAX_CALLS:
+        return calls
+    return [*calls[:MAX_CALLS], ToolCall("", "", error=f"more than {MAX_CALLS} calls in one turn")]
 
 
 def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str) -> int:
@@ -165,24 +167,25 @@ def placed(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
     None where the answer was put together of what stood before a thought and what came after it.
     """
     if turn.endswith(answer):
-        shift = len(turn) - len(answer)
-    elif turn.startswith(answer):
-        shift = 0
-    else:
-        return [replace(call, span=None) for call in calls]
-    return (
-        [
-            replace(call, span=(call.span[0] + shift, call.span[1] + shift)) if call.span else call
-            for call in calls
-        ]
-        if shift
-        else calls
-    )
+        return shifted(calls, len(turn) - len(answer))
+    if turn.startswith(answer):
+        return calls
+    return [replace(call, span=None) for call in calls]
+
+
+def shifted(calls: list[ToolCall], by: int) -> list[ToolCall]:
+    """Return calls whose spans are moved by so many characters."""
+    if not by:
+        return calls
+    return [
+        replace(call, span=(call.span[0] + by, call.span[1] + by)) if call.span else call
+        for call in calls
+    ]
 
 
 def first_tag(text: str) -> int:
-    """Where the first `<think>` or `</think>` stands, or the end of the text."""
-    return min((p for t in (THINK, THOUGHT) if (p := text.find(t)) >= 0), default=len(text))
+    """Return where the first `<think>` or `</think>` begins, or the end of the text."""
+    return start_of(any_of((THINK, THOUGHT)), text, 0)
 
 
 @cache
