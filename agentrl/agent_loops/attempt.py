@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from array import array
 from bisect import bisect_left
@@ -110,7 +111,6 @@ class Attempt:
     spawned: int = 0
     control_token_attempts: int = 0
     """Control tokens that prompts, tools and interactions spelled out."""
-    last_sampling: Sampling | None = None
     state: str = "opening"
     since: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
@@ -158,13 +158,13 @@ class Attempt:
         """A verb is at work in the current task."""
         self.check()
         task = asyncio.current_task()
-        new = task is not None and task not in self.busy
-        if task is not None:
-            self.busy.add(task)
+        assert task
+        outermost = task not in self.busy
+        self.busy.add(task)
         try:
             yield
         finally:
-            if new and task is not None:
+            if outermost:
                 self.busy.discard(task)
 
     async def end(self) -> None:
@@ -176,46 +176,37 @@ class Attempt:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def ask(
-        self, ids: array[int], max_tokens: int, stop: tuple[str, ...], seed: Sequence[int]
-    ) -> Generation:
-        """Let the engine continue a row.
+        self, ids: array[int], sampling: Sampling, seed: Sequence[int], until: float = math.inf
+    ) -> tuple[Generation, str]:
+        """Let the engine continue a row; what it sampled, cut at a stop text, and its text.
 
         Args:
             ids: the row.
-            max_tokens: for this turn.
-            stop: texts that end it.
+            sampling: of this turn.
             seed: with those of the run, row and rollout, the turn's randomness.
+            until: `time.monotonic()` seconds at which to give up before the episode's time is over.
 
         Raises:
             EpisodeOver: "time".
             EngineError: the engine failed; the episode may be played again.
         """
-        self.enter("generate")
-        sampling = self.sampling_of(max_tokens, stop)
         while True:
-            deadline = self.deadline
+            deadline = min(until, self.deadline)
             try:
-                return await self.world.sampler.generate(
+                generation = await self.world.sampler.generate(
                     ids,
                     sampling,
                     episode_id=self.episode_id,
                     seed=mix_seed(self.seed, self.rollout, *seed),
                     deadline=deadline,
                 )
+                return cut_at_stop(generation, self.world.template, sampling.stop)
             except EngineError:
                 self.check()  # it was given no more time than the episode has
-                if time.monotonic() < deadline or self.deadline == deadline:
+                if time.monotonic() < deadline or min(until, self.deadline) == deadline:
                     raise
                 # A wait for a connection has moved the deadline that the engine was told, and the
                 # engine gave up at the earlier one.
-
-    def sampling_of(self, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
-        """How the next turn is sampled; as the last one was, where nothing differs."""
-        last = self.last_sampling or self.sampling
-        if (last.max_tokens, last.stop) != (max_tokens, stop):
-            last = replace(last, max_tokens=max_tokens, stop=stop)
-        self.last_sampling = last
-        return last
 
     def enter(self, state: str) -> float:
         """Note what the episode waits for, for the watchdog; returns the last state's seconds."""
@@ -231,12 +222,6 @@ class Attempt:
             self.world.config.rollout.max_trajectory_tokens - used - new,
             self.world.sampler.max_length - len(row.ids) - new,
         )
-
-    def register(self, row: Row) -> None:
-        """Something is sampled in this row: it will be a segment."""
-        if row.index < 0:
-            row.index = len(self.rows)
-            self.rows.append(row)
 
 
 def cut_at_stop(

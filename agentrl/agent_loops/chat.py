@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.agent_loops.attempt import Attempt, cut_at_stop, mix_seed
+from agentrl.agent_loops.attempt import Attempt
 from agentrl.engine.base import Sampling
-from agentrl.errors import EngineError, EpisodeOver, Infrastructure
+from agentrl.errors import EpisodeOver, Infrastructure
 from agentrl.trajectory import Message
 
 OTHERS = -1
@@ -42,10 +42,9 @@ class EngineChat:
             EpisodeOver: the time is over, or the engine takes no conversation as long as this.
             Infrastructure: the engine failed, or the model has thought for all of `max_tokens`.
         """
-        attempt, world = self._attempt, self._attempt.world
-        template = world.template
+        attempt, template = self._attempt, self._attempt.world.template
         ids = template.prompt(messages, given=lambda message: False, exact=False)
-        room = world.sampler.max_length - len(ids)
+        room = attempt.world.sampler.max_length - len(ids)
         if room < 1:
             raise EpisodeOver("trajectory_tokens")
         sampling = Sampling(
@@ -54,21 +53,9 @@ class EngineChat:
             stop=tuple(stop),
             stop_ids=template.stop_ids,
         )
-        seed = mix_seed(attempt.seed, attempt.rollout, self._asked, OTHERS)
         self._asked += 1
         async with attempt.engine:
-            try:
-                generation = await world.sampler.generate(
-                    ids,
-                    sampling,
-                    episode_id=attempt.episode_id,
-                    seed=seed,
-                    deadline=min(deadline, attempt.deadline),
-                )
-            except EngineError:
-                attempt.check()
-                raise
-        generation, text = cut_at_stop(generation, template, sampling.stop)
+            _, text = await attempt.ask(ids, sampling, (self._asked - 1, OTHERS), deadline)
         for end in sampling.stop:
             text = text.removesuffix(end)
         thinking = template.thinking

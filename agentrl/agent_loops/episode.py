@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.agent_loops.attempt import Attempt, cut_at_stop
+from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context, Row
 from agentrl.chat import ChatTemplate
 from agentrl.config import RolloutConfig
@@ -164,10 +164,11 @@ class Episode:
         if room < 1:
             raise attempt.over("trajectory_tokens")
         max_tokens, prompt = min(room, rollout.max_turn_tokens), row.ids + delta
+        sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._spoken, *([self._thread] if self._thread else []))
-        generation = await attempt.ask(prompt, max_tokens, stop, seed)
+        attempt.enter("generate")
+        generation, text = await attempt.ask(prompt, sampling, seed)
         seconds = attempt.enter("loop")
-        generation, text = cut_at_stop(generation, template, stop)
         opened = "" if parse else template.thinking.opened(prompt)
         said = opened + text
         calls = parse(said) if parse else await self._world.calls(said, self.schemas)
@@ -176,7 +177,9 @@ class Episode:
         # Nothing waits and nothing of the user's runs from here on: all of the turn, or none.
         start = len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
-        attempt.register(row)
+        if row.index < 0:
+            row.index = len(attempt.rows)
+            attempt.rows.append(row)
         message = Message("assistant", text, tuple(calls))
         self._context.spoke(row, message, generation.token_ids)
         index = len(attempt.messages)

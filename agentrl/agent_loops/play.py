@@ -17,7 +17,6 @@ from agentrl.agent_loops.loops import AgentLoop
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
-from agentrl.http.time_limit import TimeLimit
 from agentrl.interactions import Interaction, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
@@ -66,9 +65,14 @@ async def play_episode(
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
         try:
-            await _run_loop(loop, episode, attempt.limit)
+            # Only what the loop raises of its own is `UserCodeError`.
+            async with attempt.limit:
+                with user_code(f"agent loop {loop.name!r}"):
+                    await loop.target(episode)
         except EpisodeOver as over:
             stop_reason = over.reason
+        except TimeoutError:  # it waited for something of its own
+            stop_reason = "time"
         stop_reason = attempt.spent or stop_reason
         await attempt.end()
         if not attempt.turns and stop_reason == "done":
@@ -91,21 +95,6 @@ async def play_episode(
         finally:
             if interaction is not None:
                 await _close(interaction, sample)
-
-
-async def _run_loop(loop: AgentLoop, episode: Episode, limit: TimeLimit) -> None:
-    """Run the user's loop for as long as the episode may take.
-
-    Raises:
-        EpisodeOver: a budget is spent; "time" also where the loop waits for something of its own.
-        UserCodeError: what it raises of its own.
-    """
-    try:
-        async with limit:
-            with user_code(f"agent loop {loop.name!r}"):
-                await loop.target(episode)
-    except TimeoutError:
-        raise EpisodeOver("time") from None
 
 
 async def _close(interaction: Interaction, sample: Sample) -> None:
