@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from agentrl.config import ValConfig
 from agentrl.engine.base import Sampling
+from agentrl.metrics import count_calls, mean
 from agentrl.rollout import Rollouts
 from agentrl.trajectory import Group, Sample, Scored
 
@@ -71,17 +72,13 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
     if not scored:
         return {}
     metrics = {
-        f"{prefix}/reward/mean@{n}": _mean([s.reward for s in scored]),
-        f"{prefix}/acc/mean@{n}": _mean([accuracy(s) for s in scored]),
-        f"{prefix}/tool_call_rate": _mean(
-            [float(any(t.tool_results for t in s.trajectory.turns)) for s in scored]
-        ),
-        f"{prefix}/num_turns": _mean([float(len(s.trajectory.turns)) for s in scored]),
+        f"{prefix}/reward/mean@{n}": mean([s.reward for s in scored]),
+        f"{prefix}/acc/mean@{n}": mean([accuracy(s) for s in scored]),
+        f"{prefix}/tool_call_rate": mean([count_calls(s.trajectory) > 0 for s in scored]),
+        f"{prefix}/num_turns": mean([len(s.trajectory.turns) for s in scored]),
     }
-    k = 2
-    while k <= n:
-        metrics[f"{prefix}/acc/pass@{k}"] = _mean([pass_at_k(g, k) for g in groups])
-        k *= 2
+    for k in [2**i for i in range(1, n.bit_length())]:
+        metrics[f"{prefix}/acc/pass@{k}"] = mean([pass_at_k(g, k) for g in groups])
     return metrics
 
 
@@ -99,7 +96,3 @@ def pass_at_k(group: Group, k: int) -> float:
     c = sum(accuracy(s) >= 1 for s in group.scored)
     k = min(k, n)
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

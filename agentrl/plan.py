@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from agentrl.chat.formats.detect import (
     shows_tools,
     taught_format,
 )
-from agentrl.chat.proof import CALLS_ALONE, SHAPES, Shape, Verdict, details, prove
+from agentrl.chat.proof import CALLS_ALONE, SHAPES, Verdict, details, prove
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
@@ -100,23 +100,21 @@ def make_plan(config: Config) -> Plan:
     # What a file would have defined is missing in every row: say the cause, not the effects.
     files_load = not problems
     if files_load:
-        problems += _unknown_parts(config.algorithm)
-        problems += [
-            f"interaction.kwargs: {registry.interactions.unknown(name)}"
-            for name in config.interaction.kwargs
-            if name not in registry.interactions
+        algorithm = config.algorithm
+        named = [
+            ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
+            ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
+            *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
         ]
+        problems += [f"{key}: {kind.unknown(n)}" for key, kind, n in named if n not in kind]
     rollout = config.rollout
     scorer = noted(
         partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
     )
     rows: list[Sequence[Sample]] = []
+    checked = partial(load_checked, configured=config.interaction.kwargs)
+    load = checked if files_load else load_samples
     for path in (config.data.train, config.data.val):
-        load = (
-            partial(load_checked, configured=config.interaction.kwargs)
-            if files_load
-            else load_samples
-        )
         samples = (noted(partial(load, path, config.data.agent_name)) if path else None) or []
         if scorer and files_load:
             noted(partial(check_graders, samples, scorer, path))
@@ -174,28 +172,12 @@ def check_policy_learns(plan: Plan) -> None:
     Raises:
         ConfigError: all of its steps are the critic's alone.
     """
-    algorithm = plan.config.algorithm
-    if not plan.train or plan.config.trainer.val_only or not algorithm.critic:
-        return
-    alone, steps = algorithm.critic_warmup, plan.total_steps
-    if alone >= steps:
+    alone, steps = plan.config.algorithm.alone, plan.total_steps
+    if plan.train and not plan.config.trainer.val_only and alone >= steps:
         raise ConfigError(
             f"algorithm.critic_warmup={alone} of {steps} steps: the policy would never"
             " learn. Set it lower, or play more steps (trainer.total_steps, trainer.total_epochs)"
         )
-
-
-def _unknown_parts(config: AlgorithmConfig) -> list[str]:
-    """What is said of parts of the algorithm that nobody registered."""
-    named = {
-        "adv_estimator": registry.advantage_estimators,
-        "policy_loss": registry.policy_losses,
-    }
-    return [
-        f"algorithm.{key}: {kind.unknown(getattr(config, key))}"
-        for key, kind in named.items()
-        if getattr(config, key) not in kind
-    ]
 
 
 def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> None:
@@ -266,20 +248,15 @@ def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -
         log.warning("%s. (A loop of your own may read them: `ep.generate(parse=...)`)", problem)
         return
     rendered = rendered_calls(template)
-    if name not in ("auto", taught) and not format_reads(name, rendered):
-        if taught:
-            log.warning(
-                "rollout.tool_format=%s, but the chat template writes calls in the format %s: these"
-                " are not parsed. rollout.tool_format=auto takes what the template writes",
-                name,
-                taught,
-            )
-        elif rendered:
-            log.warning(
-                "rollout.tool_format=%s, but the chat template writes calls in a format that"
-                " agentrl does not read: these are not parsed",
-                name,
-            )
+    shown = bool(taught or rendered)
+    if shown and name not in ("auto", taught) and not format_reads(name, rendered):
+        log.warning(
+            "rollout.tool_format=%s, but the chat template writes calls in %s: these are not"
+            " parsed%s",
+            name,
+            f"the format {taught}" if taught else "a format that agentrl does not read",
+            ". rollout.tool_format=auto takes what the template writes" if taught else "",
+        )
 
 
 def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counter[str]:
@@ -357,43 +334,31 @@ def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verd
     Returns:
         For each kind of rows: its loop, how many rows it has, and the verdicts.
     """
-    toolbox = LocalToolbox()
-    kinds: Counter[tuple[str, tuple[str, ...], bool, bool]] = Counter()
-    opened: dict[tuple[str, tuple[str, ...], bool, bool], tuple[bool, Schemas]] = {}
+    kinds: dict[tuple[str, tuple[str, ...], bool, bool], list[Sample]] = defaultdict(list)
     for sample in plan.samples:
         told = any(m.role == "system" for m in sample.prompt)
-        kind = (sample.agent_name, sample.tools, bool(sample.interaction), told)
-        kinds[kind] += 1
-        if kind not in opened:
-            messages, schemas = _opening(sample, toolbox)
-            opened[kind] = any(m.role == "system" for m in messages), schemas
-    found = []
-    for kind, count in kinds.most_common(MAX_PROVEN):
-        name, tools, heard, _ = kind
-        system, schemas = opened[kind]
-        shapes = _shapes(bool(tools), bool(schemas), heard, own=name not in SHIPPED)
+        kinds[sample.agent_name, sample.tools, bool(sample.interaction), told].append(sample)
+    most = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:MAX_PROVEN]
+    found, toolbox = [], LocalToolbox()
+    for (name, tools, heard, _), samples in most:
+        messages, schemas = _opening(samples[0], toolbox)
+        system = any(m.role == "system" for m in messages)
+        user = heard or name not in SHIPPED  # user messages may follow a turn
+        shown = bool(tools and schemas)
+        names = {
+            "user only": user or (tools and not schemas),
+            "one tool": shown,
+            "parallel tools": shown,
+            "five turns": shown and user,
+            "tool then user": shown and user,
+        }
+        shapes = [s for s in SHAPES if names.get(s.name)]
+        if shown and not heard:
+            shapes.append(CALLS_ALONE)
         if shapes:
             shapes = [replace(shape, system=system) for shape in shapes]
-            found.append((name, count, prove(template, schemas, shapes)))
+            found.append((name, len(samples), prove(template, schemas, shapes)))
     return found
-
-
-def _shapes(tools: bool, shown: bool, heard: bool, own: bool) -> Sequence[Shape]:
-    """What rows may become.
-
-    Args:
-        tools: whether they have any.
-        shown: whether the template shows these.
-        heard: whether an interaction answers.
-        own: whether their loop is the user's.
-    """
-    names = ["user only"] if heard or own or (tools and not shown) else []
-    if tools and shown:
-        names += ["one tool", "parallel tools"]
-        if heard or own:
-            names += ["five turns", "tool then user"]
-    shapes = [s for s in SHAPES if s.name in names]
-    return [*shapes, CALLS_ALONE] if tools and shown and not heard else shapes
 
 
 def history(plan: Plan, template: ChatTemplate) -> str:
@@ -460,12 +425,10 @@ def wiring(plan: Plan) -> str:
 
 def _named(config: AlgorithmConfig) -> str:
     """An algorithm's name, and which of its parts are others than the name says."""
-    row = AlgorithmConfig.model_validate({"name": config.name})
-    others = [
-        f"{part}={getattr(config, part)}"
-        for part in ("adv_estimator", "policy_loss", "loss_agg_mode")
-        if getattr(config, part) != getattr(row, part)
-    ]
+    row = AlgorithmConfig(name=config.name)
+    parts = ("adv_estimator", "policy_loss", "loss_agg_mode")
+    values = {part: getattr(config, part) for part in parts}
+    others = [f"{part}={value}" for part, value in values.items() if value != getattr(row, part)]
     return f"{config.name} with {', '.join(others)}" if others else config.name
 
 

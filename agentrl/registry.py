@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from importlib.abc import Loader
@@ -275,9 +276,6 @@ def _line_in(path: Path, error: Exception) -> str:
     """`:LINE` of the last frame of `error` in the file, or nothing."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
-    line, frame = "", error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename == str(path):
-            line = f":{frame.tb_lineno}"
-        frame = frame.tb_next
-    return line
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
+    return lines[-1] if lines else ""

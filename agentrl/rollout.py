@@ -17,7 +17,7 @@ import math
 import re
 import threading
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -199,18 +199,13 @@ class Rollouts:
         """What became of the plays, of which `each` in a row are of one sample."""
         for play in plays:
             self.world.sampler.begin(play.episode_id)
+        size = each if self._scorer.compares else 1
+        together = [plays[i : i + size] for i in range(0, len(plays), size)]
         with self._watchdog.armed():
-            if not self._scorer.compares:
-                return await run_all([self._play_and_score(play) for play in plays])
-            groups = [plays[i : i + each] for i in range(0, len(plays), each)]
-            return [r for rs in await run_all([*map(self._play_and_compare, groups)]) for r in rs]
+            return [r for rs in await run_all([*map(self._play_and_score, together)]) for r in rs]
 
-    async def _play_and_score(self, play: _Play) -> Scored | _Dropped:
-        played = await self._play(play)
-        return played if isinstance(played, _Dropped) else (await self._score([played], play))[0]
-
-    async def _play_and_compare(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
-        """A sample's rollouts, scored when all are played; those that were lost are left out."""
+    async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
+        """Rollouts of a sample, scored when all are played; those that were lost are left out."""
         played = await run_all([self._play(play) for play in plays])
         left = [p for p in played if isinstance(p, Trajectory)]
         scored = iter(await self._score(left, plays[0]) if left else [])
@@ -281,12 +276,13 @@ def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
     if len(dropped) <= MAX_DROPPED * len(results):
         return
     # One cause each, whatever ids and addresses its texts hold.
-    kinds = Counter(re.sub(r"\S*\d\S*", "#", cause) for cause in dropped)
-    first = {re.sub(r"\S*\d\S*", "#", cause): cause for cause in reversed(dropped)}
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for cause in dropped:
+        kinds[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
+    most = sorted(kinds.values(), key=len, reverse=True)[:3]
     raise RunStopped(
-        f"{len(dropped)} of {len(results)} rollouts were dropped, more than"
-        f" {MAX_DROPPED:.0%}. Causes:\n"
-        + "\n".join(f"  {n} x {first[kind]}" for kind, n in kinds.most_common(3))
+        f"{len(dropped)} of {len(results)} rollouts were dropped, more than {MAX_DROPPED:.0%}."
+        " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most)
     )
 
 

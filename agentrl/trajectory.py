@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES: tuple[str, ...] = get_args(Role)
 
 
 def token_array(values: Sequence[int] = ()) -> array[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from agentrl.config.section import Section, key
 
@@ -123,16 +123,9 @@ class AlgorithmConfig(Section):
         """Steps at the start in which the critic learns alone."""
         return self.critic_warmup if self.critic else 0
 
-    @field_validator("tis_cap")
+    @field_validator("tis_cap", "dual_clip")
     @classmethod
-    def _no_shrinking(cls, cap: float) -> float:
-        if 0 < cap < 1:
-            raise ValueError
-        return cap
-
-    @field_validator("dual_clip")
-    @classmethod
-    def _above_one(cls, bound: float) -> float:
-        if 0 < bound <= 1:
+    def _off_or_from_1(cls, bound: float, info: ValidationInfo) -> float:
+        if 0 < bound < 1 or (bound == 1 and info.field_name == "dual_clip"):
             raise ValueError
         return bound
