@@ -81,7 +81,7 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Held]]
     from agentrl.cluster import open_site
 
     with open_site(config) as site:
-        group = site.ranks(Weighed, folder, config, total_steps=1000)
+        group = site.ranks(Weighed, folder, config)
         learner = Learner(folder, config, total_steps=1000, group=group)
         yield learner, lambda: most(group.memory([None] * group.size))
 

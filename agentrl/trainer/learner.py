@@ -49,7 +49,7 @@ from agentrl.trainer.batch import (
 )
 from agentrl.trainer.dispatch import Group
 from agentrl.trainer.mismatch import mismatch, weight_metrics
-from agentrl.trainer.optimizer import Schedule
+from agentrl.trainer.optimizer import learning_rate
 from agentrl.trainer.packing import Micro, deal, micro
 from agentrl.trainer.rank import Alone, Learns, Pass, Rank, Who
 
@@ -79,12 +79,11 @@ class Learner:
             ConfigError: no such model, no such device, nothing for LoRA to adapt.
         """
         self.config = config
-        self.ranks = group or Alone(Rank(model_path, config, total_steps=total_steps))
+        self.ranks = group or Alone(Rank(model_path, config))
         """All of them: what each does alike (`save`, `load`, `score`, ...) is called here."""
         self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, Alone) else None
         """The rank in this process, if it is one."""
-        lrs = {"actor": config.optim.lr, "critic": config.optim.critic_lr}
-        self._lr = {name: Schedule(lr, config.optim, total_steps) for name, lr in lrs.items()}
+        self._total_steps = total_steps
 
     # --- what a step needs to know before it updates -------------------------------------------
 
@@ -184,7 +183,7 @@ class Learner:
         learning = ["actor"] * learn_policy + ["critic"] * a.critic
         metrics = {f"{name}/grad_norm": 0.0 for name in learning}  # if no step was made
         metrics |= {name: sum(values) / len(values) for name, values in collected.items()}
-        metrics |= {f"{name}/lr": self._lr[name](step) for name in learning}
+        metrics |= {f"{name}/lr": self._lr(name, step) for name in learning}
         return metrics | compared | target_metrics(batch, targets)
 
     def _columns(self, learns: Learns, batch: Batch, targets: Targets) -> dict[str, Tensor]:
@@ -268,7 +267,7 @@ class Learner:
             for key, value in done.counts.items():
                 counts[key] += value
         finite = all(map(math.isfinite, counts.values()))
-        counts["grad_norm"] = self.ranks.descend(name, step) if finite else math.nan
+        counts["grad_norm"] = self.ranks.descend(name, self._lr(name, step)) if finite else math.nan
         if not math.isfinite(counts["grad_norm"]):
             spoilt = ", ".join(f"{key}={value}" for key, value in counts.items())
             raise RunStopped(
@@ -277,9 +276,14 @@ class Learner:
             )
         return dict(counts)
 
+    def _lr(self, name: str, step: int) -> float:
+        o = self.config.optim
+        peak = o.lr if name == "actor" else o.critic_lr
+        return learning_rate(peak, o, self._total_steps, step)
+
     def _suspects(self, name: str, step: int) -> str:
         """What may have made a loss that is not finite."""
-        said = f"A lower learning rate (now {self._lr[name](step):g}) is the usual cure"
+        said = f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure"
         said += "; a nan in rollout_logprobs or rewards would have been named before."
         loss = self.config.algorithm.policy_loss
         if name == "actor" and loss not in policy_losses.shipped:

@@ -20,15 +20,13 @@ BETAS = (0.9, 0.999)
 
 
 class Optimizer:
-    """AdamW with clipped gradients; the learning rate rises, then is linear in the step."""
+    """AdamW with clipped gradients."""
 
     def __init__(
         self,
         name: str,
         parameters: Mapping[str, nn.Parameter],
-        lr: float,
         config: OptimConfig,
-        total_steps: int,
         accelerator: Accelerator,
         betas: tuple[float, float] = BETAS,
     ):
@@ -37,25 +35,22 @@ class Optimizer:
         Args:
             name: "actor" or "critic"; names its folder.
             parameters: what learns, by name.
-            lr: its peak.
             config: the section `optim`.
-            total_steps: of the run; the last one's learning rate is `lr * config.lr_final`.
             accelerator: does the clipping.
             betas: AdamW's.
         """
         self.name = name
         self.parameters = dict(parameters)
-        self._schedule = Schedule(lr, config, total_steps)
-        self._adam = _adam(config, list(self.parameters.values()), lr, betas)
+        self._adam = _adam(config, list(self.parameters.values()), betas)
         self._max_grad_norm = config.max_grad_norm
         self._accelerator = accelerator
         self._stowed = config.offload == "optimizer" and accelerator.device.type == "cuda"
 
-    def descend(self, step: int) -> float:
+    def descend(self, lr: float) -> float:
         """One optimizer step on the gradient that is there, which is gone then.
 
         Args:
-            step: 1 for the first of the run; sets the learning rate.
+            lr: the learning rate.
 
         Returns:
             the gradient's norm, over all ranks, before clipping. If that is no finite number, the
@@ -68,9 +63,9 @@ class Optimizer:
             for group in self._adam.param_groups:
                 # In a tensor, torchao's; it would not have it replaced.
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(self._schedule(step))
+                    group["lr"].fill_(lr)
                 else:
-                    group["lr"] = self._schedule(step)
+                    group["lr"] = lr
             self._move("cuda")
             self._adam.step()
             self._move("cpu")
@@ -136,25 +131,27 @@ class Optimizer:
         self.forget()
 
 
-class Schedule:
-    """The learning rate of a step: `Schedule(lr, config, total_steps)(step)`."""
+def learning_rate(peak: float, config: OptimConfig, total_steps: int, step: int) -> float:
+    """The learning rate of a step.
 
-    def __init__(self, lr: float, config: OptimConfig, total_steps: int):
-        """Rise to `lr` in `config.lr_warmup_steps`; then fall to `lr * config.lr_final`."""
-        self._lr, self._final = lr, config.lr_final
-        self._warmup, self._total_steps = config.lr_warmup_steps, total_steps
+    It rises to `peak` in `config.lr_warmup_steps`, then falls in a line to `peak * config.lr_final`
+    at the last of `total_steps`, where it stays.
 
-    def __call__(self, step: int) -> float:
-        """Of a step; the first is 1. Steps beyond the last keep the last's."""
-        if step <= self._warmup:
-            return self._lr * step / (self._warmup + 1)
-        first = self._warmup + 1
-        done = min(1.0, (step - first) / max(1, self._total_steps - first))
-        return self._lr * (1 + (self._final - 1) * done)
+    Args:
+        peak: the highest.
+        config: the section `optim`.
+        total_steps: of the run.
+        step: 1 for the first.
+    """
+    if step <= config.lr_warmup_steps:
+        return peak * step / (config.lr_warmup_steps + 1)
+    first = config.lr_warmup_steps + 1
+    done = min(1.0, (step - first) / max(1, total_steps - first))
+    return peak * (1 + (config.lr_final - 1) * done)
 
 
 def _adam(
-    config: OptimConfig, parameters: list[nn.Parameter], lr: float, betas: tuple[float, float]
+    config: OptimConfig, parameters: list[nn.Parameter], betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names.
 
@@ -163,7 +160,7 @@ def _adam(
     """
     if config.name == "adamw":
         return torch.optim.AdamW(
-            parameters, lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True
+            parameters, betas=betas, weight_decay=config.weight_decay, fused=True
         )
     try:
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
@@ -171,4 +168,4 @@ def _adam(
         raise ConfigError(
             'optim.name=adamw_8bit needs torchao: pip install "agentrl[8bit]"'
         ) from None
-    return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=config.weight_decay)
+    return AdamW8bit(parameters, betas=betas, weight_decay=config.weight_decay)

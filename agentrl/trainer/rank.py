@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,15 +64,12 @@ class Alone:
         how = getattr(method, "dispatch", None)
         if method is None or how is None:
             raise AttributeError(f"{type(self.rank).__name__}.{name} is not dispatched")
-        return partial(_split, method) if how is SPLIT else method
+        if how is SPLIT:
+            return lambda shares, *args, **kwargs: [method(shares[0], *args, **kwargs)]
+        return method
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def _split(method: Callable[..., Any], shares: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-    (share,) = shares
-    return [method(share, *args, **kwargs)]
 
 
 class Rank:
@@ -84,7 +80,6 @@ class Rank:
         model_path: str | Path,
         config: Config,
         *,
-        total_steps: int,
         dtype: torch.dtype | None = None,
         betas: tuple[float, float] = BETAS,
         load: Callable[..., PreTrainedModel] = load_causal_lm,
@@ -94,7 +89,6 @@ class Rank:
         Args:
             model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
             config: the run's.
-            total_steps: of the run, for the learning rate.
             dtype: of weights and passes, in place of what the device is good for.
             betas: AdamW's.
             load: what makes a model of path, dtype and device; the same on all ranks.
@@ -125,19 +119,14 @@ class Rank:
         self._shard(self.policy.scorer)
         if self.critic is not None and not lora:
             self._shard(self.critic.scorer)
-        make = partial(
-            Optimizer,
-            config=config.optim,
-            total_steps=total_steps,
-            accelerator=self.accelerator,
-            betas=betas,
-        )
-        actor = self.policy.parameters(ACTOR)
-        self.optimizers = {"actor": make("actor", actor, config.optim.lr)}
+        learns = {"actor": self.policy.parameters(ACTOR)}
         if self.critic is not None:
-            learns = self.policy.parameters(CRITIC) if lora else self.critic.trunk()
-            learns |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
-            self.optimizers["critic"] = make("critic", learns, config.optim.critic_lr)
+            learns["critic"] = self.policy.parameters(CRITIC) if lora else self.critic.trunk()
+            learns["critic"] |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
+        self.optimizers = {
+            name: Optimizer(name, parameters, config.optim, self.accelerator, betas)
+            for name, parameters in learns.items()
+        }
 
     def _load_policy(self) -> Policy:
         model = self._load(self._path, self._dtype, self.device)
@@ -235,13 +224,13 @@ class Rank:
         return done
 
     @dispatch(BROADCAST)
-    def descend(self, learns: str, step: int) -> float:
+    def descend(self, learns: str, lr: float) -> float:
         """Take the optimizer's step on the gradient that is there.
 
         Returns:
             the gradient's norm before it was clipped. If it is not finite, nothing moved.
         """
-        return self.optimizers[learns].descend(step)
+        return self.optimizers[learns].descend(lr)
 
     @dispatch(BROADCAST)
     def forget(self) -> None:

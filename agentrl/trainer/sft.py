@@ -145,7 +145,6 @@ class Imitator(Learner):
             Rank,
             config.model.path,
             config,
-            total_steps=t.total_steps,
             betas=BETAS,
             load=partial(new_causal_lm, seed=t.seed) if fresh else load_causal_lm,
         )
@@ -171,7 +170,7 @@ class Imitator(Learner):
         return self._descend("actor", step, passes)["loss"]
 
     def _suspects(self, name: str, step: int) -> str:
-        return f"A lower learning rate (now {self._lr[name](step):g}) is the usual cure."
+        return f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure."
 
     def fit(
         self,

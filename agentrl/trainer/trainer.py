@@ -293,7 +293,7 @@ class Trainer:
         template = load_template(config)
         self.tokenizer = template.tokenizer
         model, steps = config.model.path, self.total_steps
-        group = self.site.ranks(Rank, model, config, total_steps=steps) if self.site else None
+        group = self.site.ranks(Rank, model, config) if self.site else None
         self.learner = Learner(model, config, total_steps=steps, group=group)
         if checkpoint is not None:
             self.learner.ranks.load(checkpoint.folder)

@@ -24,7 +24,7 @@ class Exact(Rank):
 
     @dispatch(BROADCAST)
     def begin(self, cfg):
-        super().__init__(self.folder, cfg, total_steps=4, dtype=torch.float64)
+        super().__init__(self.folder, cfg, dtype=torch.float64)
         scorers = {owner.scorer for owner in (self.policy, self.critic) if owner is not None}
         for scorer in scorers:
             in_float64(scorer.model)

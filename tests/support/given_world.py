@@ -30,7 +30,7 @@ class Given(Rank):
         self.said = {name: x.clone().requires_grad_() for name, x in said.items()}
         self.policy: Any = SimpleNamespace(logprobs=self._logprobs, peft=None)
         self.critic: Any = SimpleNamespace(values=lambda packed: self._ask("values", packed))
-        still = SimpleNamespace(descend=lambda step: 1.0, forget=lambda: None)
+        still = SimpleNamespace(descend=lambda lr: 1.0, forget=lambda: None)
         self.optimizers: Any = {"actor": still, "critic": still}
 
     @dispatch(BROADCAST)

@@ -60,10 +60,10 @@ class Exact(Rank):
                     p.add_(0.05)
 
     @dispatch(BROADCAST)
-    def descend(self, learns, step):
+    def descend(self, learns, lr):
         learned = self.optimizers[learns].parameters
         self.gradient = {name: whole(p.grad).clone() for name, p in learned.items()}
-        return super().descend(learns, step)
+        return super().descend(learns, lr)
 
     @dispatch(BROADCAST)
     def seen(self):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.config import OptimConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.trainer import sharding
-from agentrl.trainer.optimizer import Optimizer, Schedule
+from agentrl.trainer.optimizer import Optimizer, learning_rate
 from agentrl.trainer.packing import pack_row
 from agentrl.trainer.policy import Scorer
 
@@ -110,9 +110,9 @@ def moves(config: OptimConfig) -> list[str]:
         device=torch.device("cuda"), clip_grad_norm_=lambda parameters, most: torch.tensor(1.0)
     )
     weight = nn.Parameter(torch.ones(2))
-    optimizer = Optimizer("actor", {"w": weight}, 1e-3, config, 1, accelerator)
+    optimizer = Optimizer("actor", {"w": weight}, config, accelerator)
     weight.grad = torch.ones(2)
-    optimizer.descend(1)
+    optimizer.descend(1e-3)
     sent.clear()
     optimizer._adam.state[weight]["exp_avg"] = torch.zeros(2).as_subclass(Moments)
     optimizer._adam.state[weight].pop("exp_avg_sq")
@@ -147,12 +147,12 @@ def test_what_learns_learns_in_float32():
 
 def test_the_rate_rises_and_then_is_linear():
     config = OptimConfig(lr_warmup_steps=3, lr_final=0.5)
-    rate = Schedule(8.0, config, total_steps=8)
-    assert [rate(step) for step in range(1, 10)] == [2, 4, 6, 8, 7, 6, 5, 4, 4]
-    flat = Schedule(8.0, OptimConfig(lr_warmup_steps=1), total_steps=9)
-    assert [flat(step) for step in (1, 2, 9)] == [4, 8, 8]
+    rates = [learning_rate(8.0, config, 8, step) for step in range(1, 10)]
+    assert rates == [2, 4, 6, 8, 7, 6, 5, 4, 4]
+    flat = [learning_rate(8.0, OptimConfig(lr_warmup_steps=1), 9, step) for step in (1, 2, 9)]
+    assert flat == [4, 8, 8]
     # Longer than the run: it never gets there, and never falls.
-    assert [Schedule(8.0, config, total_steps=2)(step) for step in (1, 2)] == [2, 4]
+    assert [learning_rate(8.0, config, 2, step) for step in (1, 2)] == [2, 4]
 
 
 def test_weights_decay_by_their_share():
@@ -161,9 +161,9 @@ def test_weights_decay_by_their_share():
     )
     weight = nn.Parameter(torch.tensor([2.0]))
     config = OptimConfig(weight_decay=0.25)
-    optimizer = Optimizer("actor", {"w": weight}, 0.1, config, 1, device)
+    optimizer = Optimizer("actor", {"w": weight}, config, device)
     weight.grad = torch.zeros(1)
-    optimizer.descend(1)
+    optimizer.descend(0.1)
     assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.25))
 
 
