@@ -67,21 +67,15 @@ def _packages() -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
     yield Finding("ok", "python", platform.python_version())
-    for name in ("torch", "transformers", "ray"):
+    for name in ("torch", "transformers", "ray", "sglang", "vllm"):
         try:
             yield Finding("ok", name, version(name))
         except PackageNotFoundError:
-            yield Finding("failed", name, "not installed: pip install agentrl")
-    for name in ("sglang", "vllm"):
-        try:
-            yield Finding("ok", name, version(name))
-        except PackageNotFoundError:
-            yield Finding(
-                "missing",
-                name,
-                f"not in this environment; rollout.name={name} needs it here, or in one that"
-                f" rollout.python names: pip install {name}",
-            )
+            if name not in ("sglang", "vllm"):
+                yield Finding("failed", name, "not installed: pip install agentrl")
+                continue
+            where = f"rollout.name={name} needs it here, or in one that rollout.python names"
+            yield Finding("missing", name, f"not in this environment; {where}: pip install {name}")
 
 
 def _devices() -> Iterator[Finding]:
@@ -101,7 +95,8 @@ def _devices() -> Iterator[Finding]:
     if done.returncode:
         said = (done.stdout or done.stderr).strip().partition("\n")[0]
         yield Finding("failed", "GPU", f"nvidia-smi: {said}")
-    for line in done.stdout.splitlines() if not done.returncode else ():
+        return
+    for line in done.stdout.splitlines():
         yield Finding("ok", "GPU", line)
 
 
@@ -112,9 +107,8 @@ def _disks(output: str) -> Iterator[Finding]:
 
     cache = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
     for what, folder in (("runs", Path(output)), ("models", Path(cache))):
-        there = folder.absolute()
-        while not there.exists():
-            there = there.parent
+        path = folder.absolute()
+        there = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(there).free
         said = f"{free / 2**30:.0f} GiB free in {folder}"
         if not os.access(there, os.W_OK):
@@ -153,11 +147,10 @@ def _memory_limit() -> Finding:
     """Say whether the memory of a program's processes together has a limit."""
     from agentrl.sandbox.cgroup import find_parent
 
-    parent = find_parent()
-    if parent is None:
-        none = "no cgroup can be made here: only a memory limit of the container bounds a program"
-        return Finding("note", "sandbox memory", none)
-    return Finding("ok", "sandbox memory", f"each program gets a cgroup in {parent.folder}")
+    if parent := find_parent():
+        return Finding("ok", "sandbox memory", f"each program gets a cgroup in {parent.folder}")
+    none = "no cgroup can be made here: only a memory limit of the container bounds a program"
+    return Finding("note", "sandbox memory", none)
 
 
 async def _reached(config: SandboxConfig) -> str:

@@ -14,8 +14,7 @@ from agentrl.cli.options import (
     Model,
     Overrides,
     PlayedDataset,
-    read_config,
-    rows_to_play,
+    read_config_to_play,
     sampled,
 )
 
@@ -45,15 +44,12 @@ def eval_(
     from agentrl.evaluate import evaluate
     from agentrl.store import TrajectoryStore
 
-    settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
-    settings = rows_to_play(settings, dataset)
+    settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
     with open_session(settings) as (plan, rollouts):
+        how = sampled(val.temperature)
         beside = ", greedy beside it" if val.greedy and val.temperature else ""
-        typer.echo(
-            f"{settings.data.train}: {len(plan.train)} rows x {val.n}"
-            f" ({sampled(val.temperature)}){beside}"
-        )
+        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({how}){beside}")
         result = evaluate(rollouts, plan.train, val)
     typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
     if output is not None:
@@ -74,7 +70,7 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         agents: the loops of its rows.
         n: rollouts a row of the sampled pass.
     """
-    powers = [k for k in (2**i for i in range(1, n.bit_length())) if k <= n]
+    powers = [2**i for i in range(1, n.bit_length())]
     lines = [["", "", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]]
     loops = [("all", ""), *((agent, f"/{agent}") for agent in agents)]
     for name, below in loops if len(agents) > 1 else [(*agents, "")]:
@@ -82,18 +78,15 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         for label, prefix, count in passes:
             if f"{prefix}/reward/mean@{count}" not in metrics:
                 continue
-            shown = [
-                (f"reward/mean@{count}", ".3f"),
-                (f"acc/mean@{count}", ".3f"),
-                *((f"acc/pass@{k}", ".3f") for k in powers),
-                ("tool_call_rate", ".0%"),
-                ("num_turns", ".1f"),
-            ]
-            cells = [
-                format(metrics[f"{prefix}/{key}"], form) if f"{prefix}/{key}" in metrics else "-"
-                for key, form in shown
-            ]
-            lines.append([name, label, *cells])
+            shown = {
+                f"reward/mean@{count}": ".3f",
+                f"acc/mean@{count}": ".3f",
+                **{f"acc/pass@{k}": ".3f" for k in powers},
+                "tool_call_rate": ".0%",
+                "num_turns": ".1f",
+            }
+            values = [(metrics.get(f"{prefix}/{key}"), form) for key, form in shown.items()]
+            lines.append([name, label, *("-" if v is None else format(v, f) for v, f in values)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -131,8 +124,7 @@ def generate(
     from agentrl.data import read_rows, write_rows
     from agentrl.engine.base import Sampling
 
-    settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
-    settings = rows_to_play(settings, dataset)
+    settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
     with open_session(settings) as (plan, rollouts):

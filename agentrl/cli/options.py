@@ -141,11 +141,22 @@ def with_model_folder(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def rows_to_play(config: Config, dataset: str | None) -> Config:
-    """The config with one file of rows: `--dataset`, else data.val where set, else data.train."""
-    path = dataset or config.data.val or config.data.train
-    data = config.data.model_copy(update={"train": path, "val": ""})
-    return config.model_copy(update={"data": data})
+def read_config_to_play(
+    config: Path | None,
+    overrides: list[str] | None,
+    dataset: str | None,
+    model: str | None,
+    files: list[str] | None,
+) -> Config:
+    """`read_config`, with one file of rows: `--dataset`, else data.val where set, else data.train.
+
+    Raises:
+        ConfigError: as `read_config` does.
+    """
+    read = read_config(config, overrides, dataset=dataset, model=model, files=files)
+    path = dataset or read.data.val or read.data.train
+    data = read.data.model_copy(update={"train": path, "val": ""})
+    return read.model_copy(update={"data": data})
 
 
 def sampled(temperature: float) -> str:

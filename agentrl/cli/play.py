@@ -12,8 +12,7 @@ from agentrl.cli.options import (
     Model,
     Overrides,
     PlayedDataset,
-    read_config,
-    rows_to_play,
+    read_config_to_play,
     sampled,
 )
 
@@ -43,8 +42,7 @@ def play(
     from agentrl.errors import DataError
     from agentrl.registry import agent_loops
 
-    settings = read_config(config, overrides, dataset=dataset, model=model, files=file)
-    settings = rows_to_play(settings, dataset)
+    settings = read_config_to_play(config, overrides, dataset, model, file)
     with open_session(settings) as (plan, rollouts):
         rows = [s for s in plan.train if not agent or s.agent_name == agent_loops.canonical(agent)][
             :n

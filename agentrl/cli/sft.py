@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from agentrl.cli.options import Files, resolve_model
-
-if TYPE_CHECKING:
-    from agentrl.config import Config
-    from agentrl.trainer.dispatch import Site
 
 
 def sft(
@@ -80,6 +76,7 @@ def sft(
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
+    from agentrl.cluster import open_site
     from agentrl.config import without_effect
     from agentrl.trainer.sft import Imitator, Progress, batches, imitation, load_examples, shape_of
 
@@ -100,7 +97,7 @@ def sft(
     )
     for said in without_effect(config):
         typer.echo(f"note: {said}", err=True)
-    with _site(config) as site:
+    with open_site(config) if config.trainer.spread else nullcontext() as site:
         learner = Imitator(config, fresh=fresh, site=site)
         own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
         typer.echo(
@@ -112,13 +109,3 @@ def sft(
         learner.ranks.save_pretrained(output)
     template.tokenizer.save_pretrained(output)
     typer.echo(f"written to {output}")
-
-
-def _site(config: Config) -> AbstractContextManager[Site | None]:
-    """Where the ranks are, if that is not this process."""
-    t = config.trainer
-    if t.nnodes * t.n_gpus_per_node == 1 and not t.ray_address:
-        return nullcontext()
-    from agentrl.cluster import open_site
-
-    return open_site(config)

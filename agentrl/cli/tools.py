@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from agentrl.config import SandboxConfig
     from agentrl.tools import Tool
 
 app = typer.Typer(
@@ -64,34 +63,58 @@ def serve(
         agentrl tools serve shelf:calculator --mcp
     """
     import os
+    import signal
+    import sys
 
     from agentrl.config import load_config
 
     token, named = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
+    missing_token = "" if token else token_env
     programs = load_config(flags={"sandbox.backend": sandbox}).sandbox
-    if mcp and workers > 1:
+    if workers == 1:
+        from agentrl.registry import tools
+        from agentrl.sandbox import configure
+        from agentrl.tools.serving.listen import ToolServer
+
+        configure(programs)
+        _load(named)
+        server = ToolServer(
+            host,
+            port,
+            token,
+            lambda: _tell(server.url, tools.names(), missing_token),
+            max_calls=max_calls,
+            mcp=mcp,
+        )
+        server.serve_forever()
+        return
+    if mcp:
         from agentrl.errors import UserError
 
         raise UserError("--mcp is served by one process: leave --workers out")
-    if workers > 1:
-        _serve_by_workers(named, workers, host, port, token, token_env, max_calls, programs)
-        return
-    from agentrl.registry import tools
-    from agentrl.sandbox import configure
-    from agentrl.tools.serving.listen import ToolServer
+    from agentrl.http import fetch_json
+    from agentrl.tools.serving.background import serve_in_background
 
-    configure(programs)
-
-    _load(named)
-    server = ToolServer(
-        host,
-        port,
-        token,
-        lambda: _tell(server.url, tools.names(), "" if token else token_env),
+    served = serve_in_background(  # this process loads none of the files
+        named,
+        workers=workers,
+        host=host,
+        port=port,
+        token=token,
         max_calls=max_calls,
-        mcp=mcp,
+        sandbox=programs.model_dump(),
     )
-    server.serve_forever()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with served.handle as handle:
+        _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
+        names = [t["name"] for t in answer["tools"]]
+        _some(names, named)
+        _tell(served.url, names, missing_token)
+        try:
+            handle.wait()
+        finally:
+            handle.drain()
+    sys.exit(1)
 
 
 @app.command("list")
@@ -181,45 +204,6 @@ def call(
     typer.echo(result.content)
     if not result.ok:
         sys.exit(1)
-
-
-def _serve_by_workers(
-    files: list[str],
-    workers: int,
-    host: str,
-    port: int,
-    token: str,
-    token_env: str,
-    max_calls: int,
-    sandbox: SandboxConfig,
-) -> None:
-    """Watch over processes that serve, and load none of the files here."""
-    import signal
-    import sys
-
-    from agentrl.http import fetch_json
-    from agentrl.tools.serving.background import serve_in_background
-
-    served = serve_in_background(
-        files,
-        workers=workers,
-        host=host,
-        port=port,
-        token=token,
-        max_calls=max_calls,
-        sandbox=sandbox.model_dump(),
-    )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with served.handle as handle:
-        _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
-        names = [t["name"] for t in answer["tools"]]
-        _some(names, files)
-        _tell(served.url, names, "" if token else token_env)
-        try:
-            handle.wait()
-        finally:
-            handle.drain()
-    sys.exit(1)
 
 
 def _tell(url: str, names: list[str], missing_token: str) -> None:

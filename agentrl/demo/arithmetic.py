@@ -235,13 +235,11 @@ def rows(
     """Endless rows, the loops by turns; no question comes twice, and none of `avoid` at all."""
     rng = random.Random(seed)
     seen = set(avoid)
-    row = 0
-    turns = cycle(loops)
-    loop = next(turns)
-    while True:
-        problem = look_up(rng) if loop == "single_turn" else two_hops(rng)
-        if problem.question in seen:
-            continue
+    for row, loop in enumerate(cycle(loops)):
+        draw = look_up if loop == "single_turn" else two_hops
+        problem = draw(rng)
+        while problem.question in seen:
+            problem = draw(rng)
         seen.add(problem.question)
         talk = loop == "tool_agent" and rng.random() < TALK_SHARE
         answer = str(problem.answer)
@@ -256,9 +254,8 @@ def rows(
             interaction_kwargs={"ground_truth": answer} if talk else {},
             row=row,
         )
-        said = gold(problem, loop), trace(problem, loop, rng, talk)
-        yield Row(sample, problem, tuple(said[0]), tuple(said[1]))
-        row, loop = row + 1, next(turns)
+        right = tuple(gold(problem, loop))
+        yield Row(sample, problem, right, tuple(trace(problem, loop, rng, talk)))
 
 
 SPLITS = {"val": (1, 240), "train": (2, 3072)}

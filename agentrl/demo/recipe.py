@@ -27,7 +27,7 @@ from agentrl.config import TINY
 from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped
 from agentrl.interactions import gsm8k
-from agentrl.testing.tokenizer import SPECIAL, TAGS, TURNS
+from agentrl.testing.tokenizer import SPECIAL, TAGS, TURNS, fast_tokenizer
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -280,10 +280,9 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tags such as `<tool_call>` that are added tokens but not special: they belong to the text of a
     turn.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -300,11 +299,4 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, special=False) for t in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-    )
+    return fast_tokenizer(tokenizer, CHAT_TEMPLATE)

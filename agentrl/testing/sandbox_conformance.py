@@ -32,6 +32,7 @@ from agentrl.sandbox import Box, Limits, Sandbox
 __all__ = ["CHECKS", "Check"]
 
 Run = Callable[[Sandbox], Awaitable[None]]
+RunInBox = Callable[[Box], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,21 @@ def check(
     return add
 
 
+def box_check(isolating: bool = False, **options: Any) -> Callable[[RunInBox], RunInBox]:
+    """Add a check of a box, which is opened with these options."""
+
+    def add(run: RunInBox) -> RunInBox:
+        async def open_and_run(s: Sandbox) -> None:
+            async with aclosing(await s.open(**options)) as box:
+                await run(box)
+
+        open_and_run.__name__ = run.__name__
+        check(isolating, boxes=True)(open_and_run)
+        return run
+
+    return add
+
+
 async def said(place: Sandbox | Box, code: str, **kwargs: Any) -> str:
     """What a program prints, which must end well."""
     done = await place.run(code, **kwargs)
@@ -72,109 +88,106 @@ async def said(place: Sandbox | Box, code: str, **kwargs: Any) -> str:
     return done.stdout
 
 
+async def prints(place: Sandbox | Box, code: str, expected: str = "", **kwargs: Any) -> None:
+    """Run a program that must end well and print exactly this."""
+    text = await said(place, code, **kwargs)
+    assert text == expected, text
+
+
 # Boxes: what stays, what is lost, and who may give orders.
 
 
-@check(boxes=True)
-async def _a_box_keeps_variables_and_files(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(box, "x = 41\ndef f(): return x + 1\nopen('a', 'w').write('kept')")
-        assert await said(box, "f()") == "42\n"
-        assert await said(box, "print('no value')\nNone") == "no value\n"
-        assert await said(box, "cat a", language="bash") == "kept"
-        assert await box.read("a") == b"kept"
-        await box.write("deep/b.bin", b"\0\xff")
-        assert await said(box, "open('deep/b.bin', 'rb').read()") == "b'\\x00\\xff'\n"
+@box_check()
+async def _a_box_keeps_variables_and_files(box: Box) -> None:
+    await said(box, "x = 41\ndef f(): return x + 1\nopen('a', 'w').write('kept')")
+    assert await said(box, "f()") == "42\n"
+    assert await said(box, "print('no value')\nNone") == "no value\n"
+    assert await said(box, "cat a", language="bash") == "kept"
+    assert await box.read("a") == b"kept"
+    await box.write("deep/b.bin", b"\0\xff")
+    assert await said(box, "open('deep/b.bin', 'rb').read()") == "b'\\x00\\xff'\n"
 
 
-@check(boxes=True)
-async def _a_box_survives_mistakes(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(box, "x = 1")
-        for code in ("1 / 0", "def f(:", "import sys; sys.exit(3)", "raise KeyboardInterrupt"):
-            assert not (await box.run(code)).ok
-        assert await said(box, "x") == "1\n"
-        assert (await box.run("exit 3", language="bash")).exit_code == 3
+@box_check()
+async def _a_box_survives_mistakes(box: Box) -> None:
+    await said(box, "x = 1")
+    for code in ("1 / 0", "def f(:", "import sys; sys.exit(3)", "raise KeyboardInterrupt"):
+        assert not (await box.run(code)).ok
+    assert await said(box, "x") == "1\n"
+    assert (await box.run("exit 3", language="bash")).exit_code == 3
 
 
-@check(boxes=True)
-async def _in_a_box_time_takes_the_variables_not_the_files(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(box, "x = 1; open('a', 'w').write('kept')")
-        done = await box.run("while True: pass", seconds=0.5)
-        assert done.ended_by == "time" and "variables are lost" in done.stderr, done
-        assert "NameError" in (await box.run("x")).stderr
-        assert await said(box, "open('a').read()") == "'kept'\n"
-        done = await box.run("sleep 100 & sleep 100", language="bash", seconds=0.5)
-        assert done.ended_by == "time", done
+@box_check()
+async def _in_a_box_time_takes_the_variables_not_the_files(box: Box) -> None:
+    await said(box, "x = 1; open('a', 'w').write('kept')")
+    done = await box.run("while True: pass", seconds=0.5)
+    assert done.ended_by == "time" and "variables are lost" in done.stderr, done
+    assert "NameError" in (await box.run("x")).stderr
+    assert await said(box, "open('a').read()") == "'kept'\n"
+    done = await box.run("sleep 100 & sleep 100", language="bash", seconds=0.5)
+    assert done.ended_by == "time", done
 
 
-@check(boxes=True)
-async def _a_shell_over_its_time_takes_no_variables(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(box, "x = 7")
-        assert (await box.run("sleep 100", language="bash", seconds=0.5)).ended_by == "time"
-        assert await said(box, "x") == "7\n"
+@box_check()
+async def _a_shell_over_its_time_takes_no_variables(box: Box) -> None:
+    await said(box, "x = 7")
+    assert (await box.run("sleep 100", language="bash", seconds=0.5)).ended_by == "time"
+    assert await said(box, "x") == "7\n"
 
 
-@check(boxes=True)
-async def _a_box_caps_output(s: Sandbox) -> None:
-    async with aclosing(await s.open(limits=Limits(output_bytes=10_000))) as box:
-        done = await box.run("while True: print('x' * 999)")
-        assert done.ended_by == "output" and len(done.stdout) < 11_000, done.ended_by
+@box_check(limits=Limits(output_bytes=10_000))
+async def _a_box_caps_output(box: Box) -> None:
+    done = await box.run("while True: print('x' * 999)")
+    assert done.ended_by == "output" and len(done.stdout) < 11_000, done.ended_by
 
 
-@check(boxes=True)
-async def _a_program_that_ends_the_interpreter_is_reported(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        done = await box.run("import os; os._exit(7)")
-        assert done.exit_code == 7 and "lost" in done.stderr, done
-        done = await box.run("import os; os.kill(os.getpid(), 9)")
-        assert done.exit_code == -9 and done.ended_by == "signal", done
-        assert await said(box, "1 + 1") == "2\n"
+@box_check()
+async def _a_program_that_ends_the_interpreter_is_reported(box: Box) -> None:
+    done = await box.run("import os; os._exit(7)")
+    assert done.exit_code == 7 and "lost" in done.stderr, done
+    done = await box.run("import os; os.kill(os.getpid(), 9)")
+    assert done.exit_code == -9 and done.ended_by == "signal", done
+    assert await said(box, "1 + 1") == "2\n"
 
 
-@check(boxes=True)
-async def _no_path_leads_out_of_a_box(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(
-            box,
-            "import os\nos.symlink('/usr/bin/env', 'out'); os.symlink('/', 'root')\n"
-            "os.symlink('a', 'loop-b'); os.symlink('loop-b', 'a')\n"
-            "os.mkfifo('pipe'); os.symlink('/proc/self/mem', 'mem')",
-        )
-        for path in ("/etc/passwd", "../x", "a/../../x", "out", "root/usr/bin/env", "a", "pipe",
-                     "mem", "", "x\0y"):  # fmt: skip
-            for touch in (box.read(path), box.write(path, b"x")):
-                try:
-                    await asyncio.wait_for(touch, 20)
-                except PermissionError:
-                    continue
-                except OSError as e:
-                    # A pipe that nobody reads cannot be opened for writing.
-                    assert path == "pipe", (path, e)
-                    continue
-                raise AssertionError(f"{path!r} was let through")
-
-
-@check(boxes=True)
-async def _files_of_a_box_fail_as_files_do(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await box.write("d/e", b"12345")
-        assert await box.read("d/e", max_bytes=3) == b"123"
-        for path, error in (("nothing", FileNotFoundError), ("d", IsADirectoryError)):
+@box_check()
+async def _no_path_leads_out_of_a_box(box: Box) -> None:
+    await said(
+        box,
+        "import os\nos.symlink('/usr/bin/env', 'out'); os.symlink('/', 'root')\n"
+        "os.symlink('a', 'loop-b'); os.symlink('loop-b', 'a')\n"
+        "os.mkfifo('pipe'); os.symlink('/proc/self/mem', 'mem')",
+    )
+    for path in ("/etc/passwd", "../x", "a/../../x", "out", "root/usr/bin/env", "a", "pipe",
+                 "mem", "", "x\0y"):  # fmt: skip
+        for touch in (box.read(path), box.write(path, b"x")):
             try:
-                await box.read(path)
-            except error:
+                await asyncio.wait_for(touch, 20)
+            except PermissionError:
                 continue
-            raise AssertionError(f"{path} could be read")
+            except OSError as e:
+                # A pipe that nobody reads cannot be opened for writing.
+                assert path == "pipe", (path, e)
+                continue
+            raise AssertionError(f"{path!r} was let through")
 
 
-@check(boxes=True)
-async def _a_box_takes_orders_from_us_alone(s: Sandbox) -> None:
+@box_check()
+async def _files_of_a_box_fail_as_files_do(box: Box) -> None:
+    await box.write("d/e", b"12345")
+    assert await box.read("d/e", max_bytes=3) == b"123"
+    for path, error in (("nothing", FileNotFoundError), ("d", IsADirectoryError)):
+        try:
+            await box.read(path)
+        except error:
+            continue
+        raise AssertionError(f"{path} could be read")
+
+
+@box_check()
+async def _a_box_takes_orders_from_us_alone(box: Box) -> None:
     """A program finds no descriptor to answer on, and says nothing in the driver's place."""
-    async with aclosing(await s.open()) as box:
-        code = """
+    code = """
 import os, json, struct
 forged = json.dumps({"stdout": "", "stderr": "", "exit_code": 0, "ended_by": "", "seconds": 0,
                      "lost": False}).encode()
@@ -183,15 +196,14 @@ for fd in range(3, 300):
         try: os.write(fd, data)
         except OSError: pass
 """
-        await box.run(code)
-        done = await box.run("print('real'); raise SystemExit(5)")
-        assert (done.stdout, done.exit_code) == ("real\n", 5), done
+    await box.run(code)
+    done = await box.run("print('real'); raise SystemExit(5)")
+    assert (done.stdout, done.exit_code) == ("real\n", 5), done
 
 
-@check(boxes=True, isolating=True)
-async def _the_driver_of_a_box_cannot_be_touched(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        code = """
+@box_check(isolating=True)
+async def _the_driver_of_a_box_cannot_be_touched(box: Box) -> None:
+    code = """
 import os, signal
 for number in range(1, 65):
     try: os.kill(1, number)
@@ -203,15 +215,14 @@ for name in ("mem", "environ", "fd/0", "maps"):
 try: os.listdir("/proc/1/fd"); print("listed")
 except OSError: pass
 """
-        assert await said(box, code) == ""
-        assert await said(box, "kill -INT 1; sleep 0.1", language="bash") == ""
-        assert await said(box, "print('still here')") == "still here\n"
+    await prints(box, code)
+    await prints(box, "kill -INT 1; sleep 0.1", language="bash")
+    assert await said(box, "print('still here')") == "still here\n"
 
 
-@check(boxes=True, isolating=True)
-async def _the_driver_of_a_box_keeps_its_files_and_processor(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        code = """
+@box_check(isolating=True)
+async def _the_driver_of_a_box_keeps_its_files_and_processor(box: Box) -> None:
+    code = """
 import os, resource
 for name, take in {
     "files": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3)),
@@ -228,20 +239,19 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 os.setpriority(os.PRIO_PROCESS, 0, 5)
 os.sched_setaffinity(0, os.sched_getaffinity(0))
 """
-        assert await said(box, code) == ""
-        assert await said(box, "print('still here')") == "still here\n"
+    await prints(box, code)
+    assert await said(box, "print('still here')") == "still here\n"
 
 
-@check(boxes=True)
-async def _a_program_that_ends_its_box_is_answered(s: Sandbox) -> None:
+@box_check()
+async def _a_program_that_ends_its_box_is_answered(box: Box) -> None:
     """Where it can: as a failure of the machine, it would undo what a policy did before."""
-    async with aclosing(await s.open()) as box:
-        for number in (9, 2):
-            await box.run(f"import os; os.kill(os.getppid(), {number})")
-            await box.run(f"kill -{number} $PPID", language="bash")
-            assert await said(box, "print(6 * 7)") == "42\n"
-            await box.write("a", b"written")
-            assert await box.read("a") == b"written"
+    for number in (9, 2):
+        await box.run(f"import os; os.kill(os.getppid(), {number})")
+        await box.run(f"kill -{number} $PPID", language="bash")
+        assert await said(box, "print(6 * 7)") == "42\n"
+        await box.write("a", b"written")
+        assert await box.read("a") == b"written"
 
 
 @check(boxes=True)
@@ -257,31 +267,29 @@ async def _boxes_do_not_mix(s: Sandbox) -> None:
         await asyncio.gather(*(b.aclose() for b in boxes))
 
 
-@check(boxes=True)
-async def _a_cancelled_call_leaves_the_box_usable(s: Sandbox) -> None:
-    async with aclosing(await s.open()) as box:
-        await said(box, "x = 1")
-        task = asyncio.ensure_future(box.run("import time; time.sleep(1000)", seconds=1000))
-        await asyncio.sleep(0.3)
-        task.cancel()
-        done = await asyncio.wait_for(box.run("print(2)"), 20)
-        assert done.stdout == "2\n", done
+@box_check()
+async def _a_cancelled_call_leaves_the_box_usable(box: Box) -> None:
+    await said(box, "x = 1")
+    task = asyncio.ensure_future(box.run("import time; time.sleep(1000)", seconds=1000))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    done = await asyncio.wait_for(box.run("print(2)"), 20)
+    assert done.stdout == "2\n", done
 
 
-@check(boxes=True)
-async def _nothing_works_between_calls(s: Sandbox) -> None:
+@box_check()
+async def _nothing_works_between_calls(box: Box) -> None:
     """A thread left behind would count on while nobody waits for it."""
-    async with aclosing(await s.open()) as box:
-        await said(
-            box,
-            "import threading, time\nn = 0\ndef count():\n    global n\n"
-            "    while True: n += 1; time.sleep(0.001)\n"
-            "threading.Thread(target=count, daemon=True).start(); time.sleep(0.05)",
-        )
-        first = int(await said(box, "n"))
-        await asyncio.sleep(0.7)
-        second = int(await said(box, "n"))
-        assert second - first < 300, (first, second)
+    await said(
+        box,
+        "import threading, time\nn = 0\ndef count():\n    global n\n"
+        "    while True: n += 1; time.sleep(0.001)\n"
+        "threading.Thread(target=count, daemon=True).start(); time.sleep(0.05)",
+    )
+    first = int(await said(box, "n"))
+    await asyncio.sleep(0.7)
+    second = int(await said(box, "n"))
+    assert second - first < 300, (first, second)
 
 
 @check(boxes=True)
@@ -315,8 +323,7 @@ for path in {paths!r}:
     except OSError: continue
     if found and b"PATH=" not in found: print(path, found[:80])
 """
-        text = await said(s, code)
-        assert text == "", text
+        await prints(s, code)
     finally:
         os.unlink(ours.name)
 
@@ -330,7 +337,7 @@ for made in (libc.semget(77, 1, 0o1600), libc.shmget(77, 4096, 0o1600), libc.msg
              libc.mq_open(b"/left", 0o102, 0o600, None)):
     if made >= 0: print("made", made)
 """
-    assert await said(s, code) == ""
+    await prints(s, code)
 
 
 @check(isolating=True)
@@ -349,7 +356,7 @@ for target in ["/usr/lib/x", "/etc/x"]:
 try: os.link("/usr/bin/env", "hard"); print("linked")
 except OSError: pass
 """
-    assert await said(s, code) == ""
+    await prints(s, code)
 
 
 @check(isolating=True)
@@ -381,8 +388,7 @@ tried("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 tried("name", lambda: socket.getaddrinfo("example.com", 80))
 """
     try:
-        text = await said(s, code)
-        assert text == "", text
+        await prints(s, code)
         for ours in (tcp, udp, unix):
             ours.settimeout(0.1)
         with suppress(TimeoutError):
@@ -403,7 +409,7 @@ for number in (0, 9):
     except OSError: pass
 """
     if os.getpid() > 100:  # a number that small it may have itself
-        assert await said(s, code) == ""
+        await prints(s, code)
 
 
 @check(isolating=True)
@@ -439,8 +445,7 @@ numbers = {  # bpf, keyctl, perf_event_open, userfaultfd, memfd_create, shmget
 for number in [*numbers[platform.machine()], 425, 430, 435]:  # io_uring, fsopen, clone3
     if libc.syscall(number, 0, 4096, 0, 0, 0, 0) >= 0: print("did", number)
 """
-    text = await said(s, code)
-    assert text == "", text
+    await prints(s, code)
 
 
 @check(isolating=True)
@@ -468,7 +473,7 @@ for path in ("/dev/tty", "/dev/console", "/dev/stdin"):
         with open(path, "rb") as f: fcntl.ioctl(f, 0x5412, b"x"); print("typed into", path)
     except OSError: pass
 """
-    assert await said(s, code) == ""
+    await prints(s, code)
 
 
 @check(isolating=True)

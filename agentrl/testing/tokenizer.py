@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -69,15 +70,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     `<|im_end|>` is its EOS, `<|endoftext|>` its padding. It is made once a process and shared:
     change a copy, not this one.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
 
     from agentrl.chat.encoding import LETTERS
 
     tokenizer = Tokenizer(BPE({letter: byte for byte, letter in LETTERS.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return fast_tokenizer(tokenizer, CHAT_TEMPLATE)
+
+
+def fast_tokenizer(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
+    """Add `SPECIAL` and `TAGS` to a byte-level tokenizer and make it one of transformers'."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
     return PreTrainedTokenizerFast(
@@ -85,5 +93,5 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
