@@ -5,9 +5,7 @@ gymnasium is an extra (`pip install "agentrl[gym]"`), imported when an environme
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +14,7 @@ from agentrl.answers import without_thoughts
 from agentrl.errors import UserError
 from agentrl.interactions.base import Interaction, Reply, interaction
 from agentrl.trajectory import Message, Sample
-from agentrl.workers import Threads
+from agentrl.workers import PerLoop, Threads
 
 MAX_THREADS = 64
 """Environments of a process that step at once; more wait."""
@@ -205,17 +203,9 @@ def _look(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str]:
         env.close()
 
 
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Threads] = weakref.WeakKeyDictionary()
+_threads = PerLoop(lambda: Threads(MAX_THREADS), Threads.close)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
     """`function()` in a thread of the event loop's own: no environment holds up other episodes."""
-    loop = asyncio.get_running_loop()
-    pool = _pools.get(loop)
-    if pool is None:
-        pool = _pools[loop] = Threads(MAX_THREADS)
-        weakref.finalize(loop, pool.close)
-    result, error = await (await pool.start(function))
-    if error is not None:
-        raise error
-    return result
+    return await _threads.get().run(function)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agentrl import sandbox
 from agentrl.errors import ConfigError, DataError, SandboxError
@@ -25,6 +24,7 @@ from agentrl.rewards.base import reward
 from agentrl.rewards.code_tests import Tests, read_tests, same_output, same_value
 from agentrl.sandbox import Completed
 from agentrl.sandbox.box import GONE
+from agentrl.workers import PerLoop
 
 FIRST = 10
 """Tests that are run first; for a share, only these count. Some problems have hundreds."""
@@ -64,9 +64,8 @@ class Code:
         self._continuous = continuous
         self._seconds = seconds
         self._total_seconds = total_seconds
-        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            WeakKeyDictionary()
-        )
+        # As many as there are cores: with more at once, a test's seconds are too short for some.
+        self._turns = PerLoop(lambda: asyncio.Semaphore(len(os.sched_getaffinity(0))))
 
     async def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
         """Run the last program of the text against the test cases.
@@ -84,11 +83,7 @@ class Code:
             SandboxError: nothing can be run.
         """
         tests, program = read_tests(ground_truth), last_program(solution_str)
-        # As many as there are cores: with more at once, a test's seconds are too short for some.
-        turn = self._turns.setdefault(
-            asyncio.get_running_loop(), asyncio.Semaphore(len(os.sched_getaffinity(0)))
-        )
-        async with turn:
+        async with self._turns.get():
             end = time.monotonic() + self._total_seconds
             ended = first = await self._run(program, tests.some(0, FIRST), end, self._continuous)
             if not any(first):

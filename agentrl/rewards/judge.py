@@ -11,7 +11,6 @@ Rulers of this kind: RULER (OpenPipe, 2025) for groups; G-Eval (arXiv:2303.16634
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from agentrl.http.chat import NoText, OpenAIChat
 from agentrl.registry import did_you_mean
 from agentrl.rewards.base import reward
 from agentrl.trajectory import Message, Trajectory
+from agentrl.workers import PerLoop
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,12 @@ class _JudgeClient:
                 f"token_env={token_env!r}: there is no such environment variable. Put the judge's"
                 " token into it"
             )
-        self._make = lambda: OpenAIChat(url, model, os.environ.get(token_env, ""))
-        self._make()  # It raises for an invalid URL before the run starts.
-        self._chat: OpenAIChat | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+
+        def connect() -> OpenAIChat:
+            return OpenAIChat(url, model, os.environ.get(token_env, ""))
+
+        connect()  # It raises for an invalid URL before the run starts.
+        self._chat = PerLoop(connect)
         self._has_judged = False
         self._has_warned = False
         self._show = show
@@ -86,7 +88,7 @@ class _JudgeClient:
             Infrastructure: the judge did not reply; or the server rejected a request before it
                 served any, so the settings are wrong.
         """
-        chat = self._open()
+        chat = self._chat.get()
         messages = [Message("system", f"{FRAME}\n\n{task}"), Message("user", data)]
         problem = ""
         for _ in range(2):
@@ -122,8 +124,7 @@ class _JudgeClient:
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""
-        chat, self._chat = self._chat, None
-        if chat is not None:
+        if chat := self._chat.pop():
             await chat.aclose()
 
     def shown(self, trajectory: Trajectory) -> Transcript:
@@ -139,12 +140,6 @@ class _JudgeClient:
         if self._reference and sample.ground_truth is not None:
             blocks["RIGHT ANSWER"] = (("", str(sample.ground_truth)),)
         return blocks
-
-    def _open(self) -> OpenAIChat:
-        loop = asyncio.get_running_loop()
-        if self._chat is None or self._loop is not loop:
-            self._chat, self._loop = self._make(), loop
-        return self._chat
 
 
 @reward("judge")

@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.config import RewardConfig
 from agentrl.errors import GraderCrash, Infrastructure, UserCodeError, user_code
 from agentrl.http.time_limit import TimeLimit
-from agentrl.workers import Processes, Threads, WorkerDied, WorkerError
+from agentrl.workers import PerLoop, Processes, Threads, WorkerDied, WorkerError
 
 THREADS = 32
 """Plain functions at once. One that is late gives its place to the next, but keeps its thread."""
@@ -32,8 +32,7 @@ class Late(Infrastructure):
 class _Places:
     """What belongs to one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
+    def __init__(self):
         self.threads = Threads(MOST_THREADS)
         self.thread_places = asyncio.Semaphore(THREADS)
         self.async_places = asyncio.Semaphore(WAITING)
@@ -46,7 +45,7 @@ class Runner:
         self._seconds = config.timeout_s
         self._workers = config.workers
         self._processes: Processes | None = None
-        self._here: _Places | None = None
+        self._places = PerLoop(_Places, lambda places: places.threads.close())
 
     async def waiting(
         self, named: str, function: Callable[..., Any], args: Sequence[Any], given: Mapping
@@ -58,7 +57,7 @@ class Runner:
             Infrastructure: it did not end in time, or said so itself.
         """
         try:
-            async with self._places().async_places, TimeLimit(self._seconds):
+            async with self._places.get().async_places, TimeLimit(self._seconds):
                 with user_code(named):
                     return await function(*args, **given)
         except TimeoutError:
@@ -73,7 +72,7 @@ class Runner:
             UserCodeError: it raised.
             Infrastructure: it did not end in time, or said so itself.
         """
-        places = self._places()
+        places = self._places.get()
         try:
             async with places.thread_places:
                 future = await places.threads.start(partial(function, *args, **given))
@@ -113,9 +112,8 @@ class Runner:
         if self._processes is not None:
             self._processes.close()
             self._processes = None
-        if self._here is not None:
-            self._here.threads.close()
-            self._here = None
+        for places in self._places.pop_all():
+            places.threads.close()
 
     def _late(self, named: str) -> Infrastructure:
         return Infrastructure(f"{named} took longer than reward.timeout_s={self._seconds:g}")
@@ -125,11 +123,3 @@ class Runner:
         if self._processes is None:
             self._processes = Processes(self._workers)
         return self._processes
-
-    def _places(self) -> _Places:
-        loop = asyncio.get_running_loop()
-        if self._here is None or self._here.loop is not loop:
-            if self._here is not None:
-                self._here.threads.close()
-            self._here = _Places(loop)
-        return self._here

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from weakref import WeakKeyDictionary
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
@@ -21,37 +20,31 @@ from agentrl.sandbox.base import (
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.sandbox.fusion import SandboxFusion
 from agentrl.sandbox.unsafe import WARNING, UnsafeSubprocess
+from agentrl.workers import PerLoop
 
 log = logging.getLogger("agentrl.sandbox")
 
 _config = SandboxConfig()
-_sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[SandboxConfig, Sandbox]] = (
-    WeakKeyDictionary()
-)
+_sandboxes = PerLoop(lambda: open_sandbox(_config))
 
 
 def configure(config: SandboxConfig) -> None:
     """Settings for this process, from here on; before, they are the defaults."""
-    global _config
+    global _config, _sandboxes
     if config.backend == "unsafe-subprocess" and _config.backend != config.backend:
         log.warning(WARNING)
-    _config = config
+    if config != _config:
+        _config, _sandboxes = config, PerLoop(lambda: open_sandbox(config))
 
 
 def current() -> Sandbox:
     """The sandbox of the running event loop, made on first use."""
-    loop = asyncio.get_running_loop()
-    config, sandbox = _sandboxes.get(loop, (None, None))
-    if sandbox is None or config != _config:
-        sandbox = open_sandbox(_config)
-        _sandboxes[loop] = _config, sandbox
-    return sandbox
+    return _sandboxes.get()
 
 
 async def release() -> None:
     """Close the running event loop's sandbox, if it has one."""
-    _, sandbox = _sandboxes.pop(asyncio.get_running_loop(), (None, None))
-    if sandbox is not None:
+    if sandbox := _sandboxes.pop():
         await sandbox.aclose()
 
 

@@ -1,16 +1,17 @@
 """Work that may hang, crash or never end, kept away from the event loop: threads and processes.
 
-`run_all` is for what stays on it: tasks that end together.
+`run_all` and `PerLoop` are for what stays on it.
 """
 
 from __future__ import annotations
 
+from agentrl.workers.loops import PerLoop, run_all
 from agentrl.workers.processes import Processes, WorkerDied, WorkerError, check_reachable
-from agentrl.workers.tasks import run_all
 from agentrl.workers.threads import Outcome, Threads
 
 __all__ = [
     "Outcome",
+    "PerLoop",
     "Processes",
     "Threads",
     "WorkerDied",

@@ -7,7 +7,6 @@ never forked: the process they belong to may hold a GPU and dozens of threads.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import logging
@@ -24,6 +23,7 @@ from typing import Any
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.workers import child
 from agentrl.workers.child_process import ChildProcess
+from agentrl.workers.loops import PerLoop
 from agentrl.workers.threads import Threads
 
 log = logging.getLogger("agentrl")
@@ -79,7 +79,7 @@ class Processes:
         for _ in range(count):
             self._places.put(None)
         self._running: set[_Worker] = set()
-        self._threads: tuple[asyncio.AbstractEventLoop, Threads] | None = None
+        self._threads = PerLoop(lambda: Threads(count), Threads.close)
         self._closed = False
 
     async def call(
@@ -109,18 +109,9 @@ class Processes:
         seconds: float,
     ) -> Any:
         """As `call`, for arguments that others named: one of them may be called `seconds`."""
-        job = _packed(function, tuple(args), dict(kwargs))
-        future = await self._started(partial(self._run, job, seconds))
-        value, error = await future
-        if error is not None:
-            raise error
-        return value
-
-    def call_blocking(
-        self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any
-    ) -> Any:
-        """As `call`, from code that is not async."""
-        return self._run(_packed(function, args, kwargs), seconds)
+        packed = pickle.dumps((tuple(args), dict(kwargs)))
+        job = pickle.dumps((*check_reachable(function), packed))
+        return await self._threads.get().run(partial(self._run, job, seconds))
 
     def close(self) -> None:
         """Kill the workers; calls that still run end with `WorkerDied`. Idempotent."""
@@ -133,16 +124,8 @@ class Processes:
                     worker.process.stop()
         for _ in range(self._count):  # whoever waits for one finds that there is none
             self._places.put(None)
-        if self._threads is not None:
-            self._threads[1].close()
-
-    async def _started(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        if self._threads is None or self._threads[0] is not loop:
-            if self._threads is not None:
-                self._threads[1].close()
-            self._threads = loop, Threads(self._count)
-        return await self._threads[1].start(work)
+        for threads in self._threads.pop_all():
+            threads.close()
 
     def _run(self, job: bytes, seconds: float) -> Any:
         worker, keep = self._places.get(), False
@@ -161,7 +144,8 @@ class Processes:
                     worker.process.stop()
             self._places.put(worker if keep else None)
         if not done:
-            raise _raised(*value)
+            *told, whole = value
+            raise pickle.loads(whole) if whole else WorkerError(*told)
         return value
 
 
@@ -237,11 +221,3 @@ def check_reachable(function: Callable[..., Any]) -> tuple[str, str, str]:
         )
     file = str(getattr(home, "__file__", ""))
     return (file if module.startswith("agentrl_user_") else ""), module, name
-
-
-def _packed(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    return pickle.dumps((*check_reachable(function), pickle.dumps((args, kwargs))))
-
-
-def _raised(kind: str, text: str, where: str, whole: bytes) -> Exception:
-    return pickle.loads(whole) if whole else WorkerError(kind, text, where)

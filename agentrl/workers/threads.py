@@ -54,6 +54,13 @@ class Threads:
         self._jobs.put((loop, future, function))
         return future
 
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function in a thread; return its result or raise its exception."""
+        result, error = await (await self.start(function))
+        if error is not None:
+            raise error
+        return result
+
     def close(self) -> None:
         """Let the threads end as they become free."""
         for _ in range(self._threads):

@@ -64,8 +64,7 @@ async def test_calls_run_side_by_side_and_wait_without_being_late(pool):
     await asyncio.gather(*naps)
 
 
-def test_it_serves_code_that_is_not_async(pool):
-    assert pool.call_blocking(add, 2, seconds=5) == 3
+def test_it_serves_one_event_loop_after_another(pool):
     assert asyncio.run(pool.call(add, 3, seconds=5)) == 4
     assert asyncio.run(pool.call(add, 4, seconds=5)) == 5
 
@@ -163,17 +162,17 @@ async def test_a_closed_pool_leaves_nothing(tmp_path):
     assert ended(there)
     pool.close()
     with pytest.raises(WorkerDied, match="closed"):
-        pool.call_blocking(add, 1, seconds=5)
+        await pool.call(add, 1, seconds=5)
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
     """Also one that holds the interpreter, where no thread of its own would notice."""
     file = tmp_path / "pid"
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import asyncio, sys; sys.path.insert(0, sys.argv[1])\n"
         "from support import hostile_functions as h\n"
         "from agentrl.workers import Processes\n"
-        "Processes(1).call_blocking(h.write_pid_and_hang, sys.argv[2], seconds=60)\n"
+        "asyncio.run(Processes(1).call(h.write_pid_and_hang, sys.argv[2], seconds=60))\n"
     )
     here = str(Path(__file__).parents[1])
     parent = subprocess.Popen([sys.executable, "-c", program, here, str(file)])
