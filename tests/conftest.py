@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import sys
@@ -73,29 +74,38 @@ def own_registries():
 
 
 @cache
-def meets_sglang(file: Path) -> bool:
-    """Whether a file of tests names the marker `sglang`."""
-    return "mark.sglang" in file.read_text()
+def sglang_tests(file: Path) -> frozenset[str]:
+    """Return the names of a file's tests that have the marker `sglang`, by its text alone."""
+    tree = ast.parse(file.read_text())
+    tests = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if any("mark.sglang" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign)):
+        return frozenset(test.name for test in tests)  # the file's `pytestmark`
+    return frozenset(
+        test.name
+        for test in tests
+        if any("mark.sglang" in ast.unparse(decorator) for decorator in test.decorator_list)
+    )
 
 
 def pytest_collection_modifyitems(items):
-    """The longest work comes first; the many other files fill the time beside it."""
-    items.sort(key=lambda item: not meets_sglang(item.path))
+    """The longest work comes first; the many other tests fill the time of the other process."""
+    items.sort(key=lambda item: item.originalname not in sglang_tests(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Shares the tests out among processes by file, since those of a file have fixtures in common.
+    """Distributes the tests by file, because the tests of a file share fixtures.
 
-    All files with tests of a real SGLang go to one process, so that there is one server. (xdist's
-    own groups, `--dist loadgroup`, are without effect under pytest 9.2.)
+    All tests of a real SGLang go to one process, so that there is one server. (xdist's own groups,
+    `--dist loadgroup`, are without effect under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file = nodeid.split("::")[0]
-            return "sglang" if meets_sglang(config.rootpath / file) else file
+            file, _, test = nodeid.partition("::")
+            name = test.partition("[")[0]
+            return "sglang" if name in sglang_tests(config.rootpath / file) else file
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
