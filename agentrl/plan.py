@@ -151,7 +151,7 @@ def rewards_with_programs(plan: Plan) -> list[str]:
     names = []
     for source in sorted({sample.data_source for sample in plan.samples}):
         with suppress(DataError):  # `make_plan` refuses rows that nothing judges
-            names += [grader.name for grader in plan.scorer.graders(source) if grader.way.sandbox]
+            names += [g.name for g in plan.scorer.graders(source) if g.options.sandbox]
     return list(dict.fromkeys(names))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, SupportsFloat, TypeVar
@@ -32,7 +32,6 @@ from agentrl.workers import check_reachable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -42,8 +41,8 @@ POSITIONAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a reward is run."""
+class RewardOptions:
+    """How a reward is run: the arguments of `@reward`."""
 
     process: bool = False
     group: bool = False
@@ -52,7 +51,7 @@ class Way:
     sandbox: bool = False
 
 
-_WAY = "_agentrl_reward"
+_OPTIONS = "_agentrl_reward"
 
 
 def reward(
@@ -100,7 +99,8 @@ def reward(
         if late is not None and not process:
             raise RegistryError(f"{said} has late={late}, which needs process=True")
         if process or group or bounded or sandbox:
-            setattr(function, _WAY, Way(process, group, late, bounded, sandbox))
+            options = RewardOptions(process, group, late, bounded, sandbox)
+            setattr(function, _OPTIONS, options)
         return rewards.add(name, function)
 
     return register
@@ -130,42 +130,49 @@ class Grader:
             ConfigError: it takes no trajectory, or not these arguments; all problems at once.
         """
         self.name = name
-        self.function = function
+        self.function: Callable[..., Any] = function
         self.kwargs = dict(kwargs or {})
-        self.way: Way = getattr(function, _WAY, Way())
+        options: RewardOptions = getattr(function, _OPTIONS, RewardOptions())
+        self.options = options
         self._runner = runner or Runner(RewardConfig())
         self._key = key
         if inspect.isclass(function):
             self._refuse(argument_problems(function, self.kwargs))
-            self.function, given = _made(name, function, self.kwargs), {}
+            try:
+                with user_code(f"the constructor of the reward {name!r}"):
+                    made: Any = function(**self.kwargs)
+            except UserCodeError as e:
+                raise _said_by_itself(e) from None
+            self.function, given = made, {}
         else:
             given = self.kwargs
         parameters = inspect.signature(self.function).parameters
         kinds = [p.kind for p in parameters.values()]
         self.is_compute_score = "solution_str" in parameters or set(kinds) == {VAR_KEYWORD}
-        self._takes = NAMES if VAR_KEYWORD in kinds else [n for n in NAMES if n in parameters]
+        self._takes = [n for n in ARGUMENTS if n in parameters or VAR_KEYWORD in kinds]
         home = getattr(function, "__module__", None) or ""
         ours = home.startswith("agentrl.")
         pools = ["pool"] if ours and "pool" in parameters else []
-        if self.is_compute_score and not self.way.group:
-            problems = argument_problems(self.function, given, [*NAMES, *pools])
+        if self.is_compute_score and not options.group:
+            problems = argument_problems(self.function, given, [*ARGUMENTS, *pools])
         elif kinds and kinds[0] in POSITIONAL:
             problems = argument_problems(self.function, given, [*parameters][:1])
         else:
-            what = "the list of trajectories first" if self.way.group else "the trajectory first"
+            first = "list of trajectories" if options.group else "trajectory"
+            verls = "" if options.group else f", or verl's {', '.join(ARGUMENTS)}"
             problems = [
-                f"its parameters are ({', '.join(parameters)}), but it must take {what}"
-                + ("" if self.way.group else f", or verl's {', '.join(NAMES)}")
+                f"its parameters are ({', '.join(parameters)}), but it must take the {first} first"
+                f"{verls}"
             ]
         self._refuse(problems)
         self._given = {**given, **dict.fromkeys(pools, self._runner.pool)}
-        if self.way.process:
+        if options.process:
             check_reachable(self.function)
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
         self._waits = inspect.iscoroutinefunction(called)
         # Ours are known to be quick where they do not say otherwise, late by the answer's doing.
-        self._late = 0.0 if ours and self.way.process and self.way.late is None else self.way.late
-        self._inline = ours and not self._waits and not self.way.process
+        self._late = 0.0 if ours and options.process and options.late is None else options.late
+        self._inline = ours and not self._waits and not options.process
 
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
@@ -183,10 +190,8 @@ class Grader:
             GraderCrash: its process died.
         """
         named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
-        if self.is_compute_score:
-            args, given = (), arguments(trajectory, self._takes)
-        else:
-            args, given = (trajectory,), {}
+        args = () if self.is_compute_score else (trajectory,)
+        given = {n: ARGUMENTS[n](trajectory) for n in self._takes} if not args else {}
         try:
             returned = await self._called(named, args, given)
         except Late:
@@ -240,24 +245,14 @@ class Grader:
 
     async def _called(self, named: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         runner, given = self._runner, {**given, **self._given}
-        if self._inline:
+        if self._inline or self.options.bounded:
             with user_code(named):
-                return self.function(*args, **given)
-        if self.way.bounded:
-            with user_code(named):
-                return await self.function(*args, **given)
-        if self.way.process:
+                returned = self.function(*args, **given)
+                return await returned if inspect.isawaitable(returned) else returned
+        if self.options.process:
             return await runner.in_process(named, self.function, args, given)
         run = runner.waiting if self._waits else runner.in_thread
         return await run(named, self.function, args, given)
-
-
-def _made(name: str, made_by: type, kwargs: Mapping[str, Any]) -> Any:
-    try:
-        with user_code(f"the constructor of the reward {name!r}"):
-            return made_by(**kwargs)
-    except UserCodeError as e:
-        raise _said_by_itself(e) from None
 
 
 def _said_by_itself(error: UserCodeError) -> Exception:
@@ -295,18 +290,6 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def arguments(trajectory: Trajectory, names: Iterable[str] = NAMES) -> dict[str, Any]:
-    """The arguments of these names."""
-    sample = trajectory.sample
-    made: dict[str, Callable[[], Any]] = {
-        "data_source": lambda: sample.data_source,
-        "solution_str": lambda: trajectory.assistant_text,
-        "ground_truth": lambda: sample.ground_truth,
-        "extra_info": lambda: extra_info(trajectory),
-    }
-    return {name: made[name]() for name in names}
-
-
 def extra_info(trajectory: Trajectory) -> dict[str, Any]:
     """The row's `extra` with what happened in the episode."""
     return {
@@ -320,6 +303,15 @@ def extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "messages": [m.as_dict() for m in trajectory.messages],
         "final_text": trajectory.final_text,
     }
+
+
+ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
+    "data_source": lambda trajectory: trajectory.sample.data_source,
+    "solution_str": lambda trajectory: trajectory.assistant_text,
+    "ground_truth": lambda trajectory: trajectory.sample.ground_truth,
+    "extra_info": extra_info,
+}
+"""The arguments of a `compute_score`, by name."""
 
 
 def num_turns(trajectory: Trajectory) -> int:

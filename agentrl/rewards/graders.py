@@ -98,7 +98,14 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
-        return _function_in(path, attribute, key)
+        loaded = vars(load_file(path))
+        functions = {k: v for k, v in loaded.items() if callable(v) and not k.startswith("_")}
+        if attribute not in functions:
+            raise ConfigError(
+                f"{key}: no function {attribute!r} in {path}."
+                f"{did_you_mean(attribute, functions)} It has: {', '.join(functions) or 'none'}"
+            )
+        return functions[attribute]
     if name.endswith(".py"):
         raise ConfigError(f"{key}={name!r} must name its function: {name}:FUNCTION")
     if name not in rewards:
@@ -107,15 +114,3 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
             " (path.py:function), or registered by a file listed in `files`"
         )
     return rewards.get(name)
-
-
-def _function_in(path: str, name: str, key: str) -> Callable[..., Any]:
-    functions = {
-        k: v for k, v in vars(load_file(path)).items() if callable(v) and not k.startswith("_")
-    }
-    if name not in functions:
-        raise ConfigError(
-            f"{key}: no function {name!r} in {path}.{did_you_mean(name, functions)}"
-            f" It has: {', '.join(functions) or 'none'}"
-        )
-    return functions[name]

@@ -46,17 +46,28 @@ class _Part:
 
 
 class Scorer:
-    """Scores trajectories; built once per run by `make_scorer`."""
+    """Scores the trajectories of a run."""
 
-    def __init__(self, config: RewardConfig, budget_policy: BudgetPolicy, max_tokens: int):
+    def __init__(
+        self,
+        config: RewardConfig,
+        budget_policy: BudgetPolicy | None = None,
+        max_trajectory_tokens: int = RolloutConfig().max_trajectory_tokens,
+    ):
         """Find the run's reward functions and check their arguments.
+
+        Args:
+            config: the section `reward`.
+            budget_policy: `rollout.budget_policy`.
+            max_trajectory_tokens: `rollout.max_trajectory_tokens`, at whose end overlong rollouts
+                are.
 
         Raises:
             UserError: no such reward, or it does not take its arguments; all problems at once.
         """
         self._config = config
-        self._budget_policy = budget_policy
-        self._max_tokens = max_tokens
+        self._budget_policy = budget_policy or {}
+        self._max_tokens = max_trajectory_tokens
         self._weights = {
             "outcome": config.outcome_weight,
             "turn": config.turn_weight,
@@ -74,7 +85,7 @@ class Scorer:
             self._parts = [_Part(config.function, 1.0, grader)]
         self.by_data_source = any(p.grader is None for p in self._parts)
         """Whether rows are judged by the grader of their `data_source`, also or alone."""
-        self.compares = any(p.grader and p.grader.way.group for p in self._parts)
+        self.compares = any(p.grader and p.grader.options.group for p in self._parts)
         """Whether a reward needs all trajectories of a sample at once."""
 
     def grader(self, data_source: str) -> Grader:
@@ -129,12 +140,8 @@ class Scorer:
         self, trajectories: Sequence[Trajectory], *, trains: bool = True
     ) -> list[Scored]:
         """As `score`, of the trajectories of one sample; what compares them sees all of these."""
-        if not self._config.functions and len(trajectories) == 1 and not self.compares:
-            only = trajectories[0]
-            outcomes = [await self.grader(only.sample.data_source).grade(only)]
-        else:
-            by_part = await run_all([self._scores(part, trajectories) for part in self._parts])
-            outcomes = [self._sum(scores) for scores in zip(*by_part, strict=True)]
+        by_part = await run_all([self._scores(part, trajectories) for part in self._parts])
+        outcomes = [self._sum(scores) for scores in zip(*by_part, strict=True)]
         return [
             self._total(trajectory, outcome, metrics, trains)
             for trajectory, (outcome, metrics) in zip(trajectories, outcomes, strict=True)
@@ -173,14 +180,10 @@ class Scorer:
             total = 0.0
         elif not isinstance(policy, str):
             total -= policy
-        config = self._config
-        if trains and config.overlong_buffer:
-            earned["overlong"] = overlong(
-                trajectory.sampled_tokens,
-                self._max_tokens,
-                config.overlong_buffer,
-                config.overlong_penalty,
-            )
+        buffer, penalty = self._config.overlong_buffer, self._config.overlong_penalty
+        if trains and buffer:
+            sampled = trajectory.sampled_tokens
+            earned["overlong"] = overlong(sampled, self._max_tokens, buffer, penalty)
             total += earned["overlong"]
         return Scored(trajectory, earned, total, metrics, masked=policy == "mask")
 
@@ -197,7 +200,7 @@ class Scorer:
                 )
 
     async def _scores(self, part: _Part, trajectories: Sequence[Trajectory]) -> list[Score]:
-        if part.grader and part.grader.way.group:
+        if part.grader and part.grader.options.group:
             return await part.grader.compare(trajectories)
         graders = [part.grader or self.grader(t.sample.data_source) for t in trajectories]
         return await run_all([g.grade(t) for g, t in zip(graders, trajectories, strict=True)])
@@ -273,22 +276,8 @@ def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:
     return -penalty * min(over / buffer, 1.0) if over > 0 else 0.0
 
 
-def make_scorer(
-    config: RewardConfig,
-    budget_policy: BudgetPolicy | None = None,
-    max_trajectory_tokens: int = RolloutConfig().max_trajectory_tokens,
-) -> Scorer:
-    """The run's scorer.
-
-    Args:
-        config: the section `reward`.
-        budget_policy: `rollout.budget_policy`.
-        max_trajectory_tokens: `rollout.max_trajectory_tokens`, at whose end overlong rollouts are.
-
-    Raises:
-        UserError: no such reward, or it does not take `reward.kwargs`.
-    """
-    return Scorer(config, budget_policy or {}, max_trajectory_tokens)
+make_scorer = Scorer
+"""The former name, until 0.2."""
 
 
 def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:

@@ -440,5 +440,5 @@ def test_a_sandbox_that_does_not_work_is_no_score(tmp_path):
 
 
 def test_the_plan_knows_that_it_needs_the_sandbox():
-    assert grader_of("apps", {}).way.sandbox
-    assert not grader_of("aime24", {}).way.sandbox
+    assert grader_of("apps", {}).options.sandbox
+    assert not grader_of("aime24", {}).options.sandbox
