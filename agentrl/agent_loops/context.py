@@ -6,7 +6,7 @@ A row only grows, and is the one place where a token gets its mask, logprob and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat import ChatTemplate
@@ -83,7 +83,7 @@ class Context:
         schemas: Sequence[Any],
         sampled: dict[int, array[int]],
         *,
-        given: Callable[[Message], bool],
+        given: Sequence[Message],
         exact: bool,
     ):
         """Open it.
@@ -93,7 +93,7 @@ class Context:
             opening: the first messages.
             schemas: the tools that the template shows.
             sampled: by `id`, the ids of all messages that were sampled in this attempt.
-            given: whether a message of the opening is a dataset row's, and may speak of tags.
+            given: those messages of the opening that are a dataset row's, and may speak of tags.
             exact: whether an opening is refused that cannot be encoded as the template renders it.
                 What the policy wrote into one is not: the rollout would be lost instead of scored.
         """
@@ -102,7 +102,7 @@ class Context:
         self._template = template
         self._sampled = sampled
         self._opening = list(opening)
-        self._given = {id(m) for m in opening if given(m)}
+        self._given = set(map(id, given))
         self.row = Row(template.prompt(opening, schemas, self.is_given, exact=exact))
         self._waiting: list[Message] = []
         self._edited = False

@@ -63,16 +63,15 @@ class Episode:
         self._world = attempt.world
         self._interaction = interaction
         self._thread = thread
-        template = self._world.template
-        tools = self._world.toolbox.schemas(attempt.sample.tools) if thread == 0 else ()
+        template, is_first = self._world.template, thread == 0
+        tools = self._world.toolbox.schemas(attempt.sample.tools) if is_first else ()
         spelled = template.control_tokens_of(tools)
-
-        def given(message: Message) -> bool:
-            """Return whether it is the row's, and holds no token that a tool's text spells."""
-            return thread == 0 and not any(token in message.content for token in spelled)
-
+        # What is the row's, and holds no token that a tool's text spells.
+        given = [
+            m for m in opening if is_first and not any(token in m.content for token in spelled)
+        ]
         self._context = Context(
-            template, opening, schemas, attempt.sampled, given=given, exact=thread == 0
+            template, opening, schemas, attempt.sampled, given=given, exact=is_first
         )
         self._first = self._context.row
         self._turn, self._spoken = -1, 0
