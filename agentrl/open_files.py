@@ -10,8 +10,6 @@ import contextlib
 import errno
 import os
 import resource
-from types import TracebackType
-from typing import Self
 
 RESERVED = 128
 """Descriptors for all but connections and programs: libraries, GPUs, pipes to servers, logs, the
@@ -76,21 +74,9 @@ def advice(error: BaseException) -> str:
     return ""
 
 
-class SpareFiles:
-    """Descriptors to release when a process has no other left and must still save a checkpoint."""
-
-    def __init__(self) -> None:
-        self._files = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE)]
-
-    def release(self) -> None:
-        """Close the descriptors, so that as many files can be opened. Idempotent."""
-        while self._files:
-            os.close(self._files.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.release()
+def spare_files() -> contextlib.ExitStack:
+    """Open descriptors to close when a process has no other left and must save a checkpoint."""
+    files = contextlib.ExitStack()
+    for _ in range(SPARE):
+        files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+    return files

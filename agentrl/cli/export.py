@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-
-class Precision(StrEnum):
-    """Of a model's weights."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 def export(
@@ -27,8 +18,9 @@ def export(
         bool, typer.Option("--merge", help="Put a LoRA adapter into the weights of its base.")
     ] = False,
     dtype: Annotated[
-        Precision, typer.Option(help="Of a model's weights; auto: as the base was published.")
-    ] = Precision.auto,
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Of a model's weights; auto: as the base was published."),
+    ] = "auto",
     model: Annotated[
         str, typer.Option(help="Where the model is now that training began with (model.path).")
     ] = "",
@@ -48,14 +40,14 @@ def export(
     from agentrl.trainer.export import export as make
 
     logging.disable_progress_bar()
-    made = make(checkpoint, out, merge=merge, dtype=dtype.value, model=model)
+    made = make(checkpoint, out, merge=merge, dtype=dtype, model=model)
     for line in made.checkpoint.skipped:
         typer.echo(f"skipped: {line}")
     if merge and not made.lora:
         typer.echo("note: --merge does nothing: all weights were trained, no adapter", err=True)
-    if made.adapter and dtype is not Precision.auto:
+    if made.adapter and dtype != "auto":
         typer.echo(
-            f"note: --dtype {dtype.value} does nothing without --merge: an adapter is written as it"
+            f"note: --dtype {dtype} does nothing without --merge: an adapter is written as it"
             " was saved",
             err=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -57,36 +57,32 @@ Deterministic = Annotated[
 def read_config(
     config: Path | None,
     overrides: list[str] | None,
-    *,
-    dataset: str | None = None,
-    val_dataset: str | None = None,
-    model: str | None = None,
-    output: str | None = None,
-    files: list[str] | None = None,
-    deterministic: bool = False,
+    **flags: str | list[str] | bool | None,
 ) -> Config:
     """Defaults, then the preset's settings, YAML, overrides and flags, later ones winning.
+
+    Args:
+        config: a YAML file.
+        overrides: texts `a.b.c=1`.
+        flags: what was given by flag: `val_dataset` for the key with the flag `--val-dataset`.
 
     Raises:
         ConfigError: what is wrong with them, or neither rows nor a model were named.
     """
-    from agentrl.config import TINY, load_config
+    from agentrl.config import FIELDS, TINY, load_config
+    from agentrl.config.load import flag_of
 
-    file, overrides = str(config) if config else None, overrides or []
-    flags: dict[str, Any] = {
-        "data.train": dataset,
-        "data.val": val_dataset,
-        "model.path": model,
-        "trainer.output": output,
-        "files": files,
-        "rollout.deterministic": deterministic,
-    }
-    flags = {key: value for key, value in flags.items() if value}
-    loaded = load_config(file, overrides, flags)
+    keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
+    layers = (
+        str(config) if config else None,
+        overrides or [],
+        {keys[name]: value for name, value in flags.items() if value},
+    )
+    loaded = load_config(*layers)
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
-        loaded = load_config(file, overrides, flags, preset=tiny_settings(loaded))
+        loaded = load_config(*layers, preset=tiny_settings(loaded))
     _check_given(loaded)
     return loaded
 
@@ -146,14 +142,14 @@ def read_config_to_play(
     overrides: list[str] | None,
     dataset: str | None,
     model: str | None,
-    files: list[str] | None,
+    file: list[str] | None,
 ) -> Config:
     """`read_config`, with one file of rows: `--dataset`, else data.val where set, else data.train.
 
     Raises:
         ConfigError: as `read_config` does.
     """
-    read = read_config(config, overrides, dataset=dataset, model=model, files=files)
+    read = read_config(config, overrides, dataset=dataset, model=model, file=file)
     path = dataset or read.data.val or read.data.train
     data = read.data.model_copy(update={"train": path, "val": ""})
     return read.model_copy(update={"data": data})

@@ -64,7 +64,7 @@ def train(
         val_dataset=val_dataset,
         model=model,
         output=output,
-        files=file,
+        file=file,
         deterministic=deterministic,
     )
     if dry_run:
@@ -108,7 +108,7 @@ def check(
             dataset=dataset,
             val_dataset=val_dataset,
             model=model,
-            files=file,
+            file=file,
             deterministic=deterministic,
         )
     )

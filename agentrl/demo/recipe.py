@@ -27,7 +27,7 @@ from agentrl.config import TINY
 from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped
 from agentrl.interactions import gsm8k
-from agentrl.testing.tokenizer import SPECIAL, TAGS, TURNS, fast_tokenizer
+from agentrl.testing.tokenizer import SPECIAL, TAGS, chatml, fast_tokenizer
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -60,15 +60,7 @@ PIECES = (
 
 # ChatML as Qwen2.5 writes it, but a tool's schema is cut down to its name and arguments, and the
 # instructions around it are left out.
-CHAT_TEMPLATE = (
-    """\
-{%- set asked = messages[0].role == 'system' %}
-{%- if asked or tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if asked %}
-        {{- messages[0].content }}
-    {%- endif %}
-    {%- if tools %}
+CHAT_TEMPLATE = chatml("""\
         {{- '\\n<tools>' }}
         {%- for tool in tools %}
             {{- '\\n{"name": ' + tool.function.name | tojson + ', "arguments": {' }}
@@ -78,13 +70,7 @@ CHAT_TEMPLATE = (
             {%- endfor %}
             {{- '}}' }}
         {%- endfor %}
-        {{- '\\n</tools>' }}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-"""
-    + TURNS
-)
+        {{- '\\n</tools>' }}""")
 
 # The tool in shelf:calculator. That is not loaded here: users may have a calculator of their own.
 CALCULATOR = {

@@ -37,9 +37,8 @@ TURNS = """\
 {%- endif %}
 """
 
-# ChatML with the Hermes way of tools, as Qwen2.5 writes it; no system message where none is needed.
-CHAT_TEMPLATE = (
-    """\
+# Their beginning: the system message, and the tools where `TOOLS` stands.
+BEGINNING = """\
 {%- set asked = messages[0].role == 'system' %}
 {%- if asked or tools %}
     {{- '<|im_start|>system\\n' }}
@@ -47,6 +46,14 @@ CHAT_TEMPLATE = (
         {{- messages[0].content }}
     {%- endif %}
     {%- if tools %}
+TOOLS
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+"""
+
+# The Hermes way of tools, as Qwen2.5 writes it; no system message where none is needed.
+HERMES = """\
         {{- '\\n\\n' if asked }}
         {{- '# Tools\\n\\nYou may call functions. Their signatures:\\n<tools>' }}
         {%- for tool in tools %}
@@ -54,13 +61,15 @@ CHAT_TEMPLATE = (
         {%- endfor %}
         {{- '\\n</tools>\\n\\nTo call one, answer with a JSON object within these tags:\\n' }}
         {{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n' }}
-        {{- '</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-"""
-    + TURNS
-)
+        {{- '</tool_call>' }}"""
+
+
+def chatml(tools: str) -> str:
+    """Return a ChatML template that shows tools in this way."""
+    return BEGINNING.replace("TOOLS", tools) + TURNS
+
+
+CHAT_TEMPLATE = chatml(HERMES)
 
 
 @cache

@@ -29,19 +29,19 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.open import open_engine, opening
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
-from agentrl.open_files import SpareFiles
+from agentrl.open_files import spare_files
 from agentrl.plan import Plan, check_model_fits, check_policy_learns, fixed_row, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import KLController, make_targets, rewards_teach, rollout_kl
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import (
-    RunLock,
     check_resumable,
     drop_after,
     find_checkpoint,
     fingerprint,
     recover,
+    run_lock,
     save_checkpoint,
 )
 from agentrl.trainer.collect import DEAD_STEP, Collector, DeadSteps, Played
@@ -51,7 +51,7 @@ from agentrl.trainer.dispatch import Site, check_launched_once
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.publisher import Publisher
-from agentrl.trainer.rank import Rank
+from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trajectory import Group
 
@@ -184,8 +184,8 @@ class Trainer:
             AgentRLError: the run could not begin or go on; what was saved is named.
         """
         with ExitStack() as stack:
-            self.spare = stack.enter_context(SpareFiles())
-            stack.enter_context(RunLock(self.folder))
+            self.spare = stack.enter_context(spare_files())
+            stack.enter_context(run_lock(self.folder))
             self._open(stack)
             if self.config.trainer.val_only:
                 return self._validate()
@@ -244,7 +244,7 @@ class Trainer:
         means at once. No failure here may hide why the run stopped: ranks may be gone, a disk full,
         or no descriptor left.
         """
-        self.spare.release()
+        self.spare.close()
         lost = ""
         try:
             if self._whole and self.global_step > 0 and not self.interrupt.urgent:
@@ -292,9 +292,8 @@ class Trainer:
         self.console.note(wiring(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
-        model, steps = config.model.path, self.total_steps
-        group = self.site.ranks(Rank, model, config) if self.site else None
-        self.learner = Learner(model, config, total_steps=steps, group=group)
+        group = start_ranks(self.site, config.model.path, config)
+        self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
         if checkpoint is not None:
             self.learner.ranks.load(checkpoint.folder)
             self.global_step = checkpoint.step
