@@ -10,7 +10,8 @@ Example::
 
 from __future__ import annotations
 
-from agentrl.sandbox.base import Box, Completed, EndedBy, Language, Limits, Sandbox
+from agentrl.sandbox.base import Completed, EndedBy, Language, Limits, Sandbox
+from agentrl.sandbox.box import Box
 from agentrl.sandbox.settings import configure, current, files_needed, limits, probe, release
 
 __all__ = [

@@ -1,7 +1,6 @@
 """What a sandbox is: a place where code that a model wrote runs, and what came of it.
 
-Sandbox      what users see
-Backend    what all of ours have in common: slots, limits, files that are checked
+Sandbox    what users see, and what all backends share: slots, limits, files that are checked
 """
 
 from __future__ import annotations
@@ -9,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
+
+if TYPE_CHECKING:
+    from agentrl.sandbox.box import Box
 
 WAIT_SECONDS = 60.0
 """For a free slot. Who waits longer waits for a machine that does not keep up."""
@@ -64,67 +67,32 @@ class Completed:
         return self.exit_code == 0 and not self.ended_by
 
 
-class Box(Protocol):
-    """A sandbox that stays: one interpreter and one scratch folder, for one episode.
+class Program(NamedTuple):
+    """One program to run, as `Sandbox.run` describes it."""
 
-    Calls run one after another.
-    """
+    code: str
+    language: Language
+    stdin: str
+    files: Mapping[str, bytes]
+    limits: Limits
+    init: bool
 
-    async def run(
-        self,
-        code: str,
-        *,
-        language: Language = "python",
-        stdin: str = "",
-        seconds: float | None = None,
-    ) -> Completed:
-        """Run code. Python keeps its variables from call to call; bash starts anew in the folder.
-
-        A program that passes its time is ended; the variables are lost with it, the files stay. One
-        that takes the box along has ended by "signal", or "time"; the next call is in a new box,
-        with the files that this one was opened with.
-
-        Args:
-            code: the program.
-            language: what it is written in.
-            stdin: what it reads.
-            seconds: at most so long; by default the limit that the box was opened with.
-
-        Raises:
-            SandboxError: the box is closed, or is gone and no other can be had.
-        """
-        ...
-
-    async def read(self, path: str, max_bytes: int = 65_536) -> bytes:
-        """A file of the scratch folder.
-
-        Raises:
-            FileNotFoundError, IsADirectoryError, PermissionError: as of any file; a path out of the
-                folder, also by a link, is not permitted.
-        """
-        ...
-
-    async def write(self, path: str, content: bytes) -> None:
-        """Write a file of the scratch folder, making the folders on the way.
-
-        Raises:
-            PermissionError: a path out of the folder.
-            OSError: the folder is full.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """End all of it; nothing it started is left."""
-        ...
+    def words(self, python: str) -> list[str]:
+        """The interpreter's part of its command line."""
+        return [python, "-s"] if self.language == "python" else ["bash"]
 
 
-class Sandbox(Protocol):
-    """Runs programs in isolation. Belongs to one event loop."""
+class Sandbox(ABC):
+    """Runs programs in isolation, at most so many at once. Belongs to one event loop."""
 
-    @property
-    def name(self) -> str:
-        """For people: `bubblewrap`, `unsafe-subprocess`, `SandboxFusion at URL`."""
-        ...
+    name: str
+    """For people: `bubblewrap`, `unsafe-subprocess`, `SandboxFusion at URL`."""
+
+    def __init__(self, config: SandboxConfig):
+        self._config = config
+        self._limits = default_limits(config)
+        self._slots = slot_count(config.slots)
+        self._free_slots = asyncio.Semaphore(self._slots)
 
     async def run(
         self,
@@ -151,8 +119,16 @@ class Sandbox(Protocol):
             SandboxError: it could not be run, or could not be run in isolation: infrastructure,
                 never the program's doing.
         """
-        ...
+        limits = limits or self._limits
+        program = Program(code, language, stdin, checked_files(files, limits), limits, init)
+        async with self._slot():
+            return await self._run(program)
 
+    @abstractmethod
+    async def _run(self, program: Program) -> Completed:
+        """Run a program that has a slot."""
+
+    @abstractmethod
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> Box:
@@ -161,66 +137,13 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: none can be had, or this backend has none.
         """
-        ...
 
+    @abstractmethod
     async def aclose(self) -> None:
         """End all that runs."""
-        ...
-
-
-class Program(NamedTuple):
-    """One program to run, as `Sandbox.run` describes it."""
-
-    code: str
-    language: Language
-    stdin: str
-    files: Mapping[str, bytes]
-    limits: Limits
-    init: bool
-
-    def words(self, python: str) -> list[str]:
-        """The interpreter's part of its command line."""
-        return [python, "-s"] if self.language == "python" else ["bash"]
-
-
-class Backend:
-    """A sandbox with a number of slots; subclasses run a program that has one."""
-
-    def __init__(self, config: SandboxConfig):
-        self._config = config
-        self._slots = Slots(config.slots)
-        self._limits = default_limits(config)
-
-    async def run(
-        self,
-        code: str,
-        *,
-        language: Language = "python",
-        stdin: str = "",
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        init: bool = False,
-    ) -> Completed:
-        """See `Sandbox.run`."""
-        limits = limits or self._limits
-        program = Program(code, language, stdin, checked_files(files, limits), limits, init)
-        async with self._slots.one():
-            return await self._run(program)
-
-    async def _run(self, program: Program) -> Completed:
-        raise NotImplementedError
-
-
-class Slots:
-    """At most so many programs at once, in the order of their asking."""
-
-    def __init__(self, count: int):
-        """`count` as `sandbox.slots`: 0 for twice the cores."""
-        self.count = slot_count(count)
-        self._places = asyncio.Semaphore(self.count)
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def _slot(self) -> AsyncIterator[None]:
         """A slot for the time of the block. Waiting for it is not part of a program's time.
 
         Raises:
@@ -228,17 +151,17 @@ class Slots:
         """
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                await self._places.acquire()
+                await self._free_slots.acquire()
         except TimeoutError:
             raise SandboxError(
-                f"no program could be started within {WAIT_SECONDS:g} s: all {self.count} slots are"
-                " taken. Set sandbox.slots higher where there are cores for it, sandbox.timeout_s"
-                " lower, or play fewer rollouts at once"
+                f"no program could be started within {WAIT_SECONDS:g} s: all {self._slots} slots"
+                " are taken. Set sandbox.slots higher where there are cores for it,"
+                " sandbox.timeout_s lower, or play fewer rollouts at once"
             ) from None
         try:
             yield
         finally:
-            self._places.release()
+            self._free_slots.release()
 
 
 def default_limits(config: SandboxConfig) -> Limits:

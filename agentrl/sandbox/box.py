@@ -1,8 +1,8 @@
 """A sandbox that stays, for an episode: a driver inside, which takes orders, and our end of it.
 
 LocalSandbox      opens boxes on this machine
-LastingBox      what users have: another driver comes where one is gone
-Driver        one driver, and what it answers
+Box             what users have: another driver comes where one is gone
+Driver          one driver, and what it answers
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import signal
 import struct
 import subprocess
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import orjson
 
@@ -28,11 +29,10 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import (
     MAX_BOXES,
-    Backend,
-    Box,
     Completed,
     Language,
     Limits,
+    Sandbox,
     checked_files,
     clean,
     plain,
@@ -73,6 +73,8 @@ class BoxLost(SandboxError):
 class DriverProcess(Protocol):
     """The driver's process, however it is isolated."""
 
+    process: subprocess.Popen[bytes]
+    """With pipes for stdin, stdout and stderr."""
     fault: str
     """Why it was ended before the driver began, if this machine is the cause."""
 
@@ -115,16 +117,7 @@ def driver_command(
     return [python, "-I", "-S", "-B", f"{sent}/driver.py", json.dumps(told)]
 
 
-def take_pipes(process: subprocess.Popen[bytes]) -> list[int]:
-    """Our ends of stdin (where it is a pipe), stdout and stderr; the caller's from here on."""
-    pipes = [p for p in (process.stdin, process.stdout, process.stderr) if p]
-    taken = [os.dup(pipe.fileno()) for pipe in pipes]
-    for pipe in pipes:
-        pipe.close()
-    return taken
-
-
-class LocalSandbox(Backend):
+class LocalSandbox(Sandbox):
     """What the sandboxes on this machine have in common: boxes. Subclasses start their drivers."""
 
     def __init__(self, config: SandboxConfig):
@@ -143,17 +136,17 @@ class LocalSandbox(Backend):
                 raise SandboxError(
                     f"{MAX_BOXES} boxes are open, and no more are opened in a process"
                 )
-            return await self._begun(self._start(checked, limits, self._slots.one))
+            return await self._begun(self._start(checked, limits, self._slot))
 
-        return LastingBox(await opened(), opened)
+        return Box(await opened(), opened)
 
     async def aclose(self) -> None:
         """See `Sandbox.aclose`."""
         await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
 
+    @abstractmethod
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
         """Start a driver with these files in its folder."""
-        raise NotImplementedError
 
     async def _begun(self, driver: Driver) -> Driver:
         """Return a driver once it answers; it is one of ours until it is closed."""
@@ -167,10 +160,12 @@ class LocalSandbox(Backend):
         return driver
 
 
-class LastingBox:
-    """See `Box`. Begins anew, with the files that it was opened with, where a driver is gone.
+class Box:
+    """A sandbox that stays: one interpreter and one scratch folder, for one episode.
 
-    Else a policy could have a rollout that goes badly dropped as a machine's failure.
+    Calls run one after another. A box begins anew, with the files that it was opened with, where
+    its driver is gone. Else a policy could have a rollout that goes badly dropped as a machine's
+    failure.
     """
 
     def __init__(self, driver: Driver, again: Callable[[], Awaitable[Driver]]):
@@ -194,7 +189,21 @@ class LastingBox:
         stdin: str = "",
         seconds: float | None = None,
     ) -> Completed:
-        """See `Box.run`."""
+        """Run code. Python keeps its variables from call to call; bash starts anew in the folder.
+
+        A program that passes its time is ended; the variables are lost with it, the files stay. One
+        that takes the box along has ended by "signal", or "time"; the next call is in a new box,
+        with the files that this one was opened with.
+
+        Args:
+            code: the program.
+            language: what it is written in.
+            stdin: what it reads.
+            seconds: at most so long; by default the limit that the box was opened with.
+
+        Raises:
+            SandboxError: the box is closed, or is gone and no other can be had.
+        """
         order = {"do": "cell", "code": plain(code), "stdin": plain(stdin)}
         if language == "bash":
             order |= {"do": "script", "argv": ["bash", "/proc/self/fd/3"]}
@@ -205,17 +214,27 @@ class LastingBox:
         return done
 
     async def read(self, path: str, max_bytes: int = 65_536) -> bytes:
-        """See `Box.read`."""
+        """A file of the scratch folder.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, PermissionError: as of any file; a path out of the
+                folder, also by a link, is not permitted.
+        """
         answer = await self._lasting(lambda driver: driver.ask_file("read", path, most=max_bytes))
         return base64.b64decode(answer["data"])
 
     async def write(self, path: str, content: bytes) -> None:
-        """See `Box.write`."""
+        """Write a file of the scratch folder, making the folders on the way.
+
+        Raises:
+            PermissionError: a path out of the folder.
+            OSError: the folder is full.
+        """
         data = base64.b64encode(content).decode("ascii")
         await self._lasting(lambda driver: driver.ask_file("write", path, data=data))
 
     async def aclose(self) -> None:
-        """See `Box.aclose`. Idempotent."""
+        """End all of it; nothing it started is left. Idempotent."""
         self._closed = True
         await self._driver.aclose()
 
@@ -251,7 +270,6 @@ class Driver:
     def __init__(
         self,
         process: DriverProcess,
-        pipes: list[int],
         limits: Limits,
         folder: str,
         slot: Slot,
@@ -260,9 +278,8 @@ class Driver:
         """Take it over.
 
         Args:
-            process: its own, however it is isolated.
-            pipes: descriptors of its stdin, where it reads orders, of its stdout, where it answers,
-                and of its stderr; ours from here on.
+            process: its own, however it is isolated. It reads orders on its stdin, and answers on
+                its stdout.
             limits: `seconds` is the time of a program that is given none.
             folder: its scratch folder, as programs see it.
             slot: where a program waits for its turn.
@@ -270,8 +287,7 @@ class Driver:
         """
         self.process, self._limits, self.folder = process, limits, Path(folder)
         self._slot, self.resources = slot, resources
-        *self._pipes, stderr = pipes
-        self._output = Capture(stderr, WORDS_BYTES)
+        self._output = Capture(process.process.stderr, WORDS_BYTES)
         resources.callback(self._output.close)
         self._turn = asyncio.Lock()
         self._reader: asyncio.StreamReader | None = None
@@ -289,15 +305,14 @@ class Driver:
         Raises:
             SandboxError: it does not come.
         """
-        loop = asyncio.get_running_loop()
-        stdin, stdout = (
-            os.fdopen(fd, mode, 0) for fd, mode in zip(self._pipes, ("wb", "rb"), strict=True)
-        )
+        loop, process = asyncio.get_running_loop(), self.process.process
         self._reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(self._reader)
-        transport, _ = await loop.connect_read_pipe(lambda: protocol, stdout)
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, process.stdout)
         self.resources.callback(_close, transport)
-        transport, flow = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, stdin)
+        transport, flow = await loop.connect_write_pipe(
+            asyncio.streams.FlowControlMixin, process.stdin
+        )
         self._writer = asyncio.StreamWriter(transport, flow, None, loop)
         await self._ask({"do": "hello"}, START_SECONDS)
 
@@ -421,20 +436,23 @@ class Driver:
 class Capture:
     """Reads the end of a pipe until it is closed, or holds more than was asked for."""
 
-    def __init__(self, fd: int, most: int, on_flood: Callable[[], None] = lambda: None):
-        """Start reading; the descriptor is ours from here on.
+    def __init__(
+        self, pipe: IO[bytes] | None, most: int, on_flood: Callable[[], None] = lambda: None
+    ):
+        """Start reading; the pipe is ours from here on.
 
         Args:
-            fd: of the pipe.
+            pipe: its end.
             most: bytes to take. A little more is kept, so that something can be left out.
             on_flood: called once, when there are more. Of what comes afterwards nothing is kept.
         """
-        os.set_blocking(fd, False)
+        assert pipe is not None
+        os.set_blocking(pipe.fileno(), False)
         self.content = bytearray()
         self._loop = asyncio.get_running_loop()
-        self._fd, self._most, self._on_flood = fd, most, on_flood
+        self._pipe, self._most, self._on_flood = pipe, most, on_flood
         self._flooded = False
-        self._loop.add_reader(fd, self._read)
+        self._loop.add_reader(pipe, self._read)
 
     @property
     def text(self) -> str:
@@ -443,21 +461,20 @@ class Capture:
 
     def close(self) -> None:
         """Stop reading."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        if not self._pipe.closed:
+            self._loop.remove_reader(self._pipe)
+            self._pipe.close()
 
     def drain(self) -> None:
         """Read what is there now, and close: once nobody is left who could write more."""
-        while self._fd >= 0 and self._read():
+        while not self._pipe.closed and self._read():
             pass
         self.close()
 
     def _read(self) -> bool:
         """Whether there was something."""
         try:
-            read = os.read(self._fd, _CHUNK)
+            read = os.read(self._pipe.fileno(), _CHUNK)
         except BlockingIOError:
             return False
         if not read:

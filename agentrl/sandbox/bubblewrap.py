@@ -29,7 +29,6 @@ from agentrl.sandbox.box import (
     LocalSandbox,
     Slot,
     driver_command,
-    take_pipes,
 )
 from agentrl.sandbox.cgroup import Cgroup, memory_limit
 from agentrl.sandbox.namespace import (
@@ -79,8 +78,7 @@ class Bubblewrap(LocalSandbox):
                 python, limits, FOLDER, SENT, ENVIRONMENT, count_processes=True
             )
             child = Child([options, command], given, subprocess.PIPE, cgroup, lambda: None)
-            pipes = take_pipes(child.process)
-            return Driver(child, pipes, limits, FOLDER, slot, opened.pop_all())
+            return Driver(child, limits, FOLDER, slot, opened.pop_all())
 
     async def _begun(self, driver: Driver) -> Driver:
         try:
@@ -110,8 +108,8 @@ async def _run(
 
     child = Child(command, given, stdin, cgroup, begin)
     outputs = [
-        Capture(fd, limits.output_bytes, lambda: child.kill("output"))
-        for fd in take_pipes(child.process)
+        Capture(pipe, limits.output_bytes, lambda: child.kill("output"))
+        for pipe in (child.process.stdout, child.process.stderr)
     ]
     ended = 0.0
     try:

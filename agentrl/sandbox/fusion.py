@@ -8,18 +8,17 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.http import HttpClient
 from agentrl.sandbox.base import (
-    Backend,
-    Box,
     Completed,
     EndedBy,
     Limits,
     Program,
+    Sandbox,
     clean,
     plain,
     shorten,
@@ -29,7 +28,7 @@ ANSWER_SECONDS = 60.0
 """For the server's own queue and its way back, over the time of the program."""
 
 
-class SandboxFusion(Backend):
+class SandboxFusion(Sandbox):
     """The sandbox of `sandbox.backend=http://HOST:PORT`."""
 
     def __init__(self, config: SandboxConfig):
@@ -58,7 +57,7 @@ class SandboxFusion(Backend):
 
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> Box:
+    ) -> NoReturn:
         """Refused: the API has none."""
         raise SandboxError(
             f"{self.name} keeps no box from call to call. Set sandbox.backend=bubblewrap for tools"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Self
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Limits
@@ -31,10 +31,14 @@ SHELL = '"$@"; exit $?'
 """For process 1 of a namespace. A shell that becomes its last command would not outlive it."""
 
 
-class Files:
-    """Contents that a program is given as descriptors: in memory, and nowhere on this machine."""
+class Files(ExitStack):
+    """Contents that a program is given as descriptors: in memory, and nowhere on this machine.
+
+    Our side of them is closed (`close`) once the program has its own.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.fds: list[int] = []
         """What the program is to have."""
 
@@ -49,18 +53,8 @@ class Files:
     def take(self, fd: int) -> int:
         """A descriptor that is ours to close from here on."""
         self.fds.append(fd)
+        self.callback(os.close, fd)
         return fd
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close our side, once the program has its own."""
-        while self.fds:
-            os.close(self.fds.pop())
 
 
 def bwrap_command(

@@ -20,7 +20,7 @@ from pathlib import Path
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Completed, Limits, Program, plain
-from agentrl.sandbox.box import INSIDE, Driver, LocalSandbox, Slot, driver_command, take_pipes
+from agentrl.sandbox.box import INSIDE, Driver, LocalSandbox, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
 
 END_SECONDS = 10.0
@@ -77,7 +77,7 @@ class UnsafeSubprocess(LocalSandbox):
                     python, limits, folder, str(INSIDE), environment, count_processes=False
                 )
             )
-            return Driver(process, process.pipes, limits, folder, slot, opened.pop_all())
+            return Driver(process, limits, folder, slot, opened.pop_all())
 
 
 def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -94,7 +94,7 @@ class _Process:
     fault = ""
 
     def __init__(self, command: list[str]):
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -103,7 +103,6 @@ class _Process:
             env=ENVIRONMENT,
             start_new_session=True,
         )
-        self.pipes = take_pipes(self._process)
 
     def kill(self) -> None:
         """Its orders have ended: it ends all, then itself. Killed, it could end nobody."""
@@ -112,8 +111,8 @@ class _Process:
         """Wait until it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
-                while self._process.poll() is None:
+                while self.process.poll() is None:
                     await asyncio.sleep(0.002)
             return True
-        os.killpg(self._process.pid, signal.SIGKILL)
+        os.killpg(self.process.pid, signal.SIGKILL)
         return False

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
-from agentrl.tools.arguments import BadArguments, SlowArguments
-from agentrl.tools.results import (
+from agentrl.tools.payloads import (
+    BadArguments,
+    SlowArguments,
     answered,
     describe_for_log,
     failure,
@@ -156,26 +157,21 @@ class Runner:
             ToolServerError: the call found no room to run, the tool raised `Infrastructure`, or the
                 wait was called off.
         """
-        began = time.monotonic()
         tool = call.tool
         if instance is None:
-            result = await self._answer(call, tool.target)
-        else:
-            try:
-                async with asyncio.timeout(QUEUE_SECONDS):
-                    await instance.turn.acquire()
-            except TimeoutError:
-                raise self._places.no_room(tool) from None
-            try:
-                if instance.stuck is not None and not instance.stuck.done():
-                    result = failure("timeout", f"{tool.name} is still busy with a call that hangs")
-                else:
-                    method = getattr(instance.value, call.function.attribute)
-                    result = await self._answer(call, method, instance)
-            finally:
-                instance.turn.release()
-        seconds = time.monotonic() - began
-        return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
+            return await self._answer(call, tool.target)
+        try:
+            async with asyncio.timeout(QUEUE_SECONDS):
+                await instance.turn.acquire()
+        except TimeoutError:
+            raise self._places.no_room(tool) from None
+        try:
+            if instance.stuck is not None and not instance.stuck.done():
+                return failure("timeout", f"{tool.name} is still busy with a call that hangs")
+            method = getattr(instance.value, call.function.attribute)
+            return await self._answer(call, method, instance)
+        finally:
+            instance.turn.release()
 
     async def remembered(
         self, tool: Tool, key: bytes, call: Callable[[], Awaitable[ToolResult]]
@@ -196,10 +192,10 @@ class Runner:
             UserCodeError: `reward()` raised.
             ToolServerError: see `call`.
         """
-        began, tool = time.monotonic(), call.tool
+        tool = call.tool
         outcome = await self._outcome(tool, functools.partial(tool.target, **made_of))
         if outcome is None or outcome[1] is not None:
-            return replace(self._result(tool, outcome), seconds=time.monotonic() - began)
+            return self._result(tool, outcome)
         instance = Instance(outcome[0])
         try:
             method = getattr(instance.value, call.function.attribute)
@@ -207,7 +203,7 @@ class Runner:
             if "reward" in tool.hooks and instance.stuck is None:
                 earned = await self.reward(tool, instance)
                 result = replace(result, reward=(result.reward or 0.0) + earned)
-            return replace(result, seconds=time.monotonic() - began)
+            return result
         finally:
             # Whoever gives up on the call does not give up on this.
             await asyncio.shield(self._own(self.close_object(tool, instance)))
@@ -430,38 +426,32 @@ class Places:
             ToolServerError: there was none for too long.
         """
         limited = tool.max_concurrency or tool.rate_limit or tool.process
-        if not limited and (is_async or self._threads.has_room):  # nearly all calls
-            return await self._start(tool, bound, seconds, is_async)
-        try:
-            async with asyncio.timeout(QUEUE_SECONDS):
-                return await self._start(tool, bound, seconds, is_async)
-        except TimeoutError:
-            raise self.no_room(tool) from None
-
-    async def _start(
-        self, tool: Tool, bound: functools.partial[Any], seconds: float, is_async: bool
-    ) -> asyncio.Future[Outcome]:
+        is_free = not limited and (is_async or self._threads.has_room)  # nearly all calls
         gate = None
-        if tool.max_concurrency:
-            gate = self._gates.setdefault(tool.name, asyncio.Semaphore(tool.max_concurrency))
-            await gate.acquire()
         try:
-            if tool.rate_limit:
-                pace = self._paces.setdefault(tool.name, Pace(tool.rate_limit))
-                await pace.wait(QUEUE_SECONDS)
-            if tool.process:
-                await self._workers.acquire()
-                # Nothing may raise here that is not the job's: its end gives the place back.
-                apply = functools.partial(self._processes.apply, bound.func, (), bound.keywords)
-                job = asyncio.create_task(caught(functools.partial(apply, seconds)))
-                job.add_done_callback(lambda _: self._workers.release())
-            elif is_async:
-                job = asyncio.create_task(caught(bound))
-            else:
-                job = await self._threads.start(bound)
-        except BaseException:
+            async with asyncio.timeout(None if is_free else QUEUE_SECONDS):
+                if tool.max_concurrency:
+                    new = asyncio.Semaphore(tool.max_concurrency)
+                    await self._gates.setdefault(tool.name, new).acquire()
+                    gate = self._gates[tool.name]
+                if tool.rate_limit:
+                    pace = self._paces.setdefault(tool.name, Pace(tool.rate_limit))
+                    await pace.wait(QUEUE_SECONDS)
+                if tool.process:
+                    await self._workers.acquire()
+                    # Nothing may raise here that is not the job's: its end gives the place back.
+                    apply = functools.partial(self._processes.apply, bound.func, (), bound.keywords)
+                    job = asyncio.create_task(caught(functools.partial(apply, seconds)))
+                    job.add_done_callback(lambda _: self._workers.release())
+                elif is_async:
+                    job = asyncio.create_task(caught(bound))
+                else:
+                    job = await self._threads.start(bound)
+        except BaseException as e:
             if gate is not None:
                 gate.release()
+            if isinstance(e, TimeoutError):
+                raise self.no_room(tool) from None
             raise
         if gate is not None:
             # When it really ends: one that hangs keeps its place.
@@ -629,16 +619,14 @@ class Remembered:
             key: the arguments.
             run: makes the call.
         """
-        began = time.monotonic()
         known = self._answers.get(key)
         if known is not None:
             self._answers.move_to_end(key)
-            return replace(known, seconds=0.0)
+            return known
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.ensure_future(self._find_out(key, run))
-        result = await asyncio.shield(task)
-        return replace(result, seconds=time.monotonic() - began)
+        return await asyncio.shield(task)
 
     async def _find_out(self, key: bytes, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         try:

@@ -1,16 +1,27 @@
 """From a Python signature to what the model is shown, and what its arguments are checked against.
 
 One pydantic model per function, made once. Its JSON schema, cleaned for chat templates that print
-it raw, is shown to the model and compiled into a validator: see `agentrl.tools.arguments`.
+it raw, is shown to the model and compiled into a validator: see `agentrl.tools.payloads`.
+
+Parameters with certain names are agentrl's to fill, of the episode; no model ever sees these:
+
+    state      a dictionary of the episode, shared by all of its tools that ask for it
+    sample     the row
+    messages   the conversation so far, to be read
+    sandbox    where model-written code runs
+
+A parameter of such a name is the model's all the same where its annotation is of something else:
+`state: str`, of an address.
 """
 
 from __future__ import annotations
 
+import collections.abc as abc
 import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import docstring_parser
@@ -19,12 +30,14 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import is_typeddict
 
 from agentrl.errors import UserError
-from agentrl.signatures import location
-from agentrl.tools.arguments import Parameters, quick_check
-from agentrl.tools.results import shorten
+from agentrl.sandbox import Sandbox
+from agentrl.signatures import KEYWORD, location
+from agentrl.tools.payloads import Parameters, quick_check, shorten
 from agentrl.tools.validation import DATA_KEYWORDS, NAMED_KEYWORDS, Validator
+from agentrl.trajectory import Message, Sample
 
 
 def describe(
@@ -49,7 +62,13 @@ def describe(
     about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
     every = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
     taken = [p for p in every if p.name not in given]
-    hints = _hints(function, where, given)
+    try:
+        hints = _evaluated(function, {p.name for p in taken})
+    except (NameError, TypeError, SyntaxError) as e:
+        raise UserError(
+            f"{where}: an annotation cannot be evaluated ({e}). Import or define what it names at"
+            " the top of the file."
+        ) from e
     fields: dict[str, Any] = {}
     for parameter in taken:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -150,20 +169,12 @@ class _SchemaGenerator(GenerateJsonSchema):
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
 
-def _hints(function: types.FunctionType, where: str, given: Collection[str]) -> dict[str, Any]:
-    """The parameters' annotations, evaluated. The return annotation may name what is not there."""
+def _evaluated(function: Any, names: Collection[str]) -> dict[str, Any]:
+    """The annotations of these parameters, evaluated. Others may name what is not there."""
     function = inspect.unwrap(function)
-    left_out = {"return", *given}
-    holder = types.SimpleNamespace(
-        __annotations__={k: v for k, v in function.__annotations__.items() if k not in left_out}
-    )
-    try:
-        return typing.get_type_hints(holder, function.__globals__, include_extras=True)
-    except (NameError, TypeError, SyntaxError) as e:
-        raise UserError(
-            f"{where}: an annotation cannot be evaluated ({e}). Import or define what it names at"
-            " the top of the file."
-        ) from e
+    annotations = {k: v for k, v in function.__annotations__.items() if k in names}
+    holder = types.SimpleNamespace(__annotations__=annotations)
+    return typing.get_type_hints(holder, function.__globals__, include_extras=True)
 
 
 def _described(annotation: Any) -> bool:
@@ -220,3 +231,65 @@ def _type(schema: Any) -> str:
     if "anyOf" in schema:
         return "|".join(_type(s) for s in schema["anyOf"])
     return str(schema.get("type", "any"))
+
+
+# -- what agentrl gives ---------------------------------------------------------------------------
+
+TO_CALLS = ("state", "sample", "messages", "sandbox")
+TO_CONSTRUCTORS = ("state", "sample", "sandbox")
+
+_SEQUENCES = {tuple, list, abc.Sequence, abc.Collection, abc.Iterable}
+
+
+def injected(
+    function: Callable[..., Any],
+    names: Collection[str] = TO_CALLS,
+    models_own: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Which of these names a function, or a class's constructor, asks for.
+
+    Args:
+        function: as it is written.
+        names: what there is to be had.
+        models_own: names that a schema written by hand offers the model.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a constructor written in C, with no signature
+        return ()
+    return tuple(
+        name
+        for name in names
+        if name in parameters
+        and name not in models_own
+        and parameters[name].kind in KEYWORD
+        and _fits(name, _annotation(function, name))
+    )
+
+
+def _annotation(function: Callable[..., Any], name: str) -> Any:
+    """A parameter's annotation; Any where it has none, or one that cannot be evaluated."""
+    code = function.__init__ if isinstance(function, type) else function
+    try:
+        return _evaluated(code, {name}).get(name, Any)
+    except (NameError, TypeError, SyntaxError, AttributeError):
+        # Imported for type checkers only: the model could not be shown it either.
+        return Any
+
+
+def _fits(name: str, annotation: Any) -> bool:
+    """Whether what stands under this name may be what agentrl gives under it."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _fits(name, typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(name, choice) for choice in typing.get_args(annotation))
+    kind = origin or annotation
+    if kind is Any or kind is object:
+        return True
+    if name == "state":
+        return kind in (dict, abc.Mapping, abc.MutableMapping) or is_typeddict(kind)
+    if name == "messages":
+        items = [a for a in typing.get_args(annotation) if a is not ...]
+        return kind in _SEQUENCES and all(i in (Message, Any) for i in items)
+    return kind is (Sample if name == "sample" else Sandbox)

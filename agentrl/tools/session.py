@@ -29,8 +29,7 @@ from typing import Any
 from agentrl import sandbox
 from agentrl.errors import ToolServerError
 from agentrl.registry import tools
-from agentrl.tools.arguments import canonical, readable
-from agentrl.tools.results import unknown_tool
+from agentrl.tools.payloads import canonical, readable, unknown_tool
 from agentrl.tools.runner import QUEUE_SECONDS, Call, Instance, Runner, Waits, call_off
 from agentrl.tools.tool import Tool, lanes_of, schemas_of
 from agentrl.tools.validation import SlowCheck
@@ -216,13 +215,17 @@ class ToolSession:
             return runner.refused(tool, e)
         if function.injected:
             given = {**given, **self._given(function.injected, messages)}
+        # Other episodes may wait for a call whose answer is kept.
+        call = Call(tool, function, given, set() if tool.cache else self._waits)
+        began = time.monotonic()
         if tool.cache:
-            call = Call(tool, function, given, set())  # other episodes may wait for it as well
-            return await runner.remembered(tool, encoded, lambda: runner.call(call, None))
-        call = Call(tool, function, given, self._waits)
-        if tool.scope == "call":
-            return await runner.call_once(call, self._made_of[tool.name])
-        return await runner.call(call, self._instances.get(tool.name))
+            result = await runner.remembered(tool, encoded, lambda: runner.call(call, None))
+        elif tool.scope == "call":
+            result = await runner.call_once(call, self._made_of[tool.name])
+        else:
+            result = await runner.call(call, self._instances.get(tool.name))
+        seconds = time.monotonic() - began
+        return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
     async def close(self, scored: bool = True) -> float:
         """Ask every object for its reward, then close it; the sum of the rewards.

@@ -23,9 +23,8 @@ from typing import Any, Literal, TypeVar, get_args, overload
 from agentrl.errors import DataError, UserError
 from agentrl.registry import tools
 from agentrl.signatures import argument_problems, location, place
-from agentrl.tools.arguments import Parameters
-from agentrl.tools.injected import TO_CONSTRUCTORS, injected
-from agentrl.tools.schema import adopt, describe
+from agentrl.tools.payloads import Parameters
+from agentrl.tools.schema import TO_CONSTRUCTORS, adopt, describe, injected
 from agentrl.trajectory import Sample
 from agentrl.workers.processes import START_S
 
@@ -79,7 +78,7 @@ class ToolFunction:
     parameters: Parameters
     is_async: bool = False
     injected: tuple[str, ...] = ()
-    """What of the episode it is given, see `agentrl.tools.injected`."""
+    """What of the episode it is given, see `agentrl.tools.schema`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +231,7 @@ def tool(
 
     What a tool returns is text, anything JSON holds, or a `ToolResult`. It refuses input by raising
     `ToolError`, which the model reads. Parameters named `state`, `sample`, `messages` and `sandbox`
-    are given by agentrl, see `agentrl.tools.injected`.
+    are given by agentrl, see `agentrl.tools.schema`.
 
     Args:
         target: the function or class, where the decorator stands without parentheses.

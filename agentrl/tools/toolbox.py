@@ -28,8 +28,7 @@ from agentrl.errors import (
 )
 from agentrl.http import HttpClient, fetch_json
 from agentrl.registry import Registry, tools
-from agentrl.tools.arguments import encode_arguments, readable
-from agentrl.tools.results import unknown_tool
+from agentrl.tools.payloads import encode_arguments, readable, unknown_tool
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.session import GRACE_SECONDS, ToolHost, UnknownEpisode, patience, worker_of
 from agentrl.tools.tool import Offer, lanes_of, schemas_of

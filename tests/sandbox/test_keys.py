@@ -54,7 +54,7 @@ async def test_each_key_changes_what_programs_meet():
         place = open_sandbox(load_config(None, [backend]).sandbox)
         assert place.name == name
         await place.aclose()
-    slots = [open_sandbox(load_config(None, [UNSAFE, s]).sandbox)._slots.count  # pyright: ignore
+    slots = [open_sandbox(load_config(None, [UNSAFE, s]).sandbox)._slots  # pyright: ignore
              for s in ("sandbox.slots=3", "sandbox.slots=0")]  # fmt: skip
     assert slots == [3, 2 * len(os.sched_getaffinity(0))]
     assert (await ran("while True: pass", "sandbox.timeout_s=0.5")).ended_by == "time"

@@ -191,7 +191,7 @@ def killed(box):
     if isinstance(box._driver.process, Child):
         box._driver.process.kill()
     else:
-        os.kill(box._driver.process._process.pid, 9)
+        os.kill(box._driver.process.process.pid, 9)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from agentrl.rewards.scorer import check_graders, make_scorer
 from agentrl.sandbox import Sandbox
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import HttpToolbox, LocalToolbox, runner, tool
-from agentrl.tools.arguments import MAX_DEPTH, encode_arguments
+from agentrl.tools.payloads import MAX_DEPTH, encode_arguments
 from agentrl.tools.runner import Remembered
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 

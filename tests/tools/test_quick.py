@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl.tools.arguments import quick_check
+from agentrl.tools.payloads import quick_check
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 2**70, 0.0, 1.5, float("nan"), "", "a", "ab"]
 VALUES = [*SCALARS, [], *([s] for s in SCALARS), ["a", 1], [[1]], ["a", "a"], {}, {"a": 1}]

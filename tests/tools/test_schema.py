@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from agentrl import registry
 from agentrl.errors import DataError, RegistryError, UserError
 from agentrl.tools import tool
-from agentrl.tools.arguments import BadArguments, encode_arguments
+from agentrl.tools.payloads import BadArguments, encode_arguments
 from agentrl.trajectory import Sample, ToolCall
 
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from agentrl import registry
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserError
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
-from agentrl.tools.arguments import MAX_DEPTH, BadArguments
+from agentrl.tools.payloads import MAX_DEPTH, BadArguments
 from agentrl.tools.schema import adopt, describe
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.validation import (

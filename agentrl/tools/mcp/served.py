@@ -23,8 +23,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from agentrl import __version__
 from agentrl.errors import DataError
 from agentrl.registry import tools
-from agentrl.tools.arguments import encode_arguments
-from agentrl.tools.results import unknown_tool
+from agentrl.tools.payloads import encode_arguments, unknown_tool
 from agentrl.tools.session import ToolHost
 from agentrl.tools.tool import Tool, schemas_of
 from agentrl.trajectory import Sample, ToolCall, ToolResult

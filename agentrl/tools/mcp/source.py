@@ -26,8 +26,7 @@ import orjson
 
 from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import tools
-from agentrl.tools.arguments import Parameters
-from agentrl.tools.results import shorten
+from agentrl.tools.payloads import Parameters, shorten
 from agentrl.tools.schema import adopt
 from agentrl.tools.tool import Tool, ToolFunction
 

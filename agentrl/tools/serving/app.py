@@ -36,7 +36,7 @@ from starlette.types import Scope
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
-from agentrl.tools.arguments import refused
+from agentrl.tools.payloads import refused
 from agentrl.tools.serving.guard import REFUSED, Guard, refusal
 from agentrl.tools.session import (
     Busy,
