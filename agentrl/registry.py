@@ -129,7 +129,7 @@ advantage_estimators: Registry[Callable[..., Any]] = Registry(
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
         "turn_rloo",
     ),
-    home="agentrl.trainer.advantages",
+    home="agentrl.trainer.algorithms",
 )  # fmt: skip
 policy_losses: Registry[Callable[..., Any]] = Registry(
     "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.trainer.losses"
@@ -144,7 +144,7 @@ def advantage_estimator(name: str) -> Callable[[F], F]:
             rewards = batch.rewards[batch.rollout][:, None]  # (B, 1)
             return rewards.where(batch.action_mask, 0.0), None
 
-    See `agentrl.trainer.advantages` for what it is given and returns. The function stays as it is.
+    See `agentrl.trainer.algorithms` for what it is given and returns. The function stays as it is.
 
     Raises:
         RegistryError: the name is taken, or is no text.

@@ -10,10 +10,10 @@ publishes it. Overwriting a folder in place leaves it unusable in half of all ra
       latest_checkpointed_iteration.txt    20
       .tmp-30-4711/                        being written by process 4711
 
-How a run starts: with the folder's `RunLock` held, `recover`; then `find_checkpoint`, and
+How a run starts: with the folder's `run_lock` held, `recover`; then `find_checkpoint`, and
 `drop_after` the step it goes on from.
 
-One process works in a folder at a time (`RunLock`), and a run goes on under one config
+One process works in a folder at a time (`run_lock`), and a run goes on under one config
 (`check_resumable`).
 """
 
@@ -28,6 +28,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from hashlib import file_digest
@@ -161,7 +162,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def recover(root: Path) -> None:
-    """Clear what killed processes left. Call it first, with the `RunLock` held.
+    """Clear what killed processes left. Call it first, with the `run_lock` held.
 
     A complete checkpoint that only lacked its rename is published; the rest is removed.
     """
@@ -465,38 +466,29 @@ def _completed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return saved
 
 
-class RunLock:
-    """Holds a run's folder for this process: `with RunLock(folder): ...`.
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold a run's folder for this process.
 
     The kernel frees the lock when the process ends, however it ends.
 
     Raises:
         UserError: another process holds the folder; the message says which.
     """
-
-    def __init__(self, folder: Path):
-        self._path = folder / ".lock"
-
-    def __enter__(self) -> RunLock:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a+")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self._file.close()
+            file.seek(0)
             raise UserError(
-                f"{self._path.parent} is in use by {holder}. Wait until it ends, stop it, or give"
-                " another --output."
+                f"{folder} is in use by {file.read().strip() or 'another process'}. Wait until it"
+                " ends, stop it, or give another --output."
             ) from None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._file.flush()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

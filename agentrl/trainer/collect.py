@@ -24,8 +24,7 @@ from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
 from agentrl.rollout import Rollouts
-from agentrl.trainer.advantages import dead_groups
-from agentrl.trainer.algorithms import estimate
+from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
 

@@ -29,7 +29,7 @@ MAX_POINTS = 100
 INK = "#7d8590"
 GREY = "#8b949e"
 COLOURS = ("#2f81f7", "#d4702a", "#2da44e", "#a371f7", "#d6498f", "#0e9aa7", "#b58900", "#e5534b")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "agentrl",  # the same numbers make the same file
     "font.sans-serif": ["DejaVu Sans"],  # which matplotlib brings: no search, short names

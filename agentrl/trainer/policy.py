@@ -13,7 +13,7 @@ weights may be spread over ranks (`sharding.py`). Then whatever gathers them (`e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import TypeVar
@@ -140,29 +140,22 @@ class Policy:
             )
 
     @contextmanager
-    def adapter(self, name: str) -> Iterator[None]:
-        """Run with another adapter than the policy's, backward passes too."""
-        assert self.peft is not None
-        self.peft.set_adapter(name)
-        try:
-            yield
-        finally:
-            settle(self.scorer)  # what learns are the pieces, not what was gathered of them
-            self.peft.set_adapter(ACTOR)
-            self._all_learn()
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Run with another adapter than the policy's, backward passes too.
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        """Run with every adapter off: the policy as it was before it learned anything."""
+        None: with every adapter off, as the policy was before it learned anything.
+        """
         assert self.peft is not None
-        try:
-            with self.peft.disable_adapter():
-                try:
-                    yield
-                finally:
-                    settle(self.scorer)  # as above
-        finally:
-            self._all_learn()
+        with ExitStack() as stack:
+            stack.callback(self._all_learn)
+            if name is None:
+                stack.enter_context(self.peft.disable_adapter())
+            else:
+                self.peft.set_adapter(name)
+                stack.callback(self.peft.set_adapter, ACTOR)
+            # What learns are the pieces, not what was gathered of them.
+            stack.callback(settle, self.scorer)
+            yield
 
     def _all_learn(self) -> None:
         """Undo that PEFT freezes the adapters which are not in use."""

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote.files import check_seen, write_weights
-from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.trainer.dispatch import BROADCAST, SPLIT, Group, Site, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
     importance_ratios,
@@ -181,7 +181,7 @@ class Rank:
         """Within it the base that all share with LoRA has the adapter of `who`, or none."""
         if self.policy.peft is None or who not in ("critic", "reference"):
             return nullcontext()
-        return self.policy.adapter(CRITIC) if who == "critic" else self.policy.base()
+        return self.policy.adapter(CRITIC if who == "critic" else None)
 
     def _load_frozen(self) -> Policy:
         """The policy as it was at first: it rounds as the policy does, and holds no more."""
@@ -353,3 +353,8 @@ class Rank:
     def calm(self) -> None:
         """Undo `shake`."""
         self._shaking.__exit__(None, None, None)
+
+
+def start_ranks(site: Site | None, *args: Any, **kwargs: Any) -> Group:
+    """The ranks of a site; None: one, in this process. The arguments are those of `Rank`."""
+    return site.ranks(Rank, *args, **kwargs) if site else Alone(Rank(*args, **kwargs))

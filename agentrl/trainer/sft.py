@@ -33,9 +33,9 @@ from agentrl.errors import ConfigError, RegistryError
 from agentrl.registry import agent_loops, did_you_mean, tools, where_to_load
 from agentrl.tools import LocalToolbox
 from agentrl.trainer.batch import Rows
-from agentrl.trainer.dispatch import Group, Site, check_launched_once
+from agentrl.trainer.dispatch import Site, check_launched_once
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.rank import Alone, Rank
+from agentrl.trainer.rank import start_ranks
 from agentrl.trajectory import Message, Role, Sample
 
 WARMUP = 0.03
@@ -139,16 +139,10 @@ class Imitator(Learner):
                 asked for, and there is no site.
         """
         check_launched_once(config, site)
-        t = config.trainer
-        start = _here if site is None else site.ranks
-        group = start(
-            Rank,
-            config.model.path,
-            config,
-            betas=BETAS,
-            load=partial(new_causal_lm, seed=t.seed) if fresh else load_causal_lm,
-        )
-        super().__init__(config.model.path, config, total_steps=t.total_steps, group=group)
+        path, t = config.model.path, config.trainer
+        load = partial(new_causal_lm, seed=t.seed) if fresh else load_causal_lm
+        group = start_ranks(site, path, config, betas=BETAS, load=load)
+        super().__init__(path, config, total_steps=t.total_steps, group=group)
 
     def imitate(self, examples: Sequence[Example], step: int) -> float:
         """One optimizer step.
@@ -188,10 +182,6 @@ class Imitator(Learner):
         """
         for step in range(1, self.config.trainer.total_steps + 1):
             report(step, self.imitate(next(source), step))
-
-
-def _here(rank: type[Rank], *args: Any, **kwargs: Any) -> Group:
-    return Alone(rank(*args, **kwargs))
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:

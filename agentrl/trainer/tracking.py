@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,10 +64,8 @@ class Tracker:
             raise RunStopped(f"cannot write {self._path}: {e.strerror}") from e
         self._sinks: dict[str, Sink] = {}
         for name in loggers:
-            try:
+            with self._ends_at_a_failure(name):
                 self._sinks[name] = SINKS[name](folder, config or {}, resumed_step)
-            except Exception as e:
-                self._gave_up(name, e)
 
     def log(self, step: int, data: Data) -> None:
         """Record a step: once, in order, and before its checkpoint is published.
@@ -94,29 +93,30 @@ class Tracker:
         except OSError as e:
             raise RunStopped(f"cannot write {self._path}: {e.strerror}") from e
         for name, sink in list(self._sinks.items()):
-            try:
+            with self._ends_at_a_failure(name):
                 sink.log(step, data)
-            except Exception as e:
-                del self._sinks[name]
-                self._gave_up(name, e)
 
     def close(self) -> None:
         """Flush and close everything. Closing twice does nothing."""
-        for name, sink in self._sinks.items():
-            try:
+        for name, sink in list(self._sinks.items()):
+            with self._ends_at_a_failure(name):
                 sink.close()
-            except Exception as e:
-                self._gave_up(name, e)
         self._sinks = {}
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _gave_up(self, name: str, error: Exception) -> None:
-        self._warn(
-            f"{name} failed and gets no more numbers ({type(error).__name__}: {error});"
-            f" {self._path} has them all"
-        )
+    @contextmanager
+    def _ends_at_a_failure(self, name: str) -> Iterator[None]:
+        """Warn if a tracker fails in the block, and use it no more."""
+        try:
+            yield
+        except Exception as e:
+            self._sinks.pop(name, None)
+            self._warn(
+                f"{name} failed and gets no more numbers ({type(e).__name__}: {e});"
+                f" {self._path} has them all"
+            )
 
 
 def check_loggers(names: Sequence[str]) -> None:

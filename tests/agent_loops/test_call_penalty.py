@@ -21,8 +21,7 @@ from agentrl.config import Config
 from agentrl.metrics import rollout_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.testing import Scripted, byte_tokenizer
-from agentrl.trainer.advantages import dead_groups
-from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.algorithms import dead_groups, make_targets
 from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored, ToolCall, ToolResult, token_array
 

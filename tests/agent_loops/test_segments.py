@@ -15,7 +15,7 @@ from agentrl.engine.scripted import Scripted
 from agentrl.errors import UserCodeError
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import tool
-from agentrl.trainer.advantages import minus_mean
+from agentrl.trainer.algorithms import minus_mean
 from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored
 

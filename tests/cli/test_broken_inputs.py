@@ -75,9 +75,9 @@ def busy_port(case):
 
 
 def locked(case):
-    from agentrl.trainer.checkpoint import RunLock
+    from agentrl.trainer.checkpoint import run_lock
 
-    case.lock = RunLock(case.folder / "run")
+    case.lock = run_lock(case.folder / "run")
     case.lock.__enter__()
     return case.train()
 

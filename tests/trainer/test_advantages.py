@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from agentrl.trainer.advantages import (
+from agentrl.trainer.algorithms import (
     generalized_advantages,
     minus_mean,
     minus_others_mean,

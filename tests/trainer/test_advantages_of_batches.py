@@ -17,8 +17,7 @@ from agentrl.config.algorithm import ALGORITHMS
 from agentrl.config.checks import without_effect
 from agentrl.errors import ConfigError, DataError, RegistryError, RunStopped, UserCodeError
 from agentrl.plan import make_plan
-from agentrl.trainer.advantages import dead_groups, whiten
-from agentrl.trainer.algorithms import estimate, make_targets, rewards_teach
+from agentrl.trainer.algorithms import dead_groups, estimate, make_targets, rewards_teach, whiten
 from agentrl.trainer.batch import collate
 
 NAN = float("nan")

@@ -23,12 +23,12 @@ from agentrl.trainer.checkpoint import (
     LATEST,
     MAY_CHANGE,
     Checkpoint,
-    RunLock,
     check_resumable,
     check_same_run,
     drop_after,
     find_checkpoint,
     recover,
+    run_lock,
     save_checkpoint,
 )
 from agentrl.trainer.state import read_state
@@ -401,8 +401,8 @@ def test_sixty_random_kills_of_two_ranks_leave_none_unusable(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from agentrl.trainer.checkpoint import RunLock
-with RunLock(Path(sys.argv[1])):
+from agentrl.trainer.checkpoint import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -418,12 +418,12 @@ def test_one_process_a_folder(tmp_path):
     assert child.stdout is not None and child.stdin is not None
     assert child.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=rf"in use by process {child.pid} .*--output"):
-        RunLock(tmp_path).__enter__()
+        run_lock(tmp_path).__enter__()
     child.kill()
     child.wait()
-    with RunLock(tmp_path), pytest.raises(UserError, match=str(os.getpid())):
-        RunLock(tmp_path).__enter__()
-    with RunLock(tmp_path):
+    with run_lock(tmp_path), pytest.raises(UserError, match=str(os.getpid())):
+        run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
         pass
     child.stdin.close()
     child.stdout.close()

@@ -135,7 +135,7 @@ def test_a_fresh_adapter_is_the_base_and_off_it_stays_the_base():
         assert torch.equal(policy.logprobs(rows)[0], before)
         shake(learns)
         assert not torch.equal(policy.logprobs(rows)[0], before)
-        with policy.base():
+        with policy.adapter(None):
             assert torch.equal(policy.logprobs(rows)[0], before)
         assert not torch.equal(policy.logprobs(rows)[0], before)
     assert all(p.requires_grad for p in learns.values())

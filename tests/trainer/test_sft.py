@@ -284,7 +284,7 @@ def test_a_loss_that_is_no_number_stops(folder):
 
 def test_the_learning_rate_warms_up_then_falls(folder):
     learner = imitator(folder, steps=100, lr=1.0)
-    lr = [learner._lr["actor"](step) for step in range(1, 101)]
+    lr = [learner._lr("actor", step) for step in range(1, 101)]
     assert lr[:3] == pytest.approx([1 / 3, 2 / 3, 1])
     assert lr[3] == pytest.approx(1 - 0.9 / 97) and lr[-1] == pytest.approx(0.1)
 

@@ -13,8 +13,7 @@ from torch import Tensor, tensor
 from torch.nn.functional import logsigmoid
 
 from agentrl import registry
-from agentrl.trainer.advantages import minus_mean, minus_others_mean, rewards_to_go
-from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.algorithms import make_targets, minus_mean, minus_others_mean, rewards_to_go
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.losses import vanilla
 
