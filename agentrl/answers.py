@@ -42,10 +42,10 @@ def gsm8k_answer(text: str, method: str = "strict") -> str | None:
     tail = text[-TAIL:]
     if method == "strict":
         marked = _MARKED.findall(tail)
-        return _bare(marked[-1]) if marked else None
+        return without_signs(marked[-1]) if marked else None
     if method == "flexible":
         numbers = [n for n in _NUMBER.findall(tail) if any(c.isdigit() for c in n)]
-        return _bare(numbers[-1]).rstrip(".") if numbers else None
+        return without_signs(numbers[-1]).rstrip(".") if numbers else None
     raise ConfigError(
         f"no such method of reading an answer: {method!r}.{did_you_mean(method, METHODS)}"
         f" Choices: {', '.join(METHODS)}"
@@ -113,7 +113,7 @@ def same_number(answer: str, ground_truth: Any) -> bool:
 
 def plain_number(ground_truth: Any) -> str:
     """A ground truth as text without commas and `$`."""
-    return _bare(as_text(ground_truth))
+    return without_signs(as_text(ground_truth))
 
 
 def as_text(ground_truth: Any) -> str:
@@ -127,5 +127,6 @@ def as_text(ground_truth: Any) -> str:
     return str(ground_truth).strip() if known else ""
 
 
-def _bare(number: str) -> str:
+def without_signs(number: str) -> str:
+    """A number without its commas and `$`."""
     return number.replace(",", "").replace("$", "")

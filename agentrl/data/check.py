@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from agentrl import registry
-from agentrl.data.rows import Mistakes, read_samples
+from agentrl.data.rows import Mistakes, load_samples
 from agentrl.signatures import INTERACTION_GIVEN, argument_problems, merged_arguments
 from agentrl.trajectory import Sample
 
@@ -44,11 +44,7 @@ def load_checked(
     Raises:
         DataError: see both.
     """
-    mistakes = Mistakes(path)
-    samples = read_samples(path, default_agent_name, mistakes)
-    _judge([s for s in samples if s.row not in mistakes.rows], mistakes, configured or {})
-    mistakes.raise_any()
-    return samples
+    return load_samples(path, default_agent_name, partial(_judge, configured=configured or {}))
 
 
 def _judge(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
@@ -74,23 +70,17 @@ def _loop(sample: Sample) -> Found:
     if sample.agent_name not in registry.agent_loops:
         yield "agent_name", registry.agent_loops.unknown(sample.agent_name)
         return
-    loop = registry.agent_loops.get(sample.agent_name)
-    carried = []
-    if sample.tools and not loop.uses_tools:
-        carried.append("tools")
-    if sample.interaction and not loop.uses_interaction:
-        carried.append("interaction")
-    if carried:
-        loops = [registry.agent_loops.get(name) for name in registry.agent_loops.names()]
-        able = [
-            other.name
-            for other in loops
-            if (other.uses_tools or not sample.tools)
-            and (other.uses_interaction or not sample.interaction)
-        ]
+
+    def unusable(name: str) -> list[str]:
+        loop = registry.agent_loops.get(name)
+        uses = {"tools": loop.uses_tools, "interaction": loop.uses_interaction}
+        return [field for field, used in uses.items() if getattr(sample, field) and not used]
+
+    if carried := unusable(sample.agent_name):
+        able = [name for name in registry.agent_loops.names() if not unusable(name)]
         yield (
             "agent_name",
-            f"{loop.name!r} cannot use the row's {' and '.join(carried)}. Loops that can:"
+            f"{sample.agent_name!r} cannot use the row's {' and '.join(carried)}. Loops that can:"
             f" {', '.join(able) or 'none'}. Name one in the row, or for rows that name none in"
             " data.agent_name",
         )

@@ -94,14 +94,11 @@ def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
             ours = (parquet.schema_arrow.metadata or {}).get(JSON_COLUMNS)
             clean = partial(_decode_json, orjson.loads(ours)) if ours else _without_null_kwargs
             for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
-                yield [clean(_without_null_columns(row)) for row in batch.to_pylist()], batch.nbytes
+                rows = [{k: v for k, v in r.items() if v is not None} for r in batch.to_pylist()]
+                yield [clean(row) for row in rows], batch.nbytes
     except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as e:
         reason = str(e).splitlines()[0]
         raise DataError(f"{file}: damaged, or not a Parquet file ({reason})") from None
-
-
-def _without_null_columns(row: Row) -> Row:
-    return {name: value for name, value in row.items() if value is not None}
 
 
 def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:

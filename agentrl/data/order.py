@@ -23,13 +23,10 @@ class RowOrder:
 
         A batch may begin in one epoch and end in the next.
         """
-        rows = []
-        for place in range(position, position + count):
-            epoch, index = divmod(place, self.n_rows)
-            rows.append(
-                _permutation(self.n_rows, self.seed, epoch)[index] if self.shuffle else index
-            )
-        return rows
+        places = (divmod(place, self.n_rows) for place in range(position, position + count))
+        if not self.shuffle:
+            return [index for _, index in places]
+        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in places]
 
 
 @lru_cache(maxsize=4)

@@ -7,7 +7,7 @@ Both are read, also mixed, but no field may be given twice with different values
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import orjson
@@ -71,24 +71,22 @@ class Mistakes:
         raise DataError(f"{wrong:,} rows are wrong (rows count from 0):{listed}")
 
 
-def load_samples(path: str, default_agent_name: str = "single_turn") -> list[Sample]:
+def load_samples(
+    path: str,
+    default_agent_name: str = "single_turn",
+    check: Callable[[Sequence[Sample], Mistakes], None] | None = None,
+) -> list[Sample]:
     """Read a dataset's rows.
 
     Args:
         path: a .parquet or .jsonl file.
         default_agent_name: the loop of rows without `agent_name`.
+        check: notes further mistakes of the rows that are well formed.
 
     Raises:
         DataError: the file cannot be read, or rows are malformed; all of them at once.
     """
     mistakes = Mistakes(path)
-    samples = read_samples(path, default_agent_name, mistakes)
-    mistakes.raise_any()
-    return samples
-
-
-def read_samples(path: str, default_agent_name: str, mistakes: Mistakes) -> list[Sample]:
-    """All rows as samples; of what is noted in `mistakes`, a sample may hold anything."""
     samples = [
         _Reader(row, number, mistakes).sample(default_agent_name)
         for number, row in enumerate(read_rows(path))
@@ -98,6 +96,10 @@ def read_samples(path: str, default_agent_name: str, mistakes: Mistakes) -> list
         row = first.setdefault(sample.id, sample.row)
         if row != sample.row:
             mistakes.add(sample.row, "id", f"{sample.id!r} is row {row}'s id already")
+    if check:
+        malformed = mistakes.rows
+        check([s for s in samples if s.row not in malformed], mistakes)
+    mistakes.raise_any()
     return samples
 
 

@@ -104,15 +104,11 @@ class GymInteraction(Interaction):
 
     def describe(self, observation: Any) -> str:
         """An observation as the policy reads it."""
-        from agentrl.interactions.spaces import describe
-
-        return describe(self.env.observation_space, observation, self.observations)
+        return _spaces().describe(self.env.observation_space, observation, self.observations)
 
     def read(self, text: str) -> Any:
         """The action that an answer holds, or None; what was thought before it is left out."""
-        from agentrl.interactions.spaces import read_action
-
-        return read_action(self.env.action_space, text, self.actions)
+        return _spaces().read_action(self.env.action_space, text, self.actions)
 
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
         """Take the step that the assistant's last message asks for."""
@@ -123,13 +119,11 @@ class GymInteraction(Interaction):
         await _in_thread(self._end)
 
     def _begin(self) -> Any:
-        self.env = _gymnasium().make(self._env_id, disable_env_checker=True, **self._env_kwargs)
+        self.env = _spaces().make(self._env_id, disable_env_checker=True, **self._env_kwargs)
         observation, _ = self.env.reset(seed=self._seed, options=self._reset_options)
         return observation
 
     def _step(self, text: str) -> Reply:
-        from agentrl.interactions.spaces import how_to_act
-
         with self._lock:
             if self.env is None:
                 self._begin()
@@ -137,7 +131,7 @@ class GymInteraction(Interaction):
             env: Any = self.env
             action = self.read(without_thoughts(text))
             if action is None:
-                how = how_to_act(env.action_space, self.actions)
+                how = _spaces().how_to_act(env.action_space, self.actions)
                 said = f"I see no action in that. Answer with {how}."
                 return Reply(said, -self._invalid_penalty, done=self._left == 0)
             observation, reward, terminated, truncated, _ = env.step(action)
@@ -167,12 +161,12 @@ def chosen(env_id: str, envs: Sequence[str]) -> str:
     raise ValueError(f"envs={list(envs)}: {said}")
 
 
-def _gymnasium() -> Any:
+def _spaces() -> Any:
     try:
-        import gymnasium
+        from agentrl.interactions import spaces
     except ImportError:
         raise UserError('the interaction gym needs gymnasium: pip install "agentrl[gym]"') from None
-    return gymnasium
+    return spaces
 
 
 _KNOWN: dict[str, list[str]] = {}
@@ -180,9 +174,7 @@ _KNOWN: dict[str, list[str]] = {}
 
 
 def _look(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str]:
-    gymnasium = _gymnasium()
-    from agentrl.interactions import spaces
-
+    spaces = _spaces()
     envs = kwargs["envs"]
     if isinstance(envs, str) or not all(isinstance(e, str) for e in envs):
         return [f"envs={envs!r} must be a list of names of environments"]
@@ -191,7 +183,7 @@ def _look(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str]:
     except ValueError as e:
         return [str(e)]
     try:
-        env = gymnasium.make(env_id, **kwargs.get("env_kwargs", {}))
+        env = spaces.make(env_id, **kwargs.get("env_kwargs", {}))
     except Exception as e:
         return [f"gymnasium.make({env_id!r}) raised {type(e).__name__}: {e}"]
     try:

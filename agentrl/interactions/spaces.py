@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
+from gymnasium import make as make
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
 MAX_ENTRIES = 64
@@ -123,30 +125,27 @@ def problems(
         elif named and not (isinstance(actions, Discrete) and len(named) == actions.n):
             yield f"actions={list(named)} must name each of {actions}"
     if observations is not None:
-        size = _size(observations)
-        if size is None or size > MAX_ENTRIES:
+        if _size(observations) > MAX_ENTRIES:
             yield f"its observations {observations} are no text: override `describe`"
-        elif labels and len(labels) != _parts(observations, size):
+        elif labels and len(labels) != _parts(observations):
             yield f"observations={list(labels)} must name each part of {observations}"
 
 
-def _parts(space: Space[Any], size: int) -> int:
+def _parts(space: Space[Any]) -> int:
     """How many names describe it."""
     if isinstance(space, Discrete):
         return int(space.n)
     if isinstance(space, Tuple):
         return len(space.spaces)
-    return size if isinstance(space, Row) else 0
+    return int(np.prod(space.shape)) if isinstance(space, Row) else 0
 
 
-def _size(space: Space[Any]) -> int | None:
-    """How many numbers and texts an observation holds; None where it holds something else."""
+def _size(space: Space[Any]) -> float:
+    """How many numbers and texts an observation holds; infinite where it holds something else."""
     if isinstance(space, Discrete | Text):
         return 1
     if isinstance(space, Row):
-        return int(np.prod(space.shape))
+        return float(np.prod(space.shape))
     if isinstance(space, Tuple | Dict):
-        inner = space.spaces.values() if isinstance(space, Dict) else space.spaces
-        sizes = [_size(s) for s in inner]
-        return None if None in sizes else sum(s for s in sizes if s is not None)
-    return None
+        return sum(map(_size, space.spaces.values() if isinstance(space, Dict) else space.spaces))
+    return math.inf

@@ -25,7 +25,7 @@ from typing import Any, SupportsFloat, TypeVar
 from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, RegistryError, UserCodeError, UserError, user_code
 from agentrl.registry import rewards
-from agentrl.rewards.runner import Late, Runner
+from agentrl.rewards.executor import RewardExecutor, RewardTimeout
 from agentrl.signatures import argument_problems, place
 from agentrl.trajectory import Trajectory
 from agentrl.workers import check_reachable
@@ -114,7 +114,7 @@ class Grader:
         name: str,
         function: Callable[..., Any],
         kwargs: Mapping[str, Any] | None = None,
-        runner: Runner | None = None,
+        executor: RewardExecutor | None = None,
         key: str = "reward.kwargs",
     ):
         """Check the function's parameters.
@@ -123,7 +123,7 @@ class Grader:
             name: what messages call it.
             function: a function, or a class that is made with `kwargs`.
             kwargs: further arguments, by name.
-            runner: where it runs.
+            executor: where it runs.
             key: the config key that holds `kwargs`, for messages.
 
         Raises:
@@ -134,7 +134,7 @@ class Grader:
         self.kwargs = dict(kwargs or {})
         options: RewardOptions = getattr(function, _OPTIONS, RewardOptions())
         self.options = options
-        self._runner = runner or Runner(RewardConfig())
+        self._executor = executor or RewardExecutor(RewardConfig())
         self._key = key
         if inspect.isclass(function):
             self._refuse(argument_problems(function, self.kwargs))
@@ -165,7 +165,7 @@ class Grader:
                 f"{verls}"
             ]
         self._refuse(problems)
-        self._given = {**given, **dict.fromkeys(pools, self._runner.pool)}
+        self._given = {**given, **dict.fromkeys(pools, self._executor.pool)}
         if options.process:
             check_reachable(self.function)
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
@@ -194,7 +194,7 @@ class Grader:
         given = {n: ARGUMENTS[n](trajectory) for n in self._takes} if not args else {}
         try:
             returned = await self._called(named, args, given)
-        except Late:
+        except RewardTimeout:
             if self._late is None:
                 raise
             return self._late, {"grader_timeout": 1.0}
@@ -244,15 +244,14 @@ class Grader:
                     await closed
 
     async def _called(self, named: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        runner, given = self._runner, {**given, **self._given}
+        given = {**given, **self._given}
         if self._inline or self.options.bounded:
             with user_code(named):
                 returned = self.function(*args, **given)
                 return await returned if inspect.isawaitable(returned) else returned
         if self.options.process:
-            return await runner.in_process(named, self.function, args, given)
-        run = runner.waiting if self._waits else runner.in_thread
-        return await run(named, self.function, args, given)
+            return await self._executor.call_in_process(named, self.function, args, given)
+        return await self._executor.call(named, self.function, args, given, self._waits)
 
 
 def _said_by_itself(error: UserCodeError) -> Exception:

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.registry import did_you_mean, load_file, rewards
 from agentrl.rewards import code, math
 from agentrl.rewards.base import Grader
-from agentrl.rewards.runner import Runner
+from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.search_qa import right_answers
 
 GRADERS = {
@@ -58,7 +58,7 @@ PROBLEMS: Mapping[str, Callable[[Any], str]] = {
 def grader_of(
     data_source: str,
     kwargs: Mapping[str, Any],
-    runner: Runner | None = None,
+    executor: RewardExecutor | None = None,
     key: str = "reward.kwargs",
 ) -> Grader:
     """The grader that comes with agentrl for rows of `data_source`.
@@ -77,7 +77,7 @@ def grader_of(
             f" reward.function to a registered reward ({', '.join(rewards.names())}) or to your own"
             " (path.py:function)"
         )
-    return Grader(name, rewards.get(name), kwargs, runner, key)
+    return Grader(name, rewards.get(name), kwargs, executor, key)
 
 
 def _boxed(truth: Any) -> str:

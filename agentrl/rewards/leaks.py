@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from agentrl.answers import plain_number
+from agentrl.answers import plain_number, without_signs
 from agentrl.trajectory import Sample
 
 FORMS = ("#### {}", "\\boxed{{{}}}", "\\fbox{{{}}}", "Answer: {}", "<answer>{}</answer>")
@@ -43,7 +43,7 @@ def leaks(
     for place, read in places:
         as_answer, plain = [], []
         for sample, truth in truths:
-            text = _bare(read(sample))
+            text = without_signs(read(sample))
             if truth not in text:
                 continue
             form = next((f.format(truth) for f in FORMS if _stands(f.format(truth), text)), "")
@@ -71,13 +71,8 @@ def _truth(sample: Sample) -> str:
     truth = sample.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         return ""
-    text = _bare(plain_number(truth))
+    text = plain_number(truth)
     return "" if "\n" in text else text
-
-
-def _bare(text: str) -> str:
-    """As `plain_number` has it: no commas in numbers, no `$`."""
-    return text.replace(",", "").replace("$", "")
 
 
 def _stands(words: str, text: str) -> bool:

@@ -18,8 +18,8 @@ from agentrl.config import RewardConfig, RolloutConfig
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
 from agentrl.registry import did_you_mean
 from agentrl.rewards.base import Grader
+from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.graders import GOLD, PROBLEMS, find_reward, grader_of
-from agentrl.rewards.runner import Runner
 from agentrl.trajectory import Sample, Scored, Trajectory
 from agentrl.workers import run_all
 
@@ -74,7 +74,7 @@ class Scorer:
             "tool": config.tool_weight,
         }
         self._warned: set[str] = set()
-        self._runner = Runner(config)
+        self._executor = RewardExecutor(config)
         self._by_source: dict[str, Grader] = {}
         if config.functions:
             self._parts = self._composed(config)
@@ -103,7 +103,7 @@ class Scorer:
             return grader
         if data_source not in self._by_source:
             self._by_source[data_source] = grader_of(
-                data_source, self._kwargs, self._runner, self._key
+                data_source, self._kwargs, self._executor, self._key
             )
         return self._by_source[data_source]
 
@@ -153,11 +153,11 @@ class Scorer:
             graders = [p.grader for p in self._parts if p.grader]
             await run_all([g.close() for g in (*graders, *self._by_source.values())])
         finally:
-            self._runner.close()
+            self._executor.close()
 
     def stop(self) -> None:
         """End threads and processes, from whatever thread. Idempotent."""
-        self._runner.close()
+        self._executor.close()
 
     def _total(
         self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
@@ -256,7 +256,7 @@ class Scorer:
     def _made(self, name: str, kwargs: dict, part: str = "") -> Grader:
         key = f"reward.kwargs.{part}" if part else "reward.kwargs"
         where = "reward.functions" if part else "reward.function"
-        return Grader(name, find_reward(name, where), kwargs, self._runner, key)
+        return Grader(name, find_reward(name, where), kwargs, self._executor, key)
 
 
 def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:

@@ -19,7 +19,7 @@ from agentrl.rewards.math import other_kind, too_hard
 from agentrl.rewards.math_dapo import compute_score as dapo
 from agentrl.rewards.math_dapo import minerva
 from agentrl.rewards.math_text import normal_form, same_text
-from agentrl.rewards.runner import Runner
+from agentrl.rewards.executor import RewardExecutor
 from agentrl.trajectory import Message, Sample
 
 # -- reading an answer ---------------------------------------------------------------------------
@@ -155,11 +155,11 @@ def test_fifty_thousand_characters_take_no_time(unit):
 
 def judge(text: str, truth: Any, **kwargs: Any) -> dict[str, float]:
     async def judged():
-        runner = Runner(RewardConfig())
+        executor = RewardExecutor(RewardConfig())
         try:
-            return await grader_of("lighteval/MATH", kwargs, runner).grade_text(text, truth)
+            return await grader_of("lighteval/MATH", kwargs, executor).grade_text(text, truth)
         finally:
-            runner.close()
+            executor.close()
 
     return asyncio.run(judged())
 
@@ -190,11 +190,11 @@ def with_one_worker(work) -> Any:
     """What `work(grader)` returns, of a grader with a worker."""
 
     async def working():
-        runner = Runner(RewardConfig(workers=1))
+        executor = RewardExecutor(RewardConfig(workers=1))
         try:
-            return await work(grader_of("HuggingFaceH4/MATH-500", {}, runner))
+            return await work(grader_of("HuggingFaceH4/MATH-500", {}, executor))
         finally:
-            runner.close()
+            executor.close()
 
     return asyncio.run(working())
 
@@ -315,11 +315,11 @@ def test_a_graders_death_is_no_score():
     grader._equivalent = hostile_functions.die_of
 
     async def judged():
-        runner = Runner(RewardConfig(workers=1))
+        executor = RewardExecutor(RewardConfig(workers=1))
         try:
-            await grader(r"\boxed{2}", "3", runner.pool)
+            await grader(r"\boxed{2}", "3", executor.pool)
         finally:
-            runner.close()
+            executor.close()
 
     with pytest.raises(GraderCrash, match=r"Math-Verify on '2' and '3': the worker process died"):
         asyncio.run(judged())
@@ -388,8 +388,8 @@ def test_h8_hostile_answers_and_truths(capsys):
     slow = [r"\binom{100000000}{50000000}", "(x+1)^{9999}", "(((9^9)^{99})^{999})^{9999}"]
 
     async def judged():
-        runner = Runner(RewardConfig(workers=1))
-        grader = grader_of("lighteval/MATH", {}, runner)
+        executor = RewardExecutor(RewardConfig(workers=1))
+        grader = grader_of("lighteval/MATH", {}, executor)
         try:
             assert (await grader.grade_text(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"))["acc"] == 1.0
             for text in [*HOSTILE.values(), *slow]:
@@ -401,7 +401,7 @@ def test_h8_hostile_answers_and_truths(capsys):
                     assert seconds < (10 if marks["grader_timeout"] else 6), text[:50]
             assert (await grader.grade_text(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"))["acc"] == 1.0
         finally:
-            runner.close()
+            executor.close()
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     asyncio.run(judged())

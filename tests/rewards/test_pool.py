@@ -26,7 +26,7 @@ from agentrl.errors import (
 )
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import check_graders, make_scorer, reward
-from agentrl.rewards.runner import Runner
+from agentrl.rewards.executor import RewardExecutor
 from agentrl.rollout import Rollouts
 from agentrl.tools import LocalToolbox
 
@@ -91,7 +91,7 @@ async def test_a_plain_function_leaves_the_loop_alone(scorer):
 
 async def test_what_hangs_is_late_and_in_nobodys_way(scorer, monkeypatch):
     """The places are gone to others at the deadline, though the threads hang on."""
-    monkeypatch.setattr("agentrl.rewards.runner.THREADS", 2)
+    monkeypatch.setattr("agentrl.rewards.executor.THREADS", 2)
     woken = threading.Event()
 
     @reward("stuck")
@@ -144,7 +144,7 @@ async def test_a_timeout_of_the_users_own_is_a_bug(scorer, asynchronous):
 
 
 async def test_what_waits_its_turn_is_not_late(scorer, monkeypatch):
-    monkeypatch.setattr("agentrl.rewards.runner.THREADS", 1)
+    monkeypatch.setattr("agentrl.rewards.executor.THREADS", 1)
 
     @reward("nap")
     def nap(trajectory):
@@ -506,7 +506,7 @@ def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
 @pytest.mark.load
 async def test_hostile_answers_do_not_hold_up_the_good_ones():
     """L6: 1 000 calls, 2 workers, one in twenty hangs, crashes or eats all memory."""
-    runner = Runner(RewardConfig(timeout_s=0.2, workers=2))
+    executor = RewardExecutor(RewardConfig(timeout_s=0.2, workers=2))
     bad = (hostile.wild_pattern, hostile.crash, hostile.eat, hostile.hang, hostile.leave)
     outcomes: Counter[str] = Counter()
     began = time.monotonic()
@@ -515,16 +515,16 @@ async def test_hostile_answers_do_not_hold_up_the_good_ones():
         function = bad[i // 20 % len(bad)] if i % 20 == 7 else None
         try:
             if function:
-                await runner.in_process("hostile", function, (), {})
+                await executor.call_in_process("hostile", function, (), {})
             else:
-                assert await runner.in_process("good", hostile.add, (i,), {}) == i + 1
+                assert await executor.call_in_process("good", hostile.add, (i,), {}) == i + 1
                 outcomes["good"] += 1
         except Infrastructure as e:
             outcomes[type(e).__name__] += 1
 
     await asyncio.gather(*map(call, range(1000)))
     seconds = time.monotonic() - began
-    runner.close()
+    executor.close()
     print(f"950 good calls in {seconds:.1f} s: {950 / seconds:.0f}/s")
-    assert outcomes == {"good": 950, "Late": 20, "GraderCrash": 30}
+    assert outcomes == {"good": 950, "RewardTimeout": 20, "GraderCrash": 30}
     assert 950 / seconds >= 25, "50/s on a quiet machine"
