@@ -19,7 +19,7 @@ __all__ = ["RaySite", "open_site"]
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
     from agentrl.cluster.pool import ResourcePool
-    from agentrl.engine.remote.process import Place
+    from agentrl.engine.remote.launch import Place
 
 
 @contextmanager

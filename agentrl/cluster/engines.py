@@ -19,7 +19,7 @@ from agentrl.cluster.group import Failed, caught
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_seen, passing_folder
-from agentrl.engine.remote.process import LOOPBACK, START_SECONDS, Place, ServerProcess, Start
+from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, Place, ServerProcess, Start
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 HOST_SECONDS = 120.0

@@ -12,7 +12,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
-from agentrl.engine.remote.process import Place
+from agentrl.engine.remote.launch import Place
 
 
 def open_engine(

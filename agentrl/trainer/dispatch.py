@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from agentrl.config import Config
-from agentrl.engine.remote.process import Place
+from agentrl.engine.remote.launch import Place
 from agentrl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])

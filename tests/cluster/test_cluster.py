@@ -27,7 +27,7 @@ from agentrl.cluster.group import WorkerGroup, exit_detail, raised_at
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, laid_down
 from agentrl.config import load_config
-from agentrl.engine.remote.process import ServerProcess
+from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
 from agentrl.http import fetch
 from agentrl.registry import load_file

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from agentrl.engine.remote import process
-from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.process import ServerProcess
+from agentrl.engine.remote import launch
+from agentrl.engine.remote.launch import ServerProcess, SGLangLaunch
 from agentrl.errors import ConfigError, EngineDead, EngineError
 from agentrl.workers import parent_watch
 
@@ -133,7 +132,7 @@ class Sockets:
 
     def bind(self, address):
         self.port = address[1] or 60_000
-        if self.port < process.HIGHEST_PORT and self.port not in self.free:
+        if self.port < launch.HIGHEST_PORT and self.port not in self.free:
             raise OSError("address in use")
 
     def getsockname(self):
@@ -141,12 +140,12 @@ class Sockets:
 
 
 def test_a_port_is_low_or_none(monkeypatch):
-    free = range(process.LOWEST_PORT, process.HIGHEST_PORT, 2)
-    monkeypatch.setattr(process.socket, "socket", lambda: Sockets(free))
-    assert process._free_port() in free
-    monkeypatch.setattr(process.socket, "socket", lambda: Sockets([]))
+    free = range(launch.LOWEST_PORT, launch.HIGHEST_PORT, 2)
+    monkeypatch.setattr(launch.socket, "socket", lambda: Sockets(free))
+    assert launch._free_port() in free
+    monkeypatch.setattr(launch.socket, "socket", lambda: Sockets([]))
     with pytest.raises(EngineError, match="no port below 50000"):
-        process._free_port()
+        launch._free_port()
 
 
 def test_a_python_without_sglang_is_named():

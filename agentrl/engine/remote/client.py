@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, checked_row
 from agentrl.engine.remote.control import Control, reading, refusal
-from agentrl.engine.remote.process import Serving, look_for_death
+from agentrl.engine.remote.launch import Serving, look_for_death
 from agentrl.engine.remote.senders import AdapterSender, Sender
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.http import HttpClient

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from agentrl.engine.remote.process import Serving
+from agentrl.engine.remote.launch import Serving
 from agentrl.errors import (
     EngineError,
     EngineNonsense,

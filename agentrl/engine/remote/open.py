@@ -14,8 +14,7 @@ from agentrl.config import Config
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.control import Control
-from agentrl.engine.remote.launch import Lora, SGLangLaunch, VLLMLaunch
-from agentrl.engine.remote.process import Place
+from agentrl.engine.remote.launch import Place, SGLangLaunch, VLLMLaunch
 from agentrl.engine.remote.senders import (
     Sender,
     SGLangAdapterSender,
@@ -126,24 +125,25 @@ def _start(config: Config, base: str, place: Place, dtype: torch.dtype) -> Remot
         ConfigError: there is no such server, or the policy cannot go to it as was asked for.
         EngineError: the server did not start; with the last lines it said.
     """
-    r, lora = config.rollout, config.model.lora_rank
+    r = config.rollout
     common: dict[str, Any] = {
         "python": r.python,
         "dtype": str(dtype).removeprefix("torch."),
         "gpus": place.gpus,
         "memory": r.gpu_memory_utilization,
         "deterministic": r.deterministic,
+        "lora_rank": config.model.lora_rank,
         "arguments": r.launch,
     }
     if r.name == "vllm":
-        launch = VLLMLaunch(base, lora_rank=lora, **common)
+        launch = VLLMLaunch(base, **common)
         sender = _vllm_sender(config, base, cpu=not place.gpus)
         connect = partial(VLLMEngine, sender=sender, seeded=r.deterministic)
     else:
         sender = _sglang_sender(config, place)
         sleep = r.sleep if place.shared else "none"
-        adapter = Lora(lora, _targets(config)) if sender is SGLangAdapterSender else None
-        launch = SGLangLaunch(base, lora=adapter, whole=lora == 0, sleep=sleep, **common)
+        targets = _targets(config) if sender is SGLangAdapterSender else ()
+        launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
         connect = partial(SGLangEngine, sender=sender, sleep=sleep)
     process, on_policy = place.run(launch.start_near)
     if r.name == "sglang":

@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 from agentrl.engine.base import Update
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control, refusal
 from agentrl.engine.remote.files import names_in, passing_folder, write_update
+from agentrl.engine.remote.launch import RESIDENT
 from agentrl.engine.remote.proof import prove_norms
 from agentrl.errors import ConfigError, EngineError, EngineNonsense
 
 SEND_SECONDS = 1800.0
 """Most seconds that a server may take to load what it was sent."""
-RESIDENT = 2
-"""How many adapters of a run a server holds: the last two, so that turns in flight can end."""
 
 
 class Sender(ABC):

@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.client import RemoteEngine, Stamp, check_turn, versions_of
 from agentrl.engine.remote.control import CONTROL_SECONDS, reading, refusal
-from agentrl.engine.remote.process import look_for_death
+from agentrl.engine.remote.launch import look_for_death
 from agentrl.engine.remote.senders import SEND_SECONDS
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
