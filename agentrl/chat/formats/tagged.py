@@ -26,15 +26,15 @@ from agentrl.trajectory import ToolCall
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def read_values(
+def _read_values(
     text: str,
     position: int,
     key: re.Pattern[str],
     end: re.Pattern[str],
     closing: str,
-    follows: re.Pattern[str] | None = None,
+    follows: re.Pattern[str] | None,
 ) -> tuple[dict[str, str], str, int]:
-    """The arguments of one call.
+    """Return the values of one call by key, what is wrong or "", and where reading ended.
 
     Args:
         text: the turn.
@@ -44,22 +44,21 @@ def read_values(
         closing: the tag behind a value.
         follows: matches what stands behind a value that certainly ends there, although `closing`
             is missing; None if that is never certain.
-
-    Returns:
-        The values by key, what is wrong or "", and where reading ended.
     """
     values: dict[str, str] = {}
     while pair := key.match(text, position):
         name, begin = pair[1].strip(), pair.end()
         found = end.search(text, begin)
         if found and found[0] == closing:
-            stop, position = found.span()
+            stop, after = found.span()
         else:
-            stop = _end_without(closing, text, begin, found, follows)
-            if not stop:
+            following = follows.search(text, begin) if follows else None
+            stop = after = following.start() if following else 0
+            # A closing tag that is misspelled would become part of the value.
+            is_certain = following and text.find(closing[:-1], begin, stop) < 0
+            if not is_certain or (found and found.start() < stop):
                 return values, f"no {closing} for {name[:80]}", position
-            position = stop
-        value = text[begin:stop]
+        position, value = after, text[begin:stop]
         if name in values:
             return values, f"argument {name[:80]} is given twice", position
         if not is_sound(value + name):
@@ -68,23 +67,8 @@ def read_values(
     return values, "", position
 
 
-def _end_without(
-    closing: str,
-    text: str,
-    begin: int,
-    found: re.Match[str] | None,
-    follows: re.Pattern[str] | None,
-) -> int:
-    """Return where a value without its closing tag ends, or 0 if that is not certain."""
-    following = follows.search(text, begin) if follows else None
-    if not following or (found and found.start() < following.start()):
-        return 0
-    stop = following.start()
-    # A closing tag that is misspelled would become part of the value.
-    return 0 if text.find(closing[:-1], begin, stop) >= 0 else stop
-
-
 def tagged_call(
+    form: str,
     head: str,
     key: str,
     openings: tuple[str, ...],
@@ -92,6 +76,8 @@ def tagged_call(
     call_end: str,
     values: Callable[[dict[str, str]], dict[str, Any]] = dict,
     takes_json: bool = False,
+    tail: str = "",
+    follows: str = "",
 ) -> ReadCall:
     """Return a reader of calls whose values stand between tags.
 
@@ -100,43 +86,50 @@ def tagged_call(
     would become part of this one. Other tags within a value are text, and so is all space.
 
     Args:
+        form: how a call is written, for its errors.
         head: a pattern of the call's opening tag and name; group 1 is the name.
         key: a pattern of what begins a value; group 1 is its key.
         openings: the opening tags of values and of calls.
         value_end: the tag behind a value.
         call_end: the tag behind the call.
         values: makes the arguments of the texts by key; it raises ValueError if it cannot.
-        takes_json: whether the arguments may be one JSON object instead.
+        takes_json: whether the arguments may be one JSON object instead, and a call without
+            arguments one tag.
+        tail: a pattern of what ends the call; "": the tag `call_end`.
+        follows: a pattern of what stands behind a value whose closing tag is missing; "": none.
     """
     head_pattern, key_pattern = re.compile(head), re.compile(r"\s*" + key)
     end_pattern = any_of((value_end, *openings))
-    tail_pattern = re.compile(r"\s*" + re.escape(call_end))
+    tail_pattern = re.compile(r"\s*" + (tail or re.escape(call_end)))
+    follows_pattern = re.compile(follows) if follows else None
 
     def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
         found = head_pattern.match(text, start)
         if not found:
-            return broken("", "no name in the tag that begins a call"), start, False
+            return broken("", f"no tool name; the form of a call is {form}"), start, False
         name = found[1] if is_sound(found[1]) else ""
-        if found[0].endswith("/>"):
+        if takes_json and found[0].endswith("/>"):
             return ToolCall(name, {}), found.end(), True
         body = after_space(text, found.end())
         if takes_json and text.startswith("{", body):
             end = end_of_object(text, body)
-            tail = tail_pattern.match(text, end) if end else None
-            if tail:
-                return call_of(name, text[body:end]), tail.end(), True
+            closed = tail_pattern.match(text, end) if end else None
+            if closed:
+                return call_of(name, text[body:end]), closed.end(), True
             return broken("", "the arguments are not one JSON object", name), end or body, False
-        texts, why, position = read_values(text, found.end(), key_pattern, end_pattern, value_end)
-        tail = None if why else tail_pattern.match(text, position)
-        if not tail:
-            why = why or f"not values that end with {value_end}, then {call_end}"
+        texts, why, position = _read_values(
+            text, found.end(), key_pattern, end_pattern, value_end, follows_pattern
+        )
+        closed = None if why else tail_pattern.match(text, position)
+        if not closed:
+            why = why or f"the form of a call is {form}"
             return broken("", why, name), position, False
         if not name:
-            return broken(text[start : tail.end()], "lone surrogate"), tail.end(), True
+            return broken(text[start : closed.end()], "lone surrogate"), closed.end(), True
         try:
-            return ToolCall(name, values(texts)), tail.end(), True
+            return ToolCall(name, values(texts)), closed.end(), True
         except ValueError as e:
-            return broken(text[found.end() : position], str(e), name), tail.end(), True
+            return broken(text[found.end() : position], str(e), name), closed.end(), True
 
     return read
 
@@ -145,6 +138,7 @@ parse_minimax_m2 = Sections(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     ("<invoke ", "</invoke>"),
     tagged_call(
+        '<invoke name="NAME"> <parameter name="KEY">VALUE</parameter> </invoke>',
         r'<invoke name="([^"<>\s]+)">',
         r'<parameter name="([^"<>\n]+)">',
         ("<invoke name=", "<parameter name="),
@@ -165,6 +159,7 @@ parse_seed_oss = Sections(
     ("<seed:tool_call>", "</seed:tool_call>"),
     ("<function=", "</function>"),
     tagged_call(
+        "<function=NAME> <parameter=KEY>VALUE</parameter> </function>",
         r"<function=([^<>\s]+)>",
         r"<parameter=([^<>\n]+)>",
         ("<function=", "<parameter="),
@@ -189,6 +184,8 @@ def _dsml(section: str) -> Sections:
         (f"{mark}{section}>", f"</｜DSML｜{section}>"),
         (f"{mark}invoke ", "</｜DSML｜invoke>"),
         tagged_call(
+            f'{mark}invoke name="NAME"> {mark}parameter name="KEY" string="true">VALUE'
+            "</｜DSML｜parameter> </｜DSML｜invoke>",
             mark + r'invoke name="([^"<>\s]+)"\s*/?>',
             mark + r'parameter name="([^"<>\n]+" string="(?:true|false))">',
             (f"{mark}invoke ", f"{mark}parameter "),
@@ -274,6 +271,8 @@ def _hunyuan(suffix: str) -> Sections:
         (tag("tool_calls"), end("tool_calls")),
         (tag("tool_call"), end("tool_call")),
         tagged_call(
+            f"{tag('tool_call')}NAME{tag('tool_sep')} {tag('arg_key')}KEY{end('arg_key')}"
+            f" {tag('arg_value')}VALUE{end('arg_value')} {end('tool_call')}",
             rf"{tag('tool_call')}\s*([^\s<>]+)\s*"
             rf"(?:{tag('tool_sep')}|(?={tag('arg_key')}|{end('tool_call')}))",
             rf"{tag('arg_key')}([^<>]+){end('arg_key')}\s*{tag('arg_value')}",
@@ -285,10 +284,14 @@ def _hunyuan(suffix: str) -> Sections:
     )
 
 
-_GLM_NAME = re.compile(r"\s*([^\s<>{}\"]+)\s*(?=<arg_key>|</tool_call>)")
-_GLM_KEY = re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>")
-_GLM_VALUE_END = re.compile("</arg_value>|<arg_key>|<arg_value>|<tool_call>")
-_GLM_END = re.compile(r"\s*</tool_call>")
+_GLM = tagged_call(
+    "<tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> </tool_call>",
+    r"<tool_call>\s*([^\s<>{}\"]+)\s*(?=<arg_key>|</tool_call>)",
+    r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>",
+    ("<arg_key>", "<arg_value>", _OPEN),
+    "</arg_value>",
+    _CLOSE,
+)
 
 
 def parse_glm(text: str) -> list[ToolCall]:
@@ -307,32 +310,37 @@ def parse_glm(text: str) -> list[ToolCall]:
 
 
 def _glm_call(text: str, start: int) -> tuple[list[ToolCall], int]:
+    call, position, is_closed = _GLM(text, start)
+    return ([call], position) if is_closed else _broken(text, start, call, position)
+
+
+def _broken(text: str, start: int, call: ToolCall, read: int) -> tuple[list[ToolCall], int]:
+    """Return the error of the call whose `<tool_call>` stands at `start`."""
     body = start + len(_OPEN)
-    head = _GLM_NAME.match(text, body)
-    if not head:
-        return broken_call(text, body, (_OPEN,), _CLOSE, f"no name behind {_OPEN}")
-    name = head[1]
-    arguments, why, position = read_values(
-        text, head.end(), _GLM_KEY, _GLM_VALUE_END, "</arg_value>"
+    return broken_call(text, body, (_OPEN,), _CLOSE, call.error, call.name, read)
+
+
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+
+
+def _qwen(head: str, tail: str) -> ReadCall:
+    return tagged_call(
+        f"{_OPEN} <function=NAME> <parameter=KEY>VALUE</parameter> {_FUNCTION_END} {_CLOSE}",
+        head + r"<function=([^<>\s]+)>",
+        r"<parameter=([^<>\n]+)>",
+        ("<parameter=", _FUNCTION),
+        "</parameter>",
+        _FUNCTION_END,
+        lambda texts: {k: v.removeprefix("\n").removesuffix("\n") for k, v in texts.items()},
+        tail=tail,
+        # Templates write these on lines of their own, so a value ends before such a line.
+        follows=r"(?<=\n)(?:<parameter=[^<>\n]+>|</function>\s*</tool_call>)",
     )
-    if not is_sound(name):
-        why = "lone surrogate"
-    if not why and (end := _GLM_END.match(text, position)):
-        return [ToolCall(name, arguments)], end.end()
-    why = why or f"not <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>, then {_CLOSE}"
-    return broken_call(text, body, (_OPEN,), _CLOSE, why, name, read=position)
 
 
-_FUNCTION, _FUNCTION_END, _VALUE_END = "<function=", "</function>", "</parameter>"
-
-_QWEN_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>")
-_QWEN_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
-_QWEN_VALUE_END = re.compile(r"</parameter>|<parameter=|<function=|<tool_call>\s*<function=")
-# Templates write these on lines of their own, so a value ends before such a line.
-_QWEN_FOLLOWS = re.compile(r"(?<=\n)(?:<parameter=[^<>\n]+>|</function>\s*</tool_call>)")
 # What follows may be the next call: then the closing tag is missing.
-_QWEN_END = re.compile(r"\s*</function>\s*(?:</tool_call>|(?=<tool_call>))")
-_QWEN_BARE_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
+_QWEN = _qwen(r"<tool_call>\s*", r"</function>\s*(?:</tool_call>|(?=<tool_call>))")
+_QWEN_BARE = _qwen("", r"</function>(?:\s*</tool_call>)?")
 
 
 def parse_qwen3_coder(text: str) -> list[ToolCall]:
@@ -358,32 +366,16 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
 
 
 def _qwen_call(text: str, start: int) -> tuple[list[ToolCall], int]:
-    bare = text.startswith(_FUNCTION, start)
-    body = start if bare else start + len(_OPEN)
-    head = _QWEN_FUNCTION.match(text, body)
-    if not head:
-        if bare:
-            return _broken_bare(text, start)
-        return broken_call(text, body, (_OPEN,), _CLOSE, f"no {_FUNCTION}NAME> in {_OPEN}")
-    name = head[1]
-    arguments, why, position = read_values(
-        text, head.end(), _QWEN_PARAMETER, _QWEN_VALUE_END, _VALUE_END, _QWEN_FOLLOWS
-    )
-    if not is_sound(name):
-        why = "lone surrogate"
-    if not why and (end := (_QWEN_BARE_END if bare else _QWEN_END).match(text, position)):
-        lines = {k: v.removeprefix("\n").removesuffix("\n") for k, v in arguments.items()}
-        return [ToolCall(name, lines)], end.end()
-    if bare:
-        return _broken_bare(text, start)
-    why = why or f"not <parameter=KEY> VALUE </parameter>, then {_FUNCTION_END} {_CLOSE}"
-    return broken_call(text, body, (_OPEN,), _CLOSE, why, name, read=position)
-
-
-def _broken_bare(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Return the error of a call without `<tool_call>` that cannot be read."""
+    is_bare = text.startswith(_FUNCTION, start)
+    call, position, is_closed = (_QWEN_BARE if is_bare else _QWEN)(text, start)
+    if is_closed:
+        return [call], position
+    if not is_bare:
+        return _broken(text, start, call, position)
     why = f"no {_OPEN} before {_FUNCTION}NAME>"
-    return broken_call(text, start + len(_FUNCTION), (_OPEN, _FUNCTION), _FUNCTION_END, why)
+    return broken_call(
+        text, start + len(_FUNCTION), (_OPEN, _FUNCTION), _FUNCTION_END, why, read=start
+    )
 
 
 _MESSAGE, _START, _END, _TURN_END = "<|message|>", "<|start|>", "<|eom|>", "<|eot|>"
@@ -399,6 +391,8 @@ _MUSE_CALLS = Sections(
     _SECTION,
     _CALL,
     tagged_call(
+        '<atem:invoke name="NAME"> <atem:parameter name="KEY">VALUE</atem:parameter>'
+        " </atem:invoke>",
         r'<atem:invoke name="([^"<>\s]+)">',
         r'<atem:parameter name="([^"<>\n]+)">',
         (_CALL[0], "<atem:parameter "),
