@@ -170,14 +170,16 @@ def report(case: Case, rounds: dict[str, list[timing.Round]], tokens: float, who
     cpu = {name: [1e6 * r.cpu_s / generations for r in held] for name, held in rounds.items()}
     for name, held in rounds.items():
         said, median = f"agent_loop/{case.name}/{name}", statistics.median(cpu[name])
-        timing.say(f"{said}/cpu", min(cpu[name]), "us", {"median": round(median, 1), **context})
-        timing.say(f"{said}/stall_p99", min(r.stall_p99_ms for r in held), "ms", context)
+        timing.print_figure(f"{said}/cpu", min(cpu[name]), "us", median=round(median, 1), **context)
+        timing.print_figure(f"{said}/stall_p99", min(r.stall_p99_ms for r in held), "ms", **context)
         if case.engine_ms:
             ideal = (case.turns + 1) * case.engine_ms / 1e3
-            timing.say(f"{said}/wall", min(r.wall_s for r in held) / ideal, "of ideal", context)
+            timing.print_figure(
+                f"{said}/wall", min(r.wall_s for r in held) / ideal, "of ideal", **context
+            )
     for name in ("floor", "floor_cached"):
         ratio = statistics.median(a / b for a, b in zip(cpu[who], cpu[name], strict=True))
-        timing.say(f"agent_loop/{case.name}/{who}_of_{name}", ratio, "ratio", context)
+        timing.print_figure(f"agent_loop/{case.name}/{who}_of_{name}", ratio, "ratio", **context)
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ from workload.models import SHAPES, random_model
 from workload.packed import Packed
 from workload.ranks import Weighed, most
 from workload.rows import draw, long_tailed
-from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_flops, release, say
+from workload.timing import print_figure
+from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_flops, release
 
 from agentrl.config import Config
 from agentrl.trainer.algorithms import make_targets
@@ -185,7 +186,7 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
         for name, took in timed.items():
             own = {"run_tokens": run["tokens"], "passes": run["passes"]}
             wall = took.seconds
-            say(
+            print_figure(
                 f"learner/{name}",
                 rollouts.tokens / wall,
                 "tokens/s",
@@ -203,7 +204,7 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
             mine, its = found["agentrl"], found[other]
             cpu = statistics.median(its.cpu) / statistics.median(mine.cpu)
             of_cpu = {} if GPU else {"of_cpu_seconds": round(cpu, 3)}
-            say(
+            print_figure(
                 f"learner/over_{other}",
                 its.seconds / mine.seconds,
                 "times its tokens/s",
@@ -217,7 +218,7 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
 def fail(error: Exception, **context: object) -> None:
     """Say so; what else was asked for may go on."""
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    say("learner/failed", None, "", **context, why=why)
+    print_figure("learner/failed", None, "", **context, why=why)
     traceback.print_exception(error)
 
 
@@ -238,11 +239,11 @@ def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
             took = measure({"long": update}, args.steps)["long"]
     except torch.cuda.OutOfMemoryError as e:
         why = str(e).split(".")[0]
-        say("learner/long_row", None, "GB", **context, verdict=False, why=why, **memory())
+        print_figure("learner/long_row", None, "GB", **context, verdict=False, why=why, **memory())
         return
     held = torch.cuda.max_memory_allocated() / 1e9 if GPU else None
     flops = rollouts.flops(model, frozen=args.lora > 0)
-    say(
+    print_figure(
         "learner/long_row",
         held,
         "GB",
@@ -273,7 +274,7 @@ def shared(folder: Path, model: Any, args: argparse.Namespace) -> None:
         took = measure(updates, args.steps)
     faster = took["apart"].seconds / took["shared"].seconds
     fewer = run["apart"]["tokens"] / run["shared"]["tokens"]
-    say(
+    print_figure(
         "learner/shared_prompt",
         faster / fewer,
         "of the tokens' ratio",

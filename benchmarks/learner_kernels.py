@@ -11,7 +11,6 @@ pass together. On a CPU, sequences of different lengths are taken one by one.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -26,35 +25,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from workload import updates
+from workload.timing import print_figure
+from workload.updates import GPU, finish
 
 from agentrl.trainer import attention
 from agentrl.trainer.attention import PACKED, Layout, kernel_for, packed_attention, varlen
 from agentrl.trainer.head import chosen_logprobs
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GPU = DEVICE.type == "cuda"
+DEVICE = torch.device(updates.DEVICE)
 DTYPE = torch.bfloat16 if GPU else torch.float32
 HEADS = {"0.5b": (14, 2, 64), "1.5b": (12, 2, 128), "7b": (28, 4, 128)}
 NAMES = "out", "query", "key", "value"
 
 
-def say(name: str, value: float | None, unit: str, **context: object) -> None:
-    value = None if value is None else float(f"{value:.4g}")
-    context = {"device": torch.cuda.get_device_name() if GPU else "cpu", **context}
-    print(json.dumps({"name": name, "value": value, "unit": unit, "context": context}), flush=True)
-
-
 def seconds(f: Callable[[], object], repetitions: int) -> float:
     for _ in range(2):
-        f()
+        finish(f)
     times = []
     for _ in range(repetitions):
-        if GPU:
-            torch.cuda.synchronize()
         start = time.perf_counter()
-        f()
-        if GPU:
-            torch.cuda.synchronize()
+        finish(f)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -63,11 +54,9 @@ def peak(f: Callable[[], object]) -> int | None:
     """Bytes at most held over what was held before."""
     if not GPU:
         return None
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    f()
-    torch.cuda.synchronize()
+    finish(f)
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -106,7 +95,7 @@ def heads(tiny: bool, repetitions: int) -> None:
         context = {"tokens": n, "vocabulary": vocabulary, "hidden": width}
 
         limit = seconds(partial(bare, hidden.detach(), weight.detach()), repetitions)
-        say("head_bare_products", limit * 1e3, "ms", **context)
+        print_figure("head_bare_products", limit * 1e3, "ms", **context)
         block = 4 * n * vocabulary // 3 if tiny else None
         ours = (hidden, weight, tokens, upstream, block)
         for fused in (True, False):
@@ -114,20 +103,20 @@ def heads(tiny: bool, repetitions: int) -> None:
                 how = {**context, "compiled": fused, "entropy_gradient": entropy, "frozen": frozen}
                 step = partial(head_step, *ours, fused, entropy, frozen)
                 taken = seconds(step, repetitions)
-                say("head_time", taken * 1e3, "ms", **how)
-                say("head_time_over_bare_products", taken / limit, "x", **how)
+                print_figure("head_time", taken * 1e3, "ms", **how)
+                print_figure("head_time_over_bare_products", taken / limit, "x", **how)
                 held = peak(step)
                 if held is not None:
                     held -= 0 if frozen else weight.nbytes
-                    say("head_memory_over_weights_and_inputs", held / 2**30, "GiB", **how)
+                    print_figure("head_memory_over_weights_and_inputs", held / 2**30, "GiB", **how)
         few = slice(0, min(n, 1024))
         exact = (hidden[few].float() @ weight.float().t() / 0.9).log_softmax(-1)
         expected = exact.gather(1, tokens[few, None])[:, 0]
         found = chosen_logprobs(hidden[few], weight, tokens[few], 0.9)[0]
-        say("head_logprob_error", (found - expected).abs().max().item(), "nat", **context)
+        print_figure("head_logprob_error", (found - expected).abs().max().item(), "nat", **context)
         found, expected = (torch.autograd.grad(x.sum(), weight)[0] for x in (found, expected))
         error = ((found.float() - expected).norm() / expected.norm()).item()
-        say("head_weight_gradient_error", error, "relative", **context)
+        print_figure("head_weight_gradient_error", error, "relative", **context)
 
 
 def by_sequence(
@@ -206,15 +195,15 @@ def compare(name: str, layout: Layout, shape: tuple[int, int, int], repetitions:
         context = {**context, "way": way, "tokens": sum(layout.pieces), "heads": shape}
         try:
             step = layer_step(made, shape)
-            say(name, seconds(step, repetitions) * 1e3, "ms", **context)
+            print_figure(name, seconds(step, repetitions) * 1e3, "ms", **context)
             errors = [
                 ((x.float() - y).norm() / y.norm()).item()
                 for x, y in zip(step(), exact, strict=True)
             ]
             of = {n: float(f"{e:.2g}") for n, e in zip(NAMES, errors, strict=True)}
-            say(f"{name}_error", max(errors), "relative", of=of, **context)
+            print_figure(f"{name}_error", max(errors), "relative", of=of, **context)
         except (RuntimeError, ValueError, TypeError) as e:
-            say(f"{name}_refused", None, "", why=str(e)[:200], **context)
+            print_figure(f"{name}_refused", None, "", why=str(e)[:200], **context)
 
 
 def trajectories(tiny: bool) -> list[Layout]:
@@ -258,7 +247,7 @@ def packs(tiny: bool, repetitions: int) -> None:
         compare("attention_pack", alone(first), shape, repetitions, shared=False)
     start = time.perf_counter()
     first.to(DEVICE)
-    say("attention_indices", (time.perf_counter() - start) * 1e3, "ms")
+    print_figure("attention_indices", (time.perf_counter() - start) * 1e3, "ms")
 
 
 def prompts(tiny: bool, repetitions: int) -> None:
@@ -298,7 +287,7 @@ def layer(tiny: bool, repetitions: int) -> None:
 
     expected = [step(p) for p in made]
     context = {"layers": 2, "packs": len(made), "tokens": sum(every[0].pieces)}
-    say("layers_eager", seconds(lambda: step(made[0]), repetitions) * 1e3, "ms", **context)
+    print_figure("layers_eager", seconds(lambda: step(made[0]), repetitions) * 1e3, "ms", **context)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -307,9 +296,11 @@ def layer(tiny: bool, repetitions: int) -> None:
     errors = [((step(p) - x).norm() / x.norm()).item() for p, x in zip(made, expected, strict=True)]
     breaks = list(counters["graph_break"])
     graphs = counters["stats"]["unique_graphs"]
-    say("layers_graphs", graphs, "programs", breaks=[k[:200] for k in breaks], **context)
-    say("layers_compiled", seconds(lambda: step(made[0]), repetitions) * 1e3, "ms", **context)
-    say("layers_compiled_error", max(errors), "relative", **context)
+    print_figure("layers_graphs", graphs, "programs", breaks=[k[:200] for k in breaks], **context)
+    print_figure(
+        "layers_compiled", seconds(lambda: step(made[0]), repetitions) * 1e3, "ms", **context
+    )
+    print_figure("layers_compiled_error", max(errors), "relative", **context)
 
 
 PARTS = {"head": heads, "attention": packs, "prompts": prompts, "layer": layer}

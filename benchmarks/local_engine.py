@@ -10,8 +10,6 @@ which alternate between the contestants.
 from __future__ import annotations
 
 import asyncio
-import json
-import platform
 import time
 from array import array
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from workload.timing import print_figure
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
@@ -126,19 +125,10 @@ def generate(model: Qwen2ForCausalLM, prompts: list[array], tokens: int) -> int:
     return out.numel() - ids.numel()
 
 
-def say(name: str, value: float, unit: str, **context: Any) -> None:
-    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "context": context}))
-
-
 def main() -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
     rng = np.random.default_rng(0)
-    machine = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
-    }
+    machine = {"transformers": transformers.__version__, "threads": torch.get_num_threads()}
     for prompt_length in (16, 100):
         prompts = [
             array("i", rng.integers(0, VOCABULARY, prompt_length).tolist()) for _ in range(64)
@@ -158,9 +148,11 @@ def main() -> None:
                 best[name] = max(best[name], sampled / (time.perf_counter() - start))
         context = {"requests": 64, "tokens": 64, "prompt": prompt_length, **machine}
         for name, value in best.items():
-            say(f"flood/{name}", value, "tokens/s", **context)
+            print_figure(f"flood/{name}", value, "tokens/s", **context)
         for name in engines:
-            say(f"flood/{name}/ratio", best[name] / best["generate"], "x generate", **context)
+            print_figure(
+                f"flood/{name}/ratio", best[name] / best["generate"], "x generate", **context
+            )
             engines[name].close()
     for deterministic in (True, False):
         for tool_seconds in (0.0, 0.005):
@@ -172,8 +164,8 @@ def main() -> None:
                 seconds = min(seconds, time.perf_counter() - start)
             context = {"episodes": 128, "turns": turns, "tool_s": tool_seconds, **machine}
             name = f"episodes/deterministic={deterministic}"
-            say(f"{name}/seconds", seconds, "s a step's rollouts", **context)
-            say(f"{name}/speed", sampled / seconds, "tokens/s", **context)
+            print_figure(f"{name}/seconds", seconds, "s a step's rollouts", **context)
+            print_figure(f"{name}/speed", sampled / seconds, "tokens/s", **context)
             engine.close()
 
 

@@ -8,7 +8,6 @@ the last tenth over that of the first shows whether long runs grow slower.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import statistics
@@ -16,16 +15,12 @@ import sys
 import time
 
 import uvloop
+from workload.timing import print_figure
 
 from agentrl.config import SandboxConfig
 from agentrl.rewards.graders import grader_of
 from agentrl.sandbox import Sandbox, configure, release
 from agentrl.sandbox.settings import open_sandbox
-
-
-def say(name: str, value: float, unit: str, **context: object) -> None:
-    said = {"name": name, "value": round(value, 2), "unit": unit, "context": context}
-    print(json.dumps(said), flush=True)
 
 
 def p99(took: list[float]) -> float:
@@ -69,22 +64,24 @@ async def grade(tests: int, backend: str) -> None:
             marks = await grader.grade_text(program, truth)
             took.append(time.monotonic() - began)
             assert marks["acc"] == 1.0, marks
-        say(f"sandbox/{name}", statistics.median(took) * 1e3, "ms", tests=tests, backend=backend)
+        print_figure(
+            f"sandbox/{name}", statistics.median(took) * 1e3, "ms", tests=tests, backend=backend
+        )
     await release()
 
 
 async def main(runs: int, backend: str) -> None:
-    machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "backend": backend}
+    machine = {"kernel": platform.release(), "backend": backend}
     for at_once in (1, 2, 4, 8, 16):
         place = open_sandbox(SandboxConfig(backend=backend, slots=at_once))
         await measure(place, at_once, at_once)  # user ids are taken once
         fds = len(os.listdir("/proc/self/fd"))
         rate, took = await measure(place, runs, at_once)
-        say("sandbox/runs", rate, "1/s", at_once=at_once, runs=runs, **machine)
-        say("sandbox/p99", p99(took), "ms", at_once=at_once)
+        print_figure("sandbox/runs", rate, "1/s", at_once=at_once, runs=runs, **machine)
+        print_figure("sandbox/p99", p99(took), "ms", at_once=at_once)
         tenth = max(1, runs // 10)
-        say("sandbox/p99_last_over_first", p99(took[-tenth:]) / p99(took[:tenth]), "")
-        say("sandbox/descriptors_left", len(os.listdir("/proc/self/fd")) - fds, "")
+        print_figure("sandbox/p99_last_over_first", p99(took[-tenth:]) / p99(took[:tenth]), "")
+        print_figure("sandbox/descriptors_left", len(os.listdir("/proc/self/fd")) - fds, "")
         await place.aclose()
     for tests in (1, 10, 100):
         await grade(tests, backend)
@@ -93,12 +90,12 @@ async def main(runs: int, backend: str) -> None:
     place = open_sandbox(SandboxConfig(backend=backend))
     began = time.monotonic()
     boxes = [await place.open() for _ in range(20)]
-    say("sandbox/open", (time.monotonic() - began) / 20 * 1e3, "ms", **machine)
+    print_figure("sandbox/open", (time.monotonic() - began) / 20 * 1e3, "ms", **machine)
     await boxes[0].run("x = 1")
     began = time.monotonic()
     for _ in range(200):
         await boxes[0].run("x + 1")
-    say("sandbox/call_in_a_box", (time.monotonic() - began) / 200 * 1e3, "ms", **machine)
+    print_figure("sandbox/call_in_a_box", (time.monotonic() - began) / 200 * 1e3, "ms", **machine)
     await place.aclose()
 
 

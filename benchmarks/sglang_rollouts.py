@@ -30,7 +30,7 @@ import orjson
 import uvloop
 from workload import serving
 from workload.models import random_model
-from workload.timing import cpu_seconds
+from workload.timing import cpu_seconds, print_figure
 
 from agentrl.agent_loops import agent_loop
 from agentrl.agent_loops.attempt import load_template
@@ -227,7 +227,7 @@ def measure(ours: Ours, control: Control, size: Size, runner: asyncio.Runner) ->
 
 def report(rounds: dict[str, list[Round]], size: Size, bare: Bare) -> None:
     say = partial(
-        serving.say,
+        print_figure,
         shape=size.shape,
         trajectories=size.prompts * size.n,
         turns=size.turns,

@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 from workload import serving
 from workload.models import SHAPES, random_model
-from workload.serving import adapters, only, others_memory, short, surviving
+from workload.serving import adapters, only, others_memory, surviving
+from workload.timing import print_figure, short
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
 from agentrl.engine.base import Engine, Update
 from agentrl.engine.open import open_engine
+from agentrl.engine.remote.launch import RESIDENT
 from agentrl.engine.remote.open import ADMIN_TOKEN, TOKEN
-from agentrl.engine.remote.senders import RESIDENT
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.trainer.learner import Learner
@@ -103,7 +104,7 @@ class Bench:
         self._runner.close()
 
     def say(self, what: str, value: float, unit: str, **context: object) -> None:
-        serving.say(f"sglang_sync/{self.name}/{what}", value, unit, **context)
+        print_figure(f"sglang_sync/{self.name}/{what}", value, unit, **context)
 
     def publisher(self, engine: Any) -> Publisher:
         return Publisher(self.learner, engine, self._row, partial(self._scores, engine))

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from workload import serving
+from workload.timing import print_figure, short
 
 from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, tiny_model
-from agentrl.engine.remote.senders import RESIDENT
+from agentrl.engine.remote.launch import RESIDENT
 from agentrl.trainer import Trainer
 from agentrl.trainer.tracking import METRICS, read_metrics
 
@@ -61,13 +62,13 @@ class Watched(Trainer):
         if step % EVERY == 0 or step == 1:
             self.resident.append(serving.adapters(self.engine))
             self.used.append(serving.others_memory())
-            serving.say(
+            print_figure(
                 f"{self.name}/step",
                 step,
                 "step",
                 adapters=self.resident[-1],
                 others_gib=round(self.used[-1], 3),
-                **{key: serving.short(metrics[key]) for key in LEADING if key in metrics},
+                **{key: short(metrics[key]) for key in LEADING if key in metrics},
             )
         return metrics
 
@@ -91,7 +92,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal: float) -> None:
-    say = partial(serving.say, steps=trainer.total_steps)
+    say = partial(print_figure, steps=trainer.total_steps)
     by_step = {step: metrics for step, metrics in history if step > 0}
     for key, unit in LEADING.items():
         course = [metrics[key] for metrics in by_step.values() if metrics.get(key) is not None]
@@ -102,8 +103,8 @@ def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal
                 statistics.fmean(tens[-1]),
                 unit,
                 what=f"mean of the last {EVERY} steps, and of each {EVERY} before",
-                course=[serving.short(statistics.fmean(ten)) for ten in tens],
-                largest=serving.short(max(course)),
+                course=[short(statistics.fmean(ten)) for ten in tens],
+                largest=short(max(course)),
             )
     timings = sorted({k for metrics in by_step.values() for k in metrics if k[:9] == "timing_s/"})
     for key in timings:
@@ -144,7 +145,7 @@ def main() -> None:
         folder = Path(config.trainer.output)
         if (folder / METRICS).exists() and trainer.used:
             report(name, read_metrics(folder / METRICS), trainer, args.goal)
-        serving.say(f"{name}/run", round(time.perf_counter() - began, 1), "s")
+        print_figure(f"{name}/run", round(time.perf_counter() - began, 1), "s")
 
 
 if __name__ == "__main__":

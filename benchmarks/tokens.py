@@ -76,12 +76,12 @@ def measure_deltas(template: ChatTemplate, floor: Floor) -> None:
             assert all(delta(r) == by_hand(r) for r in results[:16])
             contestants[f"agentrl_{tokens}"] = delta
         found = medians(contestants, itertools.cycle(results), CALLS)
-        context: dict[str, object] = {"result_words": words}
+        context = {"result_words": words}
         for name, value in found.items():
-            timing.say(f"tokens/delta/{name}", value, "us", context)
+            timing.print_figure(f"tokens/delta/{name}", value, "us", **context)
         short, *_, long = (found[f"agentrl_{tokens}"] for tokens in histories)
-        timing.say("tokens/delta/of_floor", short / found["floor"], "ratio", context)
-        timing.say("tokens/delta/long_of_short", long / short, "ratio", context)
+        timing.print_figure("tokens/delta/of_floor", short / found["floor"], "ratio", **context)
+        timing.print_figure("tokens/delta/long_of_short", long / short, "ratio", **context)
 
 
 def measure_encoder(template: ChatTemplate, floor: Floor) -> None:
@@ -108,7 +108,7 @@ def measure_encoder(template: ChatTemplate, floor: Floor) -> None:
             assert len({tuple(encode(text)) for encode in contestants.values()}) == 1, text
         found = medians(contestants, source, len(words), lambda text: len(floor.encode(text)))
         for name, value in found.items():
-            timing.say(f"tokens/encode/{name}", value, "us/token", {"text": kind})
+            timing.print_figure(f"tokens/encode/{name}", value, "us/token", text=kind)
 
 
 def measure_prompts(template: ChatTemplate) -> None:
@@ -136,8 +136,8 @@ def measure_prompts(template: ChatTemplate) -> None:
     for kind, length in (("short", 40), ("long", 4_000)):
         texts = (f"{next(words)} " + "How much is it? " * (length // 16) for _ in iter(int, 1))
         found = medians({"agentrl": group}, texts, 100)
-        timing.say(
-            "tokens/prompt", found["agentrl"] / GROUP, "us/rollout", {"row": kind, "group": GROUP}
+        timing.print_figure(
+            "tokens/prompt", found["agentrl"] / GROUP, "us/rollout", row=kind, group=GROUP
         )
 
 

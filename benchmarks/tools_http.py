@@ -13,10 +13,7 @@ without a thread, and 512 that hold one for 0.2 s, by one worker and by two.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from workload.timing import cpu_seconds, print_figure
 
 from agentrl.http import HttpClient
 from agentrl.tools import HttpToolbox
@@ -88,7 +86,7 @@ class Round:
     server_us: float
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds_of(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -105,16 +103,14 @@ async def measure(one: Callable[[int, int], Awaitable[None]], in_flight: int, pi
             await one(worker, n)
             seconds.append(time.perf_counter() - began)
 
-    used, served, began = resource.getrusage(resource.RUSAGE_SELF), cpu_seconds(pid), time.time()
+    used, served, began = cpu_seconds(), cpu_seconds_of(pid), time.time()
     await asyncio.gather(*(work(i) for i in range(in_flight)))
     wall = time.time() - began
-    now = resource.getrusage(resource.RUSAGE_SELF)
-    client = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
     return Round(
         CALLS / wall,
         1e3 * statistics.quantiles(seconds, n=100)[98],
-        1e6 * client / CALLS,
-        1e6 * (cpu_seconds(pid) - served) / CALLS,
+        1e6 * (cpu_seconds() - used) / CALLS,
+        1e6 * (cpu_seconds_of(pid) - served) / CALLS,
     )
 
 
@@ -147,13 +143,7 @@ async def compare(in_flight: int, tools: tuple[str, str, int], bare: tuple[str, 
         if number:  # the first round warms up
             rounds["bare_route"].append(plain)
             rounds["toolbox"].append(ours)
-    context = {
-        "in_flight": in_flight,
-        "calls": CALLS,
-        "rounds": ROUNDS,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-    }
+    context = {"in_flight": in_flight, "calls": CALLS, "rounds": ROUNDS}
     for name, held in rounds.items():
         for field, unit in (
             ("rate", "1/s"),
@@ -162,9 +152,9 @@ async def compare(in_flight: int, tools: tuple[str, str, int], bare: tuple[str, 
             ("server_us", "us"),
         ):
             value = statistics.median(getattr(r, field) for r in held)
-            say(f"tools_http/{name}/{field}", value, unit, context)
+            print_figure(f"tools_http/{name}/{field}", value, unit, **context)
     ratios = [t.rate / b.rate for t, b in zip(rounds["toolbox"], rounds["bare_route"], strict=True)]
-    say("tools_http/toolbox_of_bare_route", statistics.median(ratios), "ratio", context)
+    print_figure("tools_http/toolbox_of_bare_route", statistics.median(ratios), "ratio", **context)
 
 
 async def at_once(url: str, token: str, name: str, calls: int, seconds: float) -> float:
@@ -194,12 +184,7 @@ def waiting(loop: asyncio.Runner) -> None:
             with server:
                 took = loop.run(at_once(url, token, name, calls, seconds))
             context = {"calls": calls, "seconds": seconds, "workers": workers}
-            say(f"tools_http/{name}/all_answered", took, "s", context)
-
-
-def say(name: str, value: float, unit: str, context: dict[str, object]) -> None:
-    line = {"name": name, "value": round(value, 3), "unit": unit, "context": context}
-    print(json.dumps(line), flush=True)
+            print_figure(f"tools_http/{name}/all_answered", took, "s", **context)
 
 
 def main() -> None:

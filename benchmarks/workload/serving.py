@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shlex
 import tempfile
 import traceback
@@ -18,6 +16,7 @@ import torch
 
 from agentrl.engine.base import Engine
 from agentrl.engine.remote.sglang import SGLangEngine
+from workload.timing import print_figure
 
 GIB = 2**30
 
@@ -77,32 +76,6 @@ def others_memory() -> float:
     return (total - free - torch.cuda.memory_reserved()) / GIB
 
 
-def short(value: float) -> float:
-    """Four digits that count."""
-    return float(f"{value:.4g}")
-
-
-def machine() -> dict[str, object]:
-    """Of every figure."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": gpu or f"{os.cpu_count()} CPUs",
-    }
-
-
-def say(name: str, value: float, unit: str, **context: object) -> None:
-    """One figure, one line."""
-    line = {
-        "name": name,
-        "value": short(value) if isinstance(value, float) else value,
-        "unit": unit,
-        "context": context | machine(),
-    }
-    print(json.dumps(line), flush=True)
-
-
 @contextmanager
 def surviving(name: str) -> Iterator[None]:
     """What fails within is said in a line of its own, and the rest goes on."""
@@ -110,4 +83,4 @@ def surviving(name: str) -> Iterator[None]:
         yield
     except Exception as e:
         traceback.print_exc()
-        say(f"{name}/failed", 1, "failure", error=f"{type(e).__name__}: {e}"[-3000:])
+        print_figure(f"{name}/failed", 1, "failure", error=f"{type(e).__name__}: {e}"[-3000:])

@@ -7,14 +7,13 @@ import json
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-MACHINE = {"python": platform.python_version(), "cpus": os.cpu_count()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,22 @@ def cpu_us(function: Callable[[T], object], arguments: Sequence[T]) -> float:
     return 1e6 * (time.process_time() - began) / len(arguments)
 
 
-def say(name: str, value: float, unit: str, context: dict[str, object]) -> None:
-    """One figure, one line."""
-    line = {"name": name, "value": round(value, 3), "unit": unit, "context": context | MACHINE}
+def machine() -> dict[str, object]:
+    """Return the versions and the device that each figure is measured with."""
+    found: dict[str, object] = {"python": platform.python_version(), "cpus": os.cpu_count()}
+    if torch := sys.modules.get("torch"):
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        found |= {"torch": torch.__version__, "device": gpu}
+    return found
+
+
+def short(value: float) -> float:
+    """Round a number to four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def print_figure(name: str, value: float | None, unit: str, **context: object) -> None:
+    """Print one figure as one line of JSON."""
+    value = short(value) if isinstance(value, float) else value
+    line = {"name": name, "value": value, "unit": unit, "context": context | machine()}
     print(json.dumps(line), flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -38,15 +37,6 @@ class Timed:
         finish(update)
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(cpu_seconds() - cpu)
-
-
-def say(name: str, value: float | None, unit: str, **context: object) -> None:
-    value = None if value is None else float(f"{value:.4g}")
-    where = {"device": torch.cuda.get_device_name() if GPU else "cpu"}
-    print(
-        json.dumps({"name": name, "value": value, "unit": unit, "context": context | where}),
-        flush=True,
-    )
 
 
 def finish(update: Update) -> None:
