@@ -38,11 +38,13 @@ def open_site(config: Config) -> Iterator[RaySite]:
     """
     t = config.trainer
     with connected(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
-        from agentrl.cluster.pool import ResourcePool, has_gpus
+        import ray
+
+        from agentrl.cluster.pool import ResourcePool
 
         asked = f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}"
         count = t.nnodes * t.n_gpus_per_node
-        cpu = t.device == "cpu" or (t.device == "auto" and not has_gpus())
+        cpu = t.device == "cpu" or (t.device == "auto" and not ray.cluster_resources().get("GPU"))
         if cpu and t.device == "auto" and count > 1:
             raise ConfigError(
                 f"{asked}: {count} GPUs are asked for, and none is here. With trainer.device=cpu"

@@ -21,11 +21,6 @@ RESERVE_SECONDS = 60.0
 """How long others may take to free what they hold."""
 
 
-def has_gpus() -> bool:
-    """Whether the cluster has any."""
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
 class ResourcePool:
     """GPUs of a cluster, or CPUs, that are ours until `close`."""
 

@@ -652,15 +652,10 @@ class KLController:
             error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
             self.coef *= 1 + error * rollouts / self.horizon
 
-    @property
-    def state(self) -> float:
-        """All that `load` needs to go on from here."""
-        return self.coef
-
-    def load(self, state: float) -> None:
-        """Go on from what `state` was; a fixed weight stays the config's."""
+    def load(self, coef: float) -> None:
+        """Go on from what `coef` was; a fixed weight stays the config's."""
         if self.target:
-            self.coef = state
+            self.coef = coef
 
 
 def rollout_kl(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor, kl_type: str) -> float:

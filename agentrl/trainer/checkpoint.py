@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -384,25 +384,20 @@ LENGTH = frozenset({"trainer.total_steps", "trainer.total_epochs"})
 run's length."""
 
 
-def check_same_run(
-    saved_config: Mapping[str, Any],
-    config: Mapping[str, Any],
-    allowed: Collection[str] = MAY_CHANGE,
-) -> None:
+def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Refuse to resume under another config: the result would be neither run's.
 
     Args:
         saved_config: the config in the checkpoint, nested.
         config: the present one, nested.
-        allowed: dotted keys, or patterns such as `val.*`, that may differ.
 
     Raises:
-        ConfigError: other keys differ, `LENGTH` among them where `optim.lr_final` is not 1 in both;
-            the message lists each with both values.
+        ConfigError: keys that are not in `MAY_CHANGE` differ, `LENGTH` among them where
+            `optim.lr_final` is not 1 in both; the message lists each with both values.
     """
     saved, now = dict(_flat(saved_config)), dict(_flat(config))
     steady = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, now))
-    allowed = {*allowed, *LENGTH} if steady else allowed
+    allowed = MAY_CHANGE | LENGTH if steady else MAY_CHANGE
     changed = [
         f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {now.get(key, 'not set')} now"
         for key in sorted(saved.keys() | now.keys())

@@ -79,31 +79,26 @@ def validation_series(keys: Iterable[str]) -> dict[str, str]:
     return total | (loops if len(loops) > 1 or not total else {}) | greedy
 
 
-def write_curve(
-    metrics_path: Path, svg_path: Path, series: Mapping[str, str] | None = None
-) -> None:
+def write_curve(metrics_path: Path, svg_path: Path) -> None:
     """Draw training and validation rewards over steps.
+
+    The training reward is smoothed, with its raw values as a thin line behind it. Of the series of
+    `validation_series` the first are drawn, up to `MAX_LINES` lines in all.
 
     Args:
         metrics_path: a run's `metrics.jsonl`; a run without steps gives an empty frame.
         svg_path: where the picture goes.
-        series: label to metric key; the first 12 that have values are drawn. By default the
-            training reward (smoothed, its raw values thin behind it) and what `validation_series`
-            finds.
     """
     import matplotlib
 
     steps = read_metrics(metrics_path)
-    if series is None:
-        found = validation_series({key for _, data in steps for key in data})
-        series = {"training": TRAINING, **found}
-    found_points = {label: _points(steps, key) for label, key in series.items()}
-    lines = {label: points for label, points in found_points.items() if points}
-    lines = dict(list(lines.items())[:MAX_LINES])
+    keys = {"training": TRAINING, **validation_series({key for _, data in steps for key in data})}
+    series = {label: _points(steps, key) for label, key in keys.items()}
+    lines = dict([(label, points) for label, points in series.items() if points][:MAX_LINES])
     staging = svg_path.with_name(f".{svg_path.name}.tmp")
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the viewer's fonts draw the text
-        _draw(lines, series).savefig(staging, format="svg", transparent=True, metadata=METADATA)
+        _draw(lines).savefig(staging, format="svg", transparent=True, metadata=METADATA)
     staging.replace(svg_path)
 
 
@@ -115,7 +110,7 @@ def _points(steps: Sequence[tuple[int, Mapping[str, float]]], key: str) -> Point
     ]
 
 
-def _draw(lines: Mapping[str, Points], keys: Mapping[str, str]) -> Figure:
+def _draw(lines: Mapping[str, Points]) -> Figure:
     """Return the figure: axes, lines, legend."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -134,10 +129,10 @@ def _draw(lines: Mapping[str, Points], keys: Mapping[str, str]) -> Figure:
         axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     labels = []
     for i, (label, points) in enumerate(lines.items()):
-        style = _style(label, keys[label], i)
-        if len(points) == 1 or (keys[label] != TRAINING and len(points) <= 20):
+        style = _style(label, i)
+        if len(points) == 1 or (label != "training" and len(points) <= 20):
             style["marker"] = "."
-        if keys[label] == TRAINING:
+        if label == "training":
             axes.plot(*zip(*_thinned(points), strict=True), color=GREY, lw=0.8, alpha=0.35)
             points = _smoothed(points)
         axes.plot(*zip(*_thinned(points), strict=True), clip_on=False, **style)
@@ -155,9 +150,9 @@ def _draw(lines: Mapping[str, Points], keys: Mapping[str, str]) -> Figure:
     return figure
 
 
-def _style(label: str, key: str, index: int) -> dict[str, Any]:
+def _style(label: str, index: int) -> dict[str, Any]:
     """Colour and stroke of a line: training grey, the total strong, greedy dashed."""
-    if key == TRAINING:
+    if label == "training":
         return {"color": GREY, "lw": 2}
     colour = COLOURS[(index - 1) % len(COLOURS)]
     if label == "greedy":

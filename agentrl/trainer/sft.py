@@ -268,19 +268,21 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+REPORT_SECONDS = 5.0
+
+
 class Progress:
     """A `report` for `Imitator.fit`: a line of text every few seconds, and one at the end."""
 
-    def __init__(self, steps: int, say: Callable[[str], None], every_s: float = 5.0):
+    def __init__(self, steps: int, say: Callable[[str], None]):
         self._steps = steps
         self._say = say
-        self._every_s = every_s
         self._started = self._said = time.monotonic()
 
     def __call__(self, step: int, loss: float) -> None:
         """Say it, if it is time."""
         now = time.monotonic()
-        if now - self._said >= self._every_s or step == self._steps:
+        if now - self._said >= REPORT_SECONDS or step == self._steps:
             self._said = now
             self._say(f"  step {step}/{self._steps}  loss {loss:.3f}  {now - self._started:.0f} s")
 

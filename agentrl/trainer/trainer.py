@@ -215,7 +215,7 @@ class Trainer:
         metrics = self.step()
         self.global_step += 1
         metrics["training/global_step"] = self.global_step
-        metrics["training/epoch"] = self._epoch()
+        metrics["training/epoch"] = self.position / len(self.plan.train)
         metrics |= self.clock.metrics(metrics)
         # What was learned is not lost with an engine that does not take it.
         self._unfinished, self._whole = metrics, True
@@ -271,9 +271,6 @@ class Trainer:
         self.console.validation(self.global_step, result.metrics)
         return dict(result.metrics)
 
-    def _epoch(self) -> float:
-        return self.position / len(self.plan.train)
-
     # -- beginning and end ------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
@@ -300,7 +297,7 @@ class Trainer:
             # Older ones have neither: every step took a batch, and no weight was steered.
             before = self.global_step * config.data.batch_size
             self.position = checkpoint.meta.get("position", before)
-            self.kl.load(checkpoint.meta.get("kl", self.kl.state))
+            self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
             self._unfinished = checkpoint.meta["unfinished"]
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
@@ -355,7 +352,7 @@ class Trainer:
                     "config": self.config.model_dump(mode="json"),
                     "rows": self._rows,
                     "position": self.position,
-                    "kl": self.kl.state,
+                    "kl": self.kl.coef,
                     "unfinished": self._unfinished,
                     "noise": self.publisher.noise,
                     "canary": self.publisher.canary,

@@ -491,7 +491,6 @@ def test_what_may_change_moves_no_weight():
         for leaf in ("urls", "engines", "tensor_parallel_size", "python", "launch", "sync", "lora",
                      "gpu_memory_utilization", "sleep")
     }  # fmt: skip
-    check_same_run({"lr": 1}, {"lr": 2}, allowed={"lr"})
     here = {"rollout": {"name": "sglang", "urls": [], "engines": 1, "deterministic": False}}
     check_same_run(here, {"rollout": here["rollout"] | {"urls": ["http://b:1"], "engines": 2}})
     ranks = {"nnodes": 1, "n_gpus_per_node": 2, "placement": "separate", "ray_address": "here"}
