@@ -204,7 +204,9 @@ def _cell(name: str, path: str, row: Stored) -> Any:
         value = {f.name: getattr(value, f.name) for f in fields(value) if f.name in kept}
     if name in _JSON:
         value = json.dumps(value, default=_plain, ensure_ascii=False)
-    return _clean(value) if isinstance(value, str) else value
+    if isinstance(value, str):  # UTF-8 cannot hold a lone surrogate: `?` in its place
+        return value.encode("utf-8", "replace").decode()
+    return value
 
 
 def _list_column(rows: Sequence[Sequence[array[Any]]], item: pa.DataType) -> pa.Array:
@@ -228,11 +230,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return str(value)
-
-
-def _clean(text: str) -> str:
-    """Text that UTF-8 can hold: `?` in place of a lone surrogate."""
-    return text.encode("utf-8", "replace").decode()
 
 
 # -- reading --------------------------------------------------------------------------------------
