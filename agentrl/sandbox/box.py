@@ -473,9 +473,8 @@ class Capture:
 
     def _read(self) -> bool:
         """Whether there was something."""
-        try:
-            read = os.read(self._pipe.fileno(), _CHUNK)
-        except BlockingIOError:
+        read = self._pipe.read(_CHUNK)
+        if read is None:  # nothing is there
             return False
         if not read:
             self.close()

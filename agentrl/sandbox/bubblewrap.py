@@ -186,11 +186,13 @@ class Child:
         """As a shell says it; None where the program never ran, or was killed."""
         self.cpu_seconds = 0.0
         options, program = command
-        self._status, status = os.pipe()
+        ours, status = os.pipe()
+        self._status = os.fdopen(ours, "rb", 0)
         options += ["--json-status-fd", str(given.take(status))]
-        self._gate = -1
+        self._gate = ExitStack()
         if cgroup is not None:  # it waits until this pipe is closed before it starts the program
-            gate, self._gate = os.pipe()
+            gate, ours = os.pipe()
+            self._gate.callback(os.close, ours)
             options += ["--block-fd", str(given.take(gate))]
         try:
             self.process = subprocess.Popen(
@@ -204,12 +206,11 @@ class Child:
                 env={},
             )
         except BaseException:
-            for fd in (self._status, self._gate):
-                if fd >= 0:
-                    os.close(fd)
+            self._status.close()
+            self._gate.close()
             raise
         given.close()
-        os.set_blocking(self._status, False)
+        os.set_blocking(self._status.fileno(), False)
         self._loop.add_reader(self._status, self._read_status)
 
     def kill(self, why: EndedBy = "") -> None:
@@ -256,9 +257,8 @@ class Child:
         return True
 
     def _read_status(self) -> None:
-        try:
-            read = os.read(self._status, 4096)
-        except BlockingIOError:
+        read = self._status.read(4096)
+        if read is None:  # nothing is there
             return
         self._said += read
         *lines, self._said = self._said.split(b"\n")
@@ -286,19 +286,13 @@ class Child:
             self.fault = f"no process can be moved to {self._cgroup.folder}: {e.strerror}"
             self.kill()
         else:
-            self._open_gate()
-
-    def _open_gate(self) -> None:
-        if self._gate >= 0:
-            os.close(self._gate)
-            self._gate = -1
+            self._gate.close()
 
     def _close_status(self) -> None:
-        self._open_gate()
-        if self._status >= 0:
+        self._gate.close()
+        if not self._status.closed:
             self._loop.remove_reader(self._status)
-            os.close(self._status)
-            self._status = -1
+            self._status.close()
             self._ended.set_result(None)
 
 

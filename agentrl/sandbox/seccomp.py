@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from functools import cache
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -83,6 +84,7 @@ _X32 = 0x40000000
 """Calls of the x32 ABI, which would be other numbers for the same things."""
 
 
+@cache
 def seccomp_filter(machine: str = "") -> bytes:
     """The filter as `bwrap --seccomp` reads it: `struct sock_filter`s.
 

@@ -55,10 +55,9 @@ class Uids:
         with self._lock:
             return self._free.pop() if self._free else self._lease()
 
-    def give_back(self, lease: Lease, *, clean: bool) -> None:
-        """Return an id; one of which a process may be left is never used again by this process."""
-        if clean:
-            self._free.append(lease)
+    def give_back(self, lease: Lease) -> None:
+        """Return an id of which no process is left."""
+        self._free.append(lease)
 
     def _lease(self) -> Lease:
         try:
@@ -131,7 +130,7 @@ def own_user() -> Iterator[int | None]:
         yield lease.uid
         clean = True
     finally:
-        clean = clean or not has_processes(lease.uid)
-        if not clean:
+        if clean or not has_processes(lease.uid):
+            _uids.give_back(lease)
+        else:
             log.warning("processes of user id %d are left; it is not used again", lease.uid)
-        _uids.give_back(lease, clean=clean)

@@ -107,25 +107,29 @@ def thread_seconds(size: int) -> float:
     return BASE_SECONDS + SECONDS_PER_BYTE * size
 
 
-def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all schemas within it, those of unknown keywords included."""
+def subschemas(schema: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield the depth and the content of a schema and of all schemas within it.
+
+    Those of unknown keywords are included. What is removed from one before the next is asked for is
+    not looked at.
+    """
     if isinstance(schema, list):
         for item in schema:
-            yield from _subschemas(item)
+            yield from subschemas(item, depth + 1)
     elif isinstance(schema, Mapping):
-        yield schema
+        yield depth, schema
         for key, value in schema.items():
             if key in NAMED_KEYWORDS and isinstance(value, Mapping):
                 for inner in value.values():
-                    yield from _subschemas(inner)
+                    yield from subschemas(inner, depth + 1)
             elif key not in DATA_KEYWORDS:
-                yield from _subschemas(value)
+                yield from subschemas(value, depth + 1)
 
 
 def _refuse_unbounded(schema: Mapping[str, Any]) -> None:
     """Raise ValueError for what would run outside of the keywords below."""
     resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
-    for inner in _subschemas(schema):
+    for _, inner in subschemas(schema):
         for key in ("unevaluatedItems", "unevaluatedProperties"):
             if key in inner:
                 raise ValueError(

@@ -29,6 +29,7 @@ from agentrl.registry import tools
 from agentrl.tools.payloads import Parameters, shorten
 from agentrl.tools.schema import adopt
 from agentrl.tools.tool import Tool, ToolFunction
+from agentrl.tools.validation import subschemas
 
 log = logging.getLogger("agentrl.tools")
 
@@ -42,12 +43,10 @@ MAX_DEPTH = 16
 
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_]+")
 _COSTLY = {
-    "pattern", "patternProperties", "format", "$ref", "$dynamicRef", "$schema", "$id",
-    "unevaluatedItems", "unevaluatedProperties",
+    "pattern", "patternProperties", "format", "$ref", "$dynamicRef", "$schema", "$id", "$defs",
+    "definitions", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
 """Keywords that are left out of a schema. The server checks its arguments itself."""
-_NAMED = {"properties"}
-_DATA = {"enum", "const", "default", "examples", "required"}
 
 _EXPECTED = "mcp+http://HOST/PATH, mcp+https://HOST/PATH or mcp+stdio:COMMAND ARGUMENTS"
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
@@ -209,28 +208,15 @@ def _bounded(schema: Any, name: str, where: str) -> Parameters:
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise UserError("its schema is not that of an object")
     try:
-        size = len(orjson.dumps(schema))
-        clean = _without_costly(schema, 0)
-    except (TypeError, RecursionError) as e:
+        written = orjson.dumps(schema)
+    except TypeError as e:
         raise UserError(f"its schema: {e}") from None
-    if size > MAX_SCHEMA_BYTES:
-        raise UserError(f"its schema has {size} bytes, at most {MAX_SCHEMA_BYTES}")
+    if len(written) > MAX_SCHEMA_BYTES:
+        raise UserError(f"its schema has {len(written)} bytes, at most {MAX_SCHEMA_BYTES}")
+    clean = orjson.loads(written)
+    for depth, inner in subschemas(clean):
+        if depth > MAX_DEPTH:
+            raise UserError(f"its schema: nested deeper than {MAX_DEPTH}")
+        for key in _COSTLY & inner.keys():
+            del inner[key]
     return adopt({"properties": {}, **clean, "type": "object"}, name, where)
-
-
-def _without_costly(schema: Any, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise TypeError(f"nested deeper than {MAX_DEPTH}")
-    if isinstance(schema, list):
-        return [_without_costly(s, depth + 1) for s in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    clean: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _DATA:
-            clean[key] = value
-        elif key in _NAMED and isinstance(value, Mapping):
-            clean[key] = {n: _without_costly(s, depth + 1) for n, s in value.items()}
-        elif key not in _COSTLY and key not in ("$defs", "definitions"):
-            clean[key] = _without_costly(value, depth + 1)
-    return clean

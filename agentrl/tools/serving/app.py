@@ -311,10 +311,8 @@ def create_app(
 
     @app.exception_handler(AgentRLError)
     async def failed(_: Request, e: AgentRLError) -> Response:
-        response = refusal(_status(e), type(e).__name__, str(e))
-        if isinstance(e, Busy):
-            response.headers["retry-after"] = str(RETRY_AFTER_SECONDS)
-        return response
+        later = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
+        return refusal(_status(e), type(e).__name__, str(e), later)
 
     @app.exception_handler(ValidationError)
     async def misshapen(_: Request, e: ValidationError) -> Response:
@@ -328,9 +326,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(_: Request, e: HTTPException) -> Response:
-        response = refusal(e.status_code, REFUSED, str(e.detail))
-        response.headers.update(e.headers or {})
-        return response
+        return refusal(e.status_code, REFUSED, str(e.detail), e.headers)
 
     return app
 

@@ -25,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from agentrl.config import SandboxConfig
@@ -84,14 +83,12 @@ def serve_in_background(
         ToolServerError: the server did not start; with the last lines it said.
     """
     token = secrets.token_urlsafe(32) if token is None else token
-    bound: list[socket.socket] = []
-    try:
-        for number in range(workers):
-            bound.append(bind(host, port + number if port else 0, token))
-    except UserError:
-        for one in bound:
-            one.close()
-        raise
+    with contextlib.ExitStack() as unused:
+        bound = [
+            unused.enter_context(bind(host, port + number if port else 0, token))
+            for number in range(workers)
+        ]
+        unused.pop_all()
     ports = [s.getsockname()[1] for s in bound] if workers > 1 else []
     order = {
         "files": list(files),
@@ -156,9 +153,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 

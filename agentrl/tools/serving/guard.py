@@ -76,17 +76,18 @@ class _Refused(Exception):
     """A request that gets no further, and what it is told."""
 
     def __init__(self, status: int, message: str, *, hang_up: bool = False):
-        self.response = refusal(status, REFUSED, message)
-        if status == 401:
-            self.response.headers["www-authenticate"] = "Bearer"
+        headers = {"www-authenticate": "Bearer"} if status == 401 else {}
         if hang_up:
-            self.response.headers["connection"] = "close"
+            headers["connection"] = "close"
+        self.response = refusal(status, REFUSED, message, headers)
 
 
-def refusal(status: int, error: str, message: str) -> Response:
+def refusal(
+    status: int, error: str, message: str, headers: Mapping[str, str] | None = None
+) -> Response:
     """An answer that is none: `{"error": class, "message": text}`."""
     content = orjson.dumps({"error": error, "message": message})
-    return Response(content, status, media_type="application/json")
+    return Response(content, status, headers, media_type="application/json")
 
 
 async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:

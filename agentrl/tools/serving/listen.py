@@ -100,10 +100,9 @@ class Connection(HttpToolsProtocol):
 
 async def all_busy(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer that the request may be sent again later, and hang up."""
-    response = refusal(503, "Busy", "the tool server has as many connections as it can hold")
-    response.headers["retry-after"] = str(RETRY_AFTER_SECONDS)
-    response.headers["connection"] = "close"
-    await response(scope, receive, send)
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS), "connection": "close"}
+    message = "the tool server has as many connections as it can hold"
+    await refusal(503, "Busy", message, headers)(scope, receive, send)
 
 
 def _reserve_descriptors() -> int:
