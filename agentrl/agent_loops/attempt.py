@@ -41,18 +41,16 @@ class World:
     template: ChatTemplate
     toolbox: Toolbox
     config: Config
-    read: Reader | None = None
-    """Reads tool calls from a turn's text; None: as `rollout.tool_format` says."""
+    read: Reader = field(init=False)
+    """Reads tool calls from a turn's text, as `rollout.tool_format` says."""
 
     def __post_init__(self):
-        if self.read is None:
-            rollout = self.config.rollout
-            read = open_reader(rollout.tool_format, self.template, rollout.python)
-            object.__setattr__(self, "read", read)
+        rollout = self.config.rollout
+        read = open_reader(rollout.tool_format, self.template, rollout.python)
+        object.__setattr__(self, "read", read)
 
     async def calls(self, text: str, schemas: Sequence[Any]) -> list[ToolCall]:
         """The tool calls in a turn's text."""
-        assert self.read is not None
         calls = self.read(text, schemas)
         return await calls if isawaitable(calls) else calls
 

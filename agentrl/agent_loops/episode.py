@@ -31,7 +31,6 @@ from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
     Message,
-    Sample,
     ToolCall,
     ToolResult,
     Trajectory,
@@ -59,6 +58,16 @@ class Episode:
             interaction: the row's, if it has one.
             thread: 0 for the agent loop's own conversation, n for the n-th that it spawned.
         """
+        self.sample = attempt.sample
+        """The row being played."""
+        self.episode_id = attempt.episode_id
+        """Unique per attempt."""
+        self.rollout = attempt.rollout
+        """Which of the sample's n rollouts."""
+        self.turns = attempt.turns
+        """All turns of the attempt so far."""
+        self.schemas = schemas
+        """The tools that the chat template shows."""
         self._attempt = attempt
         self._world = attempt.world
         self._interaction = interaction
@@ -82,34 +91,9 @@ class Episode:
         attempt.control_token_attempts += template.schema_control_tokens(opening, schemas)
 
     @property
-    def sample(self) -> Sample:
-        """The row being played."""
-        return self._attempt.sample
-
-    @property
-    def episode_id(self) -> str:
-        """Unique per attempt."""
-        return self._attempt.episode_id
-
-    @property
-    def rollout(self) -> int:
-        """Which of the sample's n rollouts."""
-        return self._attempt.rollout
-
-    @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation as the policy sees it; `observe` and `branch` change it."""
         return tuple(self._context.messages)
-
-    @property
-    def schemas(self) -> Sequence[Any]:
-        """The tools that the chat template shows."""
-        return self._context.schemas
-
-    @property
-    def turns(self) -> list[Turn]:
-        """All turns of the attempt so far."""
-        return self._attempt.turns
 
     @property
     def deadline(self) -> float:

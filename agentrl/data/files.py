@@ -152,8 +152,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with file.open("wb") as lines:
-        for row in rows:
-            lines.write(orjson.dumps(row) + b"\n")
+        lines.writelines(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
 
 
 def _write_parquet(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

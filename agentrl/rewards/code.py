@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ READY = '"ready"'
 
 _FENCED = re.compile(r"^ {0,3}```([^\n`]*)\n(.*?)(?:^ {0,3}```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = frozenset(("", "python", "py", "python3"))
+
+_HARNESS = Path(__file__).with_name("code_harness.py").read_text("utf-8")
 
 
 @reward("code", bounded=True, sandbox=True)
@@ -163,7 +164,7 @@ class Code:
             output_bytes=count * (most * 4 // 3 + 200) + 100,
         )
         stdin = "".join(map(_frame, [job, *tests.inputs]))
-        return await sandbox.current().run(_harness(), stdin=stdin, limits=limits, init=True)
+        return await sandbox.current().run(_HARNESS, stdin=stdin, limits=limits, init=True)
 
 
 def last_program(text: str) -> str:
@@ -220,8 +221,3 @@ def problem_of(ground_truth: Any) -> str:
     except DataError as e:
         return str(e)
     return ""
-
-
-@cache
-def _harness() -> str:
-    return Path(__file__).with_name("code_harness.py").read_text("utf-8")

@@ -56,7 +56,16 @@ class Math:
         Raises:
             ConfigError: Math-Verify is missing.
         """
-        self._equivalent = _equivalent() if verify else None
+        self._equivalent: Callable[[str, str], bool] | None = None
+        if verify:
+            try:
+                from agentrl.rewards.math_algebra import equivalent
+            except ImportError as e:
+                raise ConfigError(
+                    f"the grader 'math' needs Math-Verify ({e}): pip install 'agentrl[math]', or"
+                    " compare by spelling alone, as verl does: reward.kwargs.verify=false"
+                ) from e
+            self._equivalent = equivalent
 
     async def __call__(
         self, solution_str: str, ground_truth: Any, pool: Callable[[], Processes]
@@ -79,7 +88,8 @@ class Math:
         right, late = answer is not None and same_text(answer, truth), False
         if answer and not right and not other_kind(answer, truth):
             right = same_words(answer, truth)
-            if self._equivalent and not right and _worth_it(answer, truth):
+            hopeless = any(too_hard(text) or has_words(text) for text in (answer, truth))
+            if self._equivalent and not right and not hopeless:
                 try:
                     right = await pool().call(self._equivalent, answer, truth, seconds=SECONDS)
                 except TimeoutError:
@@ -98,21 +108,6 @@ def problem_of(ground_truth: Any) -> str:
     if own is not None and same_text(own, truth):
         return ""
     return "give it the final answer alone"
-
-
-def _worth_it(*texts: str) -> bool:
-    return not any(too_hard(text) or has_words(text) for text in texts)
-
-
-def _equivalent() -> Callable[[str, str], bool]:
-    try:
-        from agentrl.rewards.math_algebra import equivalent
-    except ImportError as e:
-        raise ConfigError(
-            f"the grader 'math' needs Math-Verify ({e}): pip install 'agentrl[math]', or compare by"
-            " spelling alone, as verl does: reward.kwargs.verify=false"
-        ) from e
-    return equivalent
 
 
 def too_hard(text: str) -> bool:

@@ -11,40 +11,28 @@ from importlib.abc import Loader
 from types import ModuleType
 from typing import Any
 
+from agentrl.compat.verl import bases
 from agentrl.errors import UserError
 
-_OURS = "agentrl.compat.verl"
-# Module of verl's -> its names, and where they are.
-_NAMES: dict[str, dict[str, str]] = {
-    "verl.tools.base_tool": {
-        "BaseTool": "bases",
-        "OpenAIFunctionToolSchema": "bases",
-        "ToolResponse": "bases",
-    },
-    "verl.tools.schemas": dict.fromkeys(
-        (
-            "OpenAIFunctionParametersSchema",
-            "OpenAIFunctionPropertySchema",
-            "OpenAIFunctionSchema",
-            "OpenAIFunctionToolSchema",
-            "ToolResponse",
-        ),
-        "bases",
+_SHIPPED = "agentrl.compat.verl.shipped"
+# verl's module -> its names in `bases` or `shipped`; "verl's:ours" where the two differ.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "verl.tools.base_tool": ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"),
+    "verl.tools.schemas": (
+        "OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema",
+        "OpenAIFunctionToolSchema", "ToolResponse",
     ),
-    "verl.tools.function_tool": {"function_tool": "bases"},
-    "verl.tools.gsm8k_tool": {"Gsm8kTool": "shipped"},
-    "verl.interactions.base": {"BaseInteraction": "bases"},
-    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": "shipped"},
-    "verl.utils.rollout_trace": {"rollout_trace_op": "shipped"},
-    "verl.utils.reward_score": {"default_compute_score": "shipped"},
-    "verl.utils.reward_score.gsm8k": {
-        "compute_score": "shipped:gsm8k",
-        "extract_solution": "shipped",
-    },
-    "verl.utils.reward_score.math": {"compute_score": "shipped:math_reward"},
-    "verl.utils.reward_score.math_reward": {"compute_score": "shipped:math_reward"},
-    "verl.utils.reward_score.math_dapo": {"compute_score": "shipped:math_dapo"},
-    "verl.utils.reward_score.search_r1_like_qa_em": {"compute_score": "shipped:search_qa"},
+    "verl.tools.function_tool": ("function_tool",),
+    "verl.tools.gsm8k_tool": ("Gsm8kTool",),
+    "verl.interactions.base": ("BaseInteraction",),
+    "verl.interactions.gsm8k_interaction": ("Gsm8kInteraction",),
+    "verl.utils.rollout_trace": ("rollout_trace_op",),
+    "verl.utils.reward_score": ("default_compute_score",),
+    "verl.utils.reward_score.gsm8k": ("compute_score:gsm8k", "extract_solution"),
+    "verl.utils.reward_score.math": ("compute_score:math_reward",),
+    "verl.utils.reward_score.math_reward": ("compute_score:math_reward",),
+    "verl.utils.reward_score.math_dapo": ("compute_score:math_dapo",),
+    "verl.utils.reward_score.search_r1_like_qa_em": ("compute_score:search_qa",),
 }  # fmt: skip
 _PACKAGES = {
     "verl", "verl.tools", "verl.interactions", "verl.utils", "verl.utils.reward_score",
@@ -112,11 +100,12 @@ class _Module(ModuleType):
             raise AttributeError(name)
         if (inner := f"{self.__name__}.{name}") in _NAMES or inner in _PACKAGES:
             return importlib.import_module(inner)
-        home, _, other = _NAMES.get(self.__name__, {}).get(name, "").partition(":")
-        if not home:
-            known = ", ".join(_NAMES.get(self.__name__, {})) or "nothing"
+        ours = {n.partition(":")[0]: n.rpartition(":")[2] for n in _NAMES.get(self.__name__, ())}
+        if name not in ours:
+            known = ", ".join(ours) or "nothing"
             raise UserError(
                 f"`from {self.__name__} import {name}`: agentrl's stand-in for verl has {known}"
                 " there. docs/verl.md says what to write in place of the rest."
             )
-        return getattr(importlib.import_module(f"{_OURS}.{home}"), other or name)
+        home = bases if hasattr(bases, ours[name]) else importlib.import_module(_SHIPPED)
+        return getattr(home, ours[name])
