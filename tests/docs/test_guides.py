@@ -28,6 +28,7 @@ PAGES = (
     "data",
     "engines",
     "glossary",
+    "gpu",
     "index",
     "interactions",
     "rewards",
