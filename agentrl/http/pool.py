@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple, cast
 
@@ -198,27 +199,24 @@ def default_tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+@dataclass(slots=True, eq=False)
 class ConnectionLease:
     """The right to use one connection; `connection` is None until it is opened."""
 
-    __slots__ = ("connection", "queue")
-
-    def __init__(self, queue: _ServerQueue, connection: HttpConnection | None):
-        self.queue, self.connection = queue, connection
+    queue: _ServerQueue
+    connection: HttpConnection | None
 
 
+@dataclass(slots=True, eq=False)
 class _ServerQueue:
     """The connections to one server, and the requests that wait for a connection."""
 
-    __slots__ = ("busy", "idle", "server", "waiting")
-
-    def __init__(self, server: Server):
-        self.server = server
-        self.busy = 0
-        """The number of leases that requests hold."""
-        self.idle: list[HttpConnection] = []
-        """The connection that was used last is the last one."""
-        self.waiting: deque[tuple[int, asyncio.Future[ConnectionLease]]] = deque()
+    server: Server
+    busy: int = 0
+    """The number of leases that requests hold."""
+    idle: list[HttpConnection] = field(default_factory=list)
+    """The connection that was used last is the last one."""
+    waiting: deque[tuple[int, asyncio.Future[ConnectionLease]]] = field(default_factory=deque)
 
 
 class ConnectionPool:
@@ -360,7 +358,9 @@ class ConnectionPool:
                 continue
             lease = self._try_lease(queue)
             if lease is None:
-                if _share_limit_again():
+                if any(loop.is_closed() for loop in [*_pools]):
+                    with _lock:
+                        _share_limit()
                     continue
                 self._make_room(sum(len(queue.waiting) for queue in queues))
                 return
@@ -436,7 +436,7 @@ def waiting_requests() -> list[str]:
 def _new_pools(loop: asyncio.AbstractEventLoop) -> tuple[ConnectionPool, ConnectionPool]:
     global _max_connections
     with _lock:
-        _drop_closed_loops()
+        _share_limit()
         if not _pools:
             _max_connections = open_files.left_for_connections()
         pools = _pools[loop] = (
@@ -447,23 +447,9 @@ def _new_pools(loop: asyncio.AbstractEventLoop) -> tuple[ConnectionPool, Connect
     return pools
 
 
-def _share_limit_again() -> bool:
-    """Return True, and share the limit again, if an event loop was closed."""
-    with _lock:
-        if ended := _drop_closed_loops():
-            _share_limit()
-    return ended
-
-
-def _drop_closed_loops() -> bool:
-    """Drop the pools of closed event loops; return True if there were any."""
-    closed = [loop for loop in _pools if loop.is_closed()]
-    for loop in closed:
-        del _pools[loop]
-    return bool(closed)
-
-
 def _share_limit() -> None:
-    """Set the limit of each event loop to an equal part."""
+    """Drop the pools of closed event loops; set the limit of each other one to an equal part."""
+    for loop in [loop for loop in _pools if loop.is_closed()]:
+        del _pools[loop]
     for pool, _ in _pools.values():
         pool.max_connections = max(1, _max_connections // len(_pools))

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
 TAIL_LINES = 50
@@ -123,13 +123,8 @@ class ChildProcess:
             TimeoutError: the child did not read it by then.
             EOFError: the child has ended.
         """
-        try:
-            self._channel.settimeout(_left(deadline))
-            self._channel.sendall(struct.pack("<I", len(message)) + message)
-        except TimeoutError:
-            raise
-        except OSError as e:
-            raise EOFError("it ended by itself") from e
+        with self._channel_until(deadline) as channel:
+            channel.sendall(struct.pack("<I", len(message)) + message)
 
     def receive(self, deadline: float, max_bytes: int = 2**32) -> bytes:
         """Wait for a message.
@@ -179,16 +174,29 @@ class ChildProcess:
             self._has_ended.wait()
         self._close()
 
+    @contextlib.contextmanager
+    def _channel_until(self, deadline: float) -> Iterator[socket.socket]:
+        """Use the socket up to a deadline. Its errors mean that the child has ended.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            EOFError: the child has ended.
+        """
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        try:
+            self._channel.settimeout(left)
+            yield self._channel
+        except TimeoutError:
+            raise
+        except OSError as e:
+            raise EOFError("it ended by itself") from e
+
     def _receive_exactly(self, size: int, deadline: float) -> bytes:
         received = bytearray()
         while len(received) < size:
-            try:
-                self._channel.settimeout(_left(deadline))
-                piece = self._channel.recv(min(size - len(received), 2**20))
-            except TimeoutError:
-                raise
-            except OSError as e:
-                raise EOFError("it ended by itself") from e
+            with self._channel_until(deadline) as channel:
+                piece = channel.recv(min(size - len(received), 2**20))
             if not piece:
                 raise EOFError("it ended by itself")
             received += piece
@@ -226,17 +234,6 @@ class ChildProcess:
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds up to a deadline.
-
-    Raises:
-        TimeoutError: it is over.
-    """
-    if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("timed out")
-    return left
 
 
 def _kill_group_at_end_of(pipe: int, group: int) -> None:
