@@ -1,31 +1,31 @@
-"""What can go wrong, by whose doing.
+"""The exceptions of agentrl, sorted by who causes them.
 
     AgentRLError
-    ├── UserError                a mistake the user can mend: said in one message, never a traceback
+    ├── UserError                a mistake that the user can fix: one message, no traceback
     │   ├── ConfigError          a config key or value
     │   ├── DataError            a dataset file or row
-    │   ├── TemplateError        a chat template agentrl cannot train on
-    │   └── RegistryError        an unknown or doubly registered name
-    ├── ToolError                a tool refuses its input: the model reads the text, may try again
-    ├── Infrastructure           engine, tool server, grader or sandbox is down: the episode is
-    │   │                        played again, then dropped; never a reward of 0
+    │   ├── TemplateError        a chat template that agentrl cannot train on
+    │   └── RegistryError        a name that is unknown or registered twice
+    ├── ToolError                a tool rejects its input: the model reads the message
+    ├── Infrastructure           the engine, tool server, grader or sandbox failed: the episode is
+    │   │                        retried, then dropped; it never gets a reward of 0
     │   ├── EngineError
-    │   │   ├── RequestRefused   no engine would serve this request
-    │   │   │   └── PromptTooLong  it has more tokens than the engine takes
-    │   │   ├── EngineOverloaded it has no place for the request now
-    │   │   ├── EngineDead       its process is gone; with the last lines it said
-    │   │   └── EngineNonsense   an answer that cannot be
-    │   ├── ChatRefused          a judge's or a simulated user's server rejects a request
+    │   │   ├── RequestRefused   the request is invalid for every engine
+    │   │   │   └── PromptTooLong  the prompt exceeds the engine's context length
+    │   │   ├── EngineOverloaded the engine's queue is full
+    │   │   ├── EngineDead       the engine's process ended; includes the tail of its log
+    │   │   └── EngineNonsense   the engine's answer is invalid
+    │   ├── ChatRefused          the server of a judge or a simulated user rejects a request
     │   ├── ToolServerError
-    │   ├── SandboxError         model-written code cannot be run in isolation, so it is not run
+    │   ├── SandboxError         model-written code cannot be isolated, so it is not run
     │   └── GraderCrash          a grader's process died: out of memory, a segmentation fault
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
-    └── RunStopped               the run cannot go on (too many dropped episodes, a dead engine)
+    └── RunStopped               the run cannot continue (too many dropped episodes, a dead engine)
 
-    EpisodeOver                  not an error: a budget is spent, the episode ends with its reason
+    EpisodeOver                  not an error: a budget is used up, and the episode ends
 
-A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions at all: they
-become a `ToolResult(ok=False)` that the model reads.
+A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions: they become a
+`ToolResult(ok=False)` that the model reads.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class AgentRLError(Exception):
-    """Base of every error agentrl raises on purpose."""
+    """Base of all errors that agentrl raises on purpose."""
 
 
 class UserError(AgentRLError, ValueError):
-    """Something the user wrote is wrong; the message holds the value, the choices and the fix."""
+    """Something that the user wrote is wrong; the message names the value, the choices, the fix."""
 
 
 class ConfigError(UserError):
@@ -55,51 +55,51 @@ class DataError(UserError):
 
 
 class TemplateError(UserError):
-    """A chat template cannot be extended turn by turn without changing what was sampled."""
+    """A chat template would change sampled tokens when later turns are added."""
 
 
 class RegistryError(UserError, LookupError):
-    """A name is unknown, or registered twice."""
+    """A name is unknown or registered twice."""
 
 
 class ToolError(AgentRLError):
-    """Raise it in a tool: the model reads the message as the call's result."""
+    """Raise this in a tool: the model reads the message as the result of the call."""
 
 
 class Infrastructure(AgentRLError, RuntimeError):
-    """A machine failed, not the model: retry, then drop the episode; never reward it with 0."""
+    """A machine failed, not the model: the episode is retried, then dropped, never rewarded 0."""
 
 
 class EngineError(Infrastructure):
-    """The inference engine failed or answered nonsense."""
+    """The inference engine failed or returned an invalid answer."""
 
 
 class RequestRefused(EngineError):
-    """The request itself cannot be served, and would be by no engine."""
+    """The request is invalid: no engine can serve it, so it is not sent to another one."""
 
 
 class PromptTooLong(RequestRefused):
-    """The engine takes fewer tokens than the row has."""
+    """The prompt has more tokens than the engine's context."""
 
 
 class EngineOverloaded(EngineError):
-    """The engine has no place for the request now."""
+    """The engine's queue is full at the moment."""
 
 
 class EngineDead(EngineError):
-    """The engine's process is gone; the message holds the last lines it said."""
+    """The engine's process ended; the message contains the last lines of its log."""
 
 
 class EngineNonsense(EngineError):
-    """The engine's answer cannot be: too few logprobs, NaN, a version nobody published."""
+    """The engine's answer is invalid: missing logprobs, NaN, an unknown weight version."""
 
 
 class ChatRefused(Infrastructure):
-    """The server of a judge or a simulated user rejects a request: its length or its content."""
+    """The server of a judge or a simulated user rejects the length or content of a request."""
 
 
 class ToolServerError(Infrastructure):
-    """The tool server did not answer, or answered nonsense."""
+    """The tool server did not answer, or its answer is invalid."""
 
 
 class SandboxError(Infrastructure):
@@ -107,7 +107,7 @@ class SandboxError(Infrastructure):
 
 
 class GraderCrash(Infrastructure):
-    """A grader's process died under it: the answer is not judged, and never worth 0."""
+    """A grader's process died: the answer is not scored, and its reward is not set to 0."""
 
 
 class UserCodeError(AgentRLError, RuntimeError):
@@ -115,24 +115,24 @@ class UserCodeError(AgentRLError, RuntimeError):
 
     @classmethod
     def of(cls, what: str, error: BaseException) -> UserCodeError:
-        """`WHAT raised TYPE: TEXT (FILE:LINE)`; raise it `from error`.
+        """Return the error `WHAT raised TYPE: TEXT (FILE:LINE)`; raise it `from error`.
 
-        The line is the innermost one outside of agentrl: the user's.
+        FILE:LINE is the innermost frame of the traceback that is not in agentrl.
         """
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not f.filename.startswith(_PACKAGE)] or frames
-        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+        user_frames = [f for f in frames if not f.filename.startswith(_PACKAGE)] or frames
+        where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
         return cls(f"{what} raised {type(error).__name__}: {error}{where}")
 
 
 class RunStopped(AgentRLError, RuntimeError):
-    """The run cannot go on; the message says why and what was saved."""
+    """The run cannot continue; the message says why and what was saved."""
 
 
 class EpisodeOver(BaseException):
-    """A budget of the episode is spent. Raised by the episode's verbs, caught by the rollout.
+    """A budget of the episode is used up. Methods of the episode raise it, the rollout catches it.
 
-    Not an `Exception`, so that a loop which catches those does not go on with a spent episode.
+    It is not an `Exception`, so that a loop with `except Exception` does not continue the episode.
     """
 
     def __init__(self, reason: str):
@@ -142,15 +142,19 @@ class EpisodeOver(BaseException):
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Whatever the code in this block raises of its own is laid at its door.
+    """Turn exceptions of the user's code in this block into `UserCodeError`.
 
-    `sys.exit`, a `TimeoutError` or a `CancelledError` of the user's are bugs like any other; a
-    cancellation from outside is not.
+    `sys.exit`, a `TimeoutError` or a `CancelledError` that the user's code raises are bugs like any
+    other exception. A cancellation of the task from outside is passed on.
+
+    Args:
+        what: the name of the code, for the message.
 
     Raises:
-        UserCodeError: the block raised something else than an episode may.
+        UserCodeError: the block raised anything but `EpisodeOver`, `Infrastructure` or a
+            `UserCodeError`.
     """
-    import asyncio  # a tenth of the time that `agentrl --help` takes
+    import asyncio  # imported here because it takes a tenth of the time of `agentrl --help`
 
     try:
         yield

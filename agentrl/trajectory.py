@@ -1,9 +1,10 @@
-"""The nouns: what an episode is made of, one frozen type per stage.
+"""The data types of rollouts: one frozen type for each stage.
 
     Sample ─► Episode ─► Trajectory ─► Scored ─► Group ─► (trainer) Batch
 
-A later stage that adds data returns a new type. The only mutable one, `Episode`, lives in
-`agentrl.agent_loops.episode`. Standard library only: everything may import this module.
+A later stage that adds data returns a new type. The only mutable type, `Episode`, is in
+`agentrl.agent_loops.episode`. This module uses the standard library alone, so that every module may
+import it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ _ROLES: tuple[str, ...] = get_args(Role)
 
 
 def token_array(values: Sequence[int] = ()) -> array[int]:
-    """Token ids, masks and versions as a compact array (16 k ids compare in 5 us; a list, 152)."""
+    """Return token ids, masks or versions as a compact array.
+
+    Comparing 16,000 ids takes 5 us; with a list it takes 152 us.
+    """
     return array("i", values)
 
 
 def float_array(values: Sequence[float] = ()) -> array[float]:
-    """Log-probabilities as a compact array of float32."""
+    """Return log-probabilities as a compact array of float32."""
     return array("f", values)
 
 
@@ -31,32 +35,32 @@ def float_array(values: Sequence[float] = ()) -> array[float]:
 class ToolCall:
     """A tool call as the model wrote it.
 
-    Example: `ToolCall("calculator", {"expression": "3*4"})`, or, for text that is not a call,
-    `ToolCall("", '{"name": calc', error="not JSON: ...")`: the raw text stays, so that the model
-    can be told.
+    Example: `ToolCall("calculator", {"expression": "3*4"})`. A malformed call keeps its raw text
+    for the error message that the model reads: `ToolCall("", '{"name": calc', error="not JSON:
+    ...")`.
     """
 
     name: str
     arguments: dict[str, Any] | str
-    """A JSON object, or the raw text where `error` says why it is not one."""
+    """A JSON object; or the raw text, and `error` says why it is not a JSON object."""
     error: str = ""
     id: str = ""
     span: tuple[int, int] | None = field(default=None, compare=False)
-    """Where it stands in its turn's text, in characters; None where its parser does not tell."""
+    """Start and end in the text of its turn, in characters; None if the parser reports none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A call's answer, as the model reads it.
+    """The result of a tool call, as the model reads it.
 
-    Tools may return one to add a reward; the content of theirs may be anything JSON holds.
+    A tool may return one to add a reward. Its content may then be any JSON value.
     """
 
     content: str
     ok: bool = True
     reward: float | None = None
     error: str = ""
-    """"" or a class of failure: unknown_tool, bad_call, schema, tool_error, timeout, crash."""
+    """"", or the kind of error: unknown_tool, bad_call, schema, tool_error, timeout, crash."""
     seconds: float = 0.0
 
 
@@ -74,16 +78,16 @@ class Message:
 
     def __post_init__(self):
         if self.role not in _ROLES:
-            raise ValueError(f"no role {self.role!r}: a message is of {', '.join(_ROLES)}")
+            raise ValueError(f"unknown role {self.role!r}. Roles: {', '.join(_ROLES)}")
 
     def as_dict(self) -> dict[str, str]:
-        """The message as chat templates hold it; an assistant's calls stay in its text."""
+        """Return role and content as a dictionary; tool calls are part of the content."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A dataset row: what to ask, with which loop, and how to judge the answer."""
+    """A dataset row: the prompt, the agent loop that plays it, and how to score the answer."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -91,35 +95,35 @@ class Sample:
     data_source: str = ""
     ground_truth: Any = None
     tools: tuple[str, ...] = ()
-    """Names of the tools this row may call."""
+    """Names of the tools that the model may call."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Per tool, the arguments of its constructor (`create_kwargs`)."""
+    """For each tool, the arguments of its constructor (`create_kwargs`)."""
     interaction: str = ""
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The row's `extra_info`, less what the fields above hold."""
+    """The row's `extra_info`, without what the fields above contain."""
     row: int = 0
-    """Position in its file: keys the random numbers, and error messages."""
+    """Position in its file. Random seeds and error messages use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine sampled for one turn. All sequences have one entry per sampled token."""
+    """The output of the engine for one turn. All arrays have one entry for each sampled token."""
 
     token_ids: array[int]
     logprobs: array[float]
     """log_softmax(logits / temperature) over the full vocabulary, at the sampled token."""
     versions: array[int]
-    """Policy version that sampled each token."""
+    """The policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
-    """How many prompt tokens the engine saw: the episode checks it against its own count."""
+    """The prompt tokens that the engine counted. The episode compares this with its own count."""
     cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One token row. The four response arrays have equal length.
+    """One row of tokens. The four response arrays have equal length.
 
     Example, with prompt P, two sampled turns A and one tool result E between them::
 
@@ -139,76 +143,79 @@ class Segment:
     def __post_init__(self):
         lengths = {len(self.response_ids), len(self.response_mask), len(self.logprobs)}
         if lengths != {len(self.versions)}:
-            raise ValueError(f"a segment's streams differ in length: {sorted(lengths)}")
+            raise ValueError(f"the arrays of a segment differ in length: {sorted(lengths)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn: where its tokens lie, and what it earned."""
+    """One assistant turn: the position of its tokens, and its rewards."""
 
     segment: int
     start: int
     end: int
-    """Response tokens [start, end) of the segment."""
+    """The turn is response tokens [start, end) of the segment."""
     finish_reason: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """By source: "turn" (interaction, `ep.reward`) and "tool"."""
+    """Rewards by source: "turn" (from the interaction or `ep.reward`) and "tool"."""
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
     thread: int = 0
-    """0: the agent loop's own conversation; n: the n-th that it spawned."""
+    """The conversation: 0 is the agent loop's own, n is the n-th that it spawned."""
     prompt_tokens: int = 0
-    """How many tokens the engine was given, all of the row so far."""
+    """The tokens in the engine's prompt: the whole row so far."""
     cached_tokens: int = 0
-    """How many of them it had computed before."""
+    """How many of these tokens were in the engine's prefix cache."""
     penalties: tuple[tuple[int, int, float], ...] = ()
-    """Calls that failed at a price (`tools.penalties`): response tokens [start, end), and it."""
+    """Failed calls with a penalty (`tools.penalties`): response tokens [start, end), penalty."""
     message_index: int = -1
-    """Index of its message in `Trajectory.messages`; -1 in files that older versions wrote."""
+    """Index of its message in `Trajectory.messages`; -1 in files of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One rollout, finished and not yet scored."""
+    """A finished rollout that is not scored yet."""
 
     sample: Sample
     episode_id: str
-    """Unique per attempt: a retry is another episode."""
+    """Unique for each attempt: a retry has a new one."""
     rollout: int
-    """Which of the sample's n rollouts this is."""
+    """The index of this rollout among the sample's n rollouts."""
     segments: tuple[Segment, ...]
-    """One, unless the loop edited its history, spawned others, or stripped earlier thinking."""
+    """One, unless the loop edited the history, spawned conversations or stripped thinking."""
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
-    """All that was said, in the order in which it was, also in spawned conversations."""
+    """All messages in the order of time, those of spawned conversations included."""
     sampling: Mapping[str, Any]
     stop_reason: str
-    """done, or the spent budget: turn_tokens, trajectory_tokens, turns, tool_calls, time."""
+    """done, or the budget that was used up: turn_tokens, trajectory_tokens, turns, tool_calls,
+    time."""
     tool_reward: float = 0.0
-    """What class tools' `reward()` returned at the end, summed."""
+    """The sum of what `reward()` of the class tools returned at the end."""
     seconds: float = 0.0
     control_token_attempts: int = 0
-    """Control tokens that prompts, tools and interactions spelled out; none became one."""
+    """How often prompts, tools and interactions contained the text of a control token. Such text is
+    never encoded as a control token."""
 
     @property
     def assistant_text(self) -> str:
-        """All that the assistant wrote, turns joined by newlines: never tool or user text."""
+        """The text of all assistant turns, joined by newlines, without tool and user text."""
         return "\n".join(m.content for m in self.answers)
 
     @property
     def final_text(self) -> str:
-        """The assistant's last message, or "" where it said nothing; not what it spawned."""
+        """The last assistant message of the main conversation, or "" if there is none."""
         own = [a for a, t in zip(self.answers, self.turns, strict=True) if t.thread == 0]
         return own[-1].content if own else ""
 
     @property
     def answers(self) -> tuple[Message, ...]:
-        """The assistant messages that the policy sampled, one a turn, in the order of `turns`.
+        """The assistant messages that the policy sampled, one for each turn in `turns`.
 
-        Other assistant messages (few-shot examples) are not among them. Files of older versions do
-        not store the index of a turn's message: there, the last assistant messages are taken.
+        They do not include other assistant messages, such as few-shot examples. Files of older
+        versions do not store the index of a turn's message. For these, the last assistant messages
+        are returned.
         """
         if all(turn.message_index >= 0 for turn in self.turns):
             return tuple(self.messages[turn.message_index] for turn in self.turns)
@@ -216,41 +223,44 @@ class Trajectory:
         return written[len(written) - len(self.turns) :]
 
     @property
-    def played(self) -> tuple[Message, ...]:
-        """The messages from the policy's first on: what its loop opened with is not among them."""
+    def response_messages(self) -> tuple[Message, ...]:
+        """The messages from the policy's first one on, without those that the loop opened with."""
         start = self.turns[0].message_index if self.turns else len(self.sample.prompt)
         return self.messages[start if start >= 0 else len(self.sample.prompt) :]
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the policy sampled: the sum of the masks."""
+        """The number of tokens that the policy sampled: the sum of the masks."""
         return sum(sum(s.response_mask) for s in self.segments)
 
     def turn_rewards(self, source: str) -> float:
-        """The sum over turns of one reward source."""
+        """Return the sum of one reward source over all turns."""
         return sum(t.rewards.get(source, 0.0) for t in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trajectory with its rewards by source and the weighted total that trains."""
+    """A trajectory with its rewards: by source, and their weighted sum."""
 
     trajectory: Trajectory
     rewards: Mapping[str, float]
-    """outcome, turn, tool: unweighted; and overlong, a penalty, where there is one."""
+    """By source, unweighted: outcome, turn, tool, and overlong if there is such a penalty."""
     reward: float
+    """The weighted sum, which training uses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers a grader returned (`acc`, ...)."""
+    """Other numbers that the reward function returned, such as `acc`."""
     masked: bool = False
-    """Left out of the loss and of its group's baseline: its budget's policy is "mask"."""
+    """True if it is excluded from the loss and from its group's baseline (budget policy "mask")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored rollouts of one sample that survived, and how many were dropped."""
+    """The scored rollouts of one sample, without those that were dropped."""
 
     sample: Sample
     scored: tuple[Scored, ...]
     dropped: int = 0
+    """The number of rollouts that were dropped."""
     greedy: Scored | None = None
-    """One rollout more, at temperature 0, where it was asked for: a baseline, never trained on."""
+    """An additional rollout at temperature 0 for estimators that need it: a baseline, never trained
+    on."""

@@ -321,6 +321,6 @@ def num_turns(trajectory: Trajectory) -> int:
 
     Example: call a tool, read its result, answer: 2 + 1 + 1 = 4.
     """
-    roles = [m.role for m in trajectory.played]
+    roles = [m.role for m in trajectory.response_messages]
     observed = sum(a == "assistant" != b for a, b in pairwise(roles))
     return len(trajectory.turns) + observed + 1

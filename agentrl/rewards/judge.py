@@ -131,7 +131,7 @@ class _JudgeClient:
         """Return what the judge sees of a rollout."""
         if self._show != "conversation":
             return (("", getattr(trajectory, self._show)),)
-        return _transcript(trajectory.played)
+        return _transcript(trajectory.response_messages)
 
     def task(self, trajectory: Trajectory) -> dict[str, Transcript]:
         """Return what the judge sees of a row: the prompt and, if `reference`, the answer."""
