@@ -58,11 +58,13 @@ class Control:
             EngineError: it is refused, or there is none in time.
             EngineDead: the server ended.
         """
-        return self._must(path, self._fetch(path, body, self.key, seconds))
+        return self._must(path, *self._fetch(path, body, self.key, seconds))
 
-    def manage(self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS) -> Any:
-        """As `ask`, where the server wants its admin key."""
-        return self._must(path, self.attempt(path, body, seconds=seconds))
+    def manage(
+        self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS, json: bool = True
+    ) -> Any:
+        """As `ask`, where the server wants its admin key; `json`: whether success is JSON."""
+        return self._must(path, *self.attempt(path, body, seconds=seconds), json=json)
 
     def attempt(
         self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS
@@ -70,12 +72,11 @@ class Control:
         """As `manage`, whatever the answer is: its status and its body."""
         return self._fetch(path, body, self._admin_key, seconds)
 
-    def _must(self, path: str, found: tuple[int, bytes]) -> Any:
-        status, content = found
+    def _must(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
         try:
             answer = orjson.loads(content) if content else None
         except orjson.JSONDecodeError as e:
-            if status == 200:
+            if status == 200 and json:
                 raise EngineNonsense(f"{self.url}{path}: not JSON: {e}") from e
             answer = content.decode("utf-8", "replace")
         if status != 200:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.control import CONTROL_SECONDS, Control, refusal
+from agentrl.engine.remote.control import CONTROL_SECONDS, Control
 from agentrl.engine.remote.files import names_in, passing_folder, write_update
 from agentrl.engine.remote.launch import RESIDENT
 from agentrl.engine.remote.proof import prove_norms
@@ -225,9 +225,5 @@ class VLLMAdapterSender(AdapterSender):
     key, kept = "model", 2 * RESIDENT
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
-        """The answer of success is a sentence, not JSON."""
         path = f"/v1/{verb}_lora_adapter"
-        status, content = self._control.attempt(path, body, seconds=SEND_SECONDS)
-        if status != 200:
-            said = content.decode("utf-8", "replace")
-            raise refusal(status, said, f"{self._control.url}{path}")
+        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # a sentence
