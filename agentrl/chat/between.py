@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from agentrl.chat.encoding import Encoder
@@ -71,8 +72,8 @@ class Finder:
             TemplateError: the template does not show this, or fails on it.
         """
         roles = [m.role for m in messages]
-        tools = sum(role == "tool" for role in roles)
-        named = _named(tools)
+        # Names and ids that are found again.
+        named = [(f"zqname{i}qz", f"zq{i:05}id") for i in range(roles.count("tool"))]
         error = None
         for context, turn in self._heads(before, turns(named)):
             try:
@@ -83,10 +84,10 @@ class Finder:
                     head: Sequence[Said] = (*context, turn),
                     own: str = own,
                 ) -> str:
-                    said = [
-                        {"role": role, "content": content, **_answers(i, named, roles)}
-                        for i, (role, content) in enumerate(zip(roles, contents, strict=True))
-                    ]
+                    said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+                    results = (m for m in said if m["role"] == "tool")
+                    for result, (name, id) in zip(results, named, strict=True):
+                        result |= {"tool_call_id": id, "name": name}
                     text = self.render([*head, *said])
                     if own not in text:
                         raise TemplateError(f"the chat template changes {own!r} when more is said")
@@ -146,10 +147,8 @@ class Finder:
             {"role": "tool", "content": "R", "tool_call_id": c["id"], "name": c["function"]["name"]}
             for c in calls
         ]
-        try:
-            later = self.render([*head, *(results or [ASKED])]).rpartition(own)[2]
-        except TemplateError:
-            return ""
+        later = self.render.attempt([*head, *(results or [ASKED])]) or ""
+        later = later.rpartition(own)[2]
         token = self.encoder.control.search(later)
         if token is None or not (space := later[: token.start()]).isspace():
             return ""
@@ -175,9 +174,7 @@ class Finder:
         context: list[Said] = []
         for i, m in enumerate(before):
             if m.role == "assistant":
-                tools = 0
-                while i + 1 + tools < len(before) and before[i + 1 + tools].role == "tool":
-                    tools += 1
+                tools = len(list(takewhile(lambda m: m.role == "tool", before[i + 1 :])))
                 context.append(turns([_OTHER] * tools)[way if tools else 0])
             else:
                 said = {"role": m.role, "content": "Q"}
@@ -204,9 +201,11 @@ def turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """An assistant's turn in the ways that templates want it, the commonest first."""
     if not calls:
         return [spoken()]
-    ways = []
-    for some in (calls, calls[:1]):
-        ways += [spoken(some), spoken(some, content=""), spoken(some, content=None)]
+    ways = [
+        spoken(some, content=content)
+        for some in (calls, calls[:1])
+        for content in (SPOKEN, "", None)
+    ]
     for way in list(ways):  # DeepSeek's templates want the arguments as text
         text = json.loads(json.dumps(way))
         for c in text["tool_calls"]:
@@ -216,11 +215,6 @@ def turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 _OTHER = ("tool", "000000000")
-
-
-def _named(calls: int) -> list[tuple[str, str]]:
-    """Names and ids that are found again."""
-    return [(f"zqname{i}qz", f"zq{i:05}id") for i in range(calls)]
 
 
 def _with_names(
@@ -238,11 +232,3 @@ def _with_names(
         more.append(text[position:])
         found += slots[i : i + 1]
     return more, found
-
-
-def _answers(i: int, named: Sequence[tuple[str, str]], roles: Sequence[str]) -> dict[str, str]:
-    """Which call a tool's message answers."""
-    if roles[i] != "tool":
-        return {}
-    name, id = named[sum(role == "tool" for role in roles[:i])]
-    return {"tool_call_id": id, "name": name}

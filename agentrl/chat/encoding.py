@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache, partial
 from typing import Any
 from unicodedata import category, is_normalized, ucd_3_2_0
@@ -78,14 +78,13 @@ class Encoder:
         self.control_ids = frozenset([*added, *tokenizer.all_special_ids])
         # Those a prompt may speak of: they are text of a turn, such as `<think>`. What looks like a
         # token of roles and turns counts as one, though some tokenizers do not call it special.
-        tags = [
-            token.content
-            for token in added.values()
+        self.tags = frozenset(
+            i
+            for i, token in added.items()
             if not (token.special or _LIKE_A_ROLE.fullmatch(token.content))
-        ]
-        self.tags = frozenset(self._id_of[tag] for tag in tags)
+        )
         self.control = _pattern({t.content: (t.lstrip, t.rstrip) for t in added.values()})
-        self._tags = _pattern(dict.fromkeys(tags, (False, False)))
+        self.guard(())
         self._openers = "".join(sorted({content[0] for content in self._id_of}))
         self.ends = "".join(
             sorted({c for content in self._id_of for c in (content[0], content[-1])})
@@ -125,17 +124,15 @@ class Encoder:
 
         Where it holds none, all of it is "before".
         """
-        found = list(self.control.finditer(text))
-        if not found:
+        spans = [found.span() for found in self.control.finditer(text)]
+        if not spans:
             return text, token_array(), ""
-        start, end = found[0].start(), found[-1].end()
+        start, end = spans[0][0], spans[-1][1]
         return text[:start], self.literal(text[start:end]), text[end:]
 
     def shared(self, a: str, b: str) -> int:
         """How many characters two texts begin with alike, not counting half a control token."""
-        n = next(
-            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-        )
+        n = common_length(a, b)
         cut = (
             m.start()
             for text in (a, b)
@@ -146,16 +143,17 @@ class Encoder:
 
     def attempts(self, text: str, allowed: Set[int] = frozenset()) -> int:
         """How many control tokens a text spells, some ids aside."""
-        return sum(self._id_of[token] not in allowed for token in self._spelled(text))
+        return sum(self._id_of[token] not in allowed for token in self.spelled(text))
 
-    def spelled(self, text: str) -> set[str]:
+    def spelled(self, text: str) -> list[str]:
         """Return the control tokens that a text spells, as texts."""
-        return set(self._spelled(text))
+        if not any(c in text for c in self._openers):
+            return []
+        return [self._token_of(found) for found in self.control.finditer(text)]
 
-    def _spelled(self, text: str) -> Iterator[str]:
-        if any(c in text for c in self._openers):
-            for found in self.control.finditer(text):
-                yield found[0] if found[0] in self._id_of else found[0].strip()
+    def _token_of(self, found: regex.Match[str]) -> str:
+        """Return a token without the white space that it swallows."""
+        return found[0] if found[0] in self._id_of else found[0].strip()
 
     def cannot_form_control_token(self, text: str) -> bool:
         """Return whether no character of a text begins or ends a control token."""
@@ -191,7 +189,7 @@ class Encoder:
         for found in tokens.finditer(text):
             if found.start() > position:
                 ids.extend(self.plain(text[position : found.start()]))
-            ids.append(self._id_of[found[0] if found[0] in self._id_of else found[0].strip()])
+            ids.append(self._id_of[self._token_of(found)])
             position = found.end()
         if position < len(text):
             ids.extend(self.plain(text[position:]))
@@ -206,14 +204,11 @@ class Encoder:
             ids = self._opaque.encode(text, add_special_tokens=False).ids
         if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
             return token_array(ids)
-        return token_array(self._apart(text))
-
-    def _apart(self, text: str) -> list[int]:
-        """Encode where the vocabulary owns control strings: cut each after its first character."""
+        # The vocabulary owns control strings: cut each after its first character.
         cuts = {m.start() + 1 for m in self.control.finditer(text, overlapped=True)}
         if self._owns_bytes:
             cuts |= {m.start() + 1 for m in _BYTE.finditer(text)}
-        return self._pieces(text, sorted(cuts))
+        return token_array(self._pieces(text, sorted(cuts)))
 
     def _pieces(self, text: str, cuts: Sequence[int]) -> list[int]:
         ids: list[int] = []
@@ -232,8 +227,7 @@ class Encoder:
                     f" tokens: agentrl cannot keep {text[:80]!r} harmless."
                 )
             starts = {made.offsets[i][0] for i in forged}
-            again = sorted(starts | {start + 1 for start in starts})
-            ids += self._pieces(piece, again)
+            ids += self._pieces(piece, sorted(starts | {start + 1 for start in starts}))
         return ids
 
     def _check(self) -> None:
@@ -257,6 +251,13 @@ class Encoder:
     def _normal(self, text: str) -> str:
         normalizer = self._opaque.normalizer
         return normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
+
+
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many items two texts, or rows of ids, begin with alike."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
@@ -406,44 +407,35 @@ def _unsettled() -> re.Pattern[str]:
 
     Lone surrogates and whatever was added later are among them, but not the common emoji.
     """
-    ranges: list[list[int]] = []
-    for i in range(0x10000):
-        kind = category(chr(i))
-        if kind in ("Cn", "Cs") or kind != ucd_3_2_0.category(chr(i)):
-            continue
-        if ranges and ranges[-1][1] == i - 1:
-            ranges[-1][1] = i
-        else:
-            ranges.append([i, i])
-    ranges += [[0x1F300, 0x1F64F], [0x1F680, 0x1F6C5], [0x1F910, 0x1F93A]]
-    return re.compile(
-        "[^" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]"
-    )
+    settled = {
+        i
+        for i, c in enumerate(map(chr, range(0x10000)))
+        if category(c) == ucd_3_2_0.category(c) and category(c) not in ("Cn", "Cs")
+    }
+    settled |= {*range(0x1F300, 0x1F650), *range(0x1F680, 0x1F6C6), *range(0x1F910, 0x1F93B)}
+    starts = sorted(i for i in settled if i - 1 not in settled)
+    ends = sorted(i for i in settled if i + 1 not in settled)
+    ranges = (f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in zip(starts, ends, strict=True))
+    return re.compile(f"[^{''.join(ranges)}]")
 
 
 def _cut_of(pre_tokenizer: dict[str, Any] | None) -> tuple[Cut, Cut] | None:
     """How a byte-level tokenizer cuts text, and ASCII, into words; None for any other tokenizer."""
-    match pre_tokenizer:
-        case {"type": "ByteLevel"}:
-            steps = [pre_tokenizer]
-        case {"type": "Sequence", "pretokenizers": [*steps]} if steps:
-            pass
-        case _:
-            return None
+    *rules, last = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     patterns: list[str] = []
-    for step in steps[:-1]:
+    for step in rules:
         match step:
             case {"type": "Split", "pattern": {"Regex": str(text)}, **how} if (
                 (how.get("behavior"), how.get("invert")) == ("Isolated", False)
                 # Drops what does not match: `encode` sees that something is missing.
-                or (len(steps) == 2 and (how["behavior"], how["invert"]) == ("Removed", True))
+                or (len(rules) == 1 and (how["behavior"], how["invert"]) == ("Removed", True))
             ):
                 patterns.append(text)
             case {"type": "Digits", "individual_digits": alone}:
                 patterns.append(r"\p{N}" if alone else r"\p{N}+")
             case _:
                 return None
-    match steps[-1]:
+    match last:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": on}:
             patterns += [_GPT2] * on
         case _:
@@ -475,17 +467,17 @@ _CLASSES = re.compile(r"\\p\{(\w+)\}|\\p(\w)|(\\.|\[\^?|\])", re.DOTALL)
 
 def _in_ascii(pattern: str) -> str:
     """An expression with the characters of ASCII in place of Unicode's classes."""
-    parts, position, within = [], 0, False
-    for found in _CLASSES.finditer(pattern):
-        parts.append(pattern[position : found.start()])
-        position = found.end()
+    within = False
+
+    def in_ascii(found: re.Match[str]) -> str:
+        nonlocal within
         if found[3]:
             within = (within or found[3][0] == "[") and found[3] != "]"
-            parts.append(found[3])
-        else:
-            letters = _ASCII[found[1] or found[2]]
-            parts.append(letters if within else f"[{letters}]" if letters else "(?!)")
-    return "".join([*parts, pattern[position:]])
+            return found[3]
+        letters = _ASCII[found[1] or found[2]]
+        return letters if within else f"[{letters}]" if letters else "(?!)"
+
+    return _CLASSES.sub(in_ascii, pattern)
 
 
 def _cutter(patterns: Sequence[str], compile: Callable[[str], Any]) -> Cut | None:
@@ -508,7 +500,7 @@ def _cut_again(patterns: Sequence[Any], text: str) -> list[str]:
 
 # -- pieces ----------------------------------------------------------------------------------------
 
-_BYTES = {letter: bytes([b]) for b, letter in LETTERS.items()}
+_BYTES = {letter: b for b, letter in LETTERS.items()}
 
 
 class Pieces(dict[int, bytes]):
@@ -536,12 +528,10 @@ class Pieces(dict[int, bytes]):
         return b"".join(map(self.__getitem__, ids)).decode("utf-8", "replace")
 
     def __missing__(self, token: int) -> bytes:
-        text = self._token_of(token)
-        if text is None:
-            piece = b""
-        elif all(c in _BYTES for c in text):
-            piece = b"".join(_BYTES[c] for c in text)
-        else:  # an added token that is no row of bytes
+        text = self._token_of(token) or ""
+        try:
+            piece = bytes(_BYTES[c] for c in text)
+        except KeyError:  # an added token that is no row of bytes
             piece = text.encode()
         self[token] = piece
         return piece

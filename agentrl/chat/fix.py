@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import unified_diff
 from itertools import combinations, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from agentrl.chat.between import ARGUMENT, SPOKEN, turns
@@ -150,20 +151,19 @@ class _Shown:
         """Whether what is shown of a conversation begins with what was shown of it before."""
         for variables, chain in self._long:
             heads: list[str] = []
-            for i, said in enumerate(chain):
-                if said["role"] != "assistant":
+            for i, said in enumerate([*chain, None]):
+                if said and said["role"] != "assistant":
                     continue
                 prompt = self._text(template, chain[:i], variables)
+                if prompt is None or not all(map(prompt.startswith, heads)):
+                    return False
+                if said is None:
+                    break
                 alone = self._text(template, chain[: i + 1], variables, ask=False)
                 own = ARGUMENT if said.get("tool_calls") else SPOKEN
-                if prompt is None or alone is None or own not in alone:
-                    return False
-                if not all(prompt.startswith(head) for head in heads):
+                if alone is None or own not in alone:
                     return False
                 heads += [prompt, alone[: alone.rindex(own) + len(own)]]
-            last = self._text(template, chain, variables)
-            if last is None or not all(last.startswith(head) for head in heads):
-                return False
         return True
 
     def _stills(self, template: str) -> list[str | None]:
@@ -213,13 +213,11 @@ class _Shown:
         prompt = self._text(source, [_USER], variables, ()) or ""
         shown = []
         for turn in (*thoughtful(calls), *turns(calls)):
-            text = self._text(source, [_USER, turn], variables, (), ask=False) or ""
-            wants = [ARGUMENT] * bool(turn.get("tool_calls"))
-            wants += [THOUGHT] * (THOUGHT in str(turn))
+            text = self._text(source, [_USER, turn], variables, (), ask=False)
+            wants = [mark for mark in (ARGUMENT, THOUGHT) if mark in str(turn)]
             if text and all(want in text for want in wants):
                 shown.append((text.startswith(prompt), turn))
-        going_on = [turn for goes_on, turn in shown if goes_on]
-        return [*going_on, *(turn for _, turn in shown), *turns(calls)][0]
+        return max(shown, key=itemgetter(0), default=(False, turns(calls)[0]))[1]
 
     def _text(
         self,
@@ -230,10 +228,7 @@ class _Shown:
         ask: bool = True,
     ) -> str | None:
         render = Renderer(_with(self._tokenizer, template), variables)
-        try:
-            return render(said, self._schemas if schemas is None else schemas, ask)
-        except TemplateError:
-            return None
+        return render.attempt(said, self._schemas if schemas is None else schemas, ask)
 
 
 def _last_turn(said: Sequence[Said]) -> Said:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from textwrap import indent
 from typing import Any, Literal
 
 from agentrl.chat.between import ARGUMENT, PROBE_TOOL, SPOKEN, Finder, spoken
+from agentrl.chat.encoding import common_length
 from agentrl.chat.render import Renderer, Said, Schemas
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.thinking import THOUGHT
@@ -263,9 +263,8 @@ class _Proof:
 
         def shown(spelling: Spelling, *calls: str) -> str:
             turn = self._turn(Kind(text=True, thought=True), spelling, calls)
-            with suppress(TemplateError):
-                return self.render([_ASKED, turn], ask=False).partition(_ASKED["content"])[2]
-            return ""
+            text = self._render.attempt([_ASKED, turn], self.schemas, ask=False) or ""
+            return text.partition(_ASKED["content"])[2]
 
         if any(
             THOUGHT in shown(spelling, *calls)
@@ -280,14 +279,15 @@ class _Proof:
         encode, decode = self.template.encode, self.template.decode
         rounds = []
         for n, after in enumerate(shape.after):
-            ids = [f"{n:04d}{i:05d}" for i, text in enumerate(after) if text.startswith("tool:")]
-            answers = []
+            ids, answers = [], []
             for i, text in enumerate(after):
                 role, _, content = text.partition(":")
                 if shape.cut:
                     content = truncate(content, shape.cut, "middle", encode, decode)
-                keys = {"name": self.tool, "tool_call_id": ids[i]} if role == "tool" else {}
-                answers.append({"role": role, "content": content, **keys})
+                answers.append({"role": role, "content": content})
+                if role == "tool":
+                    ids.append(f"{n:04d}{i:05d}")
+                    answers[-1] |= {"name": self.tool, "tool_call_id": ids[-1]}
             rounds.append((ids, answers))
         return _Script(shape.system, rounds, shape.calls)
 
@@ -378,8 +378,8 @@ class _Proof:
                 outcome = Outcome("drops thinking")
                 continue
             # The row that goes further shows what is wrong; the other, that thinking is dropped.
-            at = max((_first(row, want), i) for i, row in enumerate(rows))[1]
-            outcome = Outcome("differs", difference(template, rows[at], want))
+            row = max(reversed(rows), key=lambda row: common_length(row, want))
+            outcome = Outcome("differs", difference(template, row, want))
             break
         if hidden and not is_thought:
             raise hidden
@@ -529,17 +529,10 @@ def details(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
 
 def difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
     """The first token in which two rows differ, with what stands around it."""
-    at = _first(got, want)
+    at = common_length(got, want)
     before = template.decode(got[max(0, at - 8) : at])
     ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
     return (
         f"token {at} differs (zq... are placeholders for what messages say)"
         f"\n    after:    {before!r}\n    episode:  {ours!r}\n    template: {theirs!r}"
-    )
-
-
-def _first(a: Sequence[int], b: Sequence[int]) -> int:
-    """Where two rows differ first."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -84,6 +84,13 @@ class Renderer:
             why = f'the template raised: "{e}"' if type(e) is RaisedByTemplate else str(e)
             raise TemplateError(f"the chat template fails on the roles ({roles}): {why}") from e
 
+    def attempt(
+        self, messages: Sequence[Said], schemas: Schemas = (), ask: bool = True
+    ) -> str | None:
+        """Return the conversation as text, or None if the template refuses it."""
+        with suppress(TemplateError):
+            return self(messages, schemas, ask)
+
     def _no_tools(self, messages: Sequence[Said]) -> list[Any] | None:
         """Return `[]` if the tokenizer's template for tools is needed without tools, else None.
 
@@ -412,16 +419,16 @@ def guard_schemas(
         TemplateError: the template writes such a string in another way once it is marked.
     """
     text = render(schemas)
-    tokens = _tokens(encoder, text)
+    tokens = encoder.spelled(text)
     free = sorted(set(strings(schemas)) - _KEYWORDS)
     inert = {s: _inert(encoder, s) for s in free}
-    safe = _tokens(encoder, render(_replaced(schemas, inert)))
+    safe = encoder.spelled(render(_replaced(schemas, inert)))
     if tokens == safe:
         return schemas, 0
 
     def at_fault(some: Sequence[str]) -> list[str]:
         changed = render(_replaced(schemas, {s: inert[s] for s in some}))
-        if _tokens(encoder, changed) == tokens:
+        if encoder.spelled(changed) == tokens:
             return []
         if len(some) == 1:
             return list(some)
@@ -433,11 +440,11 @@ def guard_schemas(
         marked = _replaced(schemas, {s: mark_core(s) for s in bad})
         shown = render(marked)
         parts = (p for p in split_at_markers(shown) if isinstance(p, str))
-        own = [token for part in parts for token in _tokens(encoder, part)]
+        own = [token for part in parts for token in encoder.spelled(part)]
         return marked if remove_markers(shown) == text and own == safe else None
 
     # Most of the strings at fault spell a token by themselves: the search is for the others alone.
-    bad = [s for s in free if encoder.attempts(s)]
+    bad = [s for s in free if encoder.spelled(s)]
     marked = with_marks(bad)
     if marked is None:
         bad += at_fault([s for s in free if s not in bad])
@@ -450,10 +457,6 @@ def guard_schemas(
             " or descriptions."
         )
     return marked, max(len(tokens) - len(safe), 1)
-
-
-def _tokens(encoder: Encoder, text: str) -> list[str]:
-    return [found[0].strip() for found in encoder.control.finditer(text)]
 
 
 def _inert(encoder: Encoder, text: str) -> str:

@@ -151,17 +151,16 @@ class ChatTemplate:
         Raises:
             TemplateError: there is such a conversation, and `exact`.
         """
-        shown = json.dumps(schemas) if schemas else ""
         may_tag = tuple([self._may_hold_tags(m) and given(m) for m in messages])
-        key = (tuple([(m.role, m.content) for m in messages]), may_tag, shown)
+        key = (tuple([(m.role, m.content) for m in messages]), may_tag, _key_of(schemas))
         ids = self._prompt_ids.get(key)
         if ids is None:
             try:
-                ids = self._encode_prompt(messages, schemas, shown, may_tag)
+                ids = self._encode_prompt(messages, schemas, may_tag)
             except TemplateError:
                 if exact:
                     raise
-                return self._filled(messages, schemas, shown, may_tag)
+                return self._filled(messages, schemas, may_tag)
             _keep(self._prompt_ids, key, ids)
         return ids[:]
 
@@ -170,8 +169,7 @@ class ChatTemplate:
 
         Faster than `prompt`, which also renders the conversation and compares.
         """
-        shown = json.dumps(schemas) if schemas else ""
-        return len(self._filled(messages, schemas, shown, [False] * len(messages)))
+        return len(self._filled(messages, schemas, [False] * len(messages)))
 
     def control_tokens_of(self, schemas: Schemas) -> frozenset[str]:
         """Return the control tokens that the strings of tools' schemas spell, as texts."""
@@ -179,9 +177,7 @@ class ChatTemplate:
 
     def schema_control_tokens(self, messages: Sequence[Message], schemas: Schemas) -> int:
         """Return how many control tokens the tools' schemas spell in a prompt; none becomes one."""
-        if not schemas:
-            return 0
-        return self._frame(messages, schemas, json.dumps(schemas))[1]
+        return self._frame(messages, schemas)[1] if schemas else 0
 
     def delta(
         self, history: Sequence[Message], messages: Sequence[Message], last_id: int
@@ -340,18 +336,17 @@ class ChatTemplate:
     # -- what the template writes -----------------------------------------------------------------
 
     def _encode_prompt(
-        self, messages: Sequence[Message], schemas: Schemas, shown: str, may_tag: Sequence[bool]
+        self, messages: Sequence[Message], schemas: Schemas, may_tag: Sequence[bool]
     ) -> array[int]:
         """The tokens of a prompt, compared with what the template writes for it.
 
         Args:
             messages: the conversation.
             schemas: the tools that the template shows.
-            shown: the schemas as JSON.
             may_tag: by message, whether it may hold tags.
         """
         text = self.render([m.as_dict() for m in messages], schemas)
-        ids = self._filled(messages, schemas, shown, may_tag)
+        ids = self._filled(messages, schemas, may_tag)
         if self.encoder.decodes_to(ids, text):
             return ids
         # The template looks at what contents hold, or at whether there are any.
@@ -368,14 +363,10 @@ class ChatTemplate:
         return ids
 
     def _filled(
-        self,
-        messages: Sequence[Message],
-        schemas: Schemas,
-        shown: str,
-        may_tag: Sequence[bool],
+        self, messages: Sequence[Message], schemas: Schemas, may_tag: Sequence[bool]
     ) -> array[int]:
         """The tokens of a prompt, if the template does not look at what contents hold."""
-        frame, _ = self._frame(messages, schemas, shown)
+        frame, _ = self._frame(messages, schemas)
         contents = [m.content for m in messages if m.role != "assistant"]
         return frame.fill(contents, self._region_encoder(messages, may_tag))
 
@@ -392,18 +383,15 @@ class ChatTemplate:
 
         return encode
 
-    def _frame(
-        self, messages: Sequence[Message], schemas: Schemas, shown: str
-    ) -> tuple[Frame, int]:
+    def _frame(self, messages: Sequence[Message], schemas: Schemas) -> tuple[Frame, int]:
         """The frame of a prompt from the cache; templates may write the date, so it is in the key.
 
         Args:
             messages: the conversation.
             schemas: the tools that the template shows.
-            shown: the schemas as JSON.
         """
         texts = tuple([m.content if m.role == "assistant" else "" for m in messages])
-        key = (tuple([m.role for m in messages]), texts, shown, date.today())
+        key = (tuple([m.role for m in messages]), texts, _key_of(schemas), date.today())
         return self._frames.get(key) or _keep(
             self._frames, key, self._make_frame(messages, schemas)
         )
@@ -539,6 +527,10 @@ class ChatTemplate:
         except TemplateError:
             return
         self._positional = once != later
+
+
+def _key_of(schemas: Schemas) -> str:
+    return json.dumps(schemas) if schemas else ""
 
 
 def _shape(messages: Sequence[Message]) -> tuple[tuple[str, bool], ...]:

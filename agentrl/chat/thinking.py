@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.chat.between import ARGUMENT, SPOKEN, Finder, spoken, turns
@@ -161,54 +161,54 @@ class Thinking:
         """Read it off a template."""
 
         def before_answer(text: str) -> str:
-            return text.partition(_ASKED["content"])[2].partition(SPOKEN)[0]
+            return _after_question(text).partition(SPOKEN)[0]
 
-        fresh = finder.render([_ASKED]).partition(_ASKED["content"])[2]
+        fresh = _after_question(finder.render([_ASKED]))
         old = before_answer(finder.render([_ASKED, spoken(), _MORE]))
         shared = fresh[: finder.encoder.shared(fresh, old)]
-        found = list(finder.encoder.control.finditer(shared))
-        thinking = cls(
-            finder,
-            after_user=not old.startswith(fresh),
-            extra=fresh[len(shared) :],
-            instead=old[len(shared) :],
-            header=shared[found[-1].start() :] if found else "",
-        )
+        control = list(finder.encoder.control.finditer(shared))
+        found: dict[str, Any] = {
+            "after_user": not old.startswith(fresh),
+            "extra": fresh[len(shared) :],
+            "instead": old[len(shared) :],
+            "header": shared[control[-1].start() :] if control else "",
+        }
+        end = "</think>"
         for turn in thoughtful():
-            try:
-                alone = finder.render([_ASKED, turn], ask=False)
-                later = finder.render([_ASKED, turn, _MORE])
-            except TemplateError:
-                continue
+            alone = finder.render.attempt([_ASKED, turn], ask=False)
+            later = finder.render.attempt([_ASKED, turn, _MORE])
             tagged = THOUGHT in turn["content"]
-            if not tagged and THOUGHT not in alone:
-                continue  # it does not read this key
-            gap = alone.partition(THOUGHT)[2].partition(turn["content"])[0] if not tagged else ""
+            if alone is None or later is None or not (tagged or THOUGHT in alone):
+                continue  # the template does not read this key
+            gap = "" if tagged else alone.partition(THOUGHT)[2].partition(turn["content"])[0]
             gap = gap or _TAGGED
             mark = finder.encoder.control.search(gap)
-            end = mark[0] if mark else "</think>"
-            thinking = replace(
-                thinking,
-                begin=_begin(finder, alone, len(shared)),
-                end=end,
-                gap=gap.partition(end)[2],
-            )
+            end = mark[0] if mark else end
+            found |= {
+                "begin": _begin(finder, alone, len(shared)),
+                "end": end,
+                "gap": gap.partition(end)[2],
+            }
             if THOUGHT not in later:
-                thinking = replace(
-                    thinking,
-                    after_user=True,
-                    always=THOUGHT not in alone or _outlives(finder, [], [_RESULT]) is False,
-                    trims=before_answer(later) == old,
-                )
-                thinking = replace(thinking, **_heads(finder, thinking.end, shared))
+                found |= {
+                    "after_user": True,
+                    "always": THOUGHT not in alone or _outlives(finder, [], [_RESULT]) is False,
+                    "trims": before_answer(later) == old,
+                    **_heads(finder, end, shared),
+                }
             break
-        return replace(
-            thinking,
-            blank=_untagged(finder) if thinking.extra else _drops_empty_tags(finder, thinking.end),
+        return cls(
+            finder,
+            **found,
+            blank=_drops_empty_tags(finder, found["extra"], end),
             also=_after_a_result(finder),
-            until_answer=thinking.after_user
+            until_answer=found["after_user"]
             and _outlives(finder, [_RESULT], [_RESULT, _MORE]) is True,
         )
+
+
+def _after_question(text: str) -> str:
+    return text.partition(_ASKED["content"])[2]
 
 
 def _heads(finder: Finder, end: str, header: str) -> dict[str, Any]:
@@ -227,13 +227,12 @@ def _heads(finder: Finder, end: str, header: str) -> dict[str, Any]:
             own = SPOKEN if spoken else ARGUMENT
             if (spoken, bool(calls)) in heads:
                 continue
-            try:
-                alone = finder.render([_ASKED, turn], ask=False)
-                later = finder.render([_ASKED, turn, *then, _MORE])
-            except TemplateError:
+            alone = finder.render.attempt([_ASKED, turn], ask=False)
+            later = finder.render.attempt([_ASKED, turn, *then, _MORE])
+            if alone is None or later is None:
                 continue
-            before = alone.partition(_ASKED["content"])[2].partition(THOUGHT)[2].partition(own)[0]
-            shown = later.partition(_ASKED["content"])[2].partition(own)[0]
+            before = _after_question(alone).partition(THOUGHT)[2].partition(own)[0]
+            shown = _after_question(later).partition(own)[0]
             ended, found, before = before.partition(end)
             if THOUGHT in later or not found or ended.strip() or not shown.startswith(header):
                 continue
@@ -249,7 +248,7 @@ def _heads(finder: Finder, end: str, header: str) -> dict[str, Any]:
 
 def _begin(finder: Finder, alone: str, header: int) -> str:
     """What stands before the thought in a turn, after the turn's header."""
-    before = alone.partition(_ASKED["content"])[2].partition(THOUGHT)[0]
+    before = _after_question(alone).partition(THOUGHT)[0]
     control = [m.start() for m in finder.encoder.control.finditer(before)]
     if THOUGHT not in alone or not control:
         return "<think>\n"
@@ -261,10 +260,9 @@ def thoughtful(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
     """A turn with a thought, in the ways that templates take it."""
     keys = ("reasoning_content", "reasoning", "thinking")
     thought = dict.fromkeys(keys, THOUGHT)
-    ways = [spoken(calls, **thought)]
-    if calls:
-        ways += [spoken(calls, content="", **thought)]
-    return [*ways, spoken(calls, content=f"<think>\n{THOUGHT}{_TAGGED}{SPOKEN}")]
+    tagged = spoken(calls, content=f"<think>\n{THOUGHT}{_TAGGED}{SPOKEN}")
+    silent = [spoken(calls, content="", **thought)] if calls else []
+    return [spoken(calls, **thought), *silent, tagged]
 
 
 _CALL = [("tool", "000000000")]
@@ -297,20 +295,20 @@ def _after_a_result(finder: Finder) -> str:
     return ""
 
 
-def _untagged(finder: Finder) -> bool:
-    """Whether a tool's result is enough for what opened the turn before it to go."""
+def _drops_empty_tags(finder: Finder, extra: str, end: str) -> bool:
+    """Return whether the tags of a turn without a thought go as soon as a tool's result follows.
+
+    Args:
+        finder: of the template.
+        extra: what the prompt of a turn begins with; without it, the template may write the tags
+            into the last turn alone.
+        end: what ends a thought.
+    """
     for turn in turns(_CALL):
         with suppress(TemplateError):
             shown = finder.render([_ASKED, turn, _RESULT])
-            return not shown.startswith(finder.render([_ASKED]))
-    return False
-
-
-def _drops_empty_tags(finder: Finder, end: str) -> bool:
-    """Return whether a template writes empty tags only into the last turn without a thought."""
-    for turn in turns(_CALL):
-        with suppress(TemplateError):
-            alone = finder.render([_ASKED, turn], ask=False).partition(_ASKED["content"])[2]
-            shown = finder.render([_ASKED, turn, _RESULT]).partition(_ASKED["content"])[2]
-            return end in alone and end not in shown
+            if extra:
+                return not shown.startswith(finder.render([_ASKED]))
+            alone = finder.render([_ASKED, turn], ask=False)
+            return end in _after_question(alone) and end not in _after_question(shown)
     return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -94,25 +94,24 @@ class Floor:
 
     async def plain(self, talk: Talk) -> Row:
         """Play with the tokenizer as it is."""
-        ids = self.prompt(talk.prompt)
-        prompt, mask, logprobs = len(ids), token_array(), float_array()
-        for turn, result in zip(talk.turns, (*talk.results, ""), strict=True):
-            if not await self._turn(turn, ids, mask, logprobs):
-                break
-            await asyncio.sleep(0)
-            self._observe(self.encode(BEFORE + result + AFTER), ids, mask, logprobs)
-        return Row(ids, prompt, mask, logprobs)
+        prompt = self.prompt(talk.prompt)
+        return await self._play(talk, prompt, lambda text: self.encode(BEFORE + text + AFTER))
 
     async def cached(self, talk: Talk) -> Row:
         """Play with everything cached."""
-        ids = self.prompt_cached(talk.prompt)
+
+        def delta(text: str) -> array[int]:
+            return self._before + self.encode_cached(text) + self._after
+
+        return await self._play(talk, self.prompt_cached(talk.prompt), delta)
+
+    async def _play(self, talk: Talk, ids: array[int], delta: Callable[[str], array[int]]) -> Row:
         prompt, mask, logprobs = len(ids), token_array(), float_array()
         for turn, result in zip(talk.turns, (*talk.results, ""), strict=True):
             if not await self._turn(turn, ids, mask, logprobs):
                 break
             await asyncio.sleep(0)
-            delta = self._before + self.encode_cached(result) + self._after
-            self._observe(delta, ids, mask, logprobs)
+            self._observe(delta(result), ids, mask, logprobs)
         return Row(ids, prompt, mask, logprobs)
 
     async def _turn(

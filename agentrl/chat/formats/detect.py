@@ -40,9 +40,8 @@ def rendered_calls(template: ChatTemplate) -> list[str]:
         Each turn as the model writes it, without the token that ends it; none where the template
         does not write calls.
     """
-    try:
-        prompt = template.render([_ASKED], [PROBE_TOOL])
-    except TemplateError:
+    prompt = template.render.attempt([_ASKED], [PROBE_TOOL])
+    if prompt is None:
         return []
     found: list[str] = []
     opened = template.thinking.opened(template.encoder.literal(prompt))
@@ -62,10 +61,9 @@ def rendered_calls(template: ChatTemplate) -> list[str]:
 
 def shows_tools(template: ChatTemplate) -> bool:
     """Return whether a prompt changes with the tools that the chat template is given."""
-    try:
-        return template.render([_ASKED], [PROBE_TOOL]) != template.render([_ASKED])
-    except TemplateError:
-        return True  # what it refuses is reported where it is rendered
+    with_tool = template.render.attempt([_ASKED], [PROBE_TOOL])
+    # What the template refuses is reported where it is rendered.
+    return with_tool is None or with_tool != template.render.attempt([_ASKED])
 
 
 def is_rendered_call(calls: Sequence[ToolCall]) -> bool:
