@@ -24,8 +24,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "agent_loops",
     "algorithms",
+    "choosing",
     "commands",
     "data",
+    "debugging",
     "engines",
     "glossary",
     "gpu",
@@ -37,6 +39,7 @@ PAGES = (
     "scaling",
     "tokens",
     "tools",
+    "trl",
     "verl",
 )
 
