@@ -182,15 +182,21 @@ class Finder:
         return context or [ASKED]
 
 
-def spoken(calls: Sequence[tuple[str, str]] = (), **more: Any) -> dict[str, Any]:
+def spoken(
+    calls: Sequence[tuple[str, str]] = (), arguments_as_text: bool = False, **more: Any
+) -> dict[str, Any]:
     """An assistant message that can be found again, with calls of these names and ids."""
     said: dict[str, Any] = {"role": "assistant", "content": SPOKEN, **more}
+    arguments = {"x": ARGUMENT}
     if calls:
         said["tool_calls"] = [
             {
                 "id": id,
                 "type": "function",
-                "function": {"name": name, "arguments": {"x": ARGUMENT}},
+                "function": {
+                    "name": name,
+                    "arguments": json.dumps(arguments) if arguments_as_text else arguments,
+                },
             }
             for name, id in calls
         ]
@@ -202,15 +208,11 @@ def turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     if not calls:
         return [spoken()]
     ways = [
-        spoken(some, content=content)
+        spoken(some, as_text, content=content)
+        for as_text in (False, True)  # DeepSeek's templates want the arguments as text
         for some in (calls, calls[:1])
         for content in (SPOKEN, "", None)
     ]
-    for way in list(ways):  # DeepSeek's templates want the arguments as text
-        text = json.loads(json.dumps(way))
-        for c in text["tool_calls"]:
-            c["function"]["arguments"] = json.dumps(c["function"]["arguments"])
-        ways.append(text)
     return [*ways, spoken()]  # where calls are text of the turn
 
 

@@ -337,11 +337,8 @@ class _Proof:
             text = f"<think>\n{THOUGHT}\n</think>\n\n{text or ''}"
         elif kind.thought:
             keys = dict.fromkeys(_THOUGHT_KEYS, THOUGHT)
-        turn = spoken([(self.tool, id) for id in calls], content=text, **keys)
-        if spelling.arguments_as_text:
-            for call in turn.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        return turn
+        named = [(self.tool, id) for id in calls]
+        return spoken(named, spelling.arguments_as_text, content=text, **keys)
 
     def _compare(self, script: _Script, kind: Kind, spelling: Spelling) -> Outcome:
         """Make a conversation as an episode does, and compare it at every turn.
