@@ -25,13 +25,19 @@ from agentrl.agent_loops.loops import Schemas
 from agentrl.chat import ChatTemplate
 from agentrl.chat.formats import FORMATS
 from agentrl.chat.formats.detect import (
-    describe_unread,
-    format_reads,
-    rendered_calls,
+    can_read_calls,
+    detect_format,
+    explain_unknown_format,
+    render_probe_calls,
     shows_tools,
-    taught_format,
 )
-from agentrl.chat.proof import CALLS_ALONE, SHAPES, Verdict, details, prove
+from agentrl.chat.verify_template import (
+    CALLS_ALONE,
+    SHAPES,
+    Verdict,
+    format_verdicts,
+    verify_template,
+)
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
@@ -172,10 +178,10 @@ def check_policy_learns(plan: Plan) -> None:
     Raises:
         ConfigError: all of its steps are the critic's alone.
     """
-    alone, steps = plan.config.algorithm.alone, plan.total_steps
-    if plan.train and not plan.config.trainer.val_only and alone >= steps:
+    warmup, steps = plan.config.algorithm.critic_only_steps, plan.total_steps
+    if plan.train and not plan.config.trainer.val_only and warmup >= steps:
         raise ConfigError(
-            f"algorithm.critic_warmup={alone} of {steps} steps: the policy would never"
+            f"algorithm.critic_warmup={warmup} of {steps} steps: the policy would never"
             " learn. Set it lower, or play more steps (trainer.total_steps, trainer.total_epochs)"
         )
 
@@ -199,7 +205,9 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
         if (fails := [v for v in verdicts if v.fails])
     }
     if bad:
-        lines = [line for rows, fails in bad.items() for line in details(fails, f"{rows}, ")]
+        lines = [
+            line for rows, fails in bad.items() for line in format_verdicts(fails, f"{rows}, ")
+        ]
         react = any(" rows of react" in rows for rows in bad)
         raise TemplateError(
             "the model's chat template does not show these rows' conversations as they are"
@@ -237,19 +245,19 @@ def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -
     name = plan.config.rollout.tool_format
     if not loops or name not in ("auto", *FORMATS):
         return
-    taught = taught_format(template)
+    taught = detect_format(template)
     if name == "auto" and not taught:
         problem = (
             f"{loops.total()} rows show tools, but the calls of {plan.config.model.path} cannot be"
-            f" read: {describe_unread(template)}"
+            f" read: {explain_unknown_format(template)}"
         )
         if any(loop in SHIPPED for loop in loops):
             raise TemplateError(problem)
         log.warning("%s. (A loop of your own may read them: `ep.generate(parse=...)`)", problem)
         return
-    rendered = rendered_calls(template)
+    rendered = render_probe_calls(template)
     shown = bool(taught or rendered)
-    if shown and name not in ("auto", taught) and not format_reads(name, rendered):
+    if shown and name not in ("auto", taught) and not can_read_calls(name, rendered):
         log.warning(
             "rollout.tool_format=%s, but the chat template writes calls in %s: these are not"
             " parsed%s",
@@ -357,7 +365,7 @@ def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verd
             shapes.append(CALLS_ALONE)
         if shapes:
             shapes = [replace(shape, system=system) for shape in shapes]
-            found.append((name, len(samples), prove(template, schemas, shapes)))
+            found.append((name, len(samples), verify_template(template, schemas, shapes)))
     return found
 
 

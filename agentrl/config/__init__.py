@@ -1,7 +1,7 @@
-"""A run's configuration: frozen sections, and the one door that builds them.
+"""The configuration of a run: frozen sections, and the function that builds them.
 
-Values come from five places, the later ones winning: the defaults, what a model preset recommends,
-a YAML file, overrides `a.b.c=1`, flags. All mistakes are said at once.
+Values come from five places, of which later ones override earlier ones: the defaults, the settings
+of a model preset, a YAML file, overrides `a.b.c=1`, and flags. One error reports all mistakes.
 """
 
 from agentrl.config.checks import without_effect

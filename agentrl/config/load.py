@@ -1,4 +1,4 @@
-"""The one door to a `Config`: all layers of values merged, all mistakes said at once."""
+"""Build a `Config` from all sources of values, and report all mistakes in one error."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def load_config(
 
     Args:
         yaml_path: a YAML file of sections.
-        overrides: texts `a.b.c=1`; they win over the file.
-        flags: dotted key -> value; they win over the overrides. None: the flag was not given.
-        preset: dotted key -> value, in place of defaults: what a model's recipe recommends.
+        overrides: texts `a.b.c=1`, which override the file.
+        flags: dotted key -> value, which override the overrides. None: the flag is not set.
+        preset: dotted key -> value, which replace defaults: the settings of a model preset.
 
     Raises:
-        ConfigError: every mistake, each with its source, its value and what is allowed.
+        ConfigError: it lists all mistakes, each with its source, its value and the allowed values.
     """
     mistakes: list[str] = []
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
-    given = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
-    given += read_overrides(overrides, mistakes)
+    settings = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
+    settings += read_overrides(overrides, mistakes)
     for path, value in (flags or {}).items():
-        given.append(Setting(path, value, flag_of(path) or "argument"))
-    given = _without_rows_of_another(given)
-    recommended = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
-    merged = merge(recommended, types, mistakes) | merge(given, types, mistakes)
+        settings.append(Setting(path, value, flag_of(path) or "argument"))
+    settings = _without_other_algorithm(settings)
+    defaults = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
+    merged = merge(defaults, types, mistakes) | merge(settings, types, mistakes)
     config = _validate(merged, mistakes)
     if mistakes:
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
@@ -54,41 +54,40 @@ def load_config(
     return config.model_copy(update={"trainer": trainer})
 
 
-def _without_rows_of_another(given: list[Setting]) -> list[Setting]:
-    """Settings without those that only repeat what an earlier `algorithm.name` had set.
+def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
+    """Remove settings that only repeat the defaults of an `algorithm.name` that is overridden.
 
-    A run's own config.yaml names every key. With another algorithm given after it, what its row of
-    the table had set is no wish of the user's.
+    The config.yaml of a run contains every key. If the user loads it and sets another algorithm,
+    the keys that the first algorithm's name had set are not the user's choice.
     """
     section = "algorithm."
-    names = [k for k, setting in enumerate(given) if setting.path == f"{section}name"]
-    if len(names) < 2 or given[names[-1]].value == given[names[0]].value:
-        return given
-    before = given[names[0]]
+    names = [k for k, setting in enumerate(settings) if setting.path == f"{section}name"]
+    if len(names) < 2 or settings[names[-1]].value == settings[names[0]].value:
+        return settings
+    first = settings[names[0]]
     try:
-        set_by_name = AlgorithmConfig.model_validate({"name": before.value}).model_dump()
+        set_by_name = AlgorithmConfig.model_validate({"name": first.value}).model_dump()
     except ValidationError:
-        return given  # refused with its own words
+        return settings  # the unknown name is reported later
     return [
         setting
-        for k, setting in enumerate(given)
+        for k, setting in enumerate(settings)
         if k >= names[-1]
         or not setting.path.startswith(section)
-        or setting.source.partition(":")[0] != before.source.partition(":")[0]
+        or setting.source.partition(":")[0] != first.source.partition(":")[0]
         or set_by_name.get(setting.path.removeprefix(section)) != setting.value
     ]
 
 
 def flag_of(path: str) -> str:
-    """The flag of `agentrl train` that sets a key, or ""."""
+    """Return the option of `agentrl train` that sets a key, or ""."""
     return _extra(FIELDS[path], "flag") if path in FIELDS else ""
 
 
 def allowed(info: FieldInfo) -> str:
-    """What values a key takes, in words."""
-    words = _extra(info, "allowed")
-    if words:
-        return words
+    """Describe the values that a key accepts."""
+    if text := _extra(info, "allowed"):
+        return text
     origin, arguments = get_origin(info.annotation), get_args(info.annotation)
     if origin is Literal:
         return " or ".join(map(str, arguments))
@@ -107,7 +106,7 @@ def allowed(info: FieldInfo) -> str:
 
 
 def description(info: FieldInfo) -> str:
-    """The docstring of a key, on one line."""
+    """Return the docstring of a key on one line."""
     return " ".join((info.description or "").split())
 
 
@@ -117,10 +116,10 @@ def _extra(info: FieldInfo, name: str) -> str:
 
 
 def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
-    """The config of all settings that are right; the others go to the mistakes.
+    """Return the config of all valid settings, and append the mistakes in the others.
 
-    What is wrong by itself is left out, and the rest is judged again: so a bad value does not hide
-    that others contradict each other.
+    Invalid values are removed and the rest is validated again. So an invalid value does not hide a
+    contradiction between other keys.
     """
     settings = dict(merged)
     while True:
@@ -134,9 +133,9 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
         for error in errors:
             where = ".".join(map(str, error["loc"]))
             path = next(f for f in FIELDS if f"{where}.".startswith(f"{f}."))
-            if path in settings:  # a union reports a bad value once for each of its types
-                words = str(error.get("ctx", {}).get("error", ""))
-                mistakes.append(_bad_value(settings.pop(path), FIELDS[path], words))
+            if path in settings:  # pydantic reports a union once for each of its types
+                problem = str(error.get("ctx", {}).get("error", ""))
+                mistakes.append(_invalid_value(settings.pop(path), FIELDS[path], problem))
 
 
 def _tree(settings: Iterable[Setting]) -> dict[str, Any]:
@@ -147,11 +146,12 @@ def _tree(settings: Iterable[Setting]) -> dict[str, Any]:
     return tree
 
 
-def _bad_value(setting: Setting, info: FieldInfo, words: str) -> str:
-    """What was given, what is wrong with it, what is allowed, and what the key means."""
-    words = words or verl_keys().explain_value(setting.path, setting.value)
+def _invalid_value(setting: Setting, info: FieldInfo, problem: str) -> str:
+    """Return the message for an invalid value, with the allowed values and the key's meaning."""
+    problem = problem or verl_keys().explain_value(setting.path, setting.value)
+    if problem:
+        end = "" if problem.endswith((".", "?")) else "."  # a suggestion may have ended it
+        problem = f"{problem}{end} It "
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    hint = did_you_mean(str(setting.value), choices)
-    end = "" if words.endswith((".", "?")) else "."  # a hint may have ended it
-    wrong = f"{words}{end} It must be" if words else "must be"
-    return f"{setting}: {wrong} {allowed(info)} ({description(info)}).{hint}"
+    suggestion = did_you_mean(str(setting.value), choices)
+    return f"{setting}: {problem}must be {allowed(info)}.{suggestion} {description(info)}"

@@ -1,4 +1,4 @@
-"""The page that documents every key: `python -m agentrl.config.page > docs/config.md`."""
+"""Write the page that documents all keys: `python -m agentrl.config.page > docs/config.md`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HEAD = """\
 
 <!-- Written by `make docs` from agentrl/config: edit that. -->
 
-Values come from, the later ones winning: the defaults below, what a model preset recommends
-(`--model tiny`), a YAML file (`--config run.yaml`), overrides (`optim.lr=1e-5`), flags
-(`--dataset rows.parquet`).
+Values come from five places, of which later ones override earlier ones: the defaults below, the
+settings of a model preset (`--model tiny`), a YAML file (`--config run.yaml`), overrides
+(`optim.lr=1e-5`), and flags (`--dataset rows.parquet`).
 
 ```yaml
 # run.yaml
@@ -28,15 +28,15 @@ rollout:
 
     agentrl train --config run.yaml optim.lr=1e-5 rollout.budget_policy.turns=zero
 
-Paths, those in a YAML file too, are relative to the folder in which the command runs.
-`a.b=null` sets a default again. Lists are written `files=[a.py,b.py]`; one text alone will do for a
-list of one. The resolved config of a run is in its folder, `config.yaml`; that file can be given to
-`--config`. Every mistake is said at once, before anything is loaded.
+Paths are relative to the folder in which the command runs, also in a YAML file. `a.b=null` sets
+the default again. Lists are written `files=[a.py,b.py]`; a list of one item can be written without
+brackets. The run's folder contains the resolved config, `config.yaml`, which `--config` accepts.
+One error reports all mistakes, before anything is loaded.
 """
 
 
 def page() -> str:
-    """The whole page in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join([HEAD, *_tables()])
 
 
@@ -45,7 +45,7 @@ def _tables() -> Iterator[str]:
         yield f"## {section or 'files'}\n"
         if section:
             yield f"{Config.model_fields[section].annotation.__doc__}\n"
-        yield "| key | default | takes | flag | what it is |\n|---|---|---|---|---|"
+        yield "| key | default | allowed values | flag | description |\n|---|---|---|---|---|"
         for path in paths:
             info, flag = FIELDS[path], flag_of(path)
             cells = (

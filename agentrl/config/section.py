@@ -1,4 +1,4 @@
-"""What a section of the config is made of."""
+"""The base of all config sections, and the declaration of keys."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 
 def key(default: Any, *, flag: str = "", allowed: str = "", **limits: float) -> Any:
-    """A key's default, the `train` flag that sets it, and what it takes: in words, or as limits."""
+    """Declare a key.
+
+    Args:
+        default: its default.
+        flag: the option of `agentrl train` that sets it, or "".
+        allowed: a description of the values that it accepts, if its type does not say it.
+        limits: `ge`, `gt`, `le`, `lt` of a number.
+    """
     extra: dict[str, Any] = {"flag": flag, "allowed": allowed}
     return Field(default, json_schema_extra=extra, **limits)  # pyright: ignore
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values never change.
+    """Base of all sections: unknown keys are errors, and values cannot be changed.
 
-    The docstring below a key is its description in messages and in docs/config.md.
+    The docstring below a key is its description in error messages and in docs/config.md.
     """
 
     model_config = ConfigDict(
@@ -29,8 +36,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number; take one text for a list of texts."""
+    def _coerce(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a boolean for a number, and accept a single text for a list of texts."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and annotation in (int, float):
             raise ValueError

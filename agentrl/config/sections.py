@@ -1,4 +1,4 @@
-"""What a run can be told: one frozen section per concern, one line of documentation per key.
+"""All config keys: one frozen section for each concern, and a docstring for each key.
 
 `docs/config.md` is written from this file by `python -m agentrl.config.page`.
 """
@@ -20,64 +20,65 @@ from agentrl.config.sources import assignment, dump_yaml
 from agentrl.registry import did_you_mean
 
 TINY = "tiny"
-"""The `model.path` of the model that is made on first use (`agentrl.demo`)."""
+"""The `model.path` of the model that `agentrl.demo` trains on first use."""
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "return_dict", "return_tensors", "tokenize", "tools",
 )  # fmt: skip
-"""The arguments of a rendering that are not the user's."""
+"""Arguments of the chat template that agentrl sets itself."""
 
 
 class DataConfig(Section):
-    """The rows."""
+    """The dataset."""
 
     train: str = key("", flag="--dataset")
-    """training rows, a .parquet or .jsonl file"""
+    """Training rows: a .parquet or .jsonl file."""
     val: str = key("", flag="--val-dataset")
-    """validation rows; empty: no validation"""
+    """Validation rows: a .parquet or .jsonl file. Empty: no validation."""
     batch_size: int = key(16, ge=1)
-    """prompts a step"""
+    """Prompts per step."""
     gen_batch_size: int = key(0, ge=0)
-    """with algorithm.filter_groups: prompts played at a time, until batch_size of them can teach
-    something; 0: batch_size"""
+    """With algorithm.filter_groups: prompts to play at a time, until batch_size groups have a
+    learning signal. 0: batch_size."""
     shuffle: bool = True
-    """a new order every epoch; false: the file's order"""
+    """Shuffle the rows in every epoch. false: the order of the file."""
     agent_name: str = "single_turn"
-    """the agent loop of rows that name none"""
+    """The agent loop of rows without an `agent_name`."""
     untrusted: bool = False
-    """every control token in a prompt is text, also those a prompt may legitimately speak of such
-    as `<think>`"""
+    """Encode every control token in a prompt as text, including tags such as `<think>` that prompts
+    may otherwise contain."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
     path: str = key("", flag="--model")
-    """a folder or hub name of a model, or `tiny`: a small one, trained here on first use"""
+    """A model folder or hub name, or `tiny` for a small model that is trained on this machine on
+    first use."""
     lora_rank: int = key(0, ge=0)
-    """rank of the LoRA adapter; 0: all weights are trained"""
+    """Rank of the LoRA adapter. 0: train all weights."""
     lora_alpha: int = key(16, ge=1)
-    """scale of the adapter, times 1/rank"""
+    """LoRA alpha: the adapter is scaled by lora_alpha / lora_rank."""
     lora_target_modules: str | list[str] = key(
         "all-linear", allowed="all-linear, the name of a module, or a list of names"
     )
-    """the modules that get an adapter"""
+    """The modules that get an adapter."""
     template_kwargs: dict[str, Any] = key(
         {}, allowed="a mapping from names of variables to their values"
     )
-    """further variables of the chat template, such as `{enable_thinking: false}`"""
+    """Additional variables for the chat template, for example `{enable_thinking: false}`."""
 
     @field_validator("template_kwargs")
     @classmethod
-    def _of_the_user(cls, variables: dict[str, Any]) -> dict[str, Any]:
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in RENDERING:
-                raise ValueError(f"{name!r} is set by agentrl")
+                raise ValueError(f"the variable {name!r} is set by agentrl")
         return variables
 
 
 BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
-"""The stop reasons that are spent budgets."""
+"""The stop reasons that are budgets."""
 POLICIES = ("keep", "zero", "mask")
 TOOL_FORMATS = (
     "auto", "hermes", "qwen3_coder", "glm", "llama_json", "llama_pythonic", "mistral", "deepseek",
@@ -85,8 +86,8 @@ TOOL_FORMATS = (
     "lfm2", "granite", "cohere_command", "phi4_mini", "seed_oss", "hunyuan", "hunyuan_a13b",
     "internlm", "gigachat3", "muse", "apertus", "functiongemma", "hf",
 )  # fmt: skip
-"""How models write tool calls; besides, `sglang:NAME`."""
-OUR_ARGUMENTS = {
+"""The tool formats, apart from `sglang:NAME`."""
+RESERVED_ARGUMENTS = {
     "--admin-api-key": "", "--api-key": "", "--base-gpu-id": "", "--config": "", "--host": "",
     "--model": "", "--model-path": "", "--port": "", "--weight-version": "",
     "--enable-lora": "rollout.lora", "--max-lora-rank": "model.lora_rank",
@@ -101,100 +102,108 @@ OUR_ARGUMENTS = {
     "--rl-on-policy-target": "rollout.deterministic", "--logprobs-mode": "",
     "--dist-init-addr": "", "--dtype": "", "--load-format": "", "--trust-remote-code": "",
 }  # fmt: skip
-"""Of a server that the run starts: what agentrl sets, and the key that tells it to."""
+"""Server arguments that agentrl sets, and the config key for each ("" if there is none)."""
 
 
 class RolloutConfig(Section):
     """How episodes are played for training."""
 
     name: Literal["local", "sglang", "vllm"] = "local"
-    """the engine that samples: local is transformers in this process; sglang and vllm are servers
-    that the run starts and stops, or finds running (urls)"""
+    """The inference engine. local: transformers in this process. sglang, vllm: servers that the run
+    starts and stops, or that run already (urls)."""
     urls: list[str] = key([], allowed="a list of URLs (http://HOST:PORT)")
-    """servers that run already; their key is in AGENTRL_ENGINE_TOKEN; empty: the run starts its
-    own"""
+    """Servers that run already. Their API key is read from AGENTRL_ENGINE_TOKEN. Empty: the run
+    starts its own servers."""
     engines: int = key(1, ge=1)
-    """how many servers the run starts"""
+    """How many servers the run starts."""
     tensor_parallel_size: int = key(1, ge=1)
-    """over how many GPUs a server spreads the model"""
+    """GPUs per server (tensor parallelism)."""
     python: str = ""
-    """the Python of the environment that has the server's package; empty: the one that runs
-    agentrl"""
+    """The Python interpreter of an environment with the server's package. Empty: the interpreter
+    that runs agentrl."""
     launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
-    """further arguments of the server, such as `[--attention-backend, triton]`"""
+    """Additional command-line arguments for the server, for example `[--attention-backend,
+    triton]`."""
     gpu_memory_utilization: float = key(0.5, gt=0, lt=1)
-    """the share of a GPU's memory that a server takes for weights and cache"""
+    """The share of a GPU's memory that a server uses for weights and KV cache."""
     sync: Literal["auto", "disk", "ipc", "nccl"] = "auto"
-    """how weights go to a server: through files, through memory of the GPU it shares with the
-    trainer (ipc), from GPU to GPU (nccl), or by what it can (auto)"""
+    """How weights are sent to a server. disk: through files. ipc: through the memory of a GPU that
+    the server shares with the trainer. nccl: from GPU to GPU. auto: the fastest way that the server
+    supports."""
     lora: Literal["auto", "adapter", "merge"] = "auto"
-    """how LoRA goes to a server: as an adapter beside the base, merged into all weights, or as an
-    adapter where it can (auto: on a GPU)"""
+    """How LoRA weights are sent to a server. adapter: as an adapter on top of the base model.
+    merge: merged into all weights. auto: as an adapter if the server supports it (on a GPU)."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
-    """what a server that shares the trainer's GPU gives up while the trainer works: nothing, its
-    cache, or its weights as well"""
+    """What a server on the trainer's GPU releases while the trainer works. none: nothing. kv_cache:
+    its KV cache. all: its KV cache and its weights."""
     deterministic: bool = key(False, flag="--deterministic")
-    """have the server compute the same whatever else it is at work on, by the seeds of the run, and
-    as near to the trainer as it can (the local engine always does)"""
+    """Make the server's output independent of other requests and set by the seeds of the run, and
+    its logprobs as close to the trainer's as possible. The local engine always does this."""
     n: int = key(8, ge=1)
-    """rollouts of each prompt"""
+    """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
-    """sampling temperature; the trainer uses the same"""
+    """Sampling temperature. The trainer uses the same one."""
     max_turn_tokens: int = key(512, ge=1)
-    """most tokens sampled in one turn"""
+    """Maximum of sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
-    """most tokens after the prompt, sampled and observed"""
+    """Maximum of tokens after the prompt, sampled ones and observations."""
     max_turns: int = key(8, ge=1)
-    """most turns of the assistant"""
+    """Maximum of assistant turns."""
     max_tool_calls: int = key(16, ge=0)
-    """most tool calls"""
+    """Maximum of tool calls per episode."""
     timeout_s: float = key(300.0, gt=0)
-    """most seconds an episode may take; the wait for a free connection does not count"""
+    """Maximum of seconds per episode. Waiting for a free connection does not count."""
     budget_policy: dict[str, str | float] = key(
         {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
-    """what becomes of an episode that spent a budget: its reward stands (keep, the default), is 0
-    (zero) or less by a number, or it does not train (mask)"""
+    """What happens to the reward of an episode that used up a budget. keep (the default): it
+    counts. zero: it becomes 0. A number: it is reduced by this penalty. mask: the episode is
+    excluded from training."""
     tool_format: str = key("auto", allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf")
-    """how the model writes tool calls"""
+    """The format in which the model writes tool calls. auto: the format of the chat template."""
     history_thinking: Literal["keep", "strip"] = "keep"
-    """what becomes of the thinking of earlier turns where the chat template drops it: keep it as it
-    was sampled, or strip it and begin a new segment"""
+    """If the chat template drops the thinking of earlier turns: keep it as it was sampled, or strip
+    it and start a new segment."""
 
     @field_validator("launch")
     @classmethod
-    def _not_ours(cls, arguments: list[str]) -> list[str]:
+    def _check_arguments(cls, arguments: list[str]) -> list[str]:
         for argument in arguments:
             if argument.startswith("--") and " " in argument:
-                raise ValueError(f"{argument!r} are several: [{', '.join(argument.split())}]")
+                separate = ", ".join(argument.split())
+                raise ValueError(f"{argument!r} is more than one argument: write [{separate}]")
             name = argument.partition("=")[0].replace("_", "-")
-            # Parsers take the beginning of a name for the whole; none of theirs begins one of ours.
-            cut = len(name) > len("--") and name.startswith("--")
-            for ours, by in OUR_ARGUMENTS.items():
-                if name == ours or (cut and ours.startswith(name)):
-                    raise ValueError(f"{argument} ({ours}) is set by {by or 'agentrl'}")
+            # Command-line parsers accept a prefix of a name. No other argument of the servers is a
+            # prefix of one of these.
+            is_prefix = len(name) > len("--") and name.startswith("--")
+            for reserved, config_key in RESERVED_ARGUMENTS.items():
+                if name == reserved or (is_prefix and reserved.startswith(name)):
+                    raise ValueError(f"{argument} ({reserved}) is set by {config_key or 'agentrl'}")
         return arguments
 
     @field_validator("urls")
     @classmethod
-    def _reachable(cls, urls: list[str]) -> list[str]:
+    def _check_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
             if not re.fullmatch(r"https?://[^\s@?#]+", url):
-                raise ValueError(f"{url!r} is not http://HOST:PORT (its key: AGENTRL_ENGINE_TOKEN)")
+                raise ValueError(
+                    f"{url!r} is not of the form http://HOST:PORT (the API key is read from"
+                    " AGENTRL_ENGINE_TOKEN)"
+                )
         urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) < len(urls):
-            raise ValueError("a URL stands there twice")
+            raise ValueError("it contains a URL twice")
         return urls
 
     @field_validator("budget_policy")
     @classmethod
-    def _known(cls, policy: dict[str, str | float]) -> dict[str, str | float]:
+    def _check_policy(cls, policy: dict[str, str | float]) -> dict[str, str | float]:
         wrong = [
-            f"{reason!r} is no budget.{did_you_mean(reason, BUDGETS)}"
+            f"unknown budget {reason!r}.{did_you_mean(reason, BUDGETS)}"
             for reason in policy
             if reason not in BUDGETS
         ] + [
-            f"{reason}={value} is no policy"
+            f"unknown policy {reason}={value}"
             for reason, value in policy.items()
             if value not in POLICIES and not (isinstance(value, float) and value > 0)
         ]
@@ -204,9 +213,9 @@ class RolloutConfig(Section):
 
     @field_validator("tool_format")
     @classmethod
-    def _readable(cls, name: str) -> str:
+    def _check_format(cls, name: str) -> str:
         if name not in TOOL_FORMATS and not re.fullmatch(r"sglang:\S+", name):
-            raise ValueError(f"no such format.{did_you_mean(name, TOOL_FORMATS)}")
+            raise ValueError(f"unknown format.{did_you_mean(name, TOOL_FORMATS)}")
         return name
 
 
@@ -214,19 +223,19 @@ class ValConfig(Section):
     """How episodes are played for validation."""
 
     temperature: float = key(1.0, ge=0)
-    """sampling temperature; 0: greedy"""
+    """Sampling temperature. 0: greedy."""
     top_p: float = key(1.0, gt=0, le=1)
-    """sample from the likeliest tokens of this probability"""
+    """Sample from the most likely tokens with this total probability."""
     top_k: int = key(0, ge=0)
-    """sample from this many likeliest tokens; 0: from all"""
+    """Sample from this many most likely tokens. 0: from all tokens."""
     n: int = key(1, ge=1)
-    """rollouts of each prompt"""
+    """Rollouts per prompt."""
     greedy: bool = True
-    """a greedy pass beside the sampled one"""
+    """Also play every row once at temperature 0."""
 
 
 FAILURES = ("bad_call", "unknown_tool", "schema", "tool_error", "timeout")
-"""How a tool call goes wrong by the model's doing, see `ToolResult.error`."""
+"""The errors of tool calls that are the model's mistakes (`ToolResult.error`)."""
 
 
 class ToolsConfig(Section):
@@ -235,196 +244,199 @@ class ToolsConfig(Section):
     transport: str = key(
         "http", allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)"
     )
-    """http: on a server that the run starts and stops; in_process: in this process; a URL: on that
-    server, with the token in AGENTRL_TOOLS_TOKEN"""
+    """Where tools run. http: on a server that the run starts and stops. in_process: in this
+    process. A URL: on that server, with the token from AGENTRL_TOOLS_TOKEN."""
     max_result_tokens: int = key(1024, ge=1)
-    """most tokens of a result that the model is shown"""
+    """Maximum of tokens of a tool result that the model reads."""
     truncate: Literal["head", "tail", "middle"] = "middle"
-    """how a longer result is cut: its head is kept, its tail, or both without the middle"""
+    """Which part of a longer result is kept: its head, its tail, or both without the middle."""
     workers: int = key(1, ge=1)
-    """processes of the server that the run starts; an episode stays with one of them"""
+    """Processes of the tool server that the run starts. An episode always uses the same one."""
     penalties: dict[str, float] = key(
         {}, allowed=f"a mapping from {', '.join(FAILURES)} to numbers above 0"
     )
-    """what a call that failed costs: taken off the advantages of the tokens that wrote it, by class
-    of failure"""
+    """The penalty of a failed tool call, by kind of error. It is subtracted from the advantages of
+    the tokens of the call."""
 
     @field_validator("penalties")
     @classmethod
-    def _known(cls, penalties: dict[str, float]) -> dict[str, float]:
+    def _check_penalties(cls, penalties: dict[str, float]) -> dict[str, float]:
         for name, value in penalties.items():
             if name not in FAILURES:
-                raise ValueError(f"{name!r} is no failure.{did_you_mean(name, FAILURES)}")
+                raise ValueError(f"unknown error {name!r}.{did_you_mean(name, FAILURES)}")
             if not value > 0 or math.isinf(value):
-                raise ValueError(f"{name}={value} must be above 0: it is taken off")
+                raise ValueError(f"{name}={value} must be above 0: it is subtracted")
         return penalties
 
     @property
     def url(self) -> str:
-        """The server to use, or "" where there is none to be found already running."""
+        """The URL of a tool server that runs already, or ""."""
         return self.transport if "://" in self.transport else ""
 
     @field_validator("transport")
     @classmethod
-    def _reachable(cls, transport: str) -> str:
+    def _check_transport(cls, transport: str) -> str:
         if re.fullmatch(r"https?://\S*@\S*", transport):
-            raise ValueError("no user and password in a URL: the token is in AGENTRL_TOOLS_TOKEN")
+            raise ValueError("a URL with user and password: put the token in AGENTRL_TOOLS_TOKEN")
         if not re.fullmatch(r"http|in_process|https?://\S+", transport):
             raise ValueError
         return transport.rstrip("/")
 
 
 class SandboxConfig(Section):
-    """Where code that a model wrote is run, by tools and by graders."""
+    """Where tools and graders run code that a model wrote."""
 
     backend: str = key(
         "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
     )
-    """bubblewrap: without network, files or rights of this machine, or not at all;
-    unsafe-subprocess: as you, where nothing else can be had; a URL: SandboxFusion's API"""
+    """Where programs run. bubblewrap: isolated, without network and without access to files and
+    processes of this machine. unsafe-subprocess: not isolated, with your rights. A URL: a server
+    with SandboxFusion's API."""
     slots: int = key(0, ge=0)
-    """programs at once in a process; 0: twice the cores"""
+    """Programs that one process runs at the same time. 0: twice the number of CPU cores."""
     timeout_s: float = key(10.0, gt=0)
-    """most seconds a program may run"""
+    """Maximum of seconds per program."""
     memory_mb: int = key(2048, ge=64)
-    """most MiB of memory of each of its processes"""
+    """Maximum of memory for each process of a program, in MiB."""
     python: str = "/usr/bin/python3"
-    """the interpreter that programs are run with"""
+    """The Python interpreter for programs."""
 
     @field_validator("backend")
     @classmethod
-    def _known(cls, backend: str) -> str:
+    def _check_backend(cls, backend: str) -> str:
         if not re.fullmatch(r"bubblewrap|unsafe-subprocess|https?://[^\s@]+", backend):
             raise ValueError
         return backend.rstrip("/")
 
 
 class InteractionConfig(Section):
-    """What a run tells its interactions."""
+    """Settings of interactions."""
 
     kwargs: dict[str, dict[str, Any]] = key(
         {}, allowed="a mapping from names of interactions to their arguments"
     )
-    """arguments of interactions by name, beside those of the rows; where a simulated user's model
-    is, say"""
+    """Arguments of interactions, by name of the interaction, in addition to those of the rows. For
+    example the address of a simulated user's model."""
 
 
 class RewardConfig(Section):
-    """What a rollout is worth."""
+    """How rollouts are scored."""
 
     function: str = key("", allowed="the name of a registered reward, or path.py:function")
-    """the reward function; empty: the grader of the row's data_source"""
+    """The reward function. Empty: the grader for the row's data_source."""
     functions: dict[str, float] = key({}, allowed="a mapping from reward functions to weights")
-    """several reward functions and their weights, such as `{exact: 1.0, format: 0.1}`; `grader` is
-    that of the row's data_source"""
+    """Several reward functions with weights, for example `{exact: 1.0, format: 0.1}`. The name
+    `grader` stands for the grader of the row's data_source."""
     kwargs: dict[str, Any] = key({}, allowed="a mapping")
-    """further arguments of the reward function or grader; with reward.functions, a mapping of them
-    by function"""
+    """Additional arguments of the reward function or grader. With reward.functions: a mapping from
+    each function to its arguments."""
     timeout_s: float = key(60.0, gt=0)
-    """most seconds that judging one rollout may take; the wait for a free connection does not
-    count"""
+    """Maximum of seconds to score one rollout. Waiting for a free connection does not count."""
     workers: int = key(2, ge=1)
-    """processes for graders that must be stoppable (mathematics)"""
+    """Processes for graders that may have to be killed (mathematics)."""
     outcome_weight: float = 1.0
-    """weight of the reward of the whole trajectory"""
+    """Weight of the reward for the whole trajectory."""
     turn_weight: float = 0.0
-    """weight of what turns earned (interactions, loops)"""
+    """Weight of the rewards of turns (from interactions and loops)."""
     tool_weight: float = 0.0
-    """weight of what tools gave"""
+    """Weight of the rewards from tools."""
     overlong_buffer: int = key(0, ge=0)
-    """the last so many of rollout.max_trajectory_tokens cost a penalty that grows from 0 to
-    overlong_penalty (DAPO); only sampled tokens count, only training pays; 0: off"""
+    """The length of a buffer at the end of rollout.max_trajectory_tokens, in tokens (DAPO). The
+    penalty grows linearly in it from 0 to overlong_penalty. Only sampled tokens count, and only
+    training rewards are reduced. 0: off."""
     overlong_penalty: float = key(1.0, ge=0)
-    """the penalty of a rollout that used all of them"""
+    """The penalty of a rollout that fills the whole buffer."""
 
     @property
     def files(self) -> list[str]:
-        """The files of functions that are named by path."""
+        """The files of the reward functions that are named by path."""
         paths = [name.rpartition(":")[0] for name in (self.function, *self.functions)]
         return [path for path in dict.fromkeys(paths) if path.endswith(".py")]
 
 
 class OptimConfig(Section):
-    """The optimizer, and what a pass costs in memory."""
+    """The optimizer, and the memory of a forward and backward pass."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw, or with its moments in 8 bits (needs the extra `8bit`)"""
+    """The optimizer: AdamW, or AdamW with 8-bit moments (needs the extra `8bit`)."""
     lr: float = key(1e-6, gt=0)
-    """learning rate of the policy"""
+    """Learning rate of the policy."""
     critic_lr: float = key(1e-5, gt=0)
-    """learning rate of the critic"""
+    """Learning rate of the critic."""
     lr_warmup_steps: int = key(0, ge=0)
-    """steps in which the learning rate rises from 0"""
+    """Steps in which the learning rate rises linearly from 0."""
     lr_final: float = key(1.0, ge=0)
-    """learning rate at the last step, as a share of the first; linear between"""
+    """Learning rate at the last step, as a fraction of the peak. It is linear in between."""
     weight_decay: float = key(0.0, ge=0)
-    """AdamW's weight decay"""
+    """AdamW's weight decay."""
     max_grad_norm: float = key(1.0, gt=0)
-    """gradients are clipped to this norm"""
+    """Gradients are clipped to this norm."""
     micro_batch_tokens: int = key(16384, ge=1)
-    """most tokens of one forward pass"""
+    """Maximum of tokens per forward pass."""
     recompute: bool = False
-    """keep no activations within a layer, compute them again in the backward pass: a third more
-    work, a fraction of the memory"""
+    """Gradient checkpointing: compute the activations of each layer again in the backward pass. It
+    takes a third more compute and much less memory."""
     compile: Literal["auto", "never"] = "auto"
-    """auto: layers are compiled (torch.compile) where they run on a GPU and the model is large
-    enough for it to pay, 100 million weights"""
+    """auto: compile layers with torch.compile on a GPU if the model has at least 100 million
+    parameters. never: do not compile."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """what waits in the CPU's memory: nothing, the optimizer's moments between updates, or
-    parameters, gradients and moments"""
+    """What is kept in CPU memory. none: nothing. optimizer: the optimizer state, between updates.
+    all: parameters, gradients and optimizer state."""
 
 
 class TrainerConfig(Section):
     """The run."""
 
     output: str = key("", flag="--output")
-    """the run's folder; empty: `runs/` and the dataset's name"""
+    """The run's folder. Empty: `runs/` and the name of the dataset."""
     total_steps: int = key(0, ge=0)
-    """steps of the run; 0: total_epochs decides"""
+    """Steps of the run. 0: total_epochs sets the number."""
     total_epochs: int = key(1, ge=1)
-    """passes over the dataset, data.batch_size rows a step; with algorithm.filter_groups a step
-    plays more of them, and the same steps make more passes"""
+    """Passes over the dataset, counted as data.batch_size rows per step. With
+    algorithm.filter_groups a step plays more rows, so that the same number of steps makes more
+    passes."""
     test_freq: int = key(0, ge=0)
-    """validate every so many steps; 0: not on the way"""
+    """Validate every this many steps. 0: only after the last step."""
     save_freq: int = key(0, ge=0)
-    """save every so many steps; 0: not on the way"""
+    """Save a checkpoint every this many steps. 0: only after the last step."""
     val_before_train: bool = True
-    """validate before the first step"""
+    """Validate before the first step."""
     val_only: bool = False
-    """validate, and train nothing"""
+    """Validate only, do not train."""
     resume: str = key("auto", allowed="auto, never, or the path of a checkpoint")
-    """auto: go on from the newest checkpoint in the run's folder; never: start anew; a path: go on
-    from that checkpoint"""
+    """auto: resume from the newest checkpoint in the run's folder. never: start from the beginning.
+    A path: resume from that checkpoint."""
     seed: int = key(0, ge=0)
-    """the only source of randomness"""
+    """The seed of all random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU where there is one"""
+    """auto: the GPU if there is one, else the CPU."""
     nnodes: int = key(1, ge=1)
-    """machines that the learner is spread over"""
+    """Machines of the learner."""
     n_gpus_per_node: int = key(1, ge=1)
-    """GPUs of each that learn; with trainer.device=cpu, processes"""
+    """GPUs of the learner per machine. With trainer.device=cpu: processes."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """colocated: engines take turns on the learner's GPUs; separate: they have others"""
+    """colocated: engines and learner share GPUs and use them in turns. separate: engines have their
+    own GPUs."""
     ray_address: str = ""
-    """the Ray cluster to join, as `ray start` prints it; empty: one is started where more than one
-    process learns"""
+    """The Ray cluster to join, as `ray start` prints it. Empty: the run starts one if the learner
+    has more than one process."""
     logger: list[Literal["tensorboard", "wandb"]] = key([])
-    """trackers beside the console and metrics.jsonl, which are always on"""
+    """Trackers in addition to the console and metrics.jsonl, which are always on."""
     watchdog_s: float = key(300.0, gt=0)
-    """say what every episode waits for after so many seconds without progress"""
+    """After this many seconds without progress, print what each episode is waiting for."""
 
     @property
     def spread(self) -> bool:
-        """Whether the learner is on a cluster, and not in this process."""
+        """True if the learner runs on a Ray cluster, False if it runs in this process."""
         return self.nnodes * self.n_gpus_per_node > 1 or bool(self.ray_address)
 
 
 class Config(Section):
-    """A whole run. Build it with `load_config`."""
+    """The config of a run. Build it with `load_config`."""
 
     files: list[str] = key([], flag="--file")
-    """files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a ready
-    tool"""
+    """Python files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a
+    tool that is shipped."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -438,21 +450,21 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        if said := list(contradictions(self)):
-            raise ValueError("\n".join(said))
+    def _check_combinations(self) -> Config:
+        if problems := list(contradictions(self)):
+            raise ValueError("\n".join(problems))
         return self
 
     def value(self, path: str) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         return attrgetter(path)(self)
 
     def resolved_yaml(self) -> str:
-        """Every key with its value; `load_config` reads the same config back."""
+        """Return all keys with their values as YAML, which `load_config` reads back."""
         return dump_yaml(self.model_dump())
 
     def diff(self, base: Config | None = None) -> list[str]:
-        """What differs from the defaults (or from `base`), as lines `a.b.c=1`."""
+        """Return the differences from the defaults (or from `base`), as lines `a.b.c=1`."""
         base = base or Config()
         return [
             assignment(path, self.value(path))
@@ -471,15 +483,15 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 FIELDS: dict[str, FieldInfo] = dict(_fields())
-"""Every key by its dotted path."""
+"""All keys by their dotted paths."""
 
 
-COMPARE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
-"""Estimators for which a rollout is as good as it is better than others of its prompt."""
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
+"""Advantage estimators that compare the rollouts of a prompt with each other."""
 
 
 def contradictions(c: Config) -> Iterator[str]:
-    """The combinations of values that are refused, each with the way out."""
+    """Return a message for each combination of values that is refused, with the fix."""
     a, t, r = c.algorithm, c.trainer, c.reward
     if a.kl_loss_coef > 0 and a.kl_reward_coef > 0:
         yield (
@@ -488,45 +500,45 @@ def contradictions(c: Config) -> Iterator[str]:
         )
     if a.kl_type != "k1" and a.kl_reward_coef > 0 and not a.kl_loss_coef:
         yield (
-            f"algorithm.kl_type={a.kl_type} in the reward drives policy and reference apart:"
-            f" only k1 is a KL there (algorithm.kl_reward_coef={a.kl_reward_coef}). Set"
-            " algorithm.kl_type=k1, or penalize the loss: algorithm.kl_loss_coef"
+            f"algorithm.kl_type={a.kl_type} in the reward does not keep the policy near the"
+            f" reference: only k1 works there (algorithm.kl_reward_coef={a.kl_reward_coef}). Set"
+            " algorithm.kl_type=k1, or penalize the loss with algorithm.kl_loss_coef"
         )
     if a.kl_type == "k1" and a.kl_loss_coef > 0:
         yield (
-            f"algorithm.kl_type=k1 has an expected gradient of 0 as a loss:"
+            "algorithm.kl_type=k1 in the loss has an expected gradient of 0:"
             f" algorithm.kl_loss_coef={a.kl_loss_coef} would only add noise. Set"
-            " algorithm.kl_type=k2 or k3, or penalize the reward: algorithm.kl_reward_coef"
+            " algorithm.kl_type=k2 or k3, or penalize the reward with algorithm.kl_reward_coef"
         )
     rollouts = c.data.batch_size * c.rollout.n
     if a.kl_target and rollouts >= 5 * a.kl_horizon:
         yield (
-            f"algorithm.kl_horizon={a.kl_horizon} is so much less than a step's {rollouts} rollouts"
-            " that a single step could turn the KL's weight negative. Set it to those of 10 steps,"
-            f" {10 * rollouts}, or more"
+            f"algorithm.kl_horizon={a.kl_horizon} is so small compared with the {rollouts} rollouts"
+            " of a step that a single step could make the KL weight negative. Set it to"
+            f" {10 * rollouts} (10 steps) or more"
         )
     if c.val.temperature == 0 and c.val.n > 1:
-        yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are alike. Set val.n=1"
-    if a.adv_estimator in COMPARE and c.rollout.n < 2 and not t.val_only:
+        yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are equal. Set val.n=1"
+    if a.adv_estimator in GROUP_ESTIMATORS and c.rollout.n < 2 and not t.val_only:
         yield (
-            f"rollout.n=1 leaves algorithm.adv_estimator={a.adv_estimator} nothing to compare with:"
-            " every advantage is 0. Set rollout.n to 2 or more"
+            f"rollout.n=1: algorithm.adv_estimator={a.adv_estimator} compares the rollouts of a"
+            " prompt, so that every advantage would be 0. Set rollout.n to 2 or more"
         )
     if a.mini_batch_size > c.data.batch_size * c.rollout.n:
         yield (
-            f"algorithm.mini_batch_size={a.mini_batch_size} is more than a batch holds:"
+            f"algorithm.mini_batch_size={a.mini_batch_size} is more than the rollouts of a batch:"
             f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}"
         )
     if a.tis_mode == "mask" and a.tis_cap == 1:
         yield (
-            "algorithm.tis_mode=mask with algorithm.tis_cap=1 drops every token but those of which"
-            " engine and trainer agree to the last bit. Set algorithm.tis_cap above 1"
+            "algorithm.tis_mode=mask with algorithm.tis_cap=1 masks every token whose logprobs in"
+            " engine and trainer differ at all. Set algorithm.tis_cap above 1"
         )
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
     if t.nnodes > 1 and not t.ray_address:
         yield (
-            f"trainer.nnodes={t.nnodes}: the cluster that a run starts is this machine alone. Start"
+            f"trainer.nnodes={t.nnodes}: a run can start a Ray cluster on this machine only. Start"
             " one on all machines (`ray start`) and set trainer.ray_address"
         )
     yield from _engine_contradictions(c)
@@ -535,49 +547,52 @@ def contradictions(c: Config) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer={r.overlong_buffer} is more than"
             f" rollout.max_trajectory_tokens={c.rollout.max_trajectory_tokens}: every rollout would"
-            " be overlong. Set a share of it, such as a fifth"
+            " get a penalty. Set it to a part of that, such as a fifth"
         )
     if r.function and r.functions:
         yield (
-            f"reward.function={r.function} and reward.functions={{{', '.join(r.functions)}}} both"
-            f" say what judges rollouts. Put {r.function} and its weight into reward.functions"
+            f"reward.function={r.function} and reward.functions={{{', '.join(r.functions)}}} are"
+            f" both set. Move {r.function} with a weight to reward.functions"
         )
     if r.functions and not any(r.functions.values()):
-        yield "reward.functions: every weight is 0: nothing is rewarded. Set one of them"
+        yield "reward.functions: all weights are 0, so that all rewards are 0. Set one of them"
     if not (r.outcome_weight or r.turn_weight or r.tool_weight):
         yield (
-            "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0: nothing is"
-            " rewarded. Set one of them"
+            "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0, so that"
+            " all rewards are 0. Set one of them"
         )
 
 
 def _filter_contradictions(c: Config) -> Iterator[str]:
-    """Of which groups nothing can be learned must be known as soon as they were played."""
+    """Return a message for each value that filter_groups does not work with.
+
+    It must be known right after the rollouts of a group whether the group has a learning signal.
+    """
     a, d = c.algorithm, c.data
     if not a.filter_groups:
         return
-    taught_by_others = {
-        "gae": "a critic's values tell every token apart",
+    reasons = {
+        "gae": "the critic's values differ between tokens",
         "reinforce_plus_plus": "it compares rollouts with those of other prompts",
     }
-    if why := taught_by_others.get(a.adv_estimator):
+    if reason := reasons.get(a.adv_estimator):
         yield (
-            "algorithm.filter_groups=true sets aside groups whose rollouts earned alike, which with"
-            f" algorithm.adv_estimator={a.adv_estimator} do teach something: {why}. Set"
-            " algorithm.filter_groups=false"
+            "algorithm.filter_groups=true removes groups whose rewards are all equal. With"
+            f" algorithm.adv_estimator={a.adv_estimator} these have a learning signal: {reason}."
+            " Set algorithm.filter_groups=false"
         )
     if a.kl_reward_coef:
         yield (
-            f"algorithm.kl_reward_coef={a.kl_reward_coef} tells the rollouts of every group apart:"
-            " algorithm.filter_groups=true finds none to set aside. Penalize the loss instead,"
-            " with algorithm.kl_loss_coef, or set algorithm.filter_groups=false"
+            f"algorithm.kl_reward_coef={a.kl_reward_coef} makes the rewards of a group differ, so"
+            " that algorithm.filter_groups=true removes no group. Penalize the loss instead with"
+            " algorithm.kl_loss_coef, or set algorithm.filter_groups=false"
         )
     most = (d.gen_batch_size or d.batch_size) * a.max_gen_batches
     if most < d.batch_size:
         yield (
-            f"data.gen_batch_size={d.gen_batch_size} prompts, played algorithm.max_gen_batches="
-            f"{a.max_gen_batches} times, never make data.batch_size={d.batch_size}. Set one of the"
-            " first two higher"
+            f"data.gen_batch_size={d.gen_batch_size} times algorithm.max_gen_batches="
+            f"{a.max_gen_batches} is less than data.batch_size={d.batch_size}. Increase one of the"
+            " first two"
         )
 
 
@@ -585,15 +600,18 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
     r = c.rollout
     if r.urls and r.sync in ("ipc", "nccl"):
         yield (
-            f"rollout.sync={r.sync} is for servers that the run starts: to those of rollout.urls"
-            " weights go through files (rollout.sync=disk), in a folder that they can read"
+            f"rollout.sync={r.sync} works only with servers that the run starts. Servers of"
+            " rollout.urls read weights from files (rollout.sync=disk), which they must be able to"
+            " read"
         )
     if r.name == "vllm" and r.sync in ("ipc", "nccl"):
-        yield f"rollout.sync={r.sync} is not for rollout.name=vllm: its weights go through files"
+        yield (
+            f"rollout.sync={r.sync} is not supported with rollout.name=vllm: set rollout.sync=disk"
+        )
     if c.trainer.placement == "separate" and r.sleep != "none":
         yield (
             f"rollout.sleep={r.sleep}: with trainer.placement=separate no server shares a GPU with"
             " the learner. Set rollout.sleep=none"
         )
     if r.name == "vllm" and r.sleep != "none":
-        yield f"rollout.sleep={r.sleep} is not for rollout.name=vllm. Set rollout.sleep=none"
+        yield f"rollout.sleep={r.sleep} is not supported with rollout.name=vllm: set it to none"

@@ -1,7 +1,7 @@
-"""Where a run's settings come from (YAML files, `a.b.c=1` texts), and what is wrong with them.
+"""Read settings from YAML files and `a.b.c=1` texts, and merge them.
 
-Every reader appends what it cannot use to a list of mistakes and goes on, so that all of them are
-said at once. Scalars are read as in YAML 1.2: `1e-6` is a number, `2026-11-20` and `on` are texts.
+Every reader appends its mistakes to a list and continues, so that one error reports all of them.
+Scalars are read as in YAML 1.2: `1e-6` is a number, `2026-11-20` and `on` are texts.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), [*_first, ""]
     )
-# YAML 1.1 takes 010 for 8.
+# In YAML 1.1, 010 is 8.
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Its counterpart; quotes odd characters, because PyYAML reads its own U+0085 as a space."""
+    """SafeDumper with the scalars of YAML 1.2.
+
+    It quotes unprintable characters, because PyYAML reads the U+0085 that it wrote as a space.
+    """
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -53,7 +56,7 @@ _Dumper.add_representer(
 
 
 def dump_yaml(value: Any, flow: bool = False) -> str:
-    """YAML that is read back as the same value; with `flow`, on one line."""
+    """Return YAML that is read back as the same value; with `flow`, on one line."""
     return yaml.dump(
         value,
         Dumper=_Dumper,
@@ -64,13 +67,13 @@ def dump_yaml(value: Any, flow: bool = False) -> str:
     )
 
 
-OF_MAPPINGS = ("interaction.kwargs",)
-"""Keys that map names without dots to mappings: `interaction.kwargs.NAME.ARGUMENT=1`."""
+NESTED_MAPPINGS = ("interaction.kwargs",)
+"""Keys whose values map names to mappings: `interaction.kwargs.NAME.ARGUMENT=1`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value given to one key.
+    """A value for a key.
 
     Example: `Setting("optim.lr", 1e-5, "run.yaml:7")`.
     """
@@ -78,14 +81,14 @@ class Setting:
     path: str
     value: Any
     source: str
-    """Where it was given, for messages: file and line, flag, or the command line."""
+    """The source for messages: file and line, flag, or command line."""
 
     def __str__(self) -> str:
         return f"{assignment(self.path, self.value)} ({self.source})"
 
 
 def parse_value(text: str) -> Any:
-    """The value of the right-hand side of `a.b.c=text`: YAML, or the text itself."""
+    """Return the value of the right-hand side of `a.b.c=text`: read as YAML, else the text."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -93,7 +96,7 @@ def parse_value(text: str) -> Any:
 
 
 def assignment(path: str, value: Any) -> str:
-    """`path=value` as one would type it; `parse_value` reads the same value back."""
+    """Return `path=value` as a user would type it; `parse_value` reads the same value back."""
     if isinstance(value, str) and value and parse_value(value) == value:
         return f"{path}={value}"
     text = dump_yaml(value, flow=True).removesuffix("...\n")  # a bare scalar ends its document
@@ -101,13 +104,15 @@ def assignment(path: str, value: Any) -> str:
 
 
 def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
-    """Settings of the command line's `a.b.c=1`, in order; a leading `+` means nothing."""
+    """Return the settings of texts `a.b.c=1`, in order; a leading `+` is ignored."""
     settings = []
     for text in texts:
         path, equals, value = text.partition("=")
         path = path.strip().removeprefix("+")
         if path.startswith("~"):
-            mistakes.append(f"{text}: keys cannot be removed. {path[1:]}=null sets the default")
+            mistakes.append(
+                f"{text}: keys cannot be removed. Write {path[1:]}=null for the default"
+            )
         elif not equals or not re.fullmatch(r"[^\s.=]+(\.[^\s.=]+)*", path):
             mistakes.append(f"{text!r} is not of the form section.key=value")
         else:
@@ -116,12 +121,12 @@ def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
 
 
 def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[Setting]:
-    """Settings of a YAML file, in order.
+    """Return the settings of a YAML file, in order.
 
     Args:
         file: its path.
-        fields: dotted paths at which a value begins; above them are sections.
-        mistakes: gets what cannot be read: the file, its syntax, repeated keys.
+        fields: the dotted paths of all keys; mappings above them are sections.
+        mistakes: the list to which mistakes are appended: the file, its syntax, repeated keys.
     """
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
@@ -131,7 +136,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
             return []
         if not isinstance(root, yaml.MappingNode):
             mistakes.append(
-                f"{file}: must hold `section:` and `key: value` lines, not {text[:40]!r}"
+                f"{file}: must contain `section:` and `key: value` lines, not {text[:40]!r}"
             )
             return []
         mistakes.extend(f"{file}:{line}: {what}" for line, what in _repeated_keys(root))
@@ -139,7 +144,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
     except OSError as e:
         mistakes.append(f"{file}: cannot be read ({e.strerror})")
     except (ValueError, RecursionError) as e:
-        mistakes.append(f"{file}: not a YAML file ({e})")
+        mistakes.append(f"{file}: is not a YAML file ({e})")
     except yaml.MarkedYAMLError as e:
         line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
         mistakes.append(f"{file}{line}: YAML syntax: {e.problem or e.context}")
@@ -149,7 +154,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
 
 
 def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Line and message of every key that a mapping holds twice."""
+    """Return line and message for every key that a mapping contains twice."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _repeated_keys(item, prefix)
@@ -159,7 +164,7 @@ def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in lines and name != "<<":
-            yield line, f"{prefix}{name} is given twice; first in line {lines[name]}"
+            yield line, f"{prefix}{name} is set twice; first in line {lines[name]}"
         lines.setdefault(name, line)
         yield from _repeated_keys(value, f"{prefix}{name}.")
 
@@ -167,7 +172,7 @@ def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str
 def _walk(
     loader: _Loader, node: yaml.MappingNode, prefix: str, file: str, fields: Collection[str]
 ) -> Iterator[Setting]:
-    """The settings below a section."""
+    """Return the settings below a section."""
     loader.flatten_mapping(node)
     for key, value in node.value:
         path = f"{prefix}{key.value}"
@@ -181,12 +186,12 @@ def _walk(
 def merge(
     settings: Sequence[Setting], fields: Mapping[str, type], mistakes: list[str]
 ) -> dict[str, Setting]:
-    """The setting that holds for each key: the last one given; null is the default again.
+    """Return the last setting of each key; null removes the earlier ones.
 
     Args:
-        settings: all that was given, weakest first.
-        fields: the type of value of each key; `dict` where keys of the user's own may follow.
-        mistakes: gets the paths that are no keys.
+        settings: all settings; later ones override earlier ones.
+        fields: the type of each key's value; `dict` if the user's own keys may follow.
+        mistakes: the list to which paths that are not keys are appended.
     """
     merged: dict[str, Setting] = {}
     for setting in settings:
@@ -197,28 +202,28 @@ def merge(
                 if leaf.value is not None:
                     merged[leaf.path] = leaf
             elif fields.get(owner) is dict:
-                held = merged[owner].value if owner in merged else {}
-                if isinstance(held, dict):  # else it is a mistake of its own
+                value = merged[owner].value if owner in merged else {}
+                if isinstance(value, dict):  # otherwise validation reports it
                     name, _, inner = leaf.path[len(owner) + 1 :].partition(".")
-                    if inner and owner in OF_MAPPINGS and isinstance(held.get(name, {}), dict):
-                        held = {**held, name: {**held.get(name, {}), inner: leaf.value}}
+                    if inner and owner in NESTED_MAPPINGS and isinstance(value.get(name, {}), dict):
+                        value = {**value, name: {**value.get(name, {}), inner: leaf.value}}
                     else:
-                        held = {**held, leaf.path[len(owner) + 1 :]: leaf.value}
-                    merged[owner] = Setting(owner, held, leaf.source)
+                        value = {**value, leaf.path[len(owner) + 1 :]: leaf.value}
+                    merged[owner] = Setting(owner, value, leaf.source)
             elif owner and not verl_keys().explain_key(leaf.path):
-                mistakes.append(f"{leaf}: {owner} is a value, there is nothing below it")
+                mistakes.append(f"{leaf}: {owner} is a key, not a section")
             elif keys := [f for f in fields if f.startswith(f"{leaf.path}.")]:
-                if leaf.value is not None:  # `optim:` with every key commented out is nothing
+                if leaf.value is not None:  # `optim:` with all keys commented out is valid
                     mistakes.append(
                         f"{leaf}: {leaf.path} is a section. Its keys: {', '.join(keys)}"
                     )
             else:
-                mistakes.append(f"{leaf}: {_no_such_key(leaf.path, fields)}")
+                mistakes.append(f"{leaf}: {_unknown_key(leaf.path, fields)}")
     return merged
 
 
 def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
-    """A section given as a whole (`optim={lr: 1e-5}`) as its keys."""
+    """Split the setting of a whole section (`optim={lr: 1e-5}`) into its keys."""
     path = setting.path
     below = any(path == f or path.startswith(f"{f}.") for f in fields)
     if below or not isinstance(setting.value, dict):
@@ -233,7 +238,7 @@ def verl_keys() -> Any:
     return importlib.import_module("agentrl.compat.verl.keys")
 
 
-def _no_such_key(path: str, fields: Mapping[str, type]) -> str:
+def _unknown_key(path: str, fields: Mapping[str, type]) -> str:
     if verls := verl_keys().explain_key(path, [f for f, kind in fields.items() if kind is dict]):
         return verls
     section, _, leaf = path.rpartition(".")
@@ -243,8 +248,8 @@ def _no_such_key(path: str, fields: Mapping[str, type]) -> str:
         leaves = {f.rpartition(".")[2]: f for f in fields}
         close = [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
     if close:
-        return f"no such key. Did you mean {' or '.join(dict.fromkeys(close))}?"
+        return f"unknown key. Did you mean {' or '.join(dict.fromkeys(close))}?"
     known = [f for f in fields if f.startswith(f"{section}.")]
     if section and known:
-        return f"no such key. Keys of {section}: {', '.join(f[len(section) + 1 :] for f in known)}"
-    return f"no such key. Sections: {', '.join(dict.fromkeys(f.partition('.')[0] for f in fields))}"
+        return f"unknown key. Keys of {section}: {', '.join(f[len(section) + 1 :] for f in known)}"
+    return f"unknown key. Sections: {', '.join(dict.fromkeys(f.partition('.')[0] for f in fields))}"

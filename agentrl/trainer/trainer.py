@@ -33,21 +33,21 @@ from agentrl.open_files import spare_files
 from agentrl.plan import Plan, check_model_fits, check_policy_learns, fixed_row, make_plan, wiring
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
-from agentrl.trainer.algorithms import KLController, make_targets, rewards_teach, rollout_kl
+from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import (
     check_resumable,
-    drop_after,
     find_checkpoint,
-    fingerprint,
+    hash_file,
     recover,
+    remove_later_checkpoints,
     run_lock,
     save_checkpoint,
 )
-from agentrl.trainer.collect import DEAD_STEP, Collector, DeadSteps, Played
+from agentrl.trainer.collect import DEAD_STEP, Collector, DeadSteps, StepRollouts
 from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
-from agentrl.trainer.dispatch import Site, check_launched_once
+from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.publisher import Publisher
@@ -65,7 +65,9 @@ class Trainer:
     controller.
     """
 
-    def __init__(self, config: Config, plan: Plan | None = None, site: Site | None = None):
+    def __init__(
+        self, config: Config, plan: Plan | None = None, placement: Placement | None = None
+    ):
         """Check everything that can be checked without a model.
 
         Args:
@@ -76,14 +78,14 @@ class Trainer:
         Raises:
             UserError: all that is wrong with config, files and rows.
         """
-        check_launched_once(config, site)
+        check_single_controller(config, placement)
         check_loggers(config.trainer.logger)
         if config.model.path == "tiny":
             raise ConfigError(
                 "model.path=tiny is a preset of the command line. In Python:"
                 " `from agentrl.demo import tiny_config; Trainer(tiny_config(overrides=[...]))`"
             )
-        self.config, self.site = config, site
+        self.config, self.placement = config, placement
         self.plan = plan or make_plan(config)
         check_policy_learns(self.plan)
         check_open_files(self.plan)
@@ -97,7 +99,7 @@ class Trainer:
         """How many rows were taken: more than the steps' batches where groups are set aside."""
         self.kl = KLController(config.algorithm)
         self.clock = StepClock()
-        self._whole = True
+        self._is_consistent = True
         """Whether the learner's state is that of `global_step`, and may be saved."""
         self._unfinished: dict[str, float] | None = None
         """Metrics of the step that was made, but neither validated nor recorded."""
@@ -111,10 +113,10 @@ class Trainer:
             The step's metrics.
         """
         with self.clock.timed("gen"), self.interrupt.abandonable():
-            played = self.collector.collect(self.position, self.global_step)
+            step_rollouts = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
-        self._store(played)
-        batch = self._collate(played.groups)  # (B, T)
+        self._store(step_rollouts)
+        batch = self._collate(step_rollouts.groups)  # (B, T)
         with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
         with self.clock.timed("values"):
@@ -122,24 +124,28 @@ class Trainer:
         with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
         targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
-        self._whole = False  # until the update is made
+        self._is_consistent = False  # until the update is made
         with self.clock.timed("update_actor"):
             metrics = self.learner.update(
-                batch, targets, self.global_step + 1, self._sound, learn_policy=self._policy_learns
+                batch,
+                targets,
+                self.global_step + 1,
+                self._check_mismatch,
+                learn_policy=self._policy_learns,
             )
-        metrics[DEAD_STEP] = float(not rewards_teach(batch, self.config.algorithm, targets))
-        self.position = played.position
-        return metrics | self._steer(batch, old, reference) | played.metrics
+        metrics[DEAD_STEP] = float(not has_learning_signal(batch, self.config.algorithm, targets))
+        self.position = step_rollouts.position
+        return metrics | self._update_kl_coef(batch, old, reference) | step_rollouts.metrics
 
     @property
     def _policy_learns(self) -> bool:
-        return self.global_step >= self.config.algorithm.alone
+        return self.global_step >= self.config.algorithm.critic_only_steps
 
-    def _sound(self, compared: Mapping[str, float]) -> None:
+    def _check_mismatch(self, compared: Mapping[str, float]) -> None:
         """Stop where engine and trainer are suddenly far apart, before a weight moves."""
-        self._whole = True
+        self._is_consistent = True
         self.guard.check(compared)
-        self._whole = False
+        self._is_consistent = False
 
     def _collate(self, groups: Sequence[Group]) -> Batch:
         reward, pad_id = self.config.reward, self.tokenizer.pad_token_id
@@ -150,7 +156,7 @@ class Trainer:
             tool_weight=reward.tool_weight,
         )
 
-    def _steer(
+    def _update_kl_coef(
         self, batch: Batch, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, float]:
         """Steer the weight of the KL in the reward for the next step, where there is one."""
@@ -160,15 +166,18 @@ class Trainer:
         self.kl.update(kl, int(batch.train.sum()))
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
-    def _store(self, played: Played) -> None:
+    def _store(self, step_rollouts: StepRollouts) -> None:
         """Store the step's rollouts.
 
         This comes before the update: if it fails, the weights are still those of the last step, and
         a checkpoint can be saved.
         """
         step = self.global_step + 1
-        self.store.write(step, played.groups)
-        for split, groups in (("evicted", played.evicted), ("baseline", played.greedy)):
+        self.store.write(step, step_rollouts.groups)
+        for split, groups in (
+            ("evicted", step_rollouts.evicted),
+            ("baseline", step_rollouts.greedy),
+        ):
             if groups:
                 self.store.write(step, groups, split=split)
 
@@ -193,9 +202,9 @@ class Trainer:
             try:
                 self._train()
             except RunStopped as e:
-                raise RunStopped(f"{e}\n{self._rescue()}") from e
+                raise RunStopped(f"{e}\n{self._save_after_error()}") from e
             except (KeyboardInterrupt, Exception):
-                self.console.note(self._rescue())
+                self.console.note(self._save_after_error())
                 raise
             return self._finish()
 
@@ -218,7 +227,7 @@ class Trainer:
         metrics["training/epoch"] = self.position / len(self.plan.train)
         metrics |= self.clock.metrics(metrics)
         # What was learned is not lost with an engine that does not take it.
-        self._unfinished, self._whole = metrics, True
+        self._unfinished, self._is_consistent = metrics, True
         metrics |= self.publisher.publish(self.global_step)
         metrics |= self.engine.metrics()
         metrics |= self.clock.metrics(metrics)
@@ -227,17 +236,17 @@ class Trainer:
     def _complete(self, metrics: dict[str, float]) -> None:
         """Validate where it is due, record the step, save where it is due."""
         trainer, last = self.config.trainer, self.global_step == self.total_steps
-        if self.plan.val and _due(self.global_step, trainer.test_freq, last):
+        if self.plan.val and _is_due(self.global_step, trainer.test_freq, last):
             metrics |= self._validate()
             metrics["timing_s/testing"] = self.clock.seconds["testing"]
         self.tracker.log(self.global_step, metrics)
         self.dead_steps.add(self.global_step, metrics)
         self._unfinished = None
         self.console.step(self.global_step, self.total_steps, metrics)
-        if _due(self.global_step, trainer.save_freq, last):
+        if _is_due(self.global_step, trainer.save_freq, last):
             self._save()
 
-    def _rescue(self) -> str:
+    def _save_after_error(self) -> str:
         """Save what a stopped run has, if that is whole, and say so.
 
         Within an update it is not: half of its optimizer steps may be made. And a second signal
@@ -245,21 +254,21 @@ class Trainer:
         or no descriptor left.
         """
         self.spare.close()
-        lost = ""
+        failure = ""
         try:
-            if self._whole and self.global_step > 0 and not self.interrupt.urgent:
+            if self._is_consistent and self.global_step > 0 and not self.interrupt.is_urgent:
                 self._save()
         except RunStopped as e:
-            lost = f"{e}\n"
+            failure = f"{e}\n"
         except Exception as e:
-            lost = f"the step could not be saved: {type(e).__name__}: {e}\n"
+            failure = f"the step could not be saved: {type(e).__name__}: {e}\n"
         try:
             saved = find_checkpoint(self.folder, "auto")
         except Exception as e:
-            return f"{lost}the checkpoint cannot be read: {type(e).__name__}: {e}"
+            return f"{failure}the checkpoint cannot be read: {type(e).__name__}: {e}"
         if saved is None:
-            return f"{lost}nothing was saved; the same command starts from the beginning"
-        return f"{lost}saved after step {saved.step}; the same command goes on from there"
+            return f"{failure}nothing was saved; the same command starts from the beginning"
+        return f"{failure}saved after step {saved.step}; the same command goes on from there"
 
     def _validate(self) -> dict[str, float]:
         self.clock.seconds.pop("testing", None)
@@ -278,7 +287,7 @@ class Trainer:
         config = self.config
         recover(self.folder)
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
-        self._rows = fingerprint(config.data.train)
+        self._rows = hash_file(config.data.train)
         if checkpoint is not None:
             check_resumable(checkpoint, config, self._rows)
         logging.disable_progress_bar()  # a bar per model folder says nothing here
@@ -289,7 +298,7 @@ class Trainer:
         self.console.note(wiring(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
-        group = start_ranks(self.site, config.model.path, config)
+        group = start_ranks(self.placement, config.model.path, config)
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
         if checkpoint is not None:
             self.learner.ranks.load(checkpoint.folder)
@@ -304,8 +313,8 @@ class Trainer:
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
         if config.rollout.name != "local":
             self.console.note(opening(config))
-        places = self.site.places() if self.site else None
-        self.engine = open_engine(config, self.tokenizer, places)
+        slots = self.placement.engine_slots() if self.placement else None
+        self.engine = open_engine(config, self.tokenizer, slots)
         stack.callback(self.engine.close)
         check_model_fits(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
@@ -328,7 +337,7 @@ class Trainer:
     def _begin(self, stack: ExitStack) -> None:
         """Cut the record where the run goes on: what lies after is an abandoned future."""
         kept = self.global_step if self.global_step > 0 else -1
-        drop_after(self.folder, self.global_step)
+        remove_later_checkpoints(self.folder, self.global_step)
         self.store.truncate_after(kept)
         if self._unfinished is not None:
             kept -= 1
@@ -372,7 +381,7 @@ class Trainer:
         return history[-1][1]
 
 
-def _due(step: int, freq: int, last: bool) -> bool:
+def _is_due(step: int, freq: int, last: bool) -> bool:
     return last or (freq > 0 and step % freq == 0)
 
 
@@ -412,9 +421,9 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.urgent = False
+        self.is_urgent = False
         """Whether there was a second signal."""
-        self._asked = False
+        self._is_requested = False
         self._abandonable = False
         self._before: dict[int, object] = {}
 
@@ -435,7 +444,7 @@ class Interrupt:
         Raises:
             KeyboardInterrupt: it did.
         """
-        if self._asked:
+        if self._is_requested:
             raise KeyboardInterrupt
 
     @contextmanager
@@ -449,7 +458,7 @@ class Interrupt:
             self._abandonable = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.urgent, self._asked = self._asked, True
-        if self.urgent or self._abandonable:
+        self.is_urgent, self._is_requested = self._is_requested, True
+        if self.is_urgent or self._abandonable:
             raise KeyboardInterrupt
         print("\nstopping; once more to stop at once", flush=True)
