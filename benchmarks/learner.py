@@ -44,7 +44,7 @@ from agentrl.config import Config
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import deal, starts_prompt
+from agentrl.trainer.packing import assign_rows, has_new_prompt
 
 CARD = 78e9
 """Bytes that PyTorch may take of a card of 80 GB; the rest is the driver's and the libraries'."""
@@ -79,10 +79,10 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Held]]
     if config.trainer.n_gpus_per_node == 1:
         yield Learner(folder, config, total_steps=1000), memory
         return
-    from agentrl.cluster import open_site
+    from agentrl.cluster import open_placement
 
-    with open_site(config) as site:
-        group = site.ranks(Weighed, folder, config)
+    with open_placement(config) as placement:
+        group = placement.start_ranks(Weighed, folder, config)
         learner = Learner(folder, config, total_steps=1000, group=group)
         yield learner, lambda: most(group.memory([None] * group.size))
 
@@ -136,9 +136,9 @@ ARMS = {"hand": hand_arm, "trl": trl_arm, "agentrl": agentrl_arm}
 def tokens_run(batch: Batch, args: argparse.Namespace) -> dict[str, int]:
     """What the learner makes of the rows: tokens, shared prompts once, and micro-batches."""
     every = torch.arange(len(batch.prompt_ids))
-    dealt = deal(batch, every, args.ranks, args.tokens)
+    dealt = assign_rows(batch, every, args.ranks, args.tokens)
     pieces = [rows for share in dealt for rows in share if len(rows)]
-    prompts = sum(int(batch.prompt_lengths[p] @ starts_prompt(batch, p).long()) for p in pieces)
+    prompts = sum(int(batch.prompt_lengths[p] @ has_new_prompt(batch, p).long()) for p in pieces)
     return {"tokens": prompts + int(batch.response_lengths.sum()), "passes": len(dealt[0])}
 
 

@@ -40,13 +40,13 @@ def shipped_registries(own_registries):
 @pytest.fixture(scope="module")
 def no_other_names():
     """What other test files registered is put aside: ranks must have all names that a run has."""
-    from agentrl.cluster.ship import registered
+    from agentrl.cluster.ship import user_registrations
 
     things = {kind.kind: kind._things for kind in vars(registry).values()
               if isinstance(kind, registry.Registry)}  # fmt: skip
 
     def take():
-        return {(k, n): things[k].pop(n) for k, names in registered().items() for n in names}
+        return {(k, n): things[k].pop(n) for k, names in user_registrations().items() for n in names}
 
     others = take()
     # A file that was loaded once is not run again, and would register nothing.

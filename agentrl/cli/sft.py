@@ -76,16 +76,23 @@ def sft(
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
-    from agentrl.cluster import open_site
+    from agentrl.cluster import open_placement
     from agentrl.config import without_effect
-    from agentrl.trainer.sft import Imitator, Progress, batches, imitation, load_examples, shape_of
+    from agentrl.trainer.sft import (
+        ProgressPrinter,
+        SFTLearner,
+        batches,
+        load_examples,
+        load_model_config,
+        make_sft_config,
+    )
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
-    max_length: int = shape_of(path).max_position_embeddings
+    max_length: int = load_model_config(path).max_position_embeddings
     examples = load_examples(dataset, column, template, max_length)
     steps = steps or -(-len(examples) // batch_size)
-    config = imitation(
+    config = make_sft_config(
         path,
         steps=steps,
         lr=lr or 0.0,
@@ -97,14 +104,14 @@ def sft(
     )
     for said in without_effect(config):
         typer.echo(f"note: {said}", err=True)
-    with open_site(config) if config.trainer.spread else nullcontext() as site:
-        learner = Imitator(config, fresh=fresh, site=site)
+    with open_placement(config) if config.trainer.spread else nullcontext() as placement:
+        learner = SFTLearner(config, fresh=fresh, placement=placement)
         own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
         typer.echo(
             f"{len(examples)} conversations of {tokens:,} tokens, {own:,} of them the assistant's;"
             f" {steps} steps of {batch_size}"
         )
-        learner.fit(batches(examples, batch_size, seed), Progress(steps, typer.echo))
+        learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, typer.echo))
         output.mkdir(parents=True, exist_ok=True)
         learner.ranks.save_pretrained(output)
     template.tokenizer.save_pretrained(output)

@@ -77,12 +77,12 @@ def train(
     check_policy_learns(plan)
     check_open_files(plan)
     plan = replace(plan, config=with_model_folder(settings))
-    from agentrl.cluster import open_site
+    from agentrl.cluster import open_placement
     from agentrl.trainer import Trainer
 
     _tell(plan)
-    with open_site(plan.config) if plan.config.trainer.spread else nullcontext() as site:
-        Trainer(plan.config, plan, site).run()
+    with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
+        Trainer(plan.config, plan, placement).run()
 
 
 def check(
@@ -183,17 +183,17 @@ def _tell_format(name: str, template: ChatTemplate, python: str) -> None:
         UserError: a parser that is not installed or not known.
     """
     from agentrl.chat import ForeignParser, open_reader
-    from agentrl.chat.formats.detect import is_rendered_call, rendered_calls, taught_format
+    from agentrl.chat.formats.detect import detect_format, is_rendered_call, render_probe_calls
 
     if name == "auto":
-        taught = taught_format(template)
+        taught = detect_format(template)
         shown = f"{taught} (auto)" if taught else "no supported format (auto); no row shows tools"
     else:
         shown = f"{name} (rollout.tool_format)"
         reader = open_reader(name, template, python)
         if isinstance(reader, ForeignParser):
             try:
-                read = asyncio.run(_read_all(reader, rendered_calls(template)))
+                read = asyncio.run(_read_all(reader, render_probe_calls(template)))
             finally:
                 reader.close()
             if not any(map(is_rendered_call, read)):
@@ -206,7 +206,7 @@ def _tell_format(name: str, template: ChatTemplate, python: str) -> None:
 
 
 async def _read_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:
-    from agentrl.chat.between import PROBE_TOOL
+    from agentrl.chat.turn_delta import PROBE_TOOL
 
     return [await reader(text, [PROBE_TOOL]) for text in turns]
 

@@ -1,6 +1,6 @@
 """Many processes on any number of machines, by Ray: the only room that knows it.
 
-A run opens a site in a cluster (`open_site`), gets its ranks there as a group with the methods of
+A run opens a site in a cluster (`open_placement`), gets its ranks there as a group with the methods of
 one, and places for its servers.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.connect import connected
+from agentrl.cluster.connect import open_cluster
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 
-__all__ = ["RaySite", "open_site"]
+__all__ = ["RayPlacement", "open_placement", "open_site"]
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_site(config: Config) -> Iterator[RaySite]:
+def open_placement(config: Config) -> Iterator[RayPlacement]:
     """Join the run's cluster or start it, and take the learner's places there.
 
     What was taken or started is given back at the end. With trainer.device=auto, several ranks are
@@ -37,7 +37,7 @@ def open_site(config: Config) -> Iterator[RaySite]:
             ranks are to have GPUs that it has not.
     """
     t = config.trainer
-    with connected(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
+    with open_cluster(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
         import ray
 
         from agentrl.cluster.pool import ResourcePool
@@ -55,14 +55,14 @@ def open_site(config: Config) -> Iterator[RaySite]:
                 t.nnodes,
                 t.n_gpus_per_node,
                 gpu=not cpu,
-                why=asked,
+                request=asked,
             )
             stack.callback(pool.close)
-            yield RaySite(config, pool, stack)
+            yield RayPlacement(config, pool, stack)
 
 
-class RaySite:
-    """See `open_site`; a trainer's `Site`."""
+class RayPlacement:
+    """See `open_placement`; a trainer's `Placement`."""
 
     def __init__(self, config: Config, pool: ResourcePool, stack: ExitStack):
         """Use what was taken.
@@ -75,7 +75,7 @@ class RaySite:
         self._config, self._pool, self._stack = config, pool, stack
         self._group: WorkerGroup | None = None
 
-    def ranks(self, cls: type, *args: Any, **kwargs: Any) -> WorkerGroup:
+    def start_ranks(self, cls: type, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Start one object of a class a rank.
 
         Args:
@@ -101,20 +101,24 @@ class RaySite:
         self._stack.callback(self._group.close)
         return self._group
 
-    def places(self) -> list[Place]:
+    def engine_slots(self) -> list[Place]:
         """Where the servers that the run starts stand, for `open_engine`; after `ranks`.
 
         Raises:
             ConfigError: they do not fit where they should.
         """
-        from agentrl.cluster.engines import beside, elsewhere
+        from agentrl.cluster.engines import colocated_slots, separate_slots
 
         r, t = self._config.rollout, self._config.trainer
         if r.name == "local" or r.urls:
             return []
         if t.placement == "colocated" or not self._pool.gpu:
             assert self._group is not None, "servers stand beside ranks"
-            return beside(self._group.places, r, cpu=not self._pool.gpu)
-        places, pool = elsewhere(r)
+            return colocated_slots(self._group.workers, r, cpu=not self._pool.gpu)
+        slots, pool = separate_slots(r)
         self._stack.callback(pool.close)
-        return places
+        return slots
+
+
+open_site = open_placement
+"""The former name, until 0.2."""

@@ -27,7 +27,7 @@ from agentrl.workers.variables import environment_variables
 
 log = logging.getLogger("agentrl")
 
-OLDEST = (2, 52)
+MIN_VERSION = (2, 52)
 """The first Ray with tokens."""
 CONNECT_SECONDS = 5.0
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -38,7 +38,7 @@ QUIET = {
 
 
 @contextlib.contextmanager
-def connected(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iterator[None]:
+def open_cluster(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iterator[None]:
     """Be in a cluster for the duration of the block.
 
     What is started here is ended here, with all its processes; a cluster that was joined, and one
@@ -60,10 +60,10 @@ def connected(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iterato
         if ray.is_initialized():
             yield
         elif address:
-            with _joined(ray, address):
+            with _join(ray, address):
                 yield
         else:
-            with _started(ray, max(cpus, os.cpu_count() or 1), gpus):
+            with _start(ray, max(cpus, os.cpu_count() or 1), gpus):
                 yield
 
 
@@ -73,22 +73,22 @@ def check_ray() -> None:
     Raises:
         ConfigError: there is none, or one too old.
     """
-    oldest = ".".join(map(str, OLDEST))
+    oldest = ".".join(map(str, MIN_VERSION))
     try:
-        found = version("ray")
+        installed = version("ray")
     except PackageNotFoundError:
         raise ConfigError(
             f'more than one process needs Ray. Install it: pip install "ray>={oldest}"'
         ) from None
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < MIN_VERSION:
         raise ConfigError(
-            f"Ray {found} lets everybody in who reaches its ports: it knows no tokens. Install a"
+            f"Ray {installed} lets everybody in who reaches its ports: it knows no tokens. Install a"
             f' newer one: pip install "ray>={oldest}"'
         )
 
 
 @contextlib.contextmanager
-def _started(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
+def _start(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
     # Sockets have short names: not below a TMPDIR of any length. Ray opens its own folder to all,
     # the one around it is ours alone.
     with TemporaryDirectory(prefix="agentrl-ray-", dir="/tmp") as folder:
@@ -96,9 +96,9 @@ def _started(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
         with environment_variables({MODE: "token", TOKEN_PATH: str(token), TOKEN: None}):
-            _read_token_again()
+            _reset_token_cache()
             try:
-                with _own_signals():
+                with _keep_sigterm():
                     ray.init(
                         address="local",  # whatever RAY_ADDRESS says
                         num_cpus=cpus,
@@ -110,31 +110,31 @@ def _started(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
                 yield
             finally:
                 ray.shutdown()
-    _read_token_again()
+    _reset_token_cache()
 
 
 @contextlib.contextmanager
-def _joined(ray: Any, address: str) -> Iterator[None]:
+def _join(ray: Any, address: str) -> Iterator[None]:
     check_reachable(address)
-    held = bool(os.environ.get(TOKEN) or token_file().is_file())
-    if not held:
+    has_token = bool(os.environ.get(TOKEN) or token_path().is_file())
+    if not has_token:
         log.warning(
             "trainer.ray_address=%s is joined without a token: a cluster that asks for none runs"
             " the code of whoever reaches its ports (RAY_AUTH_MODE=token)",
             address,
         )
-    with environment_variables({MODE: os.environ.get(MODE) or ("token" if held else None)}):
-        _read_token_again()
+    with environment_variables({MODE: os.environ.get(MODE) or ("token" if has_token else None)}):
+        _reset_token_cache()
         try:
-            with _own_signals():
+            with _keep_sigterm():
                 ray.init(address=address, logging_level=logging.WARNING)
         except (Exception, SystemExit) as e:  # Ray ends the process where nobody answers
             ray.shutdown()
             raise ConfigError(
                 f"trainer.ray_address={address}: cannot join the cluster: {e}\nThis machine must be"
                 f" part of it (ray start --address=...), with its token: {TOKEN} is"
-                f" {'set' if os.environ.get(TOKEN) else 'not set'}, {token_file()} is"
-                f" {'there' if token_file().is_file() else 'not there'}"
+                f" {'set' if os.environ.get(TOKEN) else 'not set'}, {token_path()} is"
+                f" {'there' if token_path().is_file() else 'not there'}"
             ) from None
         try:
             yield
@@ -142,7 +142,7 @@ def _joined(ray: Any, address: str) -> Iterator[None]:
             ray.shutdown()
 
 
-def token_file() -> Path:
+def token_path() -> Path:
     """Where Ray looks for a token, unless the environment has it."""
     return Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray/auth_token")
 
@@ -167,7 +167,7 @@ def check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _keep_sigterm() -> Iterator[None]:
     """`ray.init` takes SIGTERM for itself; a run has its own way to end."""
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if main else None
@@ -178,7 +178,7 @@ def _own_signals() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _read_token_again() -> None:
+def _reset_token_cache() -> None:
     """Ray reads mode and token once a process; a second cluster has others."""
     with contextlib.suppress(ImportError, AttributeError):
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]

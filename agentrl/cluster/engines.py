@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.cluster import group
-from agentrl.cluster.group import Failed, caught
+from agentrl.cluster.group import Failed, return_failure
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_seen, passing_folder
@@ -28,7 +28,9 @@ STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.1
 
 
-def beside(ranks: Sequence[group.Place], config: RolloutConfig, *, cpu: bool) -> list[Place]:
+def colocated_slots(
+    ranks: Sequence[group.WorkerInfo], config: RolloutConfig, *, cpu: bool
+) -> list[Place]:
     """On the ranks' machines and GPUs, in their order.
 
     Raises:
@@ -38,14 +40,14 @@ def beside(ranks: Sequence[group.Place], config: RolloutConfig, *, cpu: bool) ->
     if cpu:
         # Where the run is: it talks to them all the time, and on a CPU there is nothing to share.
         node = ray.get_runtime_context().get_node_id()
-        return [_place(node, ()) for _ in range(config.engines)]
+        return [_slot_on(node, ()) for _ in range(config.engines)]
     if config.engines * each > len(ranks):
         raise ConfigError(
             f"trainer.placement=colocated: rollout.engines={config.engines} times"
             f" rollout.tensor_parallel_size={each} are {config.engines * each} GPUs, but"
             f" {len(ranks)} learn"
         )
-    found = []
+    result = []
     for first in range(0, config.engines * each, each):
         share = ranks[first : first + each]
         if len({rank.node for rank in share}) > 1:
@@ -54,11 +56,11 @@ def beside(ranks: Sequence[group.Place], config: RolloutConfig, *, cpu: bool) ->
                 " which trainer.n_gpus_per_node must be a multiple of"
             )
         gpus = [gpu for rank in share for gpu in rank.gpus]
-        found.append(_place(share[0].node, gpus, shared=True))
-    return found
+        result.append(_slot_on(share[0].node, gpus, shared=True))
+    return result
 
 
-def elsewhere(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
+def separate_slots(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
     """On GPUs that nobody else has, and the pool that holds them.
 
     Raises:
@@ -70,25 +72,29 @@ def elsewhere(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
         each,
         gpu=True,
         spread=False,
-        why=f"trainer.placement=separate, rollout.engines={config.engines},"
+        request=f"trainer.placement=separate, rollout.engines={config.engines},"
         f" rollout.tensor_parallel_size={each}",
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
-    return [Place(list(range(each)), near=False, run=partial(_run, o, ())) for o in options], pool
+    return [
+        Place(list(range(each)), near=False, run=partial(_start_in_actor, o, ())) for o in options
+    ], pool
 
 
-def _place(node: str, gpus: Sequence[str], *, shared: bool = False) -> Place:
+def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> Place:
     """On a machine, with GPUs that Ray counts as the ranks'."""
     options = {
         "num_cpus": 0,
         "num_gpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    run = partial(_run, options, tuple(gpus))
+    run = partial(_start_in_actor, options, tuple(gpus))
     return Place(list(range(len(gpus))), shared=shared, near=False, run=run)
 
 
-def _run(options: dict[str, Any], gpus: Sequence[str], start: Start) -> tuple[RemoteProcess, bool]:
+def _start_in_actor(
+    options: dict[str, Any], gpus: Sequence[str], start: Start
+) -> tuple[RemoteProcess, bool]:
     """Start a server in an actor of its own; see `Place.run`."""
     host: Any = (
         ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options).remote()
@@ -96,15 +102,15 @@ def _run(options: dict[str, Any], gpus: Sequence[str], start: Start) -> tuple[Re
     try:
         with passing_folder() as probe:
             node = ray.get_runtime_context().get_node_id()
-            asked = host.start.remote(start, tuple(gpus), node, probe)
-            found = _get(asked, HOST_SECONDS + START_SECONDS)
+            ref = host.start.remote(start, tuple(gpus), node, probe)
+            result = _get(ref, HOST_SECONDS + START_SECONDS)
     except BaseException:
         ray.kill(host)
         raise
-    if isinstance(found, Failed):
+    if isinstance(result, Failed):
         ray.kill(host)
-        raise found.error or EngineError(f"a server was not started: {found.said}")
-    facts, word = found
+        raise result.error or EngineError(f"a server was not started: {result.message}")
+    facts, word = result
     return RemoteProcess(host, **facts), word
 
 
@@ -156,7 +162,7 @@ class EngineHost:
     def __repr__(self) -> str:
         return "engine host"
 
-    @caught
+    @return_failure
     def start(
         self, start: Start, gpus: Sequence[str], node: str, probe: str
     ) -> tuple[dict[str, Any], bool]:

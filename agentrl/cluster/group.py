@@ -1,6 +1,6 @@
 """The ranks of a run as one object, with the methods of each; and the process of a rank.
 
-Each rank is an actor, a `Seat`, that holds the object whose methods are called.
+Each rank is an actor, a `RankActor`, that holds the object whose methods are called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl import errors
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, versions
 from agentrl.errors import AgentRLError, ConfigError, RunStopped
-from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched
+from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched_methods
 
 log = logging.getLogger("agentrl")
 
@@ -82,14 +82,14 @@ class WorkerGroup:
         """
         self.size = pool.nodes * pool.each
         self._watchdog_s, self._deadline_s = watchdog_s, deadline_s
-        self._over = ""
+        self._end_reason = ""
         """Why it is at its end."""
         # An engine that is mended asks for weights beside the run; all ranks must be called in one
         # order, since they meet in every call.
         self._calling = threading.Lock()
-        self.places: list[Place] = []
-        actor = ray.remote(Seat)
-        self._seats: list[Any] = [
+        self.workers: list[WorkerInfo] = []
+        actor = ray.remote(RankActor)
+        self._actors: list[Any] = [
             actor.options(max_restarts=0, **pool.options(rank // pool.each)).remote(rank)
             for rank in range(self.size)
         ]
@@ -98,7 +98,7 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-        for name, how in dispatched(cls).items():
+        for name, how in dispatched_methods(cls).items():
             setattr(self, name, partial(self._call, name, how))
         self._name = cls.__name__
 
@@ -109,24 +109,24 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the processes. Idempotent."""
-        self._over = self._over or "the group was closed"
+        self._end_reason = self._end_reason or "the group was closed"
         if ray.is_initialized():
-            for seat in self._seats:
+            for actor in self._actors:
                 with contextlib.suppress(RayError):
-                    ray.kill(seat)
+                    ray.kill(actor)
 
     # -- the beginning -----------------------------------------------------------------------------
 
     def _open(
-        self, pool: ResourcePool, cls: type, given: tuple[tuple, dict], shipment: Shipment
+        self, pool: ResourcePool, cls: type, arguments: tuple[tuple, dict], shipment: Shipment
     ) -> None:
-        started = [seat.place.remote() for seat in self._seats]
-        self.places = self._gather("start", started, START_SECONDS)
+        started = [actor.info.remote() for actor in self._actors]
+        self.workers = self._gather("start", started, START_SECONDS)
         self._check_versions()
-        alone = len({place.node for place in self.places}) == 1
-        address = "127.0.0.1" if alone else self.places[0].address
-        asked = [self._seats[0].host.remote(address, self.size)]
-        (port,) = self._gather("host", asked, START_SECONDS)
+        alone = len({info.node for info in self.workers}) == 1
+        address = "127.0.0.1" if alone else self.workers[0].address
+        refs = [self._actors[0].host.remote(address, self.size)]
+        (port,) = self._gather("host", refs, START_SECONDS)
         shared = {
             "WORLD_SIZE": str(self.size),
             "MASTER_ADDR": address,
@@ -139,47 +139,49 @@ class WorkerGroup:
             shared["GLOO_SOCKET_IFNAME"] = "lo"
         packed = ray.put(shipment)
         entered = [
-            seat.enter.remote(shared | self._numbers(pool, rank), packed)
-            for rank, seat in enumerate(self._seats)
+            actor.enter.remote(shared | self._rank_variables(pool, rank), packed)
+            for rank, actor in enumerate(self._actors)
         ]
         self._gather("enter", entered, START_SECONDS)
-        shipped = ray.put(given)
-        built = [seat.build.remote(cls, shipped) for seat in self._seats]
+        shipped = ray.put(arguments)
+        built = [actor.build.remote(cls, shipped) for actor in self._actors]
         self._gather("build", built, BUILD_SECONDS)
 
-    def _numbers(self, pool: ResourcePool, rank: int) -> dict[str, str]:
+    def _rank_variables(self, pool: ResourcePool, rank: int) -> dict[str, str]:
         local = 0 if pool.gpu else rank % pool.each
         each = 1 if pool.gpu else pool.each
         return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
 
     def _check_versions(self) -> None:
         here = versions()
-        for rank, place in enumerate(self.places):
-            differ = [
-                f"{package} {place.versions.get(package)} (here {held})"
-                for package, held in here.items()
-                if place.versions.get(package) != held
+        for rank, info in enumerate(self.workers):
+            different = [
+                f"{package} {info.versions.get(package)} (here {version})"
+                for package, version in here.items()
+                if info.versions.get(package) != version
             ]
-            if differ:
-                raise ConfigError(f"{self._where(rank)} has {', '.join(differ)}. Install the same")
+            if different:
+                raise ConfigError(
+                    f"{self._describe(rank)} has {', '.join(different)}. Install the same"
+                )
 
     # -- calls -------------------------------------------------------------------------------------
 
     def _call(self, name: str, how: Dispatch, *args: Any, **kwargs: Any) -> Any:
         """Call a method as it was declared; see `Dispatch`."""
-        if self._over:
-            raise RunStopped(f"{name}: no rank is left: {self._over}")
+        if self._end_reason:
+            raise RunStopped(f"{name}: no rank is left: {self._end_reason}")
         shares: list[tuple[Any, ...]] = [()] * self.size
         if how is SPLIT:
             first, *args = args  # type: ignore[assignment]
             if len(first) != self.size:
                 raise ValueError(f"{name}: {len(first)} shares for {self.size} ranks")
             shares = [(share,) for share in first]
-        given = ray.put((tuple(args), kwargs))  # once, whoever reads it
+        arguments = ray.put((tuple(args), kwargs))  # once, whoever reads it
         with self._calling:
             refs = [
-                seat.call.remote(name, self._watchdog_s, given, *share)
-                for seat, share in zip(self._seats, shares, strict=True)
+                actor.call.remote(name, self._watchdog_s, arguments, *share)
+                for actor, share in zip(self._actors, shares, strict=True)
             ]
         results = self._gather(name, refs)
         return results if how is SPLIT else results[0]
@@ -194,17 +196,19 @@ class WorkerGroup:
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failed: dict[int, Failed] = {}
-        began = told = time.monotonic()
-        end = began + (seconds or self._deadline_s)
+        start = last_warning = time.monotonic()
+        end = start + (seconds or self._deadline_s)
         while waiting and (now := time.monotonic()) < end:
-            if now - told >= self._watchdog_s:
-                told = now
-                log.warning("%s: %s", name, self._not_done(waiting.values(), now - began))
+            if now - last_warning >= self._watchdog_s:
+                last_warning = now
+                log.warning(
+                    "%s: %s", name, self._describe_unfinished(waiting.values(), now - start)
+                )
             # In pieces, so that Ctrl-C is heard.
             done, _ = ray.wait(list(waiting), timeout=min(1.0, end - now))
             for ref in done:
                 rank = waiting.pop(ref)
-                result = _fetched(ref)
+                result = _get_result(ref)
                 if isinstance(result, Failed):
                     end = min(end, time.monotonic() + GRACE_SECONDS)
                     failed[rank] = result
@@ -213,10 +217,10 @@ class WorkerGroup:
         if failed:
             self._fail(name, failed)
         if waiting:
-            said = self._not_done(waiting.values(), time.monotonic() - began)
-            self._over = f"{name}: {said}"
+            message = self._describe_unfinished(waiting.values(), time.monotonic() - start)
+            self._end_reason = f"{name}: {message}"
             self.close()
-            raise RunStopped(f"{self._over}; the ranks were ended")
+            raise RunStopped(f"{self._end_reason}; the ranks were ended")
         return [results[rank] for rank in range(len(refs))]
 
     def _fail(self, name: str, failed: dict[int, Failed]) -> NoReturn:
@@ -225,41 +229,41 @@ class WorkerGroup:
             failed, key=lambda r: (not failed[r].died, failed[r].error is None, failed[r].at)
         )
         rank = order[0]
-        found = failed[rank]
-        where = self._where(rank)
-        self._over = f"{where}: {name}: {found.said}"
+        failure = failed[rank]
+        where = self._describe(rank)
+        self._end_reason = f"{where}: {name}: {failure.message}"
         self.close()
-        if found.error is not None:
-            raise type(found.error)(f"{where}: {found.said}")
-        did = found.said if found.died else f"raised {found.said}"
-        others = "".join(f"\n  {self._where(r)}: {failed[r].said[:300]}" for r in order[1:])
+        if failure.error is not None:
+            raise type(failure.error)(f"{where}: {failure.message}")
+        did = failure.message if failure.died else f"raised {failure.message}"
+        others = "".join(f"\n  {self._describe(r)}: {failed[r].message[:300]}" for r in order[1:])
         also = f"\nThen, of the others:{others}" if others else ""
-        trace = RuntimeError(f"\n{found.trace}") if found.trace else None
+        trace = RuntimeError(f"\n{failure.trace}") if failure.trace else None
         raise RunStopped(f"{where}, in {name}: {did}{also}") from trace
 
-    def _where(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         here = f"rank {rank} of {self.size}"
-        if rank < len(self.places):
-            place = self.places[rank]
-            here += f" (process {place.pid} on {place.address})"
+        if rank < len(self.workers):
+            info = self.workers[rank]
+            here += f" (process {info.pid} on {info.address})"
         return here
 
-    def _not_done(self, ranks: Any, seconds: float) -> str:
-        return f"not done after {seconds:.0f} s: {', '.join(map(self._where, sorted(ranks)))}"
+    def _describe_unfinished(self, ranks: Any, seconds: float) -> str:
+        return f"not done after {seconds:.0f} s: {', '.join(map(self._describe, sorted(ranks)))}"
 
 
-def _fetched(ref: Any) -> Any:
+def _get_result(ref: Any) -> Any:
     """A result that is there; `Failed` of a process that is not."""
     try:
         return ray.get(ref)
     except RayTaskError as e:  # the call itself: arguments or results do not travel
         return Failed(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
     except RayError as e:
-        said = f"its process ended ({type(e).__name__}): {exit_detail(str(e))}"
-        return Failed(said, time.time(), died=True)
+        message = f"its process ended ({type(e).__name__}): {exit_reason(str(e))}"
+        return Failed(message, time.time(), died=True)
 
 
-def exit_detail(words: str) -> str:
+def exit_reason(words: str) -> str:
     """What Ray knows of the end of a process, in one line.
 
     Its own words are a page, most of it a list of what may have been: `Some causes: (1) ...`.
@@ -275,7 +279,7 @@ def exit_detail(words: str) -> str:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_THEIRS = (
+NOT_USER_CODE = (
     "<",  # code of no file
     os.path.join(os.path.dirname(errors.__file__), ""),
     *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
@@ -284,7 +288,7 @@ NOT_THEIRS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerInfo:
     """Where a process is."""
 
     node: str
@@ -300,7 +304,7 @@ class Place:
 class Failed:
     """What was raised, as it can travel: exceptions of others may not be picklable."""
 
-    said: str
+    message: str
     at: float
     """`time.time()`."""
     error: AgentRLError | None = None
@@ -310,7 +314,7 @@ class Failed:
     """Whether the process did."""
 
 
-def caught(method: Callable[P, R]) -> Callable[P, R | Failed]:
+def return_failure(method: Callable[P, R]) -> Callable[P, R | Failed]:
     """Hand back `Failed` for what a method raises."""
 
     @wraps(method)
@@ -323,24 +327,24 @@ def caught(method: Callable[P, R]) -> Callable[P, R | Failed]:
             return Failed(str(e), time.time(), error=kind(str(e)))
         except BaseException as e:  # SystemExit is the end of a call, not of a group
             trace = traceback.format_exc()
-            said = f"{type(e).__name__}: {e}{raised_at(e)}"
-            return Failed(said, time.time(), trace=trace)
+            message = f"{type(e).__name__}: {e}{describe_location(e)}"
+            return Failed(message, time.time(), trace=trace)
 
     return call
 
 
-def raised_at(error: BaseException) -> str:
+def describe_location(error: BaseException) -> str:
     """` (FILE:LINE: TEXT)`: the innermost line of the user's, or, where none is, of anybody's."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
-    if not theirs:
+    user_frames = [f for f in frames if not f.filename.startswith(NOT_USER_CODE)] or frames
+    if not user_frames:
         return ""
-    last = theirs[-1]
+    last = user_frames[-1]
     text = f": {last.line}" if last.line else ""
     return f" ({last.filename}:{last.lineno}{text})"
 
 
-class Seat:
+class RankActor:
     """An actor. Its methods hand back `Failed` for what they raise."""
 
     def __init__(self, rank: int):
@@ -350,18 +354,18 @@ class Seat:
             rank: the number, for messages.
         """
         self._number = rank
-        self._held: Any = None
+        self._object: Any = None
         self._store: Any = None
 
     def __repr__(self) -> str:  # Ray puts it before the lines that are printed here
         return f"rank {self._number}"
 
-    @caught
-    def place(self) -> Place:
+    @return_failure
+    def info(self) -> WorkerInfo:
         """Where this is."""
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return Place(
+        return WorkerInfo(
             context.get_node_id(),
             ray.util.get_node_ip_address(),
             os.getpid(),
@@ -369,7 +373,7 @@ class Seat:
             versions(),
         )
 
-    @caught
+    @return_failure
     def host(self, address: str, world: int) -> int:
         """Open the meeting point of all ranks, which is there as long as this process.
 
@@ -397,20 +401,20 @@ class Seat:
         )
         return port
 
-    @caught
+    @return_failure
     def enter(self, environment: dict[str, str], shipment: Shipment) -> None:
         """Be a rank: with its variables, and with the user's files."""
         os.environ.update(environment)
         shipment.unpack()
 
-    @caught
-    def build(self, cls: Callable[..., Any], given: tuple[tuple, dict]) -> None:
+    @return_failure
+    def build(self, cls: Callable[..., Any], arguments: tuple[tuple, dict]) -> None:
         """Make the object that methods are called on."""
-        args, kwargs = given
-        self._held = cls(*args, **kwargs)
+        args, kwargs = arguments
+        self._object = cls(*args, **kwargs)
 
-    @caught
-    def call(self, method: str, seconds: float, given: tuple[tuple, dict], *share: Any) -> Any:
+    @return_failure
+    def call(self, method: str, seconds: float, arguments: tuple[tuple, dict], *share: Any) -> Any:
         """Call a method of it.
 
         Args:
@@ -419,10 +423,10 @@ class Seat:
             given: the arguments that all ranks have.
             share: this rank's own, which comes first.
         """
-        args, kwargs = given
+        args, kwargs = arguments
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, repeat=True, file=sys.__stderr__)
         try:
-            return getattr(self._held, method)(*share, *args, **kwargs)
+            return getattr(self._object, method)(*share, *args, **kwargs)
         finally:
             faulthandler.cancel_dump_traceback_later()

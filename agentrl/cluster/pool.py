@@ -30,7 +30,7 @@ class ResourcePool:
         each: int,
         *,
         gpu: bool,
-        why: str,
+        request: str,
         spread: bool = True,
         seconds: float = RESERVE_SECONDS,
     ):
@@ -49,17 +49,17 @@ class ResourcePool:
         """
         self.nodes, self.each, self.gpu = nodes, each, gpu
         self._kind = "GPU" if gpu else "CPU"
-        self._check_there_are(why, spread)
+        self._check_capacity(request, spread)
         strategy = "STRICT_SPREAD" if spread and nodes > 1 else "PACK"
         self._group = placement_group([{self._kind: each}] * nodes, strategy=strategy)
         if not self._wait(seconds):
             free = ray.available_resources().get(self._kind, 0)
             self.close()
             raise ConfigError(
-                f"{why}: {self._asked(spread)}, but after {seconds:g} s others still hold them:"
+                f"{request}: {self._describe_request(spread)}, but after {seconds:g} s others still hold them:"
                 f" {free:g} {self._kind}s of the cluster are free"
             )
-        self._order = self._ours_first()
+        self._order = self._local_first()
 
     def options(self, bundle: int) -> dict[str, Any]:
         """What Ray is told of an actor that takes one GPU (CPU) of a bundle.
@@ -91,27 +91,27 @@ class ResourcePool:
             raise
         return False
 
-    def _ours_first(self) -> list[int]:
+    def _local_first(self) -> list[int]:
         """The bundles in our order."""
         here = ray.get_runtime_context().get_node_id()
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         return sorted(range(self.nodes), key=lambda bundle: node_of[bundle] != here)
 
-    def _asked(self, spread: bool) -> str:
+    def _describe_request(self, spread: bool) -> str:
         machines = f" on each of {self.nodes} nodes" if spread else f", {self.nodes} times"
         return f"{self.each} {self._kind}s{machines} are needed"
 
-    def _check_there_are(self, why: str, spread: bool) -> None:
-        found = {
+    def _check_capacity(self, request: str, spread: bool) -> None:
+        counts = {
             node["NodeManagerAddress"] + f" ({node['NodeID'][:6]})": int(
                 node["Resources"].get(self._kind, 0)
             )
             for node in ray.nodes()
             if node["Alive"]
         }
-        room = [has // self.each for has in found.values()]
-        if sum(map(bool, room) if spread else room) < self.nodes:
-            listed = ", ".join(f"{name}: {has}" for name, has in sorted(found.items()))
+        bundles = [has // self.each for has in counts.values()]
+        if sum(map(bool, bundles) if spread else bundles) < self.nodes:
+            listed = ", ".join(f"{name}: {has}" for name, has in sorted(counts.items()))
             raise ConfigError(
-                f"{why}: {self._asked(spread)}, but the {self._kind}s of the cluster are {listed}"
+                f"{request}: {self._describe_request(spread)}, but the {self._kind}s of the cluster are {listed}"
             )

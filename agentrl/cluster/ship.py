@@ -47,12 +47,12 @@ class Shipment:
         """
         # Ranks call no tools: servers of them are left out.
         files = [f for f in files if not f.startswith("mcp+")]
-        own = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
+        user_files = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
         return cls(
-            files=tuple((str(path), path.read_bytes()) for path in own),
+            files=tuple((str(path), path.read_bytes()) for path in user_files),
             shelf=tuple(f for f in files if f.startswith(registry.SHELF)),
             paths=tuple(path for path in paths if path and Path(path).exists()),
-            names=registered(),
+            names=user_registrations(),
         )
 
     def unpack(self) -> None:
@@ -75,26 +75,28 @@ class Shipment:
         for name in self.shelf:
             registry.load_file(name)
         for path, content in self.files:
-            registry.load_file(str(laid_down(Path(path), content)))
-        here = registered()
+            registry.load_file(str(local_copy(Path(path), content)))
+        here = user_registrations()
         for kind, names in self.names.items():
-            if lost := sorted(names - here.get(kind, frozenset())):
+            if missing_names := sorted(names - here.get(kind, frozenset())):
                 raise ConfigError(
-                    f"no {kind} {', '.join(map(repr, lost))} here, as there is in the run's own"
+                    f"no {kind} {', '.join(map(repr, missing_names))} here, as there is in the run's own"
                     " process: define it in a file of --file (files)"
                 )
 
 
-def registered() -> dict[str, frozenset[str]]:
+def user_registrations() -> dict[str, frozenset[str]]:
     """The names that the user's own code defines, by kind of registry."""
     kinds = (thing for thing in vars(registry).values() if isinstance(thing, registry.Registry))
     return {
-        kind.kind: frozenset(n for n in kind.names() if n not in kind.shipped and _own(kind.get(n)))
+        kind.kind: frozenset(
+            n for n in kind.names() if n not in kind.shipped and _is_user_defined(kind.get(n))
+        )
         for kind in kinds
     }
 
 
-def _own(thing: Any) -> bool:
+def _is_user_defined(thing: Any) -> bool:
     """Whether it does not come with agentrl."""
     module = getattr(getattr(thing, "target", thing), "__module__", "")
     return module.partition(".")[0] != "agentrl"
@@ -102,16 +104,19 @@ def _own(thing: Any) -> bool:
 
 def versions() -> dict[str, str]:
     """Of Python and the packages that must be the same everywhere."""
-    found = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "agentrl": __version__}
+    versions_found = {
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "agentrl": __version__,
+    }
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "none"
-    return found
+            versions_found[package] = "none"
+    return versions_found
 
 
-def laid_down(path: Path, content: bytes) -> Path:
+def local_copy(path: Path, content: bytes) -> Path:
     """The file's path here."""
     try:
         if path.read_bytes() == content:
@@ -123,9 +128,9 @@ def laid_down(path: Path, content: bytes) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} is somebody else's: a user's files are not laid there")
-    own = folder / sha256(content).hexdigest()[:32]
-    own.mkdir(exist_ok=True)
-    laid, staged = own / path.name, own / f".{os.getpid()}"
+    copy_folder = folder / sha256(content).hexdigest()[:32]
+    copy_folder.mkdir(exist_ok=True)
+    path_here, staged = copy_folder / path.name, copy_folder / f".{os.getpid()}"
     staged.write_bytes(content)
-    staged.replace(laid)
-    return laid
+    staged.replace(path_here)
+    return path_here

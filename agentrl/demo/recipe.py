@@ -175,7 +175,7 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
-    from agentrl.trainer.sft import Imitator, Progress, imitation, one_thread
+    from agentrl.trainer.sft import ProgressPrinter, SFTLearner, make_sft_config, single_thread
 
     tokenizer: Any = train_tokenizer(_texts(recipe))
     template = ChatTemplate(tokenizer)
@@ -188,16 +188,16 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
     )
     shape.save_pretrained(folder)
     # A device that everybody has: half a million weights keep no GPU busy.
-    config = imitation(
+    config = make_sft_config(
         folder,
         steps=recipe.steps,
         lr=recipe.lr,
         seed=recipe.seed,
         overrides=["trainer.device=cpu"],
     )
-    with one_thread():
-        learner = Imitator(config, fresh=True)
-        learner.fit(_batches(recipe, template), Progress(recipe.steps, say))
+    with single_thread():
+        learner = SFTLearner(config, fresh=True)
+        learner.fit(_batches(recipe, template), ProgressPrinter(recipe.steps, say))
         copied = share_copied(learner, template)
     if copied < recipe.copied:
         raise RunStopped(
@@ -216,7 +216,7 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
 
     It is given the right conversation up to each digit.
     """
-    from agentrl.trainer.sft import Example, rows_of
+    from agentrl.trainer.sft import Example, make_rows
 
     digits = {template.encode(d)[0] for d in "0123456789"}
     examples = []
@@ -227,7 +227,7 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
             ids, mask = template.trace(messages[:-2], schemas)
             own = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
             examples.append(Example(ids, own))
-    asked = rows_of(examples)
+    asked = make_rows(examples)
     sure = learner.logprobs(asked) > math.log(0.5)
     return float(sure[asked.response_mask].float().mean())
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.errors import AgentRLError, ConfigError, RunStopped, UserCodeError
 from agentrl.registry import advantage_estimator, advantage_estimators
-from agentrl.trainer.batch import Batch, Targets, mini_batch_of
-from agentrl.trainer.losses import ESTIMATORS, described
+from agentrl.trainer.batch import Batch, Targets, assign_mini_batches
+from agentrl.trainer.losses import ESTIMATORS, describe_value
 
 
 def make_targets(
@@ -86,7 +86,7 @@ def make_targets(
     )
 
 
-def rewards_teach(batch: Batch, config: AlgorithmConfig, targets: Targets) -> bool:
+def has_learning_signal(batch: Batch, config: AlgorithmConfig, targets: Targets) -> bool:
     """Return whether policy or critic can learn from what was earned.
 
     The policy can where a token has an advantage that is not exactly 0, the critic where a value is
@@ -142,13 +142,13 @@ def estimate(
         RunStopped: one of them is not finite.
     """
     if penalty is not None:
-        batch = _penalized(batch, penalty)
+        batch = _subtract_penalty(batch, penalty)
     if config.whiten_rewards:
-        batch = _scaled(batch)
+        batch = _scale_rewards(batch)
     name = config.adv_estimator
     estimator = advantage_estimators.get(name)
     try:
-        made = estimator(batch, batch.token_rewards, values, config)
+        returned = estimator(batch, batch.token_rewards, values, config)
     except AgentRLError:
         raise
     except Exception as e:
@@ -162,15 +162,15 @@ def estimate(
             " (B, T) or None"
         )
 
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise refuse(f"{described(made)}, no pair")
-    advantages, returns = made
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise refuse(f"{describe_value(returned)}, no pair")
+    advantages, returns = returned
     if not isinstance(advantages, Tensor) or advantages.shape != shape:
-        raise refuse(f"{described(advantages)} for the advantages")
+        raise refuse(f"{describe_value(advantages)} for the advantages")
     if not advantages.is_floating_point():
         raise refuse(f"advantages of {advantages.dtype}, no floating-point numbers,")
     if returns is not None and (not isinstance(returns, Tensor) or returns.shape != shape):
-        raise refuse(f"{described(returns)} for the returns")
+        raise refuse(f"{describe_value(returns)} for the returns")
     if returns is None and config.critic:
         raise refuse("None for the returns, and there is a critic that learns them")
     if not advantages[batch.action_mask].isfinite().all():
@@ -178,7 +178,7 @@ def estimate(
     return advantages, returns
 
 
-def _penalized(batch: Batch, penalty: Tensor) -> Batch:
+def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
     """A rollout's penalty is the sum of its tokens', as it would be were it a grader's doing."""
     mask = batch.action_mask
     owner = batch.rollout[mask.nonzero(as_tuple=True)[0]]
@@ -191,12 +191,12 @@ def _penalized(batch: Batch, penalty: Tensor) -> Batch:
     )
 
 
-def _scaled(batch: Batch) -> Batch:
+def _scale_rewards(batch: Batch) -> Batch:
     """All rewards in units of the spread of those at chosen tokens; a shift would pay for length.
 
     What rollouts are compared with is scaled alike.
     """
-    scale = unit_variance(batch.token_rewards, batch.action_mask)
+    scale = unit_variance_scale(batch.token_rewards, batch.action_mask)
     return replace(
         batch,
         rewards=batch.rewards * scale,
@@ -218,7 +218,9 @@ def grpo(
     (n - 1) / n of the true one with `seq-mean-token-sum`: the mean holds the rollout's own reward.
     """
     rewards, group, train = batch.rewards, batch.group, batch.train
-    return spread(batch, minus_mean(rewards[train], group[train], config.norm_adv_by_std)), None
+    return broadcast_to_tokens(
+        batch, subtract_group_mean(rewards[train], group[train], config.norm_adv_by_std)
+    ), None
 
 
 @advantage_estimator("rloo")
@@ -230,7 +232,9 @@ def rloo(
     Its gradient is unbiased with `seq-mean-token-sum`, on policy.
     """
     train = batch.train
-    return spread(batch, minus_others_mean(batch.rewards[train], batch.group[train])), None
+    return broadcast_to_tokens(
+        batch, subtract_mean_of_others(batch.rewards[train], batch.group[train])
+    ), None
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
@@ -243,7 +247,9 @@ def reinforce_plus_plus_baseline(
     row of that name sets.
     """
     train = batch.train
-    return spread(batch, minus_mean(batch.rewards[train], batch.group[train])), None
+    return broadcast_to_tokens(
+        batch, subtract_group_mean(batch.rewards[train], batch.group[train])
+    ), None
 
 
 @advantage_estimator("remax")
@@ -260,10 +266,10 @@ def remax(
             "algorithm.adv_estimator=remax compares with a greedy rollout of each prompt, but none"
             " was played"
         )
-    return spread(batch, (batch.rewards - batch.baseline)[batch.train]), None
+    return broadcast_to_tokens(batch, (batch.rewards - batch.baseline)[batch.train]), None
 
 
-def minus_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
+def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
     """Each reward minus the mean of its group.
 
     A group whose rewards are all equal, a group of one among them, gives exactly 0: nothing can be
@@ -285,7 +291,7 @@ def minus_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
     return advantages.to(rewards.dtype)
 
 
-def minus_others_mean(rewards: Tensor, group: Tensor) -> Tensor:
+def subtract_mean_of_others(rewards: Tensor, group: Tensor) -> Tensor:
     """Each reward minus the mean of the *others* of its group, which its own does not move.
 
     Such a baseline leaves the expected gradient as it is. Equal rewards give exactly 0, and so does
@@ -321,7 +327,7 @@ def _sums(x: Tensor, group: Tensor) -> Tensor:
     return x.new_zeros(groups, *x.shape[1:]).index_add(0, group, x)
 
 
-def spread(batch: Batch, advantages: Tensor) -> Tensor:
+def broadcast_to_tokens(batch: Batch, advantages: Tensor) -> Tensor:
     """(B, T): to all tokens of a rollout what it has, to those that do not train 0.
 
     Args:
@@ -355,11 +361,11 @@ def turn_rloo(
     mask, train = batch.action_mask, batch.train
     to_go = rewards_to_go(batch, token_rewards)
     advantages = torch.zeros_like(to_go)
-    advantages[train] = minus_others_mean(to_go[train], batch.group[train])
+    advantages[train] = subtract_mean_of_others(to_go[train], batch.group[train])
     row, column = mask.nonzero(as_tuple=True)
-    found = torch.zeros_like(token_rewards)
-    found[row, column] = advantages[batch.rollout[row], _turn(batch, mask)].to(found.dtype)
-    return found, None
+    per_token = torch.zeros_like(token_rewards)
+    per_token[row, column] = advantages[batch.rollout[row], _turn(batch, mask)].to(per_token.dtype)
+    return per_token, None
 
 
 def rewards_to_go(batch: Batch, token_rewards: Tensor) -> Tensor:
@@ -517,13 +523,13 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """
     chosen = x[mask].double()
     white = torch.zeros_like(x)
-    if not _differ(chosen):
+    if not _has_spread(chosen):
         return white
     centred = chosen - chosen.mean()
     return white.masked_scatter(mask, (centred / _std(centred)).to(x.dtype))
 
 
-def unit_variance(x: Tensor, mask: Tensor) -> float:
+def unit_variance_scale(x: Tensor, mask: Tensor) -> float:
     """What the masked entries are multiplied with to have (unbiased) variance 1; no shift.
 
     Args:
@@ -534,10 +540,10 @@ def unit_variance(x: Tensor, mask: Tensor) -> float:
         1 for one entry and for equal ones: there is no spread to scale by.
     """
     chosen = x[mask].double()
-    return 1 / _std(chosen - chosen.mean()) if _differ(chosen) else 1.0
+    return 1 / _std(chosen - chosen.mean()) if _has_spread(chosen) else 1.0
 
 
-def _differ(chosen: Tensor) -> bool:
+def _has_spread(chosen: Tensor) -> bool:
     return len(chosen) > 0 and bool(chosen.min() != chosen.max())
 
 
@@ -560,10 +566,10 @@ def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
     Returns:
         (G,) bool, up to the last group that has a rollout. True as well for a group without one.
     """
-    taught = advantages != 0
+    teaches_token = advantages != 0
     if batch.call_penalties is not None:
-        taught |= batch.call_penalties > 0
-    teaches = (batch.action_mask & taught).any(1)
+        teaches_token |= batch.call_penalties > 0
+    teaches = (batch.action_mask & teaches_token).any(1)
     dead = torch.ones(int(batch.group.max()) + 1, dtype=torch.bool)
     dead[batch.group[batch.rollout[teaches]]] = False
     return dead
@@ -597,7 +603,7 @@ def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> T
         (B, T), in the dtype of the rewards; 0 off `batch.action_mask`.
     """
     mask, rollout, count = batch.action_mask, batch.rollout, len(batch.rewards)
-    step = mini_batch_of(count, mini_batch_size)  # (R,)
+    step = assign_mini_batches(count, mini_batch_size)  # (R,)
     tokens = torch.zeros(count, dtype=torch.int64).index_add(0, rollout, mask.sum(1))  # (R,)
     of_step = torch.zeros_like(tokens)
     rollouts = of_step.index_add(0, step, batch.train.long())[step]  # (R,), of its mini-batch
@@ -682,18 +688,18 @@ def target_metrics(batch: Batch, targets: Targets) -> dict[str, float]:
     mask = batch.action_mask
     if not mask.any():
         return {}
-    metrics = _spread("critic/advantages", targets.advantages[mask])
+    metrics = _summary("critic/advantages", targets.advantages[mask])
     if targets.values is not None and targets.returns is not None:
         values, returns = targets.values[mask], targets.returns[mask]
-        metrics |= _spread("critic/values", values) | _spread("critic/returns", returns)
-        spread = returns.var(correction=0)
+        metrics |= _summary("critic/values", values) | _summary("critic/returns", returns)
+        variance = returns.var(correction=0)
         metrics["critic/vf_explained_var"] = (
-            (1 - (returns - values).var(correction=0) / spread).item() if spread > 0 else 0.0
+            (1 - (returns - values).var(correction=0) / variance).item() if variance > 0 else 0.0
         )
     return metrics
 
 
-def _spread(name: str, x: Tensor) -> dict[str, float]:
+def _summary(name: str, x: Tensor) -> dict[str, float]:
     return {
         f"{name}/mean": x.mean().item(),
         f"{name}/max": x.max().item(),

@@ -31,10 +31,10 @@ from transformers import AttentionInterface
 
 PACKED = "agentrl_packed"
 """The name under which transformers finds `packed_attention`."""
-HALF = (torch.bfloat16, torch.float16)
-WIDEST_HEAD = 256
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
 """What the kernels of flash-attention take."""
-RIGHT = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """What torch may take piece by piece. cuDNN's gradients were found wrong where pieces of one length
 have gradients of different strides coming in (torch 2.11, an H200, bfloat16)."""
 
@@ -50,12 +50,12 @@ no such limit.
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedPrompts:
     """Where K keys come from, of L tokens, S of which stand in prompts of several responses."""
 
     source: Tensor
     """(K,) the token of each key."""
-    home: Tensor
+    first_key: Tensor
     """(L,) one key made from each token."""
     shared: Tensor
     """(S,) the tokens of which there are several keys."""
@@ -77,13 +77,13 @@ class Varlen:
     max_q: int
     max_k: int
     """Not below the longest sequence; powers of two, that few programs are compiled."""
-    sharing: Sharing | None
+    sharing: SharedPrompts | None
     """None: the keys are the tokens as they stand."""
 
-    def takes(self, query: Tensor) -> bool:
+    def supports(self, query: Tensor) -> bool:
         """Whether the kernel can do it."""
         d = query.shape[-1]
-        return query.dtype in self.dtypes and d % 8 == 0 and d <= WIDEST_HEAD
+        return query.dtype in self.dtypes and d % 8 == 0 and d <= MAX_HEAD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +146,25 @@ def packed_attention(
         # Rotary embeddings leave float32 behind where only matrix products are cast.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if layout.varlen is not None and layout.varlen.takes(query):
-        return _in_one_call(query, key, value, layout.varlen, scaling, sliding_window), None
-    return _piece_by_piece(query, key, value, layout, scaling, sliding_window), None
+    if layout.varlen is not None and layout.varlen.supports(query):
+        return _attend_varlen(query, key, value, layout.varlen, scaling, sliding_window), None
+    return _attend_per_response(query, key, value, layout, scaling, sliding_window), None
 
 
-def _in_one_call(
+def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, at: Varlen, scale: float | None, window: int | None
 ) -> Tensor:
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if at.sharing is not None:
         s = at.sharing
-        k = _Gather.apply(k, s.source, s.home, s.shared, s.copies, s.present)
-        v = _Gather.apply(v, s.source, s.home, s.shared, s.copies, s.present)
+        k = _Gather.apply(k, s.source, s.first_key, s.shared, s.copies, s.present)
+        v = _Gather.apply(v, s.source, s.first_key, s.shared, s.copies, s.present)
     back = -1 if window is None else window - 1
     return at.kernel(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, scale, back)[None]
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index, `Sharing.source`; its gradient is a gather too.
+    """Rows by index, `SharedPrompts.source`; its gradient is a gather too.
 
     The gradient of torch's own indexing adds into bfloat16 in whatever order threads arrive. Here
     the copies of a row are summed in float32, in one order.
@@ -175,25 +175,32 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         source: Tensor,
-        home: Tensor,
+        first_key: Tensor,
         shared: Tensor,
         copies: Tensor,
         present: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(home, shared, copies, present)
+        ctx.save_for_backward(first_key, shared, copies, present)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        home, shared, copies, present = ctx.saved_tensors
+        first_key, shared, copies, present = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         several = grad[copies] * present[:, :, None, None]
         total = several.sum(1, dtype=wide).to(grad.dtype)
-        return grad.index_select(0, home).index_copy(0, shared, total), None, None, None, None, None
+        return (
+            grad.index_select(0, first_key).index_copy(0, shared, total),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _piece_by_piece(
+def _attend_per_response(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -209,17 +216,17 @@ def _piece_by_piece(
             # The prompt's queries are asked again with every response: that keeps the square form
             # that fast kernels know, and costs attention only.
             q, k, v = (torch.cat([x[p], x[r]], dim=2) for x in (queries, keys, values))
-            band = _band(q.shape[2], window, q.device)
-            with sdpa_kernel(RIGHT):
+            mask = _window_mask(q.shape[2], window, q.device)
+            with sdpa_kernel(SDPA_BACKENDS):
                 y = scaled_dot_product_attention(
-                    q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=True
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
                 )
             out.append(y if r == p + 1 else y[:, :, layout.pieces[p] :])
         p += 1 + count
     return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """The mask of a window that does not reach over the whole piece."""
     if window is None or length <= window:
         return None
@@ -229,14 +236,17 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor | Non
 
 
 def varlen(
-    layout: Layout, device: torch.device, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF
+    layout: Layout,
+    device: torch.device,
+    kernel: Kernel,
+    dtypes: tuple[torch.dtype, ...] = HALF_DTYPES,
 ) -> Varlen:
     """What one call of `kernel` needs for a layout, on the device.
 
     A prompt and its only response are one sequence, copied nowhere.
     """
     queries, keys = [], []
-    source, home, shared, copies = [], [], [], []
+    source, first_key, shared, copies = [], [], [], []
     piece = token = key = 0  # where the next ones begin
     for count in layout.responses:
         prompt, *responses = layout.pieces[piece : piece + 1 + count]
@@ -249,7 +259,7 @@ def varlen(
             queries.append(length)
             keys.append(before + length)
             source += [torch.arange(start, start + before), torch.arange(token, token + length)]
-            home.append(torch.arange(key + before, key + before + length))
+            first_key.append(torch.arange(key + before, key + before + length))
             if before:
                 firsts.append(key)
             token += length
@@ -259,28 +269,28 @@ def varlen(
             shared.append(start + at)
             copies.append(torch.tensor(firsts) + at[:, None])
 
-    def there(x: Tensor) -> Tensor:
+    def to_device(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)
 
     sharing = None
     if shared:
         widest = max(c.shape[1] for c in copies)
-        filled = [nn.functional.pad(c, (0, widest - c.shape[1]), value=-1) for c in copies]
-        index = there(torch.cat(filled))
-        sharing = Sharing(
-            there(torch.cat(source)),
-            there(torch.cat(home)),
-            there(torch.cat(shared)),
+        padded = [nn.functional.pad(c, (0, widest - c.shape[1]), value=-1) for c in copies]
+        index = to_device(torch.cat(padded))
+        sharing = SharedPrompts(
+            to_device(torch.cat(source)),
+            to_device(torch.cat(first_key)),
+            to_device(torch.cat(shared)),
             index.clamp(min=0),
             index >= 0,
         )
     cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     cu_k = torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
-    longest = _power_of_two(max(queries)), _power_of_two(max(keys))
-    return Varlen(kernel, dtypes, there(cu_q), there(cu_k), *longest, sharing)
+    longest = _next_power_of_two(max(queries)), _next_power_of_two(max(keys))
+    return Varlen(kernel, dtypes, to_device(cu_q), to_device(cu_k), *longest, sharing)
 
 
-def _power_of_two(n: int) -> int:
+def _next_power_of_two(n: int) -> int:
     """The next one; not too small, as kernels treat a single query as something else."""
     return max(128, 1 << (n - 1).bit_length())
 
@@ -293,7 +303,7 @@ def kernel_for(device: torch.device) -> Kernel | None:
     """The fastest kernel that is there: flash-attention if it is installed, or torch's own.
 
     All versions that are used (flash-attention since 2.1; torch's varlen is one of these) align a
-    mask at the last key, as `Kernel` says; `prove_packing` refuses what would not.
+    mask at the last key, as `Kernel` says; `verify_packing` refuses what would not.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -312,7 +322,7 @@ def kernel_for(device: torch.device) -> Kernel | None:
         return torch_kernel
 
 
-GROUPED = "enable_gqa" in signature(varlen_attn).parameters
+HAS_GQA = "enable_gqa" in signature(varlen_attn).parameters
 """Whether torch's own kernel shares keys between query heads by itself."""
 
 
@@ -330,7 +340,7 @@ def torch_kernel(
     """`Kernel` by `torch.nn.attention.varlen`."""
     more: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
-        if GROUPED:
+        if HAS_GQA:
             more["enable_gqa"] = True
         else:
             each = q.shape[1] // k.shape[1]

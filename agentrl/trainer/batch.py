@@ -32,7 +32,7 @@ from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """Tokens that a model is run on, and those among them that it is asked about."""
 
     prompt_ids: Tensor
@@ -48,7 +48,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch(Rows):
+class Batch(TokenRows):
     """All rollouts of a step. Rows of one rollout are neighbours, rollouts of one group as well."""
 
     rollout_logprobs: Tensor
@@ -132,7 +132,7 @@ def collate(
         raise RunStopped("no rollout survived this step: there is nothing to learn from")
     weights = {"turn": turn_weight, "tool": tool_weight}
     segments = [segment for s in scored for segment in s.trajectory.segments]
-    paid = [row for s in scored for row in _token_rewards(s, weights)]
+    rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
     turns = [row for s in scored for row in _turns(s.trajectory)]
     prompts = [_tensor(s.prompt_ids) for s in segments]
     responses = [_tensor(s.response_ids) for s in segments]
@@ -145,7 +145,9 @@ def collate(
         response_mask=mask,
         rollout_logprobs=_pad([_tensor(s.logprobs) for s in segments], 0.0),
         versions=_pad([_tensor(s.versions) for s in segments], -1).long(),
-        token_rewards=_pad([torch.tensor(row, dtype=torch.float64) for row in paid], 0.0),
+        token_rewards=_pad(
+            [torch.tensor(row, dtype=torch.float64) for row in rewards_per_token], 0.0
+        ),
         turn=_pad(turns, -1).masked_fill(~mask, -1),
         rewards=torch.tensor([s.reward for s in scored], dtype=torch.float64),
         rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
@@ -203,15 +205,15 @@ def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> 
     Raises:
         RunStopped: names the first one's episode and token.
     """
-    spoilt = mask & ~logprobs.isfinite()
-    for b, t in spoilt.nonzero().tolist():
+    not_finite = mask & ~logprobs.isfinite()
+    for b, t in not_finite.nonzero().tolist():
         raise RunStopped(
             f"the {whose}'s logprob of response token {t} of episode"
             f" {batch.episodes[int(batch.rollout[b])]} is {logprobs[b, t].item()}"
         )
 
 
-def check_tokens(rows: Rows, vocabulary: int) -> None:
+def check_tokens(rows: TokenRows, vocabulary: int) -> None:
     """No token that the model has no embedding of: a GPU would die of it without a word.
 
     Raises:
@@ -225,9 +227,9 @@ def check_tokens(rows: Rows, vocabulary: int) -> None:
             torch.arange(rows.response_ids.shape[1]) < rows.response_lengths[:, None],
         ),
     }
-    for name, (ids, there) in parts.items():
-        for b, t in (there & ((ids < 0) | (ids >= vocabulary))).nonzero()[:1].tolist():
-            at = t - int((~there[b]).sum()) if name == "prompt" else t
+    for name, (ids, is_token) in parts.items():
+        for b, t in (is_token & ((ids < 0) | (ids >= vocabulary))).nonzero()[:1].tolist():
+            at = t - int((~is_token[b]).sum()) if name == "prompt" else t
             raise RunStopped(
                 f"token {at} of the {name} of row {b} of the batch is {int(ids[b, t])}, but the"
                 f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Are tokenizer"
@@ -251,20 +253,22 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
     without any) goes there, too; a rollout without sampled tokens carries nothing.
     """
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
-    paid = [[0.0] * len(segment.response_ids) for segment in segments]
-    ends = [(t.segment, _last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
-    places = [(k, _last_sampled(row, 0, len(row.response_ids))) for k, row in enumerate(segments)]
+    rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
+    ends = [(t.segment, _find_last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
+    places = [
+        (k, _find_last_sampled(row, 0, len(row.response_ids))) for k, row in enumerate(segments)
+    ]
     last = next((place for place in reversed([*places, *ends]) if place[1] >= 0), None)
     if last is None:
-        return paid
-    placed = 0.0
+        return rewards_per_token
+    assigned = 0.0
     for turn, (row, at) in zip(turns, ends, strict=True):
         earned = sum(weights.get(source, 0.0) * r for source, r in turn.rewards.items())
         if earned and at >= 0:
-            paid[row][at] += earned
-            placed += earned
-    paid[last[0]][last[1]] += scored.reward - placed
-    return paid
+            rewards_per_token[row][at] += earned
+            assigned += earned
+    rewards_per_token[last[0]][last[1]] += scored.reward - assigned
+    return rewards_per_token
 
 
 def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
@@ -273,31 +277,31 @@ def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
         return None
     rows = []
     for s in scored:
-        mine = [
+        penalties = [
             torch.zeros(len(x.response_ids), dtype=torch.float64) for x in s.trajectory.segments
         ]
         for turn in s.trajectory.turns:
             for start, end, price in turn.penalties:
-                mine[turn.segment][start:end] += price
-        rows += mine
+                penalties[turn.segment][start:end] += price
+        rows += penalties
     return _pad(rows, 0.0)
 
 
-def _last_sampled(segment: Segment, start: int, end: int) -> int:
+def _find_last_sampled(segment: Segment, start: int, end: int) -> int:
     """The last index in [start, end) that the policy sampled, or -1."""
     return next((i for i in range(end - 1, start - 1, -1) if segment.response_mask[i]), -1)
 
 
-def mini_batch_count(rollouts: int, size: int) -> int:
+def count_mini_batches(rollouts: int, size: int) -> int:
     """How many optimizer steps one epoch over `rollouts` takes; size 0 means all in one."""
     return max(1, math.ceil(rollouts / size)) if size else 1
 
 
-def mini_batch_of(rollouts: int, size: int) -> Tensor:
+def assign_mini_batches(rollouts: int, size: int) -> Tensor:
     """(R,) int64: which mini-batch each rollout is in.
 
     Neighbours stay together, in shares as equal as can be: where dropped rollouts leave 65 for
     mini-batches of 64, a step on one lone rollout would count as much as one on all the others. The
     rows of a step come shuffled already, so no random number is needed.
     """
-    return torch.arange(rollouts) * mini_batch_count(rollouts, size) // max(1, rollouts)
+    return torch.arange(rollouts) * count_mini_batches(rollouts, size) // max(1, rollouts)

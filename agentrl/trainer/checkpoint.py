@@ -11,7 +11,7 @@ publishes it. Overwriting a folder in place leaves it unusable in half of all ra
       .tmp-30-4711/                        being written by process 4711
 
 How a run starts: with the folder's `run_lock` held, `recover`; then `find_checkpoint`, and
-`drop_after` the step it goes on from.
+`remove_later_checkpoints` the step it goes on from.
 
 One process works in a folder at a time (`run_lock`), and a run goes on under one config
 (`check_resumable`).
@@ -80,7 +80,7 @@ def save_checkpoint(
     Raises:
         RunStopped: the disk is full or refuses; earlier checkpoints are as they were.
     """
-    final = _named(root, step)
+    final = _checkpoint_path(root, step)
     staging = root / f".tmp-{step}-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -89,27 +89,27 @@ def save_checkpoint(
         write(staging)
         files = {}
         for file in _files(staging):
-            _sync(file)
-            files[str(file.relative_to(staging))] = _fingerprint(file)
+            _fsync(file)
+            files[str(file.relative_to(staging))] = _file_record(file)
         record = {"step": step, "meta": dict(meta), "files": files}
         _write(staging / META, json.dumps(record, indent=1) + "\n")
         for folder in [f for f in staging.rglob("*") if f.is_dir()] + [staging]:
-            _sync(folder)
+            _fsync(folder)
         if final.exists():
             # Between these two renames only `staging` holds this step, complete: `recover`
             # publishes it, should the process die here.
-            shutil.rmtree(_aside(final), ignore_errors=True)
-            final.rename(_aside(final))
+            shutil.rmtree(_trash_path(final), ignore_errors=True)
+            final.rename(_trash_path(final))
         staging.rename(final)
-        _sync(root)
+        _fsync(root)
         _write_latest(root)
     except Exception as e:
         if isinstance(e, OSError | RunStopped) or _is_disk_full(root, e):
-            raise RunStopped(_why_not_saved(root, step, e)) from e
+            raise RunStopped(_describe_failure(root, step, e)) from e
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    shutil.rmtree(_aside(final), ignore_errors=True)
+    shutil.rmtree(_trash_path(final), ignore_errors=True)
     older = [folder for s, folder in _steps(root).items() if s < step]
     for folder in older[: len(older) - (KEEP - 1)]:
         _remove(folder)
@@ -133,7 +133,7 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
     if resume == "never":
         return None
     if resume == "auto":
-        return _newest(root) if _steps(root) else None
+        return _find_newest(root) if _steps(root) else None
     try:
         return open_checkpoint(Path(resume).expanduser())
     except ConfigError as e:
@@ -152,11 +152,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if (path / META).exists():
         try:
-            return _verified(path)
+            return _verify(path)
         except ValueError as e:
             raise ConfigError(str(e)) from None
     if path.is_dir() and _steps(path):
-        return _newest(path)
+        return _find_newest(path)
     why = f"no {META} in it" if path.is_dir() else "no such folder"
     raise ConfigError(f"{path} is no checkpoint: {why}")
 
@@ -168,7 +168,7 @@ def recover(root: Path) -> None:
     """
     for left in sorted(root.glob(".*")) if root.is_dir() else ():
         match = _LEFTOVER.fullmatch(left.name)
-        if not match or _alive(int(match[3])):
+        if not match or _is_alive(int(match[3])):
             continue
         if left.is_file():
             left.unlink()
@@ -177,7 +177,7 @@ def recover(root: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def drop_after(root: Path, step: int) -> None:
+def remove_later_checkpoints(root: Path, step: int) -> None:
     """Remove the checkpoints of later steps: the run goes on from `step` (0: from the start).
 
     Without it, those of an abandoned future would be the newest again.
@@ -194,18 +194,18 @@ def drop_after(root: Path, step: int) -> None:
 
 def _steps(root: Path) -> dict[int, Path]:
     """Published checkpoints by step, oldest first, whole or not."""
-    found = {}
+    by_step = {}
     for folder in root.glob("global_step_*"):
         if (match := _NAME.fullmatch(folder.name)) and folder.is_dir():
-            found[int(match[1])] = folder
-    return dict(sorted(found.items()))
+            by_step[int(match[1])] = folder
+    return dict(sorted(by_step.items()))
 
 
-def _newest(root: Path) -> Checkpoint:
+def _find_newest(root: Path) -> Checkpoint:
     skipped: list[str] = []
     for folder in reversed(_steps(root).values()):
         try:
-            return replace(_verified(folder), skipped=tuple(skipped))
+            return replace(_verify(folder), skipped=tuple(skipped))
         except ValueError as e:
             skipped.append(str(e))
     raise ConfigError(
@@ -215,7 +215,7 @@ def _newest(root: Path) -> Checkpoint:
     )
 
 
-def _verified(folder: Path) -> Checkpoint:
+def _verify(folder: Path) -> Checkpoint:
     """The checkpoint, or a ValueError that says what is wrong with it."""
     try:
         record = json.loads((folder / META).read_bytes())
@@ -230,7 +230,7 @@ def _verified(folder: Path) -> Checkpoint:
         if file.resolve() != folder.resolve() / name:
             raise ValueError(f"{folder} is damaged: {name} lies outside of it")
         try:
-            same = _fingerprint(file) == saved
+            same = _file_record(file) == saved
         except OSError as e:
             raise ValueError(f"{folder} is damaged: {name}: {e.strerror}") from None
         if not same:
@@ -241,27 +241,27 @@ def _verified(folder: Path) -> Checkpoint:
 def _publish_complete(staging: Path) -> None:
     """Give a checkpoint its name if all but that was done, and nothing else has the name."""
     try:
-        step = _verified(staging).step
+        step = _verify(staging).step
     except ValueError:
         return
     if step not in _steps(staging.parent):
-        staging.rename(_named(staging.parent, step))
-        _sync(staging.parent)
+        staging.rename(_checkpoint_path(staging.parent, step))
+        _fsync(staging.parent)
         _write_latest(staging.parent)
 
 
-def _named(root: Path, step: int) -> Path:
+def _checkpoint_path(root: Path, step: int) -> Path:
     return root / f"global_step_{step:08d}"
 
 
-def _aside(final: Path) -> Path:
+def _trash_path(final: Path) -> Path:
     """The name under which a checkpoint waits to be deleted."""
     return final.parent / f".old-{final.name}-{os.getpid()}"
 
 
 def _remove(folder: Path) -> None:
     """Delete a checkpoint; a kill midway leaves no half of it under its own name."""
-    aside = _aside(folder)
+    aside = _trash_path(folder)
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -276,7 +276,7 @@ def _write_latest(root: Path) -> None:
     staging = root / f".tmp-latest-{os.getpid()}"
     _write(staging, str(max(steps)))
     staging.rename(root / LATEST)
-    _sync(root)
+    _fsync(root)
 
 
 def _is_disk_full(root: Path, error: Exception) -> bool:
@@ -287,7 +287,7 @@ def _is_disk_full(root: Path, error: Exception) -> bool:
     return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(root).free < 1 << 20
 
 
-def _why_not_saved(root: Path, step: int, error: Exception) -> str:
+def _describe_failure(root: Path, step: int, error: Exception) -> str:
     kept = list(_steps(root))
     intact = f"The checkpoint of step {kept[-1]} is intact" if kept else "No earlier one exists"
     free = shutil.disk_usage(root).free / 2**20 if root.exists() else 0
@@ -308,7 +308,7 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
+def _file_record(file: Path) -> dict[str, Any]:
     with open(file, "rb") as f:
         return {
             "bytes": os.fstat(f.fileno()).st_size,
@@ -318,10 +318,10 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 def _write(file: Path, text: str) -> None:
     file.write_text(text)
-    _sync(file)
+    _fsync(file)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """Put a file's content, or a folder's names, on the disk: a power cut undoes what is not."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -330,7 +330,7 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether another process of that id runs. Our own id is a reused one: we have just begun."""
     try:
         os.kill(pid, 0)
@@ -344,7 +344,7 @@ def _alive(pid: int) -> bool:
 # --- may this process go on with that run? -----------------------------------------------------
 
 
-MAY_CHANGE = frozenset(
+CHANGEABLE_KEYS = frozenset(
     {
         "data.val",
         "optim.compile",
@@ -379,7 +379,7 @@ MAY_CHANGE = frozenset(
 are made in another order by other ranks, and by compiled layers."""
 
 
-LENGTH = frozenset({"trainer.total_steps", "trainer.total_epochs"})
+RUN_LENGTH_KEYS = frozenset({"trainer.total_steps", "trainer.total_epochs"})
 """Config keys that a resumed run may change, too, where the learning rate is the same whatever the
 run's length."""
 
@@ -392,19 +392,19 @@ def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -
         config: the present one, nested.
 
     Raises:
-        ConfigError: keys that are not in `MAY_CHANGE` differ, `LENGTH` among them where
+        ConfigError: keys that are not in `CHANGEABLE_KEYS` differ, `RUN_LENGTH_KEYS` among them where
             `optim.lr_final` is not 1 in both; the message lists each with both values.
     """
-    saved, now = dict(_flat(saved_config)), dict(_flat(config))
+    saved, now = dict(_flatten(saved_config)), dict(_flatten(config))
     steady = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, now))
-    allowed = MAY_CHANGE | LENGTH if steady else MAY_CHANGE
+    allowed = CHANGEABLE_KEYS | RUN_LENGTH_KEYS if steady else CHANGEABLE_KEYS
     changed = [
         f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {now.get(key, 'not set')} now"
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key) and not any(fnmatch(key, a) for a in allowed)
     ]
     if changed:
-        length = any(line.strip().startswith(tuple(LENGTH)) for line in changed)
+        length = any(line.strip().startswith(tuple(RUN_LENGTH_KEYS)) for line in changed)
         why = (
             f"\nThe run's length may change only with optim.lr_final=1: with"
             f" {now.get('optim.lr_final', 'another')} the learning rate depends on it."
@@ -424,12 +424,12 @@ def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
     Args:
         checkpoint: a trainer's.
         config: the present one.
-        rows: the `fingerprint` of the present training rows.
+        rows: the `hash_file` of the present training rows.
 
     Raises:
         ConfigError: another config or other rows; or a folder that holds another run's record.
     """
-    check_same_run(_completed(checkpoint.meta["config"]), config.model_dump())
+    check_same_run(_fill_defaults(checkpoint.meta["config"]), config.model_dump())
     if checkpoint.meta["rows"] != rows:
         raise ConfigError(
             f"{config.data.train} holds other rows than when {checkpoint.folder} was saved."
@@ -445,7 +445,7 @@ def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
         )
 
 
-def fingerprint(path: str) -> str:
+def hash_file(path: str) -> str:
     """A hash of a file, to know it again; "" for no file."""
     if not path:
         return ""
@@ -453,7 +453,7 @@ def fingerprint(path: str) -> str:
         return file_digest(f, "blake2b").hexdigest()[:32]
 
 
-def _completed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config as it was saved, with the keys that have come since: they were at their defaults."""
     try:
         return Config.model_validate(saved).model_dump()
@@ -486,10 +486,10 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys with their values as JSON: what has been through a file equals what has not."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", json.dumps(value, default=str)

@@ -32,7 +32,7 @@ log = logging.getLogger("agentrl")
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class StepRollouts:
     """All that was played for a step, by what becomes of it; groups in the order of their rows."""
 
     groups: Sequence[Group]
@@ -75,13 +75,13 @@ class Collector:
         self._n = config.rollout.n
         self._sampling = Sampling(temperature=config.rollout.temperature)
         self._greedy = self._algorithm.adv_estimator == "remax"
-        self._wanted = self._at_a_time = config.data.batch_size
-        self._most_rounds = 1
+        self._batch_size = self._round_size = config.data.batch_size
+        self._max_rounds = 1
         if self._algorithm.filter_groups:
-            self._at_a_time = config.data.gen_batch_size or self._wanted
-            self._most_rounds = self._algorithm.max_gen_batches
+            self._round_size = config.data.gen_batch_size or self._batch_size
+            self._max_rounds = self._algorithm.max_gen_batches
 
-    def collect(self, position: int, step: int) -> Played:
+    def collect(self, position: int, step: int) -> StepRollouts:
         """Play rows from a position on.
 
         Args:
@@ -92,28 +92,28 @@ class Collector:
             RunStopped: too many rollouts were dropped.
             UserCodeError: a reward raised.
         """
-        taken: list[Sample] = []
+        samples_so_far: list[Sample] = []
         groups: list[Group] = []
         live: list[bool] = []
         rounds = 0
-        while sum(live) < self._wanted and rounds < self._most_rounds:
-            places = self._order.take(position + len(taken), self._at_a_time)
+        while sum(live) < self._batch_size and rounds < self._max_rounds:
+            places = self._order.take(position + len(samples_so_far), self._round_size)
             samples = [self._rows[place] for place in places]
-            found = self._rollouts.collect(
+            new_groups = self._rollouts.collect(
                 samples,
                 n=self._n,
                 sampling=self._sampling,
                 step=step,
-                earlier=taken,
+                earlier=samples_so_far,
                 greedy=self._greedy,
             )
-            taken += samples
-            groups += found
-            live += self._live(found)
+            samples_so_far += samples
+            groups += new_groups
+            live += self._live(new_groups)
             rounds += 1
         # In the order of rows, not in that in which they were done: short ones have no privilege.
         chosen = [i for i, lives in enumerate(live) if lives] or list(range(len(groups)))
-        chosen = chosen[: self._wanted]
+        chosen = chosen[: self._batch_size]
         evicted = [group for i, group in enumerate(groups) if i not in chosen]
         metrics = rollout_metrics(groups)
         if self._algorithm.filter_groups:
@@ -125,8 +125,8 @@ class Collector:
                 step + 1,
                 len(groups),
             )
-        position += len(taken)
-        return Played([groups[i] for i in chosen], evicted, position, metrics)
+        position += len(samples_so_far)
+        return StepRollouts([groups[i] for i in chosen], evicted, position, metrics)
 
     def _live(self, groups: Sequence[Group]) -> list[bool]:
         """Which groups have an advantage that is not exactly 0; all, where none is set aside."""
@@ -152,7 +152,7 @@ def _filter_metrics(
 # --- steps without a learning signal -----------------------------------------------------------
 
 
-PATIENCE = 3
+MAX_DEAD_STEPS = 3
 """Dead steps in a row before a warning. One or two are chance where batches are small."""
 DEAD_STEP = "waste/dead_step"
 """The metric: 1 for a dead step, else 0."""
@@ -164,7 +164,7 @@ class DeadSteps:
     """The dead steps of a run so far: several in a row are worth a warning.
 
     Such a run looks like a slow one. A step is dead if no token has an advantage from the rewards
-    (`rewards_teach`): all its rollouts are masked by their budget's policy, or all rewards of every
+    (`has_learning_signal`): all its rollouts are masked by their budget's policy, or all rewards of every
     group are equal. Then the policy stays, or only a KL or an entropy bonus moves it.
     """
 
@@ -182,15 +182,15 @@ class DeadSteps:
             self._add(metrics)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Count a step, and warn at the `PATIENCE`-th dead one in a row."""
+        """Count a step, and warn at the `MAX_DEAD_STEPS`-th dead one in a row."""
         self._add(metrics)
-        if metrics.get(DEAD_STEP) and self._in_a_row == PATIENCE:
-            first = step - PATIENCE + 1
+        if metrics.get(DEAD_STEP) and self._in_a_row == MAX_DEAD_STEPS:
+            first = step - MAX_DEAD_STEPS + 1
             log.warning(
                 f"steps %d to %d had no learning signal ({DEAD_STEP}): %s",
                 first,
                 step,
-                _explained(metrics, 1),
+                _explain(metrics, 1),
             )
 
     def finish(self) -> None:
@@ -200,7 +200,7 @@ class DeadSteps:
                 f"%d of %d steps had no learning signal ({DEAD_STEP}): on average %s",
                 self._dead,
                 self._steps,
-                _explained(self._sums, self._dead),
+                _explain(self._sums, self._dead),
             )
 
     def _add(self, metrics: Mapping[str, Any]) -> None:
@@ -212,13 +212,13 @@ class DeadSteps:
             return
         self._dead += 1
         self._in_a_row += 1
-        self._has_warned |= self._in_a_row == PATIENCE
+        self._has_warned |= self._in_a_row == MAX_DEAD_STEPS
         for name, value in metrics.items():
             if name == DEAD_GROUPS or name.startswith(STOP):
                 self._sums[name] += value
 
 
-def _explained(sums: Mapping[str, Any], steps: int) -> str:
+def _explain(sums: Mapping[str, Any], steps: int) -> str:
     """Return what the rollouts of dead steps have in common, and what may help.
 
     Args:

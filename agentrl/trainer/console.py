@@ -37,7 +37,7 @@ CURVE = "curve.svg"
 FINAL = "model"
 """What a run leaves in its folder, beside `metrics.jsonl`, `config.yaml` and the checkpoints."""
 
-PLACES = (
+OUTPUTS = (
     ("learning curve", CURVE),
     ("metrics", METRICS),
     ("trajectories", TRAJECTORIES),
@@ -63,19 +63,19 @@ class Console:
         self._steps: list[tuple[int, Metrics]] = []
         self._validations: list[tuple[int, Metrics]] = []
         self._first = self._last = self._total = 0
-        self._began = 0.0
+        self._start = 0.0
 
     def step(self, step: int, total: int, metrics: Metrics) -> None:
         """Show a finished step, of `total`."""
         if not self._steps:
             self._first = step - 1
-            self._began = time.monotonic() - metrics.get("timing_s/step", 0.0)
+            self._start = time.monotonic() - metrics.get("timing_s/step", 0.0)
         self._steps.append((step, metrics))
         self._last, self._total = step, total
         if self._wants_live:
             self._redraw()
         else:
-            cells = [f"{name} {text}" for name, text in _cells(metrics).items()]
+            cells = [f"{name} {text}" for name, text in _format_cells(metrics).items()]
             self._print("  ".join([f"step {step:>{len(str(total))}}/{total}", *cells]))
 
     def validation(self, step: int, metrics: Metrics) -> None:
@@ -84,7 +84,7 @@ class Console:
         if self._wants_live:
             self._redraw()
         else:
-            cells = [f"{name} {text}" for name, text in _scores(metrics).items()]
+            cells = [f"{name} {text}" for name, text in _format_scores(metrics).items()]
             self._print("  ".join([f"validation at step {step}:", *cells]))
 
     def note(self, text: str) -> None:
@@ -103,7 +103,7 @@ class Console:
             config: the run's.
         """
         self.close()
-        validated = [(step, _scores(metrics)) for step, metrics in history]
+        validated = [(step, _format_scores(metrics)) for step, metrics in history]
         validated = [(step, scores) for step, scores in validated if scores]
         lines = [f"\ndone: {history[-1][0]} steps"]
         if validated:
@@ -112,10 +112,10 @@ class Console:
             width = max(map(len, last))
             lines += [f"  {name:{width}}  {first.get(name, '-')} -> {last[name]}" for name in last]
         checkpoints = sorted(f.name for f in folder.glob("global_step_*"))
-        places = [*PLACES, *(("checkpoint", name) for name in checkpoints[-1:])]
+        outputs = [*OUTPUTS, *(("checkpoint", name) for name in checkpoints[-1:])]
         lines.append("")
         lines += [
-            f"{what:14}  {folder / name}" for what, name in places if (folder / name).exists()
+            f"{what:14}  {folder / name}" for what, name in outputs if (folder / name).exists()
         ]
         lines.append("\nnext:")
         lines += ["  " + shlex.join(words) for words in next_commands(folder, config)]
@@ -145,7 +145,7 @@ class Console:
             from rich.live import Live
 
             self._live = Live(
-                get_renderable=self._picture,
+                get_renderable=self._render,
                 console=rich.console.Console(file=self._out),
                 refresh_per_second=2,
                 vertical_overflow="crop",
@@ -153,7 +153,7 @@ class Console:
             self._live.start()
         self._live.refresh()
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         """Drawn by a thread of its own, twice a second: it reads, and never waits."""
         from rich.console import Group
 
@@ -163,9 +163,11 @@ class Console:
         validations = self._validations[:1] + self._validations[1:][-max(1, min(7, room // 4)) :]
         steps = self._steps[-max(3, min(16, room - len(validations) - 12)) :]
         if steps:
-            parts.append(_table("step", [(step, _cells(metrics)) for step, metrics in steps]))
+            parts.append(
+                _table("step", [(step, _format_cells(metrics)) for step, metrics in steps])
+            )
         if validations:
-            rows = [(step, _scores(metrics)) for step, metrics in validations]
+            rows = [(step, _format_scores(metrics)) for step, metrics in validations]
             parts.append(_table("validation", rows))
         if self._total:
             parts.append(self._progress())
@@ -175,12 +177,12 @@ class Console:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        done, gone = self._last - self._first, time.monotonic() - self._began
-        left = gone / done * (self._total - self._last)
+        finished, elapsed = self._last - self._first, time.monotonic() - self._start
+        remaining = elapsed / finished * (self._total - self._last)
         line = Table.grid(padding=(0, 1))
         line.add_row(
             ProgressBar(total=self._total, completed=self._last, width=32),
-            f"{self._last}/{self._total}  {_clock(gone)} gone, about {_clock(left)} to go",
+            f"{self._last}/{self._total}  {_format_duration(elapsed)} gone, about {_format_duration(remaining)} to go",
         )
         return line
 
@@ -218,11 +220,11 @@ def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]]) -> Rendera
     return table
 
 
-def _cells(metrics: Metrics) -> dict[str, str]:
+def _format_cells(metrics: Metrics) -> dict[str, str]:
     return {name: form.format(metrics[key]) for name, key, form in COLUMNS if key in metrics}
 
 
-def _scores(metrics: Metrics) -> dict[str, str]:
+def _format_scores(metrics: Metrics) -> dict[str, str]:
     """Validation rewards; for a loop that calls tools, with the share of rollouts that did."""
     scores = {}
     for label, key in validation_series(metrics).items():
@@ -235,7 +237,7 @@ def _scores(metrics: Metrics) -> dict[str, str]:
     return scores
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -133,10 +133,10 @@ def _draw(lines: Mapping[str, Points]) -> Figure:
         if len(points) == 1 or (label != "training" and len(points) <= 20):
             style["marker"] = "."
         if label == "training":
-            axes.plot(*zip(*_thinned(points), strict=True), color=GREY, lw=0.8, alpha=0.35)
-            points = _smoothed(points)
-        axes.plot(*zip(*_thinned(points), strict=True), clip_on=False, **style)
-        labels.append(_printable(f"{label[:40]} {points[-1][1]:.2f}"))
+            axes.plot(*zip(*_thin(points), strict=True), color=GREY, lw=0.8, alpha=0.35)
+            points = _smooth(points)
+        axes.plot(*zip(*_thin(points), strict=True), clip_on=False, **style)
+        labels.append(_replace_unprintable(f"{label[:40]} {points[-1][1]:.2f}"))
     if lines:
         columns = max(1, 90 // (8 + max(map(len, labels))))
         handles = [line for line in axes.lines if line.get_alpha() is None]
@@ -162,7 +162,7 @@ def _style(label: str, index: int) -> dict[str, Any]:
     return {"color": colour, "lw": 1.8}
 
 
-def _smoothed(points: Points) -> Points:
+def _smooth(points: Points) -> Points:
     """The mean over a window of about a twentieth of the run, centred, shorter at the ends."""
     half, n = len(points) // 40 + 1, len(points)
     sums = [0.0, *accumulate(y for _, y in points)]
@@ -171,7 +171,7 @@ def _smoothed(points: Points) -> Points:
     return [(x, mean) for (x, _), mean in zip(points, means, strict=True)]
 
 
-def _thinned(points: Points) -> Points:
+def _thin(points: Points) -> Points:
     """At most `MAX_POINTS`: means of neighbours, but the first and the last point as they are."""
     if len(points) <= MAX_POINTS:
         return points
@@ -181,6 +181,6 @@ def _thinned(points: Points) -> Points:
     return [points[0], *(tuple(part.mean(axis=0)) for part in parts), points[-1]]
 
 
-def _printable(text: str) -> str:
+def _replace_unprintable(text: str) -> str:
     """Return the text without the characters that XML may not hold."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

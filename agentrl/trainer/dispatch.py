@@ -7,7 +7,7 @@
         @dispatch(BROADCAST)
         def descend(self, step): ...       # group.descend(step) -> what rank 0 returned
 
-A group has the methods of its ranks, whether they are one object of this process (`rank.Alone`) or
+A group has the methods of its ranks, whether they are one object of this process (`rank.LocalRankGroup`) or
 many processes: whoever calls it does not see which. A run that is spread over a cluster gets its
 group from a site.
 """
@@ -49,7 +49,7 @@ def dispatch(how: Dispatch) -> Callable[[F], F]:
     return mark
 
 
-def dispatched(cls: type) -> dict[str, Dispatch]:
+def dispatched_methods(cls: type) -> dict[str, Dispatch]:
     """The methods of a class that are called on all ranks, by name."""
     return {
         name: method.dispatch
@@ -58,7 +58,7 @@ def dispatched(cls: type) -> dict[str, Dispatch]:
     }
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """Ranks, with the methods of theirs that were marked by `dispatch`."""
 
     size: int
@@ -71,19 +71,19 @@ class Group(Protocol):
         ...
 
 
-class Site(Protocol):
-    """A part of a cluster that a run has for itself (`agentrl.cluster.open_site`)."""
+class Placement(Protocol):
+    """A part of a cluster that a run has for itself (`agentrl.cluster.open_placement`)."""
 
-    def ranks(self, cls: type, *args: Any, **kwargs: Any) -> Group:
+    def start_ranks(self, cls: type, *args: Any, **kwargs: Any) -> RankGroup:
         """Make an object of a class on each of the learner's places."""
         ...
 
-    def places(self) -> Sequence[Place]:
+    def engine_slots(self) -> Sequence[Place]:
         """Where servers are started; after `ranks`."""
         ...
 
 
-def check_launched_once(config: Config, site: Site | None) -> None:
+def check_single_controller(config: Config, placement: Placement | None) -> None:
     """A run has one controller, and ranks only where it has a site for them.
 
     Raises:
@@ -96,10 +96,10 @@ def check_launched_once(config: Config, site: Site | None) -> None:
             "agentrl starts its processes itself: run plain `agentrl train"
             " trainer.n_gpus_per_node=N`, not torchrun or `accelerate launch`"
         )
-    if site is None and t.spread:
+    if placement is None and t.spread:
         raise ConfigError(
             f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node},"
             f" trainer.ray_address={t.ray_address!r} need a cluster. The command line opens it; in"
-            " Python: `from agentrl.cluster import open_site`, then `with open_site(config) as"
-            " site: Trainer(config, site=site).run()`"
+            " Python: `from agentrl.cluster import open_placement`, then `with open_placement(config) as"
+            " placement: Trainer(config, placement=placement).run()`"
         )

@@ -20,14 +20,14 @@ from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.checkpoint import Checkpoint, open_checkpoint
 from agentrl.trainer.policy import ACTOR, Policy
-from agentrl.trainer.rank import ADAPTER
-from agentrl.trainer.state import PARAMETER, check_state, read_state
+from agentrl.trainer.rank import ADAPTER_FOLDER
+from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """What a folder was made from, and what it is."""
 
     checkpoint: Checkpoint
@@ -41,7 +41,7 @@ class Exported:
 
 def export(
     path: Path, out: Path, *, merge: bool = False, dtype: Precision = "auto", model: str = ""
-) -> Exported:
+) -> ExportResult:
     """Make a folder of a checkpoint's policy, with its tokenizer and chat template.
 
     Of a full training it is a model's; of LoRA an adapter's, or with `merge` a model's, merged anew
@@ -68,9 +68,9 @@ def export(
     adapter = lora and not merge
     try:
         tokenizer = load_tokenizer(base)
-        with _appearing(out) as folder:
+        with _atomic_folder(out) as folder:
             if adapter:
-                _copy_adapter(checkpoint.folder / ADAPTER, folder, base)
+                _copy_adapter(checkpoint.folder / ADAPTER_FOLDER, folder, base)
             else:
                 _load_policy(checkpoint, config, base, dtype).save_whole(folder)
             tokenizer.save_pretrained(folder)
@@ -81,7 +81,7 @@ def export(
             f"{e}\nThe run began with model.path={base!r}. If that is a folder, export from where"
             " the run was started, or name it: --model FOLDER"
         ) from e
-    return Exported(checkpoint, base, adapter, lora)
+    return ExportResult(checkpoint, base, adapter, lora)
 
 
 def _config_of(checkpoint: Checkpoint) -> Config:
@@ -100,8 +100,8 @@ def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Preci
     policy = Policy(loaded, config.rollout.temperature)
     if m.lora_rank:
         policy.add_adapter(ACTOR, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed=0)
-    weights = {PARAMETER + n: p.detach() for n, p in policy.parameters(ACTOR).items()}
-    check_state(checkpoint.folder / "actor", weights, PARAMETER)
+    weights = {PARAMETER_PREFIX + n: p.detach() for n, p in policy.parameters(ACTOR).items()}
+    check_state(checkpoint.folder / "actor", weights, PARAMETER_PREFIX)
     read_state(checkpoint.folder / "actor", weights)
     return policy
 
@@ -121,7 +121,7 @@ def _copy_adapter(adapter: Path, folder: Path, base: str) -> None:
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
+def _atomic_folder(out: Path) -> Iterator[Path]:
     """A folder to write into that is `out` once all is written."""
     staging = out.parent / f".tmp-{out.name}-{os.getpid()}"
     try:

@@ -28,9 +28,9 @@ BLOCK_BYTES = 3 * 2**28
 """Of logits held at a time on a GPU: products of such blocks still fill it."""
 CPU_BLOCK_BYTES = 2**28
 TILE = 128
-CACHED = 2**17
+CPU_TILE = 2**17
 """Logits worked on at a time on a CPU."""
-PROGRAMS = 32
+MAX_PROGRAMS = 32
 """Widths that are compiled for; a run meets few, but more than torch's limit of 8."""
 
 
@@ -85,8 +85,8 @@ class _Head(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         tokens: Tensor,
-        heat: float,
-        held: int,
+        temperature: float,
+        block_size: int,
         fused: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -94,14 +94,14 @@ class _Head(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy, lse = (hidden.new_empty(n, dtype=wide) for _ in range(3))
         ctx.logits = None
-        for rows in _blocks(n, held // vocabulary):
+        for rows in _blocks(n, block_size // vocabulary):
             logits = hidden[rows] @ weight.t()
-            found = _run(_score, fused, logits, (tokens[rows],), heat)
-            logprobs[rows], entropy[rows], lse[rows] = found
+            results = _apply(_score_logits, fused, logits, (tokens[rows],), temperature)
+            logprobs[rows], entropy[rows], lse[rows] = results
             if keep and rows == slice(0, n):
                 ctx.logits = logits
         ctx.save_for_backward(hidden, weight, tokens, entropy, lse)
-        ctx.heat, ctx.held, ctx.fused = heat, held, fused
+        ctx.temperature, ctx.block_size, ctx.fused = temperature, block_size, fused
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -116,7 +116,7 @@ class _Head(torch.autograd.Function):
             of_logprobs = torch.zeros_like(lse)
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         n, vocabulary = len(hidden), len(weight)
-        width = ctx.held // max(1, n) if ctx.logits is None else vocabulary
+        width = ctx.block_size // max(1, n) if ctx.logits is None else vocabulary
         columns = _blocks(vocabulary, width)
         # One block's product is its sum. Several are added up in float32.
         wide = hidden.dtype if len(columns) == 1 else lse.dtype
@@ -130,7 +130,7 @@ class _Head(torch.autograd.Function):
                     logits = hidden @ weight[block].t()
                 places = tokens - block.start
                 rows = places, lse, entropy, of_logprobs, of_entropy
-                _run(_turn_into_gradient, ctx.fused, logits, rows, ctx.heat)
+                _apply(_write_gradient, ctx.fused, logits, rows, ctx.temperature)
                 if d_hidden is not None:
                     d_hidden += logits @ weight[block]
                 if d_weight is not None:
@@ -155,11 +155,11 @@ def _blocks(n: int, most: int) -> list[slice]:
     return [slice(i, min(n, i + size)) for i in range(0, n, size)] if n else []
 
 
-def _score(logits: Tensor, tokens: Tensor, heat: float) -> tuple[Tensor, ...]:
+def _score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """(N,) logprobs, entropies and logs of the sum of exponentials, of (N, V) logits."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if heat != 1.0:
-        z = z / heat
+    if temperature != 1.0:
+        z = z / temperature
     top = z.amax(-1, keepdim=True)
     z = z - top
     e = z.exp()
@@ -169,14 +169,14 @@ def _score(logits: Tensor, tokens: Tensor, heat: float) -> tuple[Tensor, ...]:
     return chosen - log_total, log_total - (e * z).sum(-1) / total, log_total + top[:, 0]
 
 
-def _turn_into_gradient(
+def _write_gradient(
     logits: Tensor,
     places: Tensor,
     lse: Tensor,
     entropy: Tensor,
     of_logprobs: Tensor,
     of_entropy: Tensor | None,
-    heat: float,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
     """Write the gradient of a block of logits over it.
 
@@ -193,16 +193,16 @@ def _turn_into_gradient(
         heat: the temperature.
     """
     z = logits.to(lse.dtype)
-    if heat != 1.0:
-        z = z / heat
+    if temperature != 1.0:
+        z = z / temperature
     log_p = z - lse[:, None]
     p = log_p.exp()
-    here = torch.arange(logits.shape[1], device=logits.device) == places[:, None]
+    is_chosen = torch.arange(logits.shape[1], device=logits.device) == places[:, None]
     # Before rounding: 1 - p of a sure token would be lost in bfloat16.
-    slope = (here.to(p.dtype) - p) * of_logprobs[:, None]
+    slope = (is_chosen.to(p.dtype) - p) * of_logprobs[:, None]
     if of_entropy is not None:
         slope = slope - of_entropy[:, None] * p * (log_p + entropy[:, None])
-    logits.copy_(slope / heat if heat != 1.0 else slope)
+    logits.copy_(slope / temperature if temperature != 1.0 else slope)
     return ()
 
 
@@ -211,12 +211,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _run(
+def _apply(
     function: Callable[..., Any],
     fused: bool,
     logits: Tensor,
     rows: tuple[Tensor | None, ...],
-    heat: float,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
     """Call a function of (N, v) logits and (N,) numbers of their rows; its (N,) results.
 
@@ -225,12 +225,14 @@ def _run(
     """
     if fused:
         torch._dynamo.mark_static(logits, 1)
-        with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
-            return _compiled(function)(logits, *rows, heat)
+        with torch._dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
+            return _compiled(function)(logits, *rows, temperature)
     n, width = logits.shape
-    step = max(1, CACHED // width) if logits.device.type == "cpu" else max(1, n)
-    found = []
+    step = max(1, CPU_TILE // width) if logits.device.type == "cpu" else max(1, n)
+    results = []
     for i in range(0, n, step):
         some = slice(i, i + step)
-        found.append(function(logits[some], *(x if x is None else x[some] for x in rows), heat))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        results.append(
+            function(logits[some], *(x if x is None else x[some] for x in rows), temperature)
+        )
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -40,18 +40,18 @@ from agentrl.registry import policy_losses
 from agentrl.trainer.algorithms import target_metrics
 from agentrl.trainer.batch import (
     Batch,
-    Rows,
     Targets,
+    TokenRows,
+    assign_mini_batches,
     check_logprobs,
     check_tokens,
-    mini_batch_count,
-    mini_batch_of,
+    count_mini_batches,
 )
-from agentrl.trainer.dispatch import Group
-from agentrl.trainer.mismatch import mismatch, weight_metrics
+from agentrl.trainer.dispatch import RankGroup
+from agentrl.trainer.mismatch import importance_weight_metrics, mismatch_metrics
 from agentrl.trainer.optimizer import learning_rate
-from agentrl.trainer.packing import Micro, deal, micro
-from agentrl.trainer.rank import Alone, Learns, Pass, Rank, Who
+from agentrl.trainer.packing import MicroBatch, assign_rows, make_micro_batch
+from agentrl.trainer.rank import LocalRankGroup, LossName, ModelName, PassResult, Rank
 
 Check = Callable[[Mapping[str, float]], None]
 
@@ -65,7 +65,7 @@ class Learner:
         config: Config,
         *,
         total_steps: int,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ):
         """Load the model; nothing else is read.
 
@@ -79,17 +79,17 @@ class Learner:
             ConfigError: no such model, no such device, nothing for LoRA to adapt.
         """
         self.config = config
-        self.ranks = group or Alone(Rank(model_path, config))
+        self.ranks = group or LocalRankGroup(Rank(model_path, config))
         """All of them: what each does alike (`save`, `load`, `score`, ...) is called here."""
-        self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, Alone) else None
+        self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, LocalRankGroup) else None
         """The rank in this process, if it is one."""
         self._total_steps = total_steps
 
     # --- what a step needs to know before it updates -------------------------------------------
 
-    def logprobs(self, batch: Rows) -> Tensor:
+    def logprobs(self, batch: TokenRows) -> Tensor:
         """(B, T) float32: the policy's, of every sampled token; 0 elsewhere."""
-        return self._look(batch, "policy")
+        return self._forward(batch, "policy")
 
     def old_logprobs(self, batch: Batch) -> Tensor | None:
         """(B, T) `logprobs` for `Targets`, or None where the update finds them on its way.
@@ -98,8 +98,8 @@ class Learner:
         made by the same weights. A KL in the reward needs them before.
         """
         a = self.config.algorithm
-        alone = mini_batch_count(len(batch.rewards), a.mini_batch_size) == 1
-        return None if alone and not a.kl_reward_coef else self.logprobs(batch)
+        is_one_mini_batch = count_mini_batches(len(batch.rewards), a.mini_batch_size) == 1
+        return None if is_one_mini_batch and not a.kl_reward_coef else self.logprobs(batch)
 
     def reference_logprobs(self, batch: Batch) -> Tensor | None:
         """(B, T) float32: the initial policy's, of every sampled token; None where no KL is wanted.
@@ -107,17 +107,19 @@ class Learner:
         With LoRA that is the base with the adapter off; else a frozen copy, loaded at first use.
         """
         a = self.config.algorithm
-        wanted = a.kl_loss_coef or a.kl_reward_coef
-        return self._look(batch, "reference") if wanted else None
+        uses_kl = a.kl_loss_coef or a.kl_reward_coef
+        return self._forward(batch, "reference") if uses_kl else None
 
     def values(self, batch: Batch) -> Tensor | None:
         """(B, T) float32: the critic's, of the state before a sampled token; None without one."""
-        return self._look(batch, "critic") if self.config.algorithm.critic else None
+        return self._forward(batch, "critic") if self.config.algorithm.critic else None
 
-    def _look(self, batch: Rows, who: Who) -> Tensor:
+    def _forward(self, batch: TokenRows, model: ModelName) -> Tensor:
         mask = batch.response_mask
-        dealt, shares = self._deal(batch, mask.any(1), mask, {})
-        return _laid_out(mask, dealt, self.ranks.look(shares, who) if any(shares) else [])
+        rows_by_rank, shares = self._make_micro_batches(batch, mask.any(1), mask, {})
+        return _scatter(
+            mask, rows_by_rank, self.ranks.forward(shares, model) if any(shares) else []
+        )
 
     # --- the update ----------------------------------------------------------------------------
 
@@ -154,46 +156,48 @@ class Learner:
             RunStopped: a logprob of the trainer's at the start of the step is not finite, and no
                 weight has moved; or a loss or gradient is not finite.
         """
-        self.ranks.forget()
+        self.ranks.zero_grad()
         a, mask, old = self.config.algorithm, batch.action_mask, targets.old_logprobs
-        mini_batch = mini_batch_of(len(batch.rewards), a.mini_batch_size)[batch.rollout]
+        mini_batch = assign_mini_batches(len(batch.rewards), a.mini_batch_size)[batch.rollout]
         columns = {name: self._columns(name, batch, targets) for name in ("actor", "critic")}
-        taught = targets.advantages != 0
-        runs = (mask if a.kl_loss_coef or a.entropy_coef else mask & taught).any(1)  # (B,)
-        compared: dict[str, float] = {}
+        has_advantage = targets.advantages != 0
+        is_run = (mask if a.kl_loss_coef or a.entropy_coef else mask & has_advantage).any(1)  # (B,)
+        mismatch: dict[str, float] = {}
         if learn_policy and old is not None:
-            compared = self._compare(batch, old, mask, check)
+            mismatch = self._compare(batch, old, mask, check)
         collected: dict[str, list[float]] = defaultdict(list)
         for _, m in product(range(a.ppo_epochs), range(int(mini_batch.max()) + 1)):
-            here = mini_batch == m
+            in_mini_batch = mini_batch == m
             # The policy first: what stops it must find the critic unmoved, too.
             if learn_policy:
-                rows = here & runs
-                dealt, passes = self._accumulate("actor", batch, rows, mask, columns["actor"])
+                rows = in_mini_batch & is_run
+                rows_by_rank, results = self._forward_backward(
+                    "actor", batch, rows, mask, columns["actor"]
+                )
                 if old is None:
-                    old = _laid_out(mask, dealt, [done.logprobs for done in passes])
+                    old = _scatter(mask, rows_by_rank, [result.logprobs for result in results])
                     columns["actor"]["old"] = old
-                    compared = self._compare(batch, old, mask & runs[:, None], check)
-                _collect(collected, "actor", self._descend("actor", step, passes))
+                    mismatch = self._compare(batch, old, mask & is_run[:, None], check)
+                _add_metrics(collected, "actor", self._optimizer_step("actor", step, results))
             if a.critic:
-                rows = here & mask.any(1)
-                _, passes = self._accumulate("critic", batch, rows, mask, columns["critic"])
-                _collect(collected, "critic", self._descend("critic", step, passes))
+                rows = in_mini_batch & mask.any(1)
+                _, results = self._forward_backward("critic", batch, rows, mask, columns["critic"])
+                _add_metrics(collected, "critic", self._optimizer_step("critic", step, results))
 
         learning = ["actor"] * learn_policy + ["critic"] * a.critic
         metrics = {f"{name}/grad_norm": 0.0 for name in learning}  # if no step was made
         metrics |= {name: sum(values) / len(values) for name, values in collected.items()}
         metrics |= {f"{name}/lr": self._lr(name, step) for name in learning}
-        return metrics | compared | target_metrics(batch, targets)
+        return metrics | mismatch | target_metrics(batch, targets)
 
-    def _columns(self, learns: Learns, batch: Batch, targets: Targets) -> dict[str, Tensor]:
+    def _columns(self, loss: LossName, batch: Batch, targets: Targets) -> dict[str, Tensor]:
         """(B, T) each: the numbers of every token that a loss needs, as far as they are known.
 
         Without `old` the logprobs of the first pass are the old ones.
         """
         a, t = self.config.algorithm, targets
         columns: dict[str, Tensor | None] = {"weights": t.weights}
-        if learns == "critic":
+        if loss == "critic":
             columns |= {"values": t.values, "returns": t.returns}
         else:
             columns |= {"advantages": t.advantages, "old": t.old_logprobs}
@@ -206,31 +210,31 @@ class Learner:
     ) -> dict[str, float]:
         """Compare engine and trainer at the tokens of `mask`, before a weight moves."""
         check_logprobs(batch, old, mask, "trainer")
-        compared = mismatch(batch, old, mask)
-        compared |= weight_metrics(batch, old, mask, self.config.algorithm)
+        mismatch = mismatch_metrics(batch, old, mask)
+        mismatch |= importance_weight_metrics(batch, old, mask, self.config.algorithm)
         if check:
-            check(compared)
-        return compared
+            check(mismatch)
+        return mismatch
 
-    def _accumulate(
+    def _forward_backward(
         self,
-        learns: Learns,
-        batch: Rows,
+        loss: LossName,
+        batch: TokenRows,
         rows: Tensor,
         mask: Tensor,
         columns: Mapping[str, Tensor],
-    ) -> tuple[list[list[Tensor]], list[Pass]]:
+    ) -> tuple[list[list[Tensor]], list[PassResult]]:
         """Add the gradient of the rows where `rows` (B,) is True to what the ranks hold.
 
         Returns:
             the rows of each rank's micro-batches, and what each rank counted; nothing for no rows.
         """
-        dealt, shares = self._deal(batch, rows, mask, columns)
-        return dealt, self.ranks.accumulate(shares, learns) if any(shares) else []
+        rows_by_rank, shares = self._make_micro_batches(batch, rows, mask, columns)
+        return rows_by_rank, self.ranks.forward_backward(shares, loss) if any(shares) else []
 
-    def _deal(
-        self, batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
-    ) -> tuple[list[list[Tensor]], list[list[Micro]]]:
+    def _make_micro_batches(
+        self, batch: TokenRows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[list[list[Tensor]], list[list[MicroBatch]]]:
         """Micro-batches of the rows where `rows` (B,) is True: their numbers, and contents.
 
         Raises:
@@ -238,15 +242,17 @@ class Learner:
         """
         check_tokens(batch, self._vocabulary)
         budget = self.config.optim.micro_batch_tokens
-        dealt = deal(batch, rows.nonzero()[:, 0], self.ranks.size, budget)
-        return dealt, [[micro(batch, r, mask, columns) for r in share] for share in dealt]
+        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget)
+        return rows_by_rank, [
+            [make_micro_batch(batch, r, mask, columns) for r in share] for share in rows_by_rank
+        ]
 
     @cached_property
     def _vocabulary(self) -> int:
         return self.ranks.vocabulary()
 
-    def _descend(
-        self, name: Literal["actor", "critic"], step: int, passes: Sequence[Pass]
+    def _optimizer_step(
+        self, name: Literal["actor", "critic"], step: int, results: Sequence[PassResult]
     ) -> dict[str, float]:
         """Move the weights by what the ranks have gathered.
 
@@ -260,19 +266,21 @@ class Learner:
         Raises:
             RunStopped: the loss or the gradient is not finite; the weights are as they were.
         """
-        if not passes:
+        if not results:
             return {}
         counts: dict[str, float] = defaultdict(float)
-        for done in passes:
-            for key, value in done.counts.items():
+        for result in results:
+            for key, value in result.counts.items():
                 counts[key] += value
         finite = all(map(math.isfinite, counts.values()))
-        counts["grad_norm"] = self.ranks.descend(name, self._lr(name, step)) if finite else math.nan
+        counts["grad_norm"] = (
+            self.ranks.optimizer_step(name, self._lr(name, step)) if finite else math.nan
+        )
         if not math.isfinite(counts["grad_norm"]):
-            spoilt = ", ".join(f"{key}={value}" for key, value in counts.items())
+            values = ", ".join(f"{key}={value}" for key, value in counts.items())
             raise RunStopped(
-                f"step {step}: the {name}'s loss or gradient is not finite ({spoilt}). This"
-                f" update was not made. {self._suspects(name, step)}"
+                f"step {step}: the {name}'s loss or gradient is not finite ({values}). This"
+                f" update was not made. {self._explain_failure(name, step)}"
             )
         return dict(counts)
 
@@ -281,14 +289,16 @@ class Learner:
         peak = o.lr if name == "actor" else o.critic_lr
         return learning_rate(peak, o, self._total_steps, step)
 
-    def _suspects(self, name: str, step: int) -> str:
+    def _explain_failure(self, name: str, step: int) -> str:
         """What may have made a loss that is not finite."""
-        said = f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure"
-        said += "; a nan in rollout_logprobs or rewards would have been named before."
+        advice = f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure"
+        advice += "; a nan in rollout_logprobs or rewards would have been named before."
         loss = self.config.algorithm.policy_loss
         if name == "actor" and loss not in policy_losses.shipped:
-            return f"The first suspect is the policy loss {loss!r}, which is your own. Else: {said}"
-        return said
+            return (
+                f"The first suspect is the policy loss {loss!r}, which is your own. Else: {advice}"
+            )
+        return advice
 
     # --- what comes out ------------------------------------------------------------------------
 
@@ -297,7 +307,7 @@ class Learner:
         """Whether an adapter learns."""
         return self.config.model.lora_rank > 0
 
-    def as_update(self, version: int) -> Update:
+    def make_update(self, version: int) -> Update:
         """The policy as it is now, for an engine."""
         adapter = self.ranks.save_adapter if self.lora else None
         return Update(version, self.export, adapter, self.ranks.write_weights)
@@ -317,33 +327,33 @@ class Learner:
                     yield from ((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
 
     @contextmanager
-    def shaken(self) -> Iterator[None]:
-        """Within the block the LoRA adapter is another one: see `Policy.shaken`."""
-        self.ranks.shake(self.config.trainer.seed)
+    def perturbed_adapter(self) -> Iterator[None]:
+        """Within the block the LoRA adapter is another one: see `Policy.perturbed_adapter`."""
+        self.ranks.perturb_adapter(self.config.trainer.seed)
         try:
             yield
         finally:
-            self.ranks.calm()
+            self.ranks.restore_adapter()
 
 
-SUMMED = ("grad_norm", "pg_loss", "kl_loss", "vf_loss")
+SUM_METRICS = ("grad_norm", "pg_loss", "kl_loss", "vf_loss")
 """Counted as sums over the mini-batch; all else as sums over tokens, told as their means."""
 
 
-def _collect(into: dict[str, list[float]], name: str, counts: dict[str, float]) -> None:
+def _add_metrics(into: dict[str, list[float]], name: str, counts: dict[str, float]) -> None:
     tokens = counts.pop("tokens", 0.0)
     counts.pop("loss", None)
     for key, value in counts.items():
-        into[f"{name}/{key}"].append(value if key in SUMMED else value / tokens)
+        into[f"{name}/{key}"].append(value if key in SUM_METRICS else value / tokens)
 
 
-def _laid_out(
-    mask: Tensor, dealt: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]
+def _scatter(
+    mask: Tensor, rows_by_rank: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]
 ) -> Tensor:
     """(B, T) of what ranks found at the chosen tokens of their micro-batches; 0 elsewhere."""
-    kinds = {flat.dtype for share in found for flat in share} | {torch.float32}
+    kinds = {flat.dtype for share in values for flat in share} | {torch.float32}
     out = torch.zeros(mask.shape, dtype=max(kinds, key=lambda kind: kind.itemsize))
-    for share, flats in zip(dealt, found, strict=False):
+    for share, flats in zip(rows_by_rank, values, strict=False):
         for rows, flat in zip(share, flats, strict=True):
             if len(rows):
                 out[rows] = out[rows].masked_scatter(mask[rows], flat.to(out))

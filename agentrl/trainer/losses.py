@@ -66,8 +66,8 @@ def vanilla(
         the losses, and counts: `pg_clipfrac`, whether the clip took the token's gradient, and with
         `dual_clip` also `pg_clipfrac_lower`, whether the second one did.
     """
-    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
-    return _surrogate(ratio(logprobs - old_logprobs), advantages, config)
+    logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
+    return _clipped_surrogate(ratio(logprobs - old_logprobs), advantages, config)
 
 
 @policy_loss("gspo")
@@ -90,10 +90,10 @@ def gspo(
     Returns:
         the losses, and counts: as of `vanilla`.
     """
-    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
+    logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
     mean = (logprobs - old_logprobs).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     own = (logprobs - logprobs.detach()).exp()  # 1, with the gradient of the token's logprob
-    return _surrogate(ratio(mean.detach()) * own, advantages, config)
+    return _clipped_surrogate(ratio(mean.detach()) * own, advantages, config)
 
 
 @policy_loss("cispo")
@@ -113,18 +113,18 @@ def cispo(
     Returns:
         the losses, and counts: `pg_clipfrac`, whether the token's weight was clipped.
     """
-    logprobs, old_logprobs, advantages = _chosen(mask, logprobs, old_logprobs, advantages)
+    logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
     free = ratio(logprobs - old_logprobs).detach()
     weight = free.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * advantages * logprobs, {"pg_clipfrac": weight != free}
 
 
-def _chosen(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _zero_unmasked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with 0 off the mask. Not by a product: 0 times NaN is NaN, in gradients too."""
     return tuple(torch.where(mask, x, 0.0) for x in tensors)
 
 
-def _surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss:
+def _clipped_surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss:
     """PPO's, of ratios (b, A) of whatever kind."""
     free = -advantages * ratios
     clipped = -advantages * ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -160,7 +160,7 @@ def token_losses(
         # theirs with it; a function of the user's need not know of micro-batches without tokens.
         return 0.0 * logprobs, {}
     try:
-        made = function(logprobs, old_logprobs, advantages, mask, config)
+        returned = function(logprobs, old_logprobs, advantages, mask, config)
     except Exception as e:
         if isinstance(e, AgentRLError) or name in policy_losses.shipped:
             raise
@@ -173,25 +173,25 @@ def token_losses(
             " names of metrics to (b, A), {} for none"
         )
 
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise refuse(f"{described(made)}, no pair")
-    loss, counts = made
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise refuse(f"{describe_value(returned)}, no pair")
+    loss, counts = returned
     if not isinstance(loss, Tensor) or loss.shape != mask.shape:
-        raise refuse(f"{described(loss)} for the loss")
+        raise refuse(f"{describe_value(loss)} for the loss")
     if not isinstance(counts, Mapping):
-        raise refuse(f"{described(counts)} for the counts")
+        raise refuse(f"{describe_value(counts)} for the counts")
     for metric, count in counts.items():
         if metric in RESERVED:
             raise refuse(f"a count named {metric!r}, which is the learner's own name")
         if not isinstance(count, Tensor) or count.shape != mask.shape:
-            raise refuse(f"{described(count)} for the count {metric!r}")
+            raise refuse(f"{describe_value(count)} for the count {metric!r}")
     alone = not (config.kl_loss_coef or config.entropy_coef)
     if alone and logprobs.requires_grad and not loss.requires_grad:
         raise refuse("a loss that does not depend on `logprobs`, so that nothing can learn from it")
     return loss, dict(counts)
 
 
-def described(thing: object) -> str:
+def describe_value(thing: object) -> str:
     """What a function returned, for messages: `a tensor of shape (2, 3)`, `a tuple of 3`."""
     if isinstance(thing, Tensor):
         return f"a tensor of shape {tuple(thing.shape)}"

@@ -28,7 +28,7 @@ TURNS = ("turn_1", "turn_2", "turn_3", "turn_4plus")
 """The turns that have a mean of their own, `MEAN/TURN`; the last is all that come later, too."""
 
 
-def mismatch(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """Compare the trainer's logprobs with the engine's.
 
     Args:
@@ -54,39 +54,44 @@ def mismatch(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, floa
         return {}
     # Flat from here on: rows are as wide as the longest of them.
     gaps = old - engine
-    far, turn = gaps.abs(), batch.turn[mask]
-    metrics = {MEAN: far.mean().item(), "rollout_corr/logprob_diff_max": far.max().item()}
+    distances, turn = gaps.abs(), batch.turn[mask]
+    metrics = {
+        MEAN: distances.mean().item(),
+        "rollout_corr/logprob_diff_max": distances.max().item(),
+    }
     places = {name: turn == k for k, name in enumerate(TURNS[:-1])}
     places[TURNS[-1]] = turn >= len(TURNS) - 1
     observed = nn.functional.pad(~batch.response_mask[:, :-1], (1, 0))
     places["after_observation"] = observed[mask]
-    for name, here in places.items():
-        if here.any():
-            metrics[f"{MEAN}/{name}"] = far[here].mean().item()
+    for name, in_place in places.items():
+        if in_place.any():
+            metrics[f"{MEAN}/{name}"] = distances[in_place].mean().item()
 
     owner = batch.rollout.repeat_interleave(mask.sum(1))  # (N,)
     of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, owner, gaps)
-    compared = owner.unique()
-    apart, error = (old.exp() - engine.exp()).abs(), (old - engine).expm1().abs()
+    rollouts = owner.unique()
+    probability_gaps, error = (old.exp() - engine.exp()).abs(), (old - engine).expm1().abs()
     return metrics | {
         "rollout_corr/kl": k1(engine, old).mean().item(),
         "rollout_corr/k3_kl": k3(engine, old).mean().item(),
-        "rollout_corr/rollout_is_eff_sample_size": _effective(old - engine),
-        "rollout_corr/rollout_is_seq_eff_sample_size": _effective(of_rollouts[compared]),
-        "training/rollout_probs_diff_mean": apart.mean().item(),
-        "training/rollout_probs_diff_max": apart.max().item(),
+        "rollout_corr/rollout_is_eff_sample_size": _effective_sample_size(old - engine),
+        "rollout_corr/rollout_is_seq_eff_sample_size": _effective_sample_size(
+            of_rollouts[rollouts]
+        ),
+        "training/rollout_probs_diff_mean": probability_gaps.mean().item(),
+        "training/rollout_probs_diff_max": probability_gaps.max().item(),
         "training/rollout_ratio_error_mean": error.mean().item(),
         "training/rollout_ratio_error_max": error.max().item(),
     }
 
 
-def _effective(log_weights: Tensor) -> float:
+def _effective_sample_size(log_weights: Tensor) -> float:
     """(sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n where one has it all."""
     weights = (log_weights - log_weights.max()).exp()  # only their proportions matter
     return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
 
 
-def weight_metrics(
+def importance_weight_metrics(
     batch: Batch, old_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> dict[str, float]:
     """What the importance weights of a step are, and how many of them are cut.
@@ -126,9 +131,9 @@ def weight_metrics(
     return metrics
 
 
-TIMES = 10.0
+MAX_GROWTH = 10.0
 """A step's mean difference may be so many times the reference."""
-LEAST_REFERENCE = 1e-3
+MIN_REFERENCE = 1e-3
 """Arithmetic may differ by so much, however well engine and trainer agreed at the start."""
 
 
@@ -146,16 +151,16 @@ class MismatchGuard:
     @property
     def limit(self) -> float:
         """Beyond it a step is refused."""
-        return TIMES * max(self.reference, LEAST_REFERENCE)
+        return MAX_GROWTH * max(self.reference, MIN_REFERENCE)
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Look at a step's `mismatch` before anything of it is learned.
+        """Look at a step's `mismatch_metrics` before anything of it is learned.
 
         Raises:
             RunStopped: the mean difference is beyond the limit, or no number.
         """
-        found = metrics.get(MEAN, 0.0)
-        if found <= self.limit:
+        mean = metrics.get(MEAN, 0.0)
+        if mean <= self.limit:
             return
         turns = {turn: metrics[f"{MEAN}/{turn}"] for turn in TURNS if f"{MEAN}/{turn}" in metrics}
         worst = max(turns, key=turns.__getitem__, default="")
@@ -167,7 +172,7 @@ class MismatchGuard:
         )
         raise RunStopped(
             f"engine and trainer disagree: their logprobs of the tokens sampled in this step differ"
-            f" by {found:.3g} on average, where {self.reference:.3g} was measured at the start"
+            f" by {mean:.3g} on average, where {self.reference:.3g} was measured at the start"
             f" (at most {self.limit:.3g} is let pass).{where} Nothing of this step was learned."
             " Likely causes, the likeliest first: the engine does not have the trainer's weights"
             " (a sync that failed or came late); it samples at another temperature, or puts"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from agentrl.config import OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.trainer.sharding import whole
-from agentrl.trainer.state import PARAMETER, check_state, read_state, write_state
+from agentrl.trainer.sharding import full_tensor
+from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state, write_state
 
 BETAS = (0.9, 0.999)
 """AdamW's own: memories of 10 and of 1,000 steps."""
@@ -41,12 +41,12 @@ class Optimizer:
         """
         self.name = name
         self.parameters = dict(parameters)
-        self._adam = _adam(config, list(self.parameters.values()), betas)
+        self._adamw = _make_adamw(config, list(self.parameters.values()), betas)
         self._max_grad_norm = config.max_grad_norm
         self._accelerator = accelerator
-        self._stowed = config.offload == "optimizer" and accelerator.device.type == "cuda"
+        self._offloads_moments = config.offload == "optimizer" and accelerator.device.type == "cuda"
 
-    def descend(self, lr: float) -> float:
+    def step(self, lr: float) -> float:
         """One optimizer step on the gradient that is there, which is gone then.
 
         Args:
@@ -58,29 +58,29 @@ class Optimizer:
         """
         norm = self._accelerator.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
         assert norm is not None  # only DeepSpeed keeps it to itself
-        size = whole(norm).item()
+        size = full_tensor(norm).item()
         if math.isfinite(size):
-            for group in self._adam.param_groups:
+            for group in self._adamw.param_groups:
                 # In a tensor, torchao's; it would not have it replaced.
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-            self._move("cuda")
-            self._adam.step()
-            self._move("cpu")
-        self.forget()
+            self._move_moments("cuda")
+            self._adamw.step()
+            self._move_moments("cpu")
+        self.zero_grad()
         return size
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradient."""
-        self._adam.zero_grad(set_to_none=True)
+        self._adamw.zero_grad(set_to_none=True)
 
-    def _move(self, device: str) -> None:
+    def _move_moments(self, device: str) -> None:
         """The moments, where they wait on the CPU between steps."""
-        if not self._stowed:
+        if not self._offloads_moments:
             return
-        for state in self._adam.state.values():
+        for state in self._adamw.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     state[key] = value.to(device)
@@ -102,33 +102,33 @@ class Optimizer:
             ConfigError: it is of another model: other names or shapes, or none of these.
         """
         folder, ours = folder / self.name, self._parameters()
-        moments = check_state(folder, ours, PARAMETER)
-        self._make_moments({name.partition(".")[2] for name in moments})
+        moments = check_state(folder, ours, PARAMETER_PREFIX)
+        self._init_moments({name.partition(".")[2] for name in moments})
         read_state(folder, ours | self._moments())
-        self._move("cpu")
+        self._move_moments("cpu")
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {PARAMETER + name: p.detach() for name, p in self.parameters.items()}
+        return {PARAMETER_PREFIX + name: p.detach() for name, p in self.parameters.items()}
 
     def _moments(self) -> dict[str, Tensor]:
         """What AdamW remembers: `exp_avg.<name>`, `exp_avg_sq.<name>` and `step.<name>`."""
         return {
             f"{kind}.{name}": value
             for name, parameter in self.parameters.items()
-            for kind, value in self._adam.state.get(parameter, {}).items()
+            for kind, value in self._adamw.state.get(parameter, {}).items()
         }
 
-    def _make_moments(self, names: Collection[str]) -> None:
+    def _init_moments(self, names: Collection[str]) -> None:
         """Moments to be overwritten, of these parameters alone, as AdamW itself makes them.
 
         Its first step does; it moves the parameters, which are to be overwritten, too.
         """
-        self._adam.state.clear()
+        self._adamw.state.clear()
         for name in names:
             self.parameters[name].grad = torch.zeros_like(self.parameters[name])
         if names:
-            self._adam.step()
-        self.forget()
+            self._adamw.step()
+        self.zero_grad()
 
 
 def learning_rate(peak: float, config: OptimConfig, total_steps: int, step: int) -> float:
@@ -146,11 +146,11 @@ def learning_rate(peak: float, config: OptimConfig, total_steps: int, step: int)
     if step <= config.lr_warmup_steps:
         return peak * step / (config.lr_warmup_steps + 1)
     first = config.lr_warmup_steps + 1
-    done = min(1.0, (step - first) / max(1, total_steps - first))
-    return peak * (1 + (config.lr_final - 1) * done)
+    fraction = min(1.0, (step - first) / max(1, total_steps - first))
+    return peak * (1 + (config.lr_final - 1) * fraction)
 
 
-def _adam(
+def _make_adamw(
     config: OptimConfig, parameters: list[nn.Parameter], betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names.

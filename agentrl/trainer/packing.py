@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from agentrl.trainer.attention import Layout
-from agentrl.trainer.batch import Rows
+from agentrl.trainer.batch import TokenRows
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRows:
     """What a model is run on, and which of its tokens are asked about; L tokens in all."""
 
     input_ids: Tensor
@@ -43,10 +43,10 @@ class Packed:
     tokens: Tensor
     """(N,) the chosen tokens, row by row."""
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> PackedRows:
         """The same there."""
         at = {"device": device, "non_blocking": True}
-        return Packed(
+        return PackedRows(
             input_ids=self.input_ids.to(**at),
             position_ids=self.position_ids.to(**at),
             layout=self.layout.to(device),
@@ -56,10 +56,10 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """What one pass of a model is made on: rows, and numbers for each of their chosen tokens."""
 
-    packed: Packed
+    packed: PackedRows
     mask: Tensor
     """(b, A) bool: how the N chosen tokens lie in rows when nothing else is kept of these, each
     row's moved to its beginning; A is the most that a row has."""
@@ -71,13 +71,15 @@ class Micro:
         mask = self.mask.to(flat.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
-    def to(self, device: torch.device) -> Micro:
+    def to(self, device: torch.device) -> MicroBatch:
         """The same there."""
         columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
-        return Micro(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
+        return MicroBatch(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
 
 
-def micro(batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> Micro:
+def make_micro_batch(
+    batch: TokenRows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
+) -> MicroBatch:
     """Lay rows out for a pass.
 
     No rows at all make a pass in which nothing is asked. A rank needs it to keep step with the
@@ -90,18 +92,18 @@ def micro(batch: Rows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
         columns: (B, T) each.
     """
     if not len(rows):
-        nobody = replace(pack_row([0, 0]), states=rows, tokens=rows)
+        empty_pass = replace(pack_row([0, 0]), states=rows, tokens=rows)
         nothing = {name: x.new_zeros(0) for name, x in columns.items()}
-        return Micro(nobody, torch.zeros(1, 0, dtype=torch.bool), nothing)
+        return MicroBatch(empty_pass, torch.zeros(1, 0, dtype=torch.bool), nothing)
     chosen = mask[rows]
     counts = chosen.sum(1)
     here = torch.arange(int(counts.max())) < counts[:, None]
-    return Micro(
+    return MicroBatch(
         pack(batch, rows, chosen), here, {name: x[rows][chosen] for name, x in columns.items()}
     )
 
 
-def pack(batch: Rows, rows: Tensor, mask: Tensor) -> Packed:
+def pack(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
     """Lay rows out side by side.
 
     Args:
@@ -113,8 +115,8 @@ def pack(batch: Rows, rows: Tensor, mask: Tensor) -> Packed:
     pieces: list[int] = []
     responses: list[int] = []
     start = prompt_end = 0
-    fresh = starts_prompt(batch, rows).tolist()
-    for row, new, chosen in zip(rows.tolist(), fresh, mask, strict=True):
+    is_new = has_new_prompt(batch, rows).tolist()
+    for row, new, chosen in zip(rows.tolist(), is_new, mask, strict=True):
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         if new:
             ids.append(batch.prompt_ids[row, batch.prompt_ids.shape[1] - prompt :])
@@ -129,7 +131,7 @@ def pack(batch: Rows, rows: Tensor, mask: Tensor) -> Packed:
         at = chosen.nonzero()[:, 0]
         states.append(torch.where(at == 0, prompt_end, start + at) - 1)
         start += response
-    return Packed(
+    return PackedRows(
         input_ids=torch.cat(ids)[None],
         position_ids=torch.cat(positions)[None],
         layout=Layout(pieces, responses),
@@ -138,14 +140,14 @@ def pack(batch: Rows, rows: Tensor, mask: Tensor) -> Packed:
     )
 
 
-def pack_row(token_ids: Sequence[int]) -> Packed:
+def pack_row(token_ids: Sequence[int]) -> PackedRows:
     """One row by itself, asked about every token but the first.
 
     Args:
         token_ids: two at least.
     """
     ids = torch.tensor(token_ids)
-    return Packed(
+    return PackedRows(
         input_ids=ids[None],
         position_ids=torch.arange(len(ids))[None],
         layout=Layout(pieces=[1, len(ids) - 1], responses=[1]),
@@ -154,21 +156,21 @@ def pack_row(token_ids: Sequence[int]) -> Packed:
     )
 
 
-def starts_prompt(batch: Rows, rows: Tensor) -> Tensor:
+def has_new_prompt(batch: TokenRows, rows: Tensor) -> Tensor:
     """(b,) bool: whether a row's prompt is another one than that of the row before it in `rows`."""
     ids, lengths = batch.prompt_ids[rows], batch.prompt_lengths[rows]
-    fresh = torch.ones(len(rows), dtype=torch.bool)
-    fresh[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
-    return fresh
+    is_new = torch.ones(len(rows), dtype=torch.bool)
+    is_new[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
+    return is_new
 
 
 # --- which rows a rank runs, and in which micro-batches -----------------------------------------
 
-UNEVEN = 1.03
+MAX_IMBALANCE = 1.03
 """A share may have so many times the tokens of the mean before a prompt is run in two."""
 
 
-def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor]]:
+def assign_rows(batch: TokenRows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor]]:
     """Micro-batches for each rank, equally many for all.
 
     Args:
@@ -183,40 +185,40 @@ def deal(batch: Rows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor
     """
     if not len(rows):
         return [[] for _ in range(ranks)]
-    sizes = _Sizes(batch, rows)
+    costs = _RowCosts(batch, rows)
     if ranks == 1:  # nobody waits for it
-        dealt = [sizes.cut(sizes.rows, budget)]
+        pieces_by_rank = [costs.split(costs.rows, budget)]
     else:
-        owned = _shared_out(sizes, sizes.rows, ranks)
-        count = max(len(sizes.cut(mine, budget)) for mine in owned)
-        dealt = [_in_pieces(sizes, mine, count, budget) for mine in owned]
-    return [[torch.tensor(piece, dtype=torch.int64) for piece in mine] for mine in dealt]
+        shares_of_rows = _split_evenly(costs, costs.rows, ranks)
+        count = max(len(costs.split(share, budget)) for share in shares_of_rows)
+        pieces_by_rank = [_split_into(costs, share, count, budget) for share in shares_of_rows]
+    return [[torch.tensor(piece, dtype=torch.int64) for piece in share] for share in pieces_by_rank]
 
 
-class _Sizes:
+class _RowCosts:
     """What rows cost that are run side by side, in tokens."""
 
-    def __init__(self, batch: Rows, rows: Tensor):
+    def __init__(self, batch: TokenRows, rows: Tensor):
         self.rows: list[int] = rows.tolist()
-        number = starts_prompt(batch, rows).cumsum(0).tolist()
+        number = has_new_prompt(batch, rows).cumsum(0).tolist()
         self._family = dict(zip(self.rows, number, strict=True))
         self._prompts = batch.prompt_lengths.tolist()
         self._responses = batch.response_lengths.tolist()
 
-    def of(self, rows: Sequence[int]) -> int:
+    def tokens_of(self, rows: Sequence[int]) -> int:
         """All of them together, ascending."""
         return sum(need for _, _, need in self._needs(rows))
 
     def families(self, rows: Sequence[int]) -> list[list[int]]:
         """Neighbours that share a prompt."""
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for row, new, _ in self._needs(rows):
             if new:
-                found.append([])
-            found[-1].append(row)
-        return found
+                groups.append([])
+            groups[-1].append(row)
+        return groups
 
-    def cut(self, rows: Sequence[int], most: int) -> list[list[int]]:
+    def split(self, rows: Sequence[int], most: int) -> list[list[int]]:
         """Neighbours in pieces of at most `most` tokens; what is longer goes alone."""
         pieces: list[list[int]] = []
         room = 0
@@ -237,51 +239,51 @@ class _Sizes:
             yield row, new, self._responses[row] + (self._prompts[row] if new else 0)
 
 
-def _shared_out(sizes: _Sizes, rows: Sequence[int], shares: int) -> list[list[int]]:
+def _split_evenly(costs: _RowCosts, rows: Sequence[int], shares: int) -> list[list[int]]:
     """Rows for each rank, or each pass of one, about equally many tokens for all.
 
     Families stay whole where that is even enough. Else the smallest one of the busiest is halved,
     again and again; of all these ways the evenest is taken, for a prompt that two run costs twice.
     """
-    units = [(sizes.of(family), family) for family in sizes.families(rows)]
+    units = [(costs.tokens_of(family), family) for family in costs.families(rows)]
     ways = []
     while True:
-        owned = _spread(units, shares)
-        loads = [sizes.of(mine) for mine in owned]
-        ways.append((max(loads), owned))
-        busiest = set(owned[loads.index(max(loads))])
+        shares_of_rows = _assign_largest_first(units, shares)
+        loads = [costs.tokens_of(share) for share in shares_of_rows]
+        ways.append((max(loads), shares_of_rows))
+        busiest = set(shares_of_rows[loads.index(max(loads))])
         several = [unit for unit in units if len(unit[1]) > 1 and unit[1][0] in busiest]
-        if max(loads) * shares <= UNEVEN * sum(loads) or not several:
+        if max(loads) * shares <= MAX_IMBALANCE * sum(loads) or not several:
             return min(ways, key=lambda way: way[0])[1]
         units.remove(smallest := min(several))
         unit, half = smallest[1], len(smallest[1]) // 2
-        units += [(sizes.of(part), part) for part in (unit[:half], unit[half:])]
+        units += [(costs.tokens_of(part), part) for part in (unit[:half], unit[half:])]
 
 
-def _spread(units: list[tuple[int, list[int]]], shares: int) -> list[list[int]]:
+def _assign_largest_first(units: list[tuple[int, list[int]]], shares: int) -> list[list[int]]:
     """Units of (tokens, rows): the largest first, each to who has least (Graham, 1969)."""
     loads = [(0, share) for share in range(shares)]
-    owned: list[list[int]] = [[] for _ in range(shares)]
+    shares_of_rows: list[list[int]] = [[] for _ in range(shares)]
     for tokens, unit in sorted(units, key=lambda unit: (-unit[0], unit[1])):
         load, share = heapq.heappop(loads)
-        owned[share] += unit
+        shares_of_rows[share] += unit
         heapq.heappush(loads, (load + tokens, share))
-    return [sorted(mine) for mine in owned]
+    return [sorted(share) for share in shares_of_rows]
 
 
-def _in_pieces(sizes: _Sizes, rows: list[int], count: int, budget: int) -> list[list[int]]:
+def _split_into(costs: _RowCosts, rows: list[int], count: int, budget: int) -> list[list[int]]:
     """Just so many, the longest first; what cannot be cut so often is joined by empty ones.
 
     About equally long, unless that breaks the budget: then neighbours until it is full, and the
     longest are halved.
     """
-    pieces = _shared_out(sizes, rows, count)
-    if any(sizes.of(piece) > budget and len(piece) > 1 for piece in pieces):
-        pieces = sizes.cut(rows, budget)
+    pieces = _split_evenly(costs, rows, count)
+    if any(costs.tokens_of(piece) > budget and len(piece) > 1 for piece in pieces):
+        pieces = costs.split(rows, budget)
     while len(pieces) < count:
         widest = max(
             (k for k, piece in enumerate(pieces) if len(piece) > 1),
-            key=lambda k: sizes.of(pieces[k]),
+            key=lambda k: costs.tokens_of(pieces[k]),
             default=None,
         )
         if widest is None:
@@ -289,4 +291,4 @@ def _in_pieces(sizes: _Sizes, rows: list[int], count: int, budget: int) -> list[
             break
         half = len(pieces[widest]) // 2
         pieces[widest : widest + 1] = [pieces[widest][:half], pieces[widest][half:]]
-    return sorted(pieces, key=sizes.of, reverse=True)
+    return sorted(pieces, key=costs.tokens_of, reverse=True)

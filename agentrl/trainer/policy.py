@@ -7,7 +7,7 @@ the first update differ from 1.
 
 The policy is what learns, and what an engine samples from; with LoRA, over a frozen base. Its
 weights may be spread over ranks (`sharding.py`). Then whatever gathers them (`export`,
-`save_adapter`, `save_pretrained`, `shaken`) is called on all ranks at once, and only rank 0 writes.
+`save_adapter`, `save_pretrained`, `perturbed_adapter`) is called on all ranks at once, and only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from agentrl.engine.local.windows import LONG, NoSmallCopy, describe_windows, wi
 from agentrl.errors import ConfigError
 from agentrl.trainer.attention import PACKED, Layout
 from agentrl.trainer.head import chosen_logprobs
-from agentrl.trainer.packing import Packed
-from agentrl.trainer.sharding import fill, is_rank_zero, settle, whole
+from agentrl.trainer.packing import PackedRows
+from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, reshard
 
 T = TypeVar("T")
 
-SHAKE = 0.3
+PERTURBATION = 0.3
 """Norm of what a shaken adapter adds to a layer, as a share of the layer's own: about half a nat,
 which is more than training adds, with the rounding errors that belong to it."""
 ACTOR, CRITIC = "default", "critic"
@@ -63,15 +63,19 @@ class Policy:
         self.peft: PeftModel | None = None
         head = model.get_output_embeddings()
         # An adapter on the head or the embeddings would not be published, nor would it learn.
-        self._adaptable = [
+        self._adaptable_modules = [
             name
             for name, module in model.named_modules()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head
         ]
-        self.scorer = Scorer(model, compute)
+        self.packed_model = PackedModel(model, compute)
 
     def logprobs(
-        self, packed: Packed, *, entropy_gradient: bool = False, temperature: float | None = None
+        self,
+        packed: PackedRows,
+        *,
+        entropy_gradient: bool = False,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprob of each chosen token, and the entropy where it was chosen, (N,) each.
 
@@ -80,13 +84,13 @@ class Policy:
             entropy_gradient: whether the entropy carries a gradient.
             temperature: another than the policy's.
         """
-        heat = self.temperature if temperature is None else temperature
+        temperature = self.temperature if temperature is None else temperature
 
         def read(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            weight = self.scorer.head.weight
-            return chosen_logprobs(hidden, weight, packed.tokens, heat, entropy_gradient)
+            weight = self.packed_model.head.weight
+            return chosen_logprobs(hidden, weight, packed.tokens, temperature, entropy_gradient)
 
-        return self.scorer(packed, read)
+        return self.packed_model(packed, read)
 
     def add_adapter(
         self, name: str, rank: int, alpha: int, target_modules: str | list[str], seed: int
@@ -119,7 +123,7 @@ class Policy:
             except ValueError as e:
                 raise ConfigError(f"model.lora_target_modules={target_modules!r}: {e}") from e
         self.model.eval()
-        self._all_learn()
+        self._unfreeze_adapters()
 
     def parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """What learns of an adapter by name; without LoRA all weights, whatever it is called."""
@@ -129,7 +133,7 @@ class Policy:
     def _check_targets(self, target_modules: str | list[str]) -> None:
         if target_modules == "all-linear":
             return
-        ends = [f".{name}" for name in self._adaptable]
+        ends = [f".{name}" for name in self._adaptable_modules]
         wrong = [t for t in target_modules if not any(end.endswith(f".{t}") for end in ends)]
         if wrong or not target_modules:
             names = sorted({end.rpartition(".")[2] for end in ends})
@@ -147,49 +151,49 @@ class Policy:
         """
         assert self.peft is not None
         with ExitStack() as stack:
-            stack.callback(self._all_learn)
+            stack.callback(self._unfreeze_adapters)
             if name is None:
                 stack.enter_context(self.peft.disable_adapter())
             else:
                 self.peft.set_adapter(name)
                 stack.callback(self.peft.set_adapter, ACTOR)
             # What learns are the pieces, not what was gathered of them.
-            stack.callback(settle, self.scorer)
+            stack.callback(reshard, self.packed_model)
             yield
 
-    def _all_learn(self) -> None:
+    def _unfreeze_adapters(self) -> None:
         """Undo that PEFT freezes the adapters which are not in use."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name)
 
     @contextmanager
-    def shaken(self, seed: int) -> Iterator[None]:
+    def perturbed_adapter(self, seed: int) -> Iterator[None]:
         """Within the block the LoRA adapter is another one, whose output is not zero.
 
         At the beginning an adapter is zero, and an engine that ignored it would look right.
         """
         layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
-        before = [_up(layer).detach().clone() for layer in layers]
+        before = [_lora_b(layer).detach().clone() for layer in layers]
         random = torch.Generator().manual_seed(seed)
         try:
             with torch.no_grad():
                 for layer in layers:
-                    up = _up(layer)
-                    fill(up, torch.randn(up.shape, generator=random))
+                    up = _lora_b(layer)
+                    copy_full(up, torch.randn(up.shape, generator=random))
                     change = layer.get_delta_weight(ACTOR)  # type: ignore[operator]
-                    size = whole(_base(layer).norm()) / whole(change.norm())
-                    fill(up, whole(up) * (SHAKE * size))
+                    size = full_tensor(_base_weight(layer).norm()) / full_tensor(change.norm())
+                    copy_full(up, full_tensor(up) * (PERTURBATION * size))
             yield
         finally:
             with torch.no_grad():
                 for layer, values in zip(layers, before, strict=True):
-                    _up(layer).copy_(values)
+                    _lora_b(layer).copy_(values)
 
     def save_adapter(self, folder: Path) -> None:
         """The policy's LoRA adapter, in a folder that PEFT and engines load."""
         assert self.peft is not None
         named = self.model.named_parameters()
-        adapters = {f"base_model.model.{n}": whole(p).cpu() for n, p in named if "lora_" in n}
+        adapters = {f"base_model.model.{n}": full_tensor(p).cpu() for n, p in named if "lora_" in n}
         if is_rank_zero():
             with quiet_peft():
                 self.peft.save_pretrained(
@@ -208,13 +212,13 @@ class Policy:
         no copies: use them before the next update.
         """
         if self.peft is None:
-            yield from ((n, whole(p.detach())) for n, p in self.model.named_parameters())
+            yield from ((n, full_tensor(p.detach())) for n, p in self.model.named_parameters())
             return
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLayer):
                 with torch.no_grad():
-                    weight = _base(module)
-                    merged = whole(weight) + whole(module.get_delta_weight(ACTOR))  # type: ignore
+                    weight = _base_weight(module)
+                    merged = full_tensor(weight) + full_tensor(module.get_delta_weight(ACTOR))  # type: ignore
                 yield f"{name}.weight", merged.to(weight.dtype)
 
     def save_pretrained(self, folder: Path) -> None:
@@ -231,7 +235,7 @@ class Policy:
     def save_whole(self, folder: Path) -> None:
         """The whole model, in a folder that transformers loads; LoRA is merged, as in `export`."""
         base = {
-            name.replace(".base_layer.", "."): whole(weight.detach()).cpu()
+            name.replace(".base_layer.", "."): full_tensor(weight.detach()).cpu()
             for name, weight in self.model.named_parameters()
             if "lora_" not in name
         }
@@ -247,29 +251,29 @@ class Critic:
     float32 or wider: half of a bfloat16's digits are no estimate of a return.
     """
 
-    def __init__(self, scorer: Scorer):
+    def __init__(self, packed_model: PackedModel):
         """Build the head.
 
         Args:
             scorer: has the transformer; its own, or one shared with the policy.
         """
-        self.scorer = scorer
-        model = scorer.model
+        self.packed_model = packed_model
+        model = packed_model.model
         wide = torch.promote_types(model.dtype, torch.float32)
-        width = scorer.head.in_features
+        width = packed_model.head.in_features
         self.head = nn.Linear(width, 1, device=model.device, dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        scorer.value_head = self.head
+        packed_model.value_head = self.head
 
-    def trunk(self) -> dict[str, nn.Parameter]:
+    def decoder_parameters(self) -> dict[str, nn.Parameter]:
         """The weights of a transformer of its own: all but the output layer, never asked."""
-        named = self.scorer.model.get_decoder().named_parameters()
+        named = self.packed_model.model.get_decoder().named_parameters()
         return {f"model.{name}": parameter for name, parameter in named}
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: PackedRows) -> Tensor:
         """The value of the state before each chosen token, (N,)."""
-        return self.scorer(packed, self._read)
+        return self.packed_model(packed, self._read)
 
     def _read(self, hidden: Tensor) -> Tensor:
         # A copy: what leaves a module that is spread over ranks must be no view.
@@ -278,13 +282,13 @@ class Critic:
 
 # --- the model below --------------------------------------------------------------------------
 
-_TRAINABLE = (
+_SUPPORTED = (
     "Choose a model with causal attention whose logits are the output of its output layer, such as"
     " Qwen or Llama."
 )
 
 
-class Scorer(nn.Module):
+class PackedModel(nn.Module):
     """A causal language model and, where there is a critic, its head.
 
     It is what `sharding.shard` spreads over ranks. So all that reads weights does it within
@@ -303,9 +307,9 @@ class Scorer(nn.Module):
         """
         super().__init__()
         if compute in (None, model.dtype):
-            prove_packing(model)
+            verify_packing(model)
         else:
-            prove_packing(deepcopy(model).to(compute))  # type: ignore[arg-type]
+            verify_packing(deepcopy(model).to(compute))  # type: ignore[arg-type]
             model.set_attn_implementation(PACKED)
         self.model = model
         self.value_head: nn.Linear | None = None
@@ -331,12 +335,12 @@ class Scorer(nn.Module):
             )
         return list(layers)
 
-    def forward(self, packed: Packed, read: Callable[[Tensor], T]) -> T:
+    def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
         """Run the transformer, and `read` (N, H): its states where chosen tokens are predicted."""
         return read(hidden_states(self.model, packed))
 
 
-def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
+def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """(N, H): what the head reads where each chosen token is predicted."""
     output = model.get_decoder()(
         input_ids=packed.input_ids,
@@ -348,7 +352,7 @@ def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 @torch.no_grad()
-def prove_packing(model: PreTrainedModel) -> None:
+def verify_packing(model: PreTrainedModel) -> None:
     """Switch a model to packed attention, and prove that its logits stay the same.
 
     The trial packs two rows of one prompt, and compares with one row after the other through the
@@ -360,22 +364,22 @@ def prove_packing(model: PreTrainedModel) -> None:
         ConfigError: they do not.
     """
     name = type(model).__name__
-    if problem := _unfit(model):
+    if problem := _find_unsupported(model):
         raise ConfigError(f"{name} cannot be trained here: {problem}")
     try:
         short = with_short_windows(model)
     except NoSmallCopy as e:
-        raise ConfigError(f"{name} cannot be trained here: {e}. {_TRAINABLE}") from e
-    if problem := _packed_differs(model, 4):
-        raise ConfigError(f"{name} cannot be trained here: {problem}. {_TRAINABLE}")
-    if short is not None and (problem := _packed_differs(short, LONG // 2)):
+        raise ConfigError(f"{name} cannot be trained here: {e}. {_SUPPORTED}") from e
+    if problem := _compare_packed(model, 4):
+        raise ConfigError(f"{name} cannot be trained here: {problem}. {_SUPPORTED}")
+    if short is not None and (problem := _compare_packed(short, LONG // 2)):
         raise ConfigError(
             f"{name} cannot be trained here: {describe_windows(model.config)}, and for longer rows"
-            f" {problem}. {_TRAINABLE}"
+            f" {problem}. {_SUPPORTED}"
         )
 
 
-def _packed_differs(model: PreTrainedModel, half: int) -> str:
+def _compare_packed(model: PreTrainedModel, half: int) -> str:
     """Switch a model to packed attention; return how its logits differ then, or "".
 
     Args:
@@ -388,7 +392,7 @@ def _packed_differs(model: PreTrainedModel, half: int) -> str:
     plain = [model(input_ids=r[None], use_cache=False).logits[0, half - 1 :] for r in rows]
     expected = torch.cat(plain).float()
     first = torch.arange(half - 1, length)
-    pair = Packed(
+    pair = PackedRows(
         input_ids=torch.cat([rows[0], rows[1][half:]])[None],
         position_ids=torch.cat([ids, ids[half:]])[None],
         layout=Layout(pieces=[half] * 3, responses=[2]).to(device),
@@ -399,15 +403,15 @@ def _packed_differs(model: PreTrainedModel, half: int) -> str:
     head = model.get_output_embeddings()
     try:
         model.set_attn_implementation(PACKED)
-        found = head(hidden_states(model, pair)).float()  # type: ignore[operator]
+        packed_logits = head(hidden_states(model, pair)).float()  # type: ignore[operator]
     except (TypeError, ValueError, AttributeError, RuntimeError) as e:
         return str(e)
-    if (found - expected).abs().max() <= tolerance * expected.abs().max():
+    if (packed_logits - expected).abs().max() <= tolerance * expected.abs().max():
         return ""
     return "packed logits differ from the model's own forward pass"
 
 
-def _unfit(model: PreTrainedModel) -> str:
+def _find_unsupported(model: PreTrainedModel) -> str:
     """Return a reason why packing changes the model that a trial of a few tokens misses, or ""."""
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         return "its output layer has a bias, which the loss head leaves out"
@@ -434,11 +438,11 @@ def _rope_types(config: object) -> Iterator[str]:
 # --- layers with LoRA ----------------------------------------------------------------------------
 
 
-def _base(layer: LoraLayer) -> Tensor:
+def _base_weight(layer: LoraLayer) -> Tensor:
     """The frozen weights."""
     return layer.get_base_layer().weight  # type: ignore[return-value]
 
 
-def _up(layer: LoraLayer) -> Tensor:
+def _lora_b(layer: LoraLayer) -> Tensor:
     """The adapter's second matrix, which is zero at the beginning."""
     return layer.lora_B[ACTOR].weight  # type: ignore[return-value]

@@ -77,30 +77,30 @@ class Publisher:
         """
         start = time.perf_counter()
         if self._canary is None and self._learner.lora:
-            self._canary = self._shaken(version)
-        sent_at = time.perf_counter()
+            self._canary = self._measure_perturbed(version)
+        send_start = time.perf_counter()
         sent = self._send(version)
-        sent_by = time.perf_counter()
-        trainer, engines = self._both()
+        send_end = time.perf_counter()
+        trainer, engines = self._score_both()
         if self._canary is None:
-            self._canary = Canary.measured(trainer, engines)
+            self._canary = Canary.measure(trainer, engines)
         metrics = self._canary.check(trainer, engines, version)
         return metrics | {
-            "timing_s/update_weights": sent_by - sent_at,
-            "timing_s/canary": sent_at - start + time.perf_counter() - sent_by,
+            "timing_s/update_weights": send_end - send_start,
+            "timing_s/canary": send_start - start + time.perf_counter() - send_end,
             "perf/update_weights_bytes": float(sent),
         }
 
-    def _shaken(self, version: int) -> Canary:
+    def _measure_perturbed(self, version: int) -> Canary:
         """Measured with another adapter: as it begins it is zero, not seen where it is ignored."""
-        with self._learner.shaken():
+        with self._learner.perturbed_adapter():
             self._send(version)
-            canary = Canary.measured(*self._both())
+            canary = Canary.measure(*self._score_both())
             self._engine.sleep()  # what was shaken is sent to no engine that comes late
         return canary
 
     def _send(self, version: int) -> int:
-        update = self._learner.as_update(version)
+        update = self._learner.make_update(version)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
             torch.cuda.empty_cache()  # the engine takes its memory back
         try:
@@ -108,30 +108,30 @@ class Publisher:
         except EngineError as e:
             raise RunStopped(f"the engine did not take version {version} of the policy: {e}") from e
 
-    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_both(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The logprobs of the row: trainer's, (T - 1,), and each engine's, (engines, T - 1)."""
         try:
-            found = self._scores(self._token_ids)
+            scores = self._scores(self._token_ids)
         except EngineError as e:
             raise RunStopped(f"the engine does not score a row: {e}") from e
-        return self._learner.ranks.score(self._token_ids), torch.tensor(found)[:, 1:]
+        return self._learner.ranks.score(self._token_ids), torch.tensor(scores)[:, 1:]
 
 
-TOLERANCE = 1.5
+NOISE_TOLERANCE = 1.5
 """Times the noise. Noise may grow with the policy, but not at once: logits that a run sharpens are
 larger, and so are their rounding errors."""
-MOVED = 3.0
+MIN_MOVEMENT = 3.0
 """Times the noise: a policy that moved further is told from the last one."""
-MOST_NOISE = 3.0
+MAX_NOISE_GROWTH = 3.0
 """Times the mismatch at the start: more growth is no noise."""
-FAR, OWN = 10.0, 0.05
-"""A policy that moves by more than `FAR` times the noise at once may bring this share of the rest
+FAR_MOVEMENT, ROUNDING_SHARE = 10.0, 0.05
+"""A policy that moves by more than `FAR_MOVEMENT` times the noise at once may bring this share of the rest
 as rounding errors of its own, up to the noise: one of 7 billion new random weights did."""
-BEHIND = 0.25
+MAX_LAG = 0.25
 """The share of the last movement that an engine may lack."""
-LEAST_MISMATCH = 1e-5
+MIN_NOISE = 1e-5
 """The noise of float32, in nats; what is measured at the start may be less by chance."""
-MOST_MISMATCH = 0.2
+MAX_START_MISMATCH = 0.2
 """Nats at the start: more is no arithmetic, but another model."""
 
 
@@ -150,7 +150,7 @@ class Canary:
         """The trainer's logprobs when an engine was last seen to follow them."""
 
     @classmethod
-    def measured(cls, trainer: Tensor, engines: Tensor) -> Canary:
+    def measure(cls, trainer: Tensor, engines: Tensor) -> Canary:
         """Measure at the start, where both hold the same.
 
         Args:
@@ -160,11 +160,11 @@ class Canary:
         Raises:
             RunStopped: they are of different models.
         """
-        reference = max(_worst(_distance(trainer, e) for e in engines), LEAST_MISMATCH)
-        if not reference <= MOST_MISMATCH:
+        reference = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
+        if not reference <= MAX_START_MISMATCH:
             raise RunStopped(
                 f"engine and trainer differ by {reference:.3g} nats a token before the first"
-                f" step, where arithmetic makes at most {MOST_MISMATCH:g}. Do they hold the same"
+                f" step, where arithmetic makes at most {MAX_START_MISMATCH:g}. Do they hold the same"
                 " model? Were the weights, or the adapter, taken by the engine?"
             )
         return cls(reference)
@@ -198,10 +198,10 @@ class Canary:
         if self._last is not None and len(self._last) != len(trainer):
             self._last = None
         drift = 0.0 if self._last is None else _distance(trainer, self._last)
-        moved = drift > MOVED * self._noise
-        worst = _worst(self._judge(trainer, e, drift, moved, version) for e in engines)
+        moved = drift > MIN_MOVEMENT * self._noise
+        worst = _max(self._judge(trainer, e, drift, moved, version) for e in engines)
         if moved or self._last is None:
-            self._noise = min(max(self.reference, worst), MOST_NOISE * self.reference)
+            self._noise = min(max(self.reference, worst), MAX_NOISE_GROWTH * self.reference)
             self._last = trainer
         return {"canary/mismatch": worst, "canary/drift": drift}
 
@@ -210,14 +210,14 @@ class Canary:
     ) -> float:
         mismatch = _distance(trainer, engine)
         if moved:
-            own = OWN * max(0.0, drift - FAR * self._noise)
-            limit = TOLERANCE * self._noise + min(own, self._noise)
+            rounding = ROUNDING_SHARE * max(0.0, drift - FAR_MOVEMENT * self._noise)
+            limit = NOISE_TOLERANCE * self._noise + min(rounding, self._noise)
         else:
-            limit = MOVED * self._noise + drift
-        behind = 0.0
+            limit = MIN_MOVEMENT * self._noise + drift
+        lag = 0.0
         if moved and self._last is not None:
-            behind = _share(trainer - engine, trainer - self._last)
-        if mismatch <= limit and behind <= BEHIND:
+            lag = _share(trainer - engine, trainer - self._last)
+        if mismatch <= limit and lag <= MAX_LAG:
             return mismatch
         raise RunStopped(
             f"version {version} of the policy was published, but the engine's logprobs of a fixed"
@@ -225,9 +225,9 @@ class Canary:
             f" explains {limit:.3g} ({self.reference:.3g} at the start; the policy moved by"
             f" {drift:.3g}). "
             + (
-                f"They lack {behind:.0%} of that movement: the engine still samples from an earlier"
+                f"They lack {lag:.0%} of that movement: the engine still samples from an earlier"
                 " version."
-                if behind > BEHIND
+                if lag > MAX_LAG
                 else "The engine holds something else than any version: other weights, or no"
                 " adapter."
             )
@@ -244,6 +244,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-def _worst(mismatches: Iterable[float]) -> float:
+def _max(mismatches: Iterable[float]) -> float:
     """The largest; NaN where any is, which Python's `max` may pass over."""
     return torch.tensor(list(mismatches)).max().item()

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote.files import check_seen, write_weights
-from agentrl.trainer.dispatch import BROADCAST, SPLIT, Group, Site, dispatch
+from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
     importance_ratios,
@@ -29,19 +29,19 @@ from agentrl.trainer.losses import (
     value_loss,
 )
 from agentrl.trainer.optimizer import BETAS, Optimizer
-from agentrl.trainer.packing import Micro, pack_row
-from agentrl.trainer.policy import ACTOR, CRITIC, Critic, Policy, Scorer
-from agentrl.trainer.sharding import is_rank_zero, open_accelerator, settle, shard
+from agentrl.trainer.packing import MicroBatch, pack_row
+from agentrl.trainer.policy import ACTOR, CRITIC, Critic, PackedModel, Policy
+from agentrl.trainer.sharding import is_rank_zero, open_accelerator, reshard, shard
 
-Who = Literal["policy", "reference", "critic"]
-Learns = Literal["actor", "critic", "sft"]
-ADAPTER = "adapter"
+ModelName = Literal["policy", "reference", "critic"]
+LossName = Literal["actor", "critic", "sft"]
+ADAPTER_FOLDER = "adapter"
 """Of what is saved: the folder with the policy's LoRA adapter, as PEFT loads it. It is not there
 where the base has no name, being an adapter merged at loading: no folder could say it."""
 
 
 @dataclass(slots=True)
-class Pass:
+class PassResult:
     """What a rank found on its way through forward and backward."""
 
     counts: dict[str, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Pass:
     """(N,) of each micro-batch, as they were, where the old ones were not known yet."""
 
 
-class Alone:
+class LocalRankGroup:
     """A group of one rank, in this process."""
 
     size = 1
@@ -108,24 +108,28 @@ class Rank:
         self._dtype = dtype or ("auto" if cuda else torch.float32)
         self.policy = self._load_policy()
         self.critic: Critic | None = None
-        self._frozen: Policy | None = None
+        self._reference: Policy | None = None
         lora = config.model.lora_rank > 0
         if lora:
             self._add_adapter(ACTOR)
         if config.algorithm.critic:
             if lora:
                 self._add_adapter(CRITIC)
-            self.critic = Critic(self.policy.scorer if lora else self._load_policy().scorer)
-        self._shard(self.policy.scorer)
+            self.critic = Critic(
+                self.policy.packed_model if lora else self._load_policy().packed_model
+            )
+        self._shard(self.policy.packed_model)
         if self.critic is not None and not lora:
-            self._shard(self.critic.scorer)
-        learns = {"actor": self.policy.parameters(ACTOR)}
+            self._shard(self.critic.packed_model)
+        trainable = {"actor": self.policy.parameters(ACTOR)}
         if self.critic is not None:
-            learns["critic"] = self.policy.parameters(CRITIC) if lora else self.critic.trunk()
-            learns["critic"] |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
+            trainable["critic"] = (
+                self.policy.parameters(CRITIC) if lora else self.critic.decoder_parameters()
+            )
+            trainable["critic"] |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
         self.optimizers = {
             name: Optimizer(name, parameters, config.optim, self.accelerator, betas)
-            for name, parameters in learns.items()
+            for name, parameters in trainable.items()
         }
 
     def _load_policy(self) -> Policy:
@@ -139,9 +143,9 @@ class Rank:
         seed = self.config.trainer.seed + (name == CRITIC)
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
-    def _shard(self, scorer: Scorer) -> None:
-        layers, head = scorer.layers(), scorer.value_head
-        shard(scorer, layers, head, self._mesh, self._compute, self.config.optim)
+    def _shard(self, packed_model: PackedModel) -> None:
+        layers, head = packed_model.layers(), packed_model.value_head
+        shard(packed_model, layers, head, self._mesh, self._compute, self.config.optim)
 
     # --- without learning ----------------------------------------------------------------------
 
@@ -152,21 +156,23 @@ class Rank:
 
     @dispatch(SPLIT)
     @torch.no_grad()
-    def look(self, share: Sequence[Micro], who: Who) -> list[Tensor]:
+    def forward(self, share: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
         """(N,) float32 or wider of each micro-batch: logprobs of policy or reference, or values."""
-        asked: Policy | Critic = self.policy
-        if who == "critic":
+        target: Policy | Critic = self.policy
+        if model == "critic":
             assert self.critic is not None
-            asked = self.critic
-        elif who == "reference" and self.policy.peft is None:
-            asked = self._frozen = self._frozen or self._load_frozen()
-        with self._adapter_of(who):
-            found = [
-                (asked.values(row) if isinstance(asked, Critic) else asked.logprobs(row)[0]).cpu()
+            target = self.critic
+        elif model == "reference" and self.policy.peft is None:
+            target = self._reference = self._reference or self._load_reference()
+        with self._use_adapter_of(model):
+            results = [
+                (
+                    target.values(row) if isinstance(target, Critic) else target.logprobs(row)[0]
+                ).cpu()
                 for row in (micro.packed.to(self.device) for micro in share)
             ]
-        settle(asked.scorer)  # its weights may change now
-        return found
+        reshard(target.packed_model)  # its weights may change now
+        return results
 
     @dispatch(BROADCAST)
     @torch.no_grad()
@@ -174,28 +180,28 @@ class Rank:
         """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""
         row = pack_row(token_ids).to(self.device)
         logprobs, _ = self.policy.logprobs(row, temperature=1.0)
-        settle(self.policy.scorer)
+        reshard(self.policy.packed_model)
         return logprobs.float().cpu()
 
-    def _adapter_of(self, who: Who | Learns) -> AbstractContextManager[None]:
-        """Within it the base that all share with LoRA has the adapter of `who`, or none."""
-        if self.policy.peft is None or who not in ("critic", "reference"):
+    def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:
+        """Within it the base that all share with LoRA has the adapter of `model`, or none."""
+        if self.policy.peft is None or model not in ("critic", "reference"):
             return nullcontext()
-        return self.policy.adapter(CRITIC if who == "critic" else None)
+        return self.policy.adapter(CRITIC if model == "critic" else None)
 
-    def _load_frozen(self) -> Policy:
+    def _load_reference(self) -> Policy:
         """The policy as it was at first: it rounds as the policy does, and holds no more."""
         frozen = self._load_policy()
         frozen.model.requires_grad_(False)
         if self._compute is not None:
             frozen.model.to(self._compute)  # type: ignore[arg-type]
-        self._shard(frozen.scorer)
+        self._shard(frozen.packed_model)
         return frozen
 
     # --- learning ------------------------------------------------------------------------------
 
     @dispatch(SPLIT)
-    def accumulate(self, share: Sequence[Micro], learns: Learns) -> Pass:
+    def forward_backward(self, share: Sequence[MicroBatch], loss_name: LossName) -> PassResult:
         """Add the gradient of some micro-batches' losses to what is there.
 
         Args:
@@ -203,83 +209,83 @@ class Rank:
                 step's beginning: its logprobs are the old ones, and come back.
             learns: whose loss: the policy's, the critic's, or that of imitation.
         """
-        losses: dict[Learns, Callable[[Micro], tuple[Any, ...]]] = {
-            "actor": self._actor_loss, "critic": self._critic_loss, "sft": self._imitation_loss
+        losses: dict[LossName, Callable[[MicroBatch], tuple[Any, ...]]] = {
+            "actor": self._actor_loss, "critic": self._critic_loss, "sft": self._sft_loss
         }  # fmt: skip
         sums: dict[str, Tensor] = {}
-        done = Pass()
-        with self._adapter_of(learns):
+        result = PassResult()
+        with self._use_adapter_of(loss_name):
             for micro in share:
-                loss, counted, *logprobs = losses[learns](micro.to(self.device))
+                loss, loss_sums, *logprobs = losses[loss_name](micro.to(self.device))
                 if "old" not in micro.columns:
-                    done.logprobs += logprobs
+                    result.logprobs += logprobs
                 # Not `accelerator.backward`: it divides by process-wide state.
                 loss.backward()
-                for key, value in {"loss": loss.detach(), **counted}.items():
+                for key, value in {"loss": loss.detach(), **loss_sums}.items():
                     sums[key] = sums[key] + value if key in sums else value
         if sums:
             numbers = torch.stack([value.double() for value in sums.values()])
-            done.counts = dict(zip(sums, numbers.tolist(), strict=True))
-        done.logprobs = [logprobs.cpu() for logprobs in done.logprobs]
-        return done
+            result.counts = dict(zip(sums, numbers.tolist(), strict=True))
+        result.logprobs = [logprobs.cpu() for logprobs in result.logprobs]
+        return result
 
     @dispatch(BROADCAST)
-    def descend(self, learns: str, lr: float) -> float:
+    def optimizer_step(self, name: str, lr: float) -> float:
         """Take the optimizer's step on the gradient that is there.
 
         Returns:
             the gradient's norm before it was clipped. If it is not finite, nothing moved.
         """
-        return self.optimizers[learns].descend(lr)
+        return self.optimizers[name].step(lr)
 
     @dispatch(BROADCAST)
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop what gradient there is: what a step that was stopped has left."""
         for optimizer in self.optimizers.values():
-            optimizer.forget()
+            optimizer.zero_grad()
 
-    def _actor_loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _actor_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The share of the policy's loss that some rows have; and the logprobs as they are."""
-        a, its = self.config.algorithm, micro.columns
+        a, columns = self.config.algorithm, micro.columns
         logprobs, entropy = self.policy.logprobs(micro.packed, entropy_gradient=a.entropy_coef > 0)
-        old = its.get("old", logprobs.detach())
-        advantages = its["advantages"].to(logprobs.dtype)
-        weights = its["weights"].to(logprobs.dtype)
+        old = columns.get("old", logprobs.detach())
+        advantages = columns["advantages"].to(logprobs.dtype)
+        weights = columns["weights"].to(logprobs.dtype)
         rows, mask = micro.rows, micro.mask
         loss, counts = token_losses(rows(logprobs), rows(old), rows(advantages), mask, a)
         loss = loss[mask]
-        counted = {
+        loss_sums = {
             "tokens": torch.ones_like(entropy).sum(),
             "entropy": entropy.detach().sum(),
             "ppo_kl": (old - logprobs.detach()).sum(),
             **{name: count[mask].sum() for name, count in counts.items()},
         }
         if a.tis_cap:
-            ratios = importance_ratios(rows(old), rows(its["rollout"]), mask, a.tis_level)[mask]
+            ratios = importance_ratios(rows(old), rows(columns["rollout"]), mask, a.tis_level)[mask]
             loss = loss * importance_weights(ratios, a.tis_cap, a.tis_mode)
-        counted["pg_loss"] = (weights * loss).detach().sum()
+        loss_sums["pg_loss"] = (weights * loss).detach().sum()
         if a.kl_loss_coef:
-            kl = ESTIMATORS[a.kl_type](logprobs, its["reference"])
+            kl = ESTIMATORS[a.kl_type](logprobs, columns["reference"])
             if a.tis_cap:  # it is an expectation over what the policy samples now (`ESTIMATORS`)
                 ratios = importance_ratios(
-                    rows(logprobs.detach()), rows(its["rollout"]), mask, "token"
+                    rows(logprobs.detach()), rows(columns["rollout"]), mask, "token"
                 )
                 kl = kl * importance_weights(ratios[mask], a.tis_cap, "truncate")
             loss = loss + a.kl_loss_coef * kl
-            counted["kl_loss"] = (weights * kl).detach().sum()
+            loss_sums["kl_loss"] = (weights * kl).detach().sum()
         if a.entropy_coef:
             loss = loss - a.entropy_coef * entropy
-        return (weights * loss).sum(), counted, logprobs.detach()
+        return (weights * loss).sum(), loss_sums, logprobs.detach()
 
-    def _critic_loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+    def _critic_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of the critic's loss that some rows have."""
         assert self.critic is not None
-        its = micro.columns
+        columns = micro.columns
         values = self.critic.values(micro.packed)
         loss, clipped = value_loss(
-            values, its["values"], its["returns"], self.config.algorithm.value_clip
+            values, columns["values"], columns["returns"], self.config.algorithm.value_clip
         )
-        total = (its["weights"].to(loss.dtype) * loss).sum()
+        total = (columns["weights"].to(loss.dtype) * loss).sum()
         return total, {
             "tokens": torch.ones_like(values).sum(),
             "vf_loss": total.detach(),
@@ -287,7 +293,7 @@ class Rank:
             "vpred_mean": values.detach().sum(),
         }
 
-    def _imitation_loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sft_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of -log p that some conversations have (`sft.py`)."""
         logprobs, _ = self.policy.logprobs(micro.packed)
         return -(micro.columns["weights"] * logprobs).sum(), {
@@ -320,7 +326,7 @@ class Rank:
 
     @dispatch(BROADCAST)
     def save(self, folder: Path) -> None:
-        """Write all that `load` needs into an existing folder; with LoRA, `ADAPTER` for PEFT, too.
+        """Write all that `load` needs into an existing folder; with LoRA, `ADAPTER_FOLDER` for PEFT, too.
 
         Raises:
             RunStopped: a rank cannot write there.
@@ -328,7 +334,7 @@ class Rank:
         for optimizer in self.optimizers.values():
             optimizer.save(folder)
         if self.policy.peft is not None and self.policy.model.name_or_path:
-            self.policy.save_adapter(folder / ADAPTER)
+            self.policy.save_adapter(folder / ADAPTER_FOLDER)
 
     @dispatch(BROADCAST)
     def load(self, folder: Path) -> None:
@@ -339,22 +345,26 @@ class Rank:
         """
         for optimizer in self.optimizers.values():
             optimizer.load(folder)
-        settle(self.policy.scorer)
+        reshard(self.policy.packed_model)
         if self.critic is not None:
-            settle(self.critic.scorer)
+            reshard(self.critic.packed_model)
 
     @dispatch(BROADCAST)
-    def shake(self, seed: int) -> None:
-        """Make the LoRA adapter another one until `calm`: see `Policy.shaken`."""
-        self._shaking = self.policy.shaken(seed)
-        self._shaking.__enter__()
+    def perturb_adapter(self, seed: int) -> None:
+        """Make the LoRA adapter another one until `restore_adapter`: see `Policy.perturbed_adapter`."""
+        self._perturbation = self.policy.perturbed_adapter(seed)
+        self._perturbation.__enter__()
 
     @dispatch(BROADCAST)
-    def calm(self) -> None:
-        """Undo `shake`."""
-        self._shaking.__exit__(None, None, None)
+    def restore_adapter(self) -> None:
+        """Undo `perturb_adapter`."""
+        self._perturbation.__exit__(None, None, None)
 
 
-def start_ranks(site: Site | None, *args: Any, **kwargs: Any) -> Group:
+def start_ranks(placement: Placement | None, *args: Any, **kwargs: Any) -> RankGroup:
     """The ranks of a site; None: one, in this process. The arguments are those of `Rank`."""
-    return site.ranks(Rank, *args, **kwargs) if site else Alone(Rank(*args, **kwargs))
+    return (
+        placement.start_ranks(Rank, *args, **kwargs)
+        if placement
+        else LocalRankGroup(Rank(*args, **kwargs))
+    )

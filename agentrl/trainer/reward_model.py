@@ -25,8 +25,8 @@ from agentrl.rewards import reward
 from agentrl.trajectory import Trajectory
 from agentrl.workers import Threads
 
-SHOWN = ("conversation", "final_text")
-SERVERS = ("sglang", "vllm")
+SHOW_CHOICES = ("conversation", "final_text")
+SERVER_CHOICES = ("sglang", "vllm")
 
 
 @reward("reward_model")
@@ -62,7 +62,10 @@ class RewardModel:
         Raises:
             UserError: no such model, or none with one output.
         """
-        for key, value, choices in (("show", show, SHOWN), ("server", server, SERVERS)):
+        for key, value, choices in (
+            ("show", show, SHOW_CHOICES),
+            ("server", server, SERVER_CHOICES),
+        ):
             if value not in choices:
                 raise ConfigError(
                     f"{key}={value!r}: no such choice.{did_you_mean(value, choices)}"
@@ -75,8 +78,8 @@ class RewardModel:
         self._device, self._batch_tokens = device, batch_tokens
         self._timeout_s = timeout_s
         self._tokenizer = load_tokenizer(path)
-        self._forged = _control_tokens(self._tokenizer)
-        self._longest = _longest(_config(path) if url else _checked(path))
+        self._control_texts = _control_tokens(self._tokenizer)
+        self._max_length = _max_length(_load_config(path) if url else _load_checked_config(path))
         self._make_client = partial(HttpClient, url, token=os.environ.get(token_env, ""))
         if url:
             self._make_client()  # a URL that is none is said before a run
@@ -97,7 +100,7 @@ class RewardModel:
         self._enter_loop()
         ids = self.ids(trajectory)
         if self._url:
-            return await self._asked(ids)
+            return await self._request_score(ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, future))
         if self._serving is None or self._serving.done():
@@ -115,11 +118,11 @@ class RewardModel:
             messages = [m.as_dict() for m in trajectory.sample.prompt]
             messages.append({"role": "assistant", "content": trajectory.final_text})
         for message in messages:
-            for token in self._forged:
+            for token in self._control_texts:
                 spelled = token[0] + " " + token[1:]
                 message["content"] = message["content"].replace(token, spelled)
         text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        return self._tokenizer(text, add_special_tokens=False).input_ids[-self._longest :]
+        return self._tokenizer(text, add_special_tokens=False).input_ids[-self._max_length :]
 
     async def close(self) -> None:
         """Let go of the weights and the connections; a later call takes them up again."""
@@ -140,7 +143,7 @@ class RewardModel:
         """Score what waits, batch by batch, in the order in which it came."""
         assert self._threads is not None
         while self._waiting:
-            batch = self._waiting[: self._fitting([ids for ids, _ in self._waiting])]
+            batch = self._waiting[: self._count_fitting([ids for ids, _ in self._waiting])]
             del self._waiting[: len(batch)]
             live = [(ids, future) for ids, future in batch if not future.done()]
             if not live:
@@ -151,7 +154,7 @@ class RewardModel:
                 if not future.done():
                     future.set_exception(error) if error else future.set_result(scores[i])
 
-    def _fitting(self, rows: Sequence[Sequence[int]]) -> int:
+    def _count_fitting(self, rows: Sequence[Sequence[int]]) -> int:
         """How many of the first rows make a batch: padded to the longest, at least one."""
         longest = 0
         for i, row in enumerate(rows):
@@ -177,7 +180,7 @@ class RewardModel:
         out = self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
         return out.logits[:, 0].float().tolist()
 
-    async def _asked(self, ids: list[int]) -> float:
+    async def _request_score(self, ids: list[int]) -> float:
         assert self._client is not None
         body: dict[str, Any] = {"input_ids": [ids]}
         if self._server == "vllm":
@@ -187,8 +190,10 @@ class RewardModel:
             "POST", "/classify", body, deadline=deadline, retries=1, patient=True
         )
         try:
-            said = answer["data"][0]["probs"] if self._server == "vllm" else answer[0]["embedding"]
-            [score] = said
+            values = (
+                answer["data"][0]["probs"] if self._server == "vllm" else answer[0]["embedding"]
+            )
+            [score] = values
         except (TypeError, LookupError, ValueError):
             score = None
         if status != 200 or isinstance(score, bool) or not isinstance(score, (int, float)):
@@ -206,21 +211,21 @@ def _control_tokens(tokenizer: Any) -> list[str]:
     return sorted((t for t in texts if len(t) > 1), key=len, reverse=True)
 
 
-def _longest(config: Any) -> int:
+def _max_length(config: Any) -> int:
     """Most tokens that a model takes."""
     return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
 
 
-def _config(path: str) -> Any:
+def _load_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no reward model at {path!r}: {str(e).splitlines()[0]}") from e
 
 
-def _checked(path: str) -> Any:
+def _load_checked_config(path: str) -> Any:
     """The config of a reward model; what is none is refused."""
-    config = _config(path)
+    config = _load_config(path)
     made_for = (config.architectures or ["?"])[0]
     if not made_for.endswith("ForSequenceClassification") or config.num_labels != 1:
         raise ConfigError(

@@ -32,8 +32,8 @@ from agentrl.engine.local.load import base_and_adapters, load_causal_lm
 from agentrl.errors import ConfigError, RegistryError
 from agentrl.registry import agent_loops, did_you_mean, tools, where_to_load
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import Rows
-from agentrl.trainer.dispatch import Site, check_launched_once
+from agentrl.trainer.batch import TokenRows
+from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.rank import start_ranks
 from agentrl.trajectory import Message, Role, Sample
@@ -46,14 +46,14 @@ FULL_LR, LORA_LR = 1e-5, 2e-4
 """The peak, by default: of all weights, of an adapter."""
 BETAS = (0.9, 0.95)
 """AdamW's: a memory of 20 steps for the second moment, since runs are short."""
-KEYS = (
+SFT_KEYS = (
     "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
     "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
     "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
     "trainer.n_gpus_per_node", "trainer.ray_address",
 )  # fmt: skip
 """What of a run's config is for imitation, too."""
-FLAGS = {
+FLAG_OF_KEY = {
     "optim.lr": "--lr",
     "optim.micro_batch_tokens": "--micro-batch-tokens",
     "model.path": "--model",
@@ -68,7 +68,7 @@ FLAGS = {
 """Keys that the command has a flag for."""
 
 
-def imitation(
+def make_sft_config(
     path: str | Path,
     *,
     steps: int,
@@ -79,7 +79,7 @@ def imitation(
     files: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> Config:
-    """The config of an `Imitator`: its learning rate warms up, then falls linearly.
+    """The config of an `SFTLearner`: its learning rate warms up, then falls linearly.
 
     Args:
         path: a model's or a PEFT adapter's: a folder, or a name on the hub.
@@ -89,14 +89,14 @@ def imitation(
         micro_batch_tokens: most tokens of one forward pass; the loss does not depend on it.
         seed: of random weights, an adapter's too.
         files: the user's, for ranks elsewhere.
-        overrides: texts `a.b.c=1`, of `KEYS`.
+        overrides: texts `a.b.c=1`, of `SFT_KEYS`.
 
     Raises:
         ConfigError: a key that is not for imitation, or a value that is wrong.
     """
-    for given in overrides:
-        if (key := given.partition("=")[0].strip().removeprefix("+")) not in KEYS:
-            raise ConfigError(_not_for_imitation(key))
+    for override in overrides:
+        if (key := override.partition("=")[0].strip().removeprefix("+")) not in SFT_KEYS:
+            raise ConfigError(_describe_bad_key(key))
     preset: dict[str, Any] = {
         "rollout.temperature": 1.0,
         "optim.lr_warmup_steps": max(1, round(WARMUP * steps)) - 1,
@@ -116,21 +116,21 @@ def imitation(
     return load_config(None, overrides, flags, preset)
 
 
-def _not_for_imitation(key: str) -> str:
-    if flag := FLAGS.get(key):
+def _describe_bad_key(key: str) -> str:
+    if flag := FLAG_OF_KEY.get(key):
         return f"{key} is a flag here: {flag}"
-    hint = "" if key in FIELDS else did_you_mean(key, (*KEYS, *FLAGS))
-    return f"{key} is not for imitation.{hint} Choose from {', '.join(KEYS)}"
+    hint = "" if key in FIELDS else did_you_mean(key, (*SFT_KEYS, *FLAG_OF_KEY))
+    return f"{key} is not for imitation.{hint} Choose from {', '.join(SFT_KEYS)}"
 
 
-class Imitator(Learner):
+class SFTLearner(Learner):
     """A policy that learns to say what was said."""
 
-    def __init__(self, config: Config, *, fresh: bool = False, site: Site | None = None):
+    def __init__(self, config: Config, *, fresh: bool = False, placement: Placement | None = None):
         """Load the model.
 
         Args:
-            config: what `imitation` made.
+            config: what `make_sft_config` made.
             fresh: begin from random weights, of the model's shape.
             site: where the ranks are; None: one, in this process.
 
@@ -138,13 +138,13 @@ class Imitator(Learner):
             ConfigError: no such model, or one that cannot be trained here; or several ranks are
                 asked for, and there is no site.
         """
-        check_launched_once(config, site)
+        check_single_controller(config, placement)
         path, t = config.model.path, config.trainer
-        load = partial(new_causal_lm, seed=t.seed) if fresh else load_causal_lm
-        group = start_ranks(site, path, config, betas=BETAS, load=load)
+        load = partial(init_causal_lm, seed=t.seed) if fresh else load_causal_lm
+        group = start_ranks(placement, path, config, betas=BETAS, load=load)
         super().__init__(path, config, total_steps=t.total_steps, group=group)
 
-    def imitate(self, examples: Sequence[Example], step: int) -> float:
+    def train_step(self, examples: Sequence[Example], step: int) -> float:
         """One optimizer step.
 
         Args:
@@ -157,13 +157,13 @@ class Imitator(Learner):
         Raises:
             RunStopped: loss or gradient is not finite; the weights are as they were.
         """
-        rows = rows_of(examples)
+        rows = make_rows(examples)
         mask = rows.response_mask
         weights = mask.double() / mask.sum()
-        _, passes = self._accumulate("sft", rows, mask.any(1), mask, {"weights": weights})
-        return self._descend("actor", step, passes)["loss"]
+        _, passes = self._forward_backward("sft", rows, mask.any(1), mask, {"weights": weights})
+        return self._optimizer_step("actor", step, passes)["loss"]
 
-    def _suspects(self, name: str, step: int) -> str:
+    def _explain_failure(self, name: str, step: int) -> str:
         return f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure."
 
     def fit(
@@ -181,16 +181,16 @@ class Imitator(Learner):
             RunStopped: a loss or gradient is not finite.
         """
         for step in range(1, self.config.trainer.total_steps + 1):
-            report(step, self.imitate(next(source), step))
+            report(step, self.train_step(next(source), step))
 
 
-def rows_of(examples: Sequence[Example]) -> Rows:
+def make_rows(examples: Sequence[Example]) -> TokenRows:
     """Rows that ask about the tokens to imitate, of which each example has one at least."""
     ids = [torch.tensor(e.ids) for e in examples]
     masks = [torch.tensor(e.mask, dtype=torch.bool) for e in examples]
     starts = [e.mask.index(1) for e in examples]
     split = list(zip(ids, starts, strict=True))
-    return Rows(
+    return TokenRows(
         prompt_ids=pad_sequence([x[:k] for x, k in split], True, padding_side="left").long(),
         prompt_lengths=torch.tensor(starts),
         response_ids=pad_sequence([x[k:] for x, k in split], True).long(),
@@ -211,7 +211,7 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[
 # -- models ---------------------------------------------------------------------------------------
 
 
-def shape_of(path: str | Path) -> PretrainedConfig:
+def load_model_config(path: str | Path) -> PretrainedConfig:
     """The configuration of a model, or of the one below an adapter; no weights are read.
 
     Raises:
@@ -224,7 +224,7 @@ def shape_of(path: str | Path) -> PretrainedConfig:
         raise ConfigError(f"no model at {base!r}: {str(e).splitlines()[0]}") from e
 
 
-def new_causal_lm(
+def init_causal_lm(
     path: str | Path,
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
@@ -244,7 +244,7 @@ def new_causal_lm(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(shape_of(path), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
     model.name_or_path = ""  # these weights lie in no folder, whoever's shape they have
     model.to(device, torch.float32 if dtype == "auto" else dtype)
     return model.eval()
@@ -254,7 +254,7 @@ def new_causal_lm(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """Keep torch to one thread of the processor.
 
     For models of half a million weights: a second thread saves a fifth of the time where cores are
@@ -271,20 +271,22 @@ def one_thread() -> Iterator[None]:
 REPORT_SECONDS = 5.0
 
 
-class Progress:
-    """A `report` for `Imitator.fit`: a line of text every few seconds, and one at the end."""
+class ProgressPrinter:
+    """A `report` for `SFTLearner.fit`: a line of text every few seconds, and one at the end."""
 
-    def __init__(self, steps: int, say: Callable[[str], None]):
+    def __init__(self, steps: int, print_line: Callable[[str], None]):
         self._steps = steps
-        self._say = say
-        self._started = self._said = time.monotonic()
+        self._print = print_line
+        self._started = self._last_report = time.monotonic()
 
     def __call__(self, step: int, loss: float) -> None:
         """Say it, if it is time."""
         now = time.monotonic()
-        if now - self._said >= REPORT_SECONDS or step == self._steps:
-            self._said = now
-            self._say(f"  step {step}/{self._steps}  loss {loss:.3f}  {now - self._started:.0f} s")
+        if now - self._last_report >= REPORT_SECONDS or step == self._steps:
+            self._last_report = now
+            self._print(
+                f"  step {step}/{self._steps}  loss {loss:.3f}  {now - self._started:.0f} s"
+            )
 
 
 # --- from the rows of a dataset: conversations as tokens ---------------------------------------

@@ -35,12 +35,12 @@ from agentrl.config import OptimConfig
 from agentrl.engine.local.load import resolve_device, without_launcher_variables
 from agentrl.errors import ConfigError
 
-COMPILE_FROM = 10**8
+MIN_COMPILED_SIZE = 10**8
 """Weights from which on a run earns back the minute that compiling takes."""
-COMPILED_WAYS = 64
+MAX_COMPILED_VARIANTS = 64
 """Programs that a layer may be compiled to: with and without a gradient, each adapter or none of
 them, prompts shared or not. Past torch's own limit it would run uncompiled."""
-KEEP_WHOLE = 0.25
+MAX_GATHERED_SHARE = 0.25
 """Weights that take less of a GPU's memory than this stay gathered between forward and backward."""
 
 
@@ -74,8 +74,8 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         alone = {} if ranks > 1 else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
-    known = AcceleratorState._shared_state.get("device")
-    if known and (known.type == "cuda") != use_cuda:
+    first_device = AcceleratorState._shared_state.get("device")
+    if first_device and (first_device.type == "cuda") != use_cuda:
         # Accelerate holds a process to its first device; there may be a run after another.
         AcceleratorState._reset_state(reset_partial_state=True)
     with without_launcher_variables():
@@ -86,7 +86,7 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
 
 
 def shard(
-    scorer: nn.Module,
+    packed_model: nn.Module,
     layers: Sequence[nn.Module],
     value_head: nn.Module | None,
     mesh: DeviceMesh | None,
@@ -104,11 +104,11 @@ def shard(
         config: the section `optim`: recompute, compile, offload.
     """
     on_gpu = mesh is not None and mesh.device_type == "cuda"
-    size = sum(p.numel() for p in scorer.parameters())
-    compiled = config.compile == "auto" and on_gpu and size >= COMPILE_FROM
+    size = sum(p.numel() for p in packed_model.parameters())
+    compiled = config.compile == "auto" and on_gpu and size >= MIN_COMPILED_SIZE
     if compiled:
         limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, COMPILED_WAYS)
+        torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
     for layer in layers:
         # The layer's own function, and neither what surrounds it nor the hooks upon it.
         if compiled:
@@ -119,60 +119,62 @@ def shard(
             )
     if mesh is None:
         return
-    learn_in_float32(scorer)
+    upcast_trainable(packed_model)
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "all" else OffloadPolicy()
-    spread = partial(
+    shard_module = partial(
         fully_shard,
         mesh=mesh,
         offload_policy=offload,
-        reshard_after_forward=mesh.size() > 1 and not _fits_whole(scorer, mesh),
+        reshard_after_forward=mesh.size() > 1 and not _fits_gathered(packed_model, mesh),
     )
-    low = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
+    )
     if value_head is not None:
-        spread(value_head, mp_policy=MixedPrecisionPolicy())
+        shard_module(value_head, mp_policy=MixedPrecisionPolicy())
     for layer in layers:
-        spread(layer, mp_policy=low)
-    spread(scorer, mp_policy=low)
-    for module in _sharded(scorer):
+        shard_module(layer, mp_policy=mp_policy)
+    shard_module(packed_model, mp_policy=mp_policy)
+    for module in _sharded(packed_model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    local = [n for n, p in scorer.named_parameters() if not isinstance(p, DTensor)]
+    local = [n for n, p in packed_model.named_parameters() if not isinstance(p, DTensor)]
     assert not local, f"not spread over ranks: {local[:3]}"
 
 
-def learn_in_float32(scorer: nn.Module) -> None:
+def upcast_trainable(packed_model: nn.Module) -> None:
     """What learns, learns in float32 or wider: updates are far below the steps of a bfloat16."""
-    for module in scorer.modules():
+    for module in packed_model.modules():
         for name, p in module.named_parameters(recurse=False):
             if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
                 p.data = p.data.float()
                 assert getattr(module, name) is p
 
 
-def settle(scorer: nn.Module) -> None:
+def reshard(packed_model: nn.Module) -> None:
     """Forget gathered weights: who changes the pieces next would not be seen in them."""
-    for module in _sharded(scorer):
+    for module in _sharded(packed_model):
         module.reshard()
 
 
-def _sharded(scorer: nn.Module) -> Iterable[FSDPModule]:
-    return (m for m in scorer.modules() if isinstance(m, FSDPModule))
+def _sharded(packed_model: nn.Module) -> Iterable[FSDPModule]:
+    return (m for m in packed_model.modules() if isinstance(m, FSDPModule))
 
 
-def _fits_whole(scorer: nn.Module, mesh: DeviceMesh) -> bool:
+def _fits_gathered(packed_model: nn.Module, mesh: DeviceMesh) -> bool:
     if mesh.device_type != "cuda":
         return False
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return sum(2 * p.numel() for p in scorer.parameters()) < KEEP_WHOLE * memory
+    return sum(2 * p.numel() for p in packed_model.parameters()) < MAX_GATHERED_SHARE * memory
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor: gathered, where it is spread over ranks, by all of them at once."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, values: Tensor) -> None:
+def copy_full(parameter: Tensor, values: Tensor) -> None:
     """Overwrite a parameter by the whole of its new values, the same on all ranks."""
     if isinstance(parameter, DTensor):
         device = parameter.device_mesh.device_type

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.errors import ConfigError, RunStopped
 
-PARAMETER = "parameter."
+PARAMETER_PREFIX = "parameter."
 """What the names of parameters begin with, beside those of an optimizer's moments."""
 FILE_BYTES = 2 * 2**30
 """About the size of a rank's files; so much of what is written is in memory twice."""
@@ -49,9 +49,9 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             f"{folder.parent} is not there. trainer.output must lie where the machines of all ranks"
             " see it"
         )
-    numbers = {name: _numbers(tensor).contiguous() for name, tensor in tensors.items()}
+    numbers = {name: _dequantize(tensor).contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), _files_of(numbers), save_distributed=True)
-    with _told(f"write {folder}", OSError, RunStopped):
+    with _translate_errors(f"write {folder}", OSError, RunStopped):
         save(numbers, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
@@ -65,8 +65,8 @@ def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: the files are damaged, or lack a name.
     """
-    numbers = {name: _numbers(tensor) for name, tensor in tensors.items()}
-    with _told(f"read {folder}", Exception, ConfigError):
+    numbers = {name: _dequantize(tensor) for name, tensor in tensors.items()}
+    with _translate_errors(f"read {folder}", Exception, ConfigError):
         load(
             dict(numbers),
             storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -85,9 +85,9 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     if not folder.is_dir():
         return {}
-    with _told(f"read {folder}", Exception, ConfigError):
-        held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: tuple(tensor.size) for name, tensor in held.items()}  # type: ignore[union-attr]
+    with _translate_errors(f"read {folder}", Exception, ConfigError):
+        saved_shapes = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in saved_shapes.items()}  # type: ignore[union-attr]
 
 
 def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[str]:
@@ -99,8 +99,8 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
     Raises:
         ConfigError: other names or shapes, or nothing at all.
     """
-    held = shapes_in(folder)
-    saved = {name: shape for name, shape in held.items() if name.startswith(prefix)}
+    saved_shapes = shapes_in(folder)
+    saved = {name: shape for name, shape in saved_shapes.items() if name.startswith(prefix)}
     if not saved:
         raise ConfigError(
             f"{folder.parent} holds no {folder.name}: it was saved by a run of another algorithm"
@@ -108,12 +108,12 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
     here = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
-            said = [list(shapes[name]) if name in shapes else "missing" for shapes in (saved, here)]
+            both = [list(shapes[name]) if name in shapes else "missing" for shapes in (saved, here)]
             raise ConfigError(
-                f"{folder} is of another model: {name.removeprefix(prefix)} is {said[0]} there and"
-                f" {said[1]} here"
+                f"{folder} is of another model: {name.removeprefix(prefix)} is {both[0]} there and"
+                f" {both[1]} here"
             )
-    return held.keys() - saved.keys()
+    return saved_shapes.keys() - saved.keys()
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -133,7 +133,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def _dequantize(tensor: Tensor) -> Tensor:
     """The tensor itself, unless it is quantised."""
     local = _local(tensor)
     if type(local) is Tensor:
@@ -152,20 +152,20 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _told(what: str, kind: type[Exception], becomes: type[Exception]) -> Iterator[None]:
+def _translate_errors(what: str, kind: type[Exception], becomes: type[Exception]) -> Iterator[None]:
     """Name the rank that failed, and why. What is not of `kind`, Ctrl-C included, stays itself."""
     error: BaseException | None = None
-    who = ""
+    where = ""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was said
             yield
     except CheckpointException as e:
         rank, (error, _) = min(e.failures.items())
-        who = f"rank {rank} " if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        where = f"rank {rank} " if dist.is_initialized() and dist.get_world_size() > 1 else ""
     except Exception as e:
         error = e
     if isinstance(error, kind):
-        raise becomes(f"{who}cannot {what}: {error}") from error
+        raise becomes(f"{where}cannot {what}: {error}") from error
     if error is not None:
         raise error

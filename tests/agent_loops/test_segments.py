@@ -15,7 +15,7 @@ from agentrl.engine.scripted import Scripted
 from agentrl.errors import UserCodeError
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import tool
-from agentrl.trainer.algorithms import minus_mean
+from agentrl.trainer.algorithms import subtract_group_mean
 from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored
 
@@ -110,7 +110,7 @@ def test_rows_of_one_rollout_share_one_baseline_and_each_token_stands_once():
     batch = collate([group], pad_id=0)
     assert batch.rollout.tolist() == [0, 0, 0, 1, 2]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]  # three rollouts, not five rows
-    advantages = minus_mean(batch.rewards, batch.group)
+    advantages = subtract_group_mean(batch.rewards, batch.group)
     assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.0])
     assert int(batch.action_mask.sum()) == several.sampled_tokens + 2 * single.sampled_tokens
     # The reward is paid once, on the last token that was sampled of the last row.
@@ -280,7 +280,7 @@ def test_stripping_changes_nothing_where_nothing_was_thought():
 def test_stripped_rows_hold_no_thought_of_earlier_turns(family):
     tokenizer = family_tokenizer(family)
     template = ChatTemplate(tokenizer)
-    opened = template.thinking.opened(template.prompt([QUESTION]))
+    opened = template.thinking.opening(template.prompt([QUESTION]))
     answers = [a.removeprefix("<think>\n") if opened else a for a in THOUGHTS]
     # No tool is called: formats differ.
     rollout = {"history_thinking": "strip", "tool_format": "hermes"}

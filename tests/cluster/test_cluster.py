@@ -21,11 +21,11 @@ import ray
 from support import adder
 from support.adder import Adder
 
-from agentrl.cluster import connect, engines, open_site
-from agentrl.cluster.connect import check_ray, check_reachable, connected
-from agentrl.cluster.group import WorkerGroup, exit_detail, raised_at
+from agentrl.cluster import connect, engines, open_placement
+from agentrl.cluster.connect import check_ray, check_reachable, open_cluster
+from agentrl.cluster.group import WorkerGroup, describe_location, exit_reason
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.ship import Shipment, laid_down
+from agentrl.cluster.ship import Shipment, local_copy
 from agentrl.config import load_config
 from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
@@ -101,7 +101,7 @@ def wait_until(what, seconds=15.0):
 @pytest.fixture(scope="module")
 def cluster():
     before = signal.getsignal(signal.SIGTERM)
-    with connected(cpus=4, gpus=False):
+    with open_cluster(cpus=4, gpus=False):
         assert signal.getsignal(signal.SIGTERM) is before
         yield os.environ["RAY_AUTH_TOKEN_PATH"]
 
@@ -187,10 +187,10 @@ def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
 def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
     config = load_config(None, ["trainer.n_gpus_per_node=2"])
     said = r"n_gpus_per_node=2: 2 GPUs are asked for, and none is here\. .* trainer.device=cpu"
-    with pytest.raises(ConfigError, match=said), open_site(config):
+    with pytest.raises(ConfigError, match=said), open_placement(config):
         raise AssertionError
     # One that nobody asked for is no reason.
-    with open_site(load_config(None, [])):
+    with open_placement(load_config(None, [])):
         pass
 
 
@@ -242,7 +242,7 @@ sys.path.insert(0, {tests!r})
 import ray
 from support import adder
 from support.adder import Adder
-from agentrl.cluster import open_site
+from agentrl.cluster import open_placement
 from agentrl.config import load_config
 
 ray.cloudpickle.register_pickle_by_value(adder)
@@ -251,8 +251,8 @@ rays = lambda: {{k: v for k, v in os.environ.items() if k.startswith("RAY_")}}
 before = rays()
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 for turn in range(2):
-    with open_site(config) as site:
-        ranks = site.ranks(Adder)
+    with open_placement(config) as placement:
+        ranks = placement.start_ranks(Adder)
         token = os.environ["RAY_AUTH_TOKEN_PATH"]
         print("open", os.path.dirname(token), *(p.pid for p in ranks.places), flush=True)
         print(ranks.sleep(1), ranks.sum(1), flush=True)
@@ -351,11 +351,11 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
     exec(compile(file.read_text(), file, "exec"), names)
     with pytest.raises(ValueError) as e:
         names["loss"]("{")
-    assert raised_at(e.value) == f" ({file}:5: return json.loads(text))"
+    assert describe_location(e.value) == f" ({file}:5: return json.loads(text))"
     with pytest.raises(AttributeError) as e:
         load_config(None, []).value("no.such")
-    assert raised_at(e.value).startswith(f" ({__file__}:")
-    assert raised_at(KeyError("never raised")) == ""
+    assert describe_location(e.value).startswith(f" ({__file__}:")
+    assert describe_location(KeyError("never raised")) == ""
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
     ],
 )
 def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
-    assert exit_detail(words) == known
+    assert exit_reason(words) == known
 
 
 def test_a_rank_that_is_killed_stops_the_run(doomed):
@@ -416,7 +416,7 @@ def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
     load_file(str(file))
     shipment = Shipment.pack([str(file), "shelf:calculator"], [str(tmp_path)])
     [(path, content)] = shipment.files
-    assert laid_down(Path(path), content) == file, "what lies beside it is found"
+    assert local_copy(Path(path), content) == file, "what lies beside it is found"
     # As on another machine: something else lies at the path.
     file.write_text("raise AssertionError")
     group = WorkerGroup(Loaded, one, shipment=shipment)

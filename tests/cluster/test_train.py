@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("ray")
 
-from agentrl.cluster import open_site
-from agentrl.cluster.connect import connected
+from agentrl.cluster import open_placement
+from agentrl.cluster.connect import open_cluster
 from agentrl.config import load_config
 from agentrl.errors import RunStopped
 from agentrl.store import load_trajectories
@@ -84,7 +84,7 @@ ROUNDING = 1e-4
 
 @pytest.fixture(scope="module")
 def cluster():
-    with connected(cpus=4, gpus=False):
+    with open_cluster(cpus=4, gpus=False):
         yield
 
 
@@ -105,8 +105,8 @@ def train(flags, output, *overrides, ranks):
     """A run to its end, or to what ends it; the processes that were its ranks."""
     given = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
     config = load_config(None, given, {**flags, "trainer.output": str(output)})
-    with open_site(config) if ranks > 1 else contextlib.nullcontext() as site:
-        trainer = Trainer(config, site=site)
+    with open_placement(config) if ranks > 1 else contextlib.nullcontext() as placement:
+        trainer = Trainer(config, placement=placement)
         try:
             trainer.run()
         finally:

@@ -16,10 +16,10 @@ from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.publisher import (
-    LEAST_MISMATCH,
-    MOST_MISMATCH,
-    MOVED,
-    TOLERANCE,
+    MIN_NOISE,
+    MAX_START_MISMATCH,
+    MIN_MOVEMENT,
+    NOISE_TOLERANCE,
     Canary,
     Publisher,
 )
@@ -40,7 +40,7 @@ def moved(row, by):
 
 
 def start(trainer, *engines):
-    return Canary.measured(trainer, torch.stack(engines))
+    return Canary.measure(trainer, torch.stack(engines))
 
 
 def check(watch, trainer, *engines, version=1):
@@ -54,7 +54,7 @@ def canary(noise):
     return made
 
 
-NOISE = st.floats(1e-4, 0.95 * MOST_MISMATCH)
+NOISE = st.floats(1e-4, 0.95 * MAX_START_MISMATCH)
 SHARE = st.floats(0, 1)
 """Of the range in question."""
 
@@ -75,8 +75,8 @@ def test_its_metrics():
 
 def test_equal_logprobs_leave_room_for_float32():
     watch = start(ROW, ROW)
-    assert watch.reference == LEAST_MISMATCH
-    check(watch, ROW, off(ROW, 1.4 * LEAST_MISMATCH))
+    assert watch.reference == MIN_NOISE
+    check(watch, ROW, off(ROW, 1.4 * MIN_NOISE))
 
 
 @given(NOISE, st.lists(st.tuples(st.floats(0, 100), SHARE), max_size=8))
@@ -85,13 +85,13 @@ def test_noise_never_stops_a_run(noise, updates):
     watch, policy = canary(noise), ROW
     for drift, share in updates:
         policy = moved(policy, drift * noise)
-        check(watch, policy, off(policy, 0.999 * share * TOLERANCE * noise))
+        check(watch, policy, off(policy, 0.999 * share * NOISE_TOLERANCE * noise))
 
 
 @given(NOISE, st.floats(1.001, 100), SHARE, st.integers(0, 2))
 def test_an_engine_that_stayed_behind_is_caught_once_the_policy_moved(noise, further, share, at):
     """One of several, with its own noise as it was at the start, or none."""
-    after = moved(ROW, MOVED * noise * further)
+    after = moved(ROW, MIN_MOVEMENT * noise * further)
     engines = [off(after, noise)] * 3
     check(canary(noise), after, *engines)
     engines[at] = off(ROW, share * noise)
@@ -102,7 +102,7 @@ def test_an_engine_that_stayed_behind_is_caught_once_the_policy_moved(noise, fur
 @given(NOISE, st.floats(0, 0.999), SHARE)
 def test_smaller_steps_are_not_judged(noise, drift, share):
     """There a stale engine passes as a fresh one does: it cannot be told from noise."""
-    after = moved(ROW, MOVED * noise * drift)
+    after = moved(ROW, MIN_MOVEMENT * noise * drift)
     check(canary(noise), after, off(ROW, share * noise))
     check(canary(noise), after, off(after, share * noise))
 
@@ -113,7 +113,7 @@ def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
     watch, policy = canary(noise), ROW
     with pytest.raises(RunStopped, match="still samples from an earlier version"):
         for step in steps:
-            policy = moved(policy, MOVED * noise * step)
+            policy = moved(policy, MIN_MOVEMENT * noise * step)
             check(watch, policy, off(ROW, noise))
 
 
@@ -121,7 +121,7 @@ def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
 def test_an_engine_that_is_neither_policy_is_caught_however_small_the_step(noise, drift, further):
     after = moved(ROW, drift * noise)
     with pytest.raises(RunStopped, match="holds something else"):
-        check(canary(noise), after, moved(after, (MOVED + drift) * noise * further))
+        check(canary(noise), after, moved(after, (MIN_MOVEMENT + drift) * noise * further))
 
 
 def test_noise_may_grow_with_the_policy_but_not_at_once():
@@ -198,9 +198,9 @@ def test_a_logprob_that_is_no_number_is_caught(noise, at, whose):
 @given(st.floats(1.001, 50))
 def test_another_model_at_the_start_is_caught(further):
     with pytest.raises(RunStopped, match="Do they hold the same model"):
-        start(ROW, off(ROW, MOST_MISMATCH * further))
+        start(ROW, off(ROW, MAX_START_MISMATCH * further))
     with pytest.raises(RunStopped, match="Do they hold the same model"):
-        start(ROW, ROW, off(ROW, MOST_MISMATCH * further))
+        start(ROW, ROW, off(ROW, MAX_START_MISMATCH * further))
 
 
 def test_a_failed_check_is_not_the_last_success():
@@ -275,7 +275,7 @@ def test_updates_that_arrive(world):
     learner, _, publisher = world
     for version in range(6):
         metrics = publisher.publish(version)
-        assert metrics["canary/mismatch"] <= TOLERANCE * publisher.noise
+        assert metrics["canary/mismatch"] <= NOISE_TOLERANCE * publisher.noise
         if version:
             assert metrics["canary/drift"] > 100 * publisher.noise
         assert metrics["perf/update_weights_bytes"] == sum(

@@ -15,9 +15,9 @@ from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.windows import SHORT, find_windows, with_short_windows
 from agentrl.errors import ConfigError, UserError
 from agentrl.trainer.attention import PACKED, Layout
-from agentrl.trainer.packing import Packed
-from agentrl.trainer.policy import hidden_states, prove_packing
-from agentrl.trainer.sft import Imitator, imitation
+from agentrl.trainer.packing import PackedRows
+from agentrl.trainer.policy import hidden_states, verify_packing
+from agentrl.trainer.sft import SFTLearner, make_sft_config
 
 SHAPE = {
     "vocab_size": 64,
@@ -77,7 +77,7 @@ def packed_error(model: PreTrainedModel, half: int = 40) -> float:
     plain = [model(input_ids=row[None], use_cache=False).logits[0, half:] for row in (a, b)]
     model.set_attn_implementation(PACKED)
     at = torch.arange(2 * half)
-    packed = Packed(
+    packed = PackedRows(
         input_ids=torch.cat([a, b[half:]])[None],
         position_ids=torch.cat([at, at[half:]])[None],
         layout=Layout([half, half, half], [2]),
@@ -94,12 +94,12 @@ def test_a_model_is_refused_exactly_where_packed_rows_differ_beyond_its_window(k
     right = packed_error(random_model(config_of(kind, 16))) < 1e-3
     model = random_model(config_of(kind, 4096))
     if right:
-        prove_packing(model)
+        verify_packing(model)
     else:
         with pytest.raises(
             ConfigError, match=r"window\w*=4096\), and for longer rows packed logits differ"
         ):
-            prove_packing(model)
+            verify_packing(model)
     assert right == (kind not in ("qwen2_moe", "phimoe", "doge"))
 
 
@@ -117,7 +117,7 @@ def test_a_window_that_no_layer_has_is_no_reason_to_refuse():
     config.layer_types = ["full_attention"] * 4
     assert find_windows(config) == {"sliding_window": 4096}
     Decoder(random_model(config))
-    prove_packing(random_model(config))
+    verify_packing(random_model(config))
 
 
 def test_windows_are_found_wherever_a_config_has_them():
@@ -154,7 +154,7 @@ def test_a_copy_that_cannot_be_made_is_a_refusal(monkeypatch):
     monkeypatch.setattr(type(model), "_from_config", broken)
     cause = r"sliding_window=4096.*cannot build the small copy .*\(RuntimeError: no such shape\)"
     with pytest.raises(ConfigError, match=cause):
-        prove_packing(model)
+        verify_packing(model)
     with pytest.raises(UserError, match=cause):
         Decoder(model)
 
@@ -162,14 +162,14 @@ def test_a_copy_that_cannot_be_made_is_a_refusal(monkeypatch):
 def test_imitation_refuses_such_a_model_too(tmp_path):
     random_model(config_of("qwen2_moe", 4096)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"Qwen2MoeForCausalLM cannot be trained .* longer rows"):
-        Imitator(imitation(tmp_path, steps=1, overrides=["trainer.device=cpu"]))
+        SFTLearner(make_sft_config(tmp_path, steps=1, overrides=["trainer.device=cpu"]))
 
 
 def test_the_proof_takes_no_longer_for_a_longer_window():
     def seconds(window: int) -> float:
         model = random_model(config_of("mistral", window))
         start = time.thread_time()
-        prove_packing(model)
+        verify_packing(model)
         return time.thread_time() - start
 
     seconds(64)

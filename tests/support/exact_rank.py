@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.registry import policy_loss, policy_losses
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.rank import Rank
-from agentrl.trainer.sharding import whole
+from agentrl.trainer.sharding import full_tensor
 
 EXACT = 1e-10
 
@@ -25,7 +25,7 @@ class Exact(Rank):
     @dispatch(BROADCAST)
     def begin(self, cfg):
         super().__init__(self.folder, cfg, dtype=torch.float64)
-        scorers = {owner.scorer for owner in (self.policy, self.critic) if owner is not None}
+        scorers = {owner.packed_model for owner in (self.policy, self.critic) if owner is not None}
         for scorer in scorers:
             in_float64(scorer.model)
         with torch.no_grad():  # else half of an adapter's first gradient is zero
@@ -42,14 +42,14 @@ class Exact(Rank):
     @dispatch(BROADCAST)
     def spread(self):
         """How many of its parameters are spread over ranks, and how many there are."""
-        parameters = list(self.policy.scorer.parameters())
+        parameters = list(self.policy.packed_model.parameters())
         return sum(isinstance(p, DTensor) for p in parameters), len(parameters)
 
     @dispatch(BROADCAST)
     def gradients(self):
         """Of the last pass, before anything is clipped."""
         return {
-            f"{kind}.{name}": whole(p.grad)
+            f"{kind}.{name}": full_tensor(p.grad)
             for kind, optimizer in self.optimizers.items()
             for name, p in optimizer.parameters.items()
             if p.grad is not None
@@ -58,7 +58,7 @@ class Exact(Rank):
     @dispatch(BROADCAST)
     def weights(self):
         return {
-            f"{kind}.{name}": whole(p.detach())
+            f"{kind}.{name}": full_tensor(p.detach())
             for kind, optimizer in self.optimizers.items()
             for name, p in optimizer.parameters.items()
         }

@@ -15,8 +15,8 @@ from agentrl.config import Config
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import Packed
-from agentrl.trainer.rank import Alone, Rank
+from agentrl.trainer.packing import PackedRows
+from agentrl.trainer.rank import LocalRankGroup, Rank
 
 SAID = ("logprobs", "entropy", "values")
 
@@ -30,7 +30,7 @@ class Given(Rank):
         self.said = {name: x.clone().requires_grad_() for name, x in said.items()}
         self.policy: Any = SimpleNamespace(logprobs=self._logprobs, peft=None)
         self.critic: Any = SimpleNamespace(values=lambda packed: self._ask("values", packed))
-        still = SimpleNamespace(descend=lambda lr: 1.0, forget=lambda: None)
+        still = SimpleNamespace(step=lambda lr: 1.0, zero_grad=lambda: None)
         self.optimizers: Any = {"actor": still, "critic": still}
 
     @dispatch(BROADCAST)
@@ -38,10 +38,10 @@ class Given(Rank):
         """Any token will do: `tagged` ones are places."""
         return 2**31
 
-    def _ask(self, name: str, packed: Packed) -> Tensor:
+    def _ask(self, name: str, packed: PackedRows) -> Tensor:
         return self.said[name].flatten()[packed.tokens]
 
-    def _logprobs(self, packed: Packed, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, packed: PackedRows, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         entropy = self._ask("entropy", packed)
         return self._ask("logprobs", packed), entropy if entropy_gradient else entropy.detach()
 
@@ -56,6 +56,8 @@ def learned(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """One update on a `tagged` batch: its metrics, and the gradient to all that was said."""
     rank = Given(config, **said)
-    metrics = Learner("", config, total_steps=1, group=Alone(rank)).update(batch, targets, 1)
+    metrics = Learner("", config, total_steps=1, group=LocalRankGroup(rank)).update(
+        batch, targets, 1
+    )
     gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in rank.said.items()}
     return metrics, gradients

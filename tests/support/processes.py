@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.trainer.dispatch import Dispatch, dispatched
+from agentrl.trainer.dispatch import Dispatch, dispatched_methods
 
 SECONDS = 120.0
 """Ranks that wait for each other for ever end the test."""
 
 
 class Processes:
-    """A group (`agentrl.trainer.dispatch.Group`) whose ranks are processes that meet over gloo."""
+    """A group (`agentrl.trainer.dispatch.RankGroup`) whose ranks are processes that meet over gloo."""
 
     def __init__(self, size: int, make: Callable[..., Any], *args: Any):
         """Start them; `make(*args)` makes the rank in each, and must be importable."""
@@ -75,7 +75,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any],
         try:
             if thing is None:
                 thing, made = make(*args), True
-                ways = dispatched(type(thing))
+                ways = dispatched_methods(type(thing))
             how = ways.get(name)
             if name == "is_ready":
                 answer = made

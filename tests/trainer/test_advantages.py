@@ -10,9 +10,9 @@ from torch import tensor
 
 from agentrl.trainer.algorithms import (
     generalized_advantages,
-    minus_mean,
-    minus_others_mean,
-    unit_variance,
+    subtract_group_mean,
+    subtract_mean_of_others,
+    unit_variance_scale,
     whiten,
 )
 
@@ -39,20 +39,20 @@ def by_rows(rewards, values, mask, rollout, gamma, lam, bootstrap):
 def test_the_mean_of_the_group_is_subtracted():
     rewards = tensor([1.0, 0.0, 1.0, 0.0, 3.0, 5.0])
     of = tensor([0, 0, 0, 0, 1, 1])
-    assert minus_mean(rewards, of).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
+    assert subtract_group_mean(rewards, of).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
     std = (4 * 0.25 / 3) ** 0.5
     expected = [0.5 / std, -0.5 / std, 0.5 / std, -0.5 / std, -(0.5**0.5), 0.5**0.5]
-    found = minus_mean(rewards, of, by_std=True)
+    found = subtract_group_mean(rewards, of, by_std=True)
     torch.testing.assert_close(found, tensor(expected), atol=1e-5, rtol=0.0)
 
 
 def test_the_mean_of_the_others_is_subtracted():
     rewards, of = tensor([1.0, 0.0, 5.0, 3.0, 5.0]), tensor([0, 0, 0, 1, 1])
     expected = [1 - 2.5, 0 - 3.0, 5 - 0.5, 3 - 5, 5 - 3]
-    torch.testing.assert_close(minus_others_mean(rewards, of), tensor(expected))
+    torch.testing.assert_close(subtract_mean_of_others(rewards, of), tensor(expected))
 
 
-@pytest.mark.parametrize("compare", [minus_mean, minus_others_mean])
+@pytest.mark.parametrize("compare", [subtract_group_mean, subtract_mean_of_others])
 def test_one_survivor_is_zero_and_groups_may_be_empty(compare):
     assert compare(tensor([7.0, 1.0, 3.0]), tensor([0, 2, 2]))[0] == 0
     assert compare(tensor([7.0]), tensor([3])).tolist() == [0.0]
@@ -63,7 +63,13 @@ def test_one_survivor_is_zero_and_groups_may_be_empty(compare):
 @given(
     st.floats(-1e6, 1e6, width=32),
     st.integers(1, 9),
-    st.sampled_from([minus_mean, minus_others_mean, lambda r, g: minus_mean(r, g, by_std=True)]),
+    st.sampled_from(
+        [
+            subtract_group_mean,
+            subtract_mean_of_others,
+            lambda r, g: subtract_group_mean(r, g, by_std=True),
+        ]
+    ),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_group_of_equals_is_exactly_zero(reward, n, compare):
@@ -78,7 +84,7 @@ def test_a_group_of_equals_is_exactly_zero(reward, n, compare):
 @settings(max_examples=100, deadline=None)
 def test_they_sum_to_zero_in_every_group(pairs):
     rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
-    for advantages in (minus_mean(rewards, of), minus_others_mean(rewards, of)):
+    for advantages in (subtract_group_mean(rewards, of), subtract_mean_of_others(rewards, of)):
         for g in range(4):
             assert abs(advantages[of == g].sum().item()) < 1e-4
 
@@ -92,7 +98,7 @@ def test_columns_are_compared_one_by_one(pairs, rng):
     rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
     other = torch.full_like(rewards, rng.random())
     both = torch.stack([rewards, other], 1)
-    for compare in (minus_mean, minus_others_mean):
+    for compare in (subtract_group_mean, subtract_mean_of_others):
         found = compare(both, of)
         assert torch.equal(found[:, 0], compare(rewards, of))
         assert not found[:, 1].any()
@@ -292,5 +298,5 @@ def test_unit_variance_of_nothing_one_two_and_equals():
         ([[True, False, False]], 1.0),
         ([[True, False, True]], 0.5**0.5),
     ):
-        assert unit_variance(x, tensor(mask)) == pytest.approx(expected)
-    assert unit_variance(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)) == 1
+        assert unit_variance_scale(x, tensor(mask)) == pytest.approx(expected)
+    assert unit_variance_scale(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)) == 1

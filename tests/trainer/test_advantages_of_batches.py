@@ -17,7 +17,13 @@ from agentrl.config.algorithm import ALGORITHMS
 from agentrl.config.checks import without_effect
 from agentrl.errors import ConfigError, DataError, RegistryError, RunStopped, UserCodeError
 from agentrl.plan import make_plan
-from agentrl.trainer.algorithms import dead_groups, estimate, make_targets, rewards_teach, whiten
+from agentrl.trainer.algorithms import (
+    dead_groups,
+    estimate,
+    has_learning_signal,
+    make_targets,
+    whiten,
+)
 from agentrl.trainer.batch import collate
 
 NAN = float("nan")
@@ -407,13 +413,13 @@ def test_whether_rewards_teach(what):
     keys, groups, expected = TEACHES[what]
     keys = config(**{f"algorithm__{name}": value for name, value in keys.items()})
     batch, targets = targets_of(keys, *groups, kl=0.1)
-    assert rewards_teach(batch, keys.algorithm, targets) is expected
+    assert has_learning_signal(batch, keys.algorithm, targets) is expected
 
 
 def test_a_call_that_failed_teaches_where_rewards_are_equal():
     batch, targets = targets_of(config(), EQUAL)
-    assert not rewards_teach(batch, config().algorithm, targets)
+    assert not has_learning_signal(batch, config().algorithm, targets)
     costs = torch.where(batch.action_mask, 0.5, 0.0).double()
     batch = replace(batch, call_penalties=costs)
     targets = make_targets(batch, config(), None, None, None)
-    assert rewards_teach(batch, config().algorithm, targets)
+    assert has_learning_signal(batch, config().algorithm, targets)

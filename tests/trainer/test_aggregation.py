@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.learner_world import config, group, random_groups, scored, segment
 
 from agentrl.trainer.algorithms import loss_weights, make_targets
-from agentrl.trainer.batch import collate, mini_batch_of
+from agentrl.trainer.batch import assign_mini_batches, collate
 
 PAD = 0
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -77,7 +77,7 @@ def test_a_mini_batch_has_a_denominator_of_its_own(mode):
 def test_means_sum_to_one(seed, size, mode):
     batch = collate(random_groups(seed, groups=3, n=3), PAD)
     weights = loss_weights(batch, mode, size, 5)
-    step = mini_batch_of(9, size)
+    step = assign_mini_batches(9, size)
     for m in range(int(step.max()) + 1):
         rows = step[batch.rollout] == m
         tokens, rollouts = batch.action_mask[rows].sum().item(), (step == m).sum().item()

@@ -10,7 +10,7 @@ from torch import tensor
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.errors import RunStopped
 from agentrl.trainer.algorithms import loss_weights, make_targets
-from agentrl.trainer.batch import collate, mini_batch_count, mini_batch_of
+from agentrl.trainer.batch import assign_mini_batches, collate, count_mini_batches
 
 PAD = 31
 
@@ -202,10 +202,10 @@ def test_what_is_not_finite_stops_the_run_and_is_named():
 
 @given(st.integers(1, 300), st.integers(0, 100))
 def test_mini_batches_are_neighbours_of_nearly_equal_size(rollouts, size):
-    which = mini_batch_of(rollouts, size)
+    which = assign_mini_batches(rollouts, size)
     assert (which.diff() >= 0).all() and which[0] == 0
     sizes = which.bincount()
-    assert len(sizes) == mini_batch_count(rollouts, size)
+    assert len(sizes) == count_mini_batches(rollouts, size)
     assert sizes.max() - sizes.min() <= 1
     assert not size or sizes.max() <= size
 

@@ -20,14 +20,14 @@ import torch
 from agentrl.config import FIELDS, Config
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.checkpoint import (
+    CHANGEABLE_KEYS,
     LATEST,
-    MAY_CHANGE,
     Checkpoint,
     check_resumable,
     check_same_run,
-    drop_after,
     find_checkpoint,
     recover,
+    remove_later_checkpoints,
     run_lock,
     save_checkpoint,
 )
@@ -160,12 +160,12 @@ def test_resume_by_path(tmp_path):
 def test_drop_after_forgets_the_abandoned_future(tmp_path):
     for step in (10, 20):
         save_checkpoint(tmp_path, step, write, {})
-    drop_after(tmp_path, 10)
+    remove_later_checkpoints(tmp_path, 10)
     assert names(tmp_path) == ["global_step_00000010", LATEST]
     assert (tmp_path / LATEST).read_text() == "10"
-    drop_after(tmp_path, 0)
+    remove_later_checkpoints(tmp_path, 0)
     assert names(tmp_path) == []
-    drop_after(tmp_path / "missing", 0)
+    remove_later_checkpoints(tmp_path / "missing", 0)
 
 
 def test_recover_removes_what_the_dead_left_and_publishes_what_was_complete(tmp_path):
@@ -484,7 +484,9 @@ def test_the_length_may_change_where_the_learning_rate_does_not_depend_on_it(key
 
 
 def test_what_may_change_moves_no_weight():
-    told = {k for k in MAY_CHANGE if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")}
+    told = {
+        k for k in CHANGEABLE_KEYS if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")
+    }
     # Where servers are, how they run, how the same policy goes to them, and what a pass costs.
     assert told == {"optim.compile", "optim.offload", "optim.recompute"} | {
         f"rollout.{leaf}"
@@ -498,5 +500,5 @@ def test_what_may_change_moves_no_weight():
     for key, value in (("name", "vllm"), ("deterministic", True)):
         with pytest.raises(ConfigError, match=f"rollout.{key}: "):
             check_same_run(here, {"rollout": here["rollout"] | {key: value}})
-    for key in MAY_CHANGE:
+    for key in CHANGEABLE_KEYS:
         assert key in FIELDS or any(fnmatch(field, key) for field in FIELDS), key

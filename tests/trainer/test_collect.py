@@ -15,7 +15,7 @@ from agentrl.plan import Plan, wiring
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts
 from agentrl.trainer.batch import collate
-from agentrl.trainer.collect import Collector, Played
+from agentrl.trainer.collect import Collector, StepRollouts
 from agentrl.trajectory import Group, Sample, Scored
 
 FILTER = {"algorithm__filter_groups": True}
@@ -58,7 +58,7 @@ class Table:
 
 def collect(
     table: Table, rows: int, position: int = 0, *, turn_weight: float = 0.0, **keys: Any
-) -> Played:
+) -> StepRollouts:
     keys = {"rollout__n": 2, "data__shuffle": False, **keys}
     collector = Collector(
         config(**keys),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from agentrl.trainer.curve import (
     MAX_POINTS,
-    _smoothed,
-    _thinned,
+    _smooth,
+    _thin,
     validation_series,
     write_curve,
 )
@@ -162,8 +162,8 @@ def test_ticks_are_round_and_span_the_values(tmp_path, low, high, ticks):
 
 def test_smoothing_and_thinning_keep_ends_and_level():
     flat = [(float(i), 0.5) for i in range(1000)]
-    assert [y for _, y in _smoothed(flat)] == pytest.approx([0.5] * 1000)
+    assert [y for _, y in _smooth(flat)] == pytest.approx([0.5] * 1000)
     ramp = [(float(i), float(i)) for i in range(1000)]
-    thin = _thinned(ramp)
+    thin = _thin(ramp)
     assert len(thin) == MAX_POINTS and thin[0] == ramp[0] and thin[-1] == ramp[-1]
     assert thin == sorted(thin)

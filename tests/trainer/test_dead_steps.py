@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.trainer.collect import DEAD_GROUPS, DEAD_STEP, PATIENCE, DeadSteps
+from agentrl.trainer.collect import DEAD_GROUPS, DEAD_STEP, MAX_DEAD_STEPS, DeadSteps
 
 
 def metrics(dead: bool, groups: float = 1.0, **stops: float) -> dict[str, float]:
@@ -49,7 +49,7 @@ def test_a_resumed_run_says_what_is_left_to_say(caplog, after):
     straight = said(caplog, ".xxxx.")
     caplog.clear()
     resumed = said(caplog, ".xxxx.", resumed_after=after)
-    assert resumed == (straight if after < 1 + PATIENCE else straight[1:])
+    assert resumed == (straight if after < 1 + MAX_DEAD_STEPS else straight[1:])
 
 
 def test_a_warning_names_dead_groups_the_stop_reason_and_the_budget_that_helps(caplog):

@@ -30,8 +30,8 @@ from agentrl.trainer.batch import collate
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.rank import Rank
-from agentrl.trainer.sft import one_thread
-from agentrl.trainer.sharding import whole
+from agentrl.trainer.sft import single_thread
+from agentrl.trainer.sharding import full_tensor
 
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
 VARIABLES: list[dict[str, str]] = [
@@ -169,7 +169,7 @@ def test_a_variable_that_a_library_reads_at_import_changes_no_bit_of_a_step(
         check=True,
         timeout=120,
     )
-    with one_thread():
+    with single_thread():
         assert same(torch.load(out), learned(folder))
 
 
@@ -183,7 +183,7 @@ class Weighed(Rank):
     @dispatch(BROADCAST)
     def weights(self) -> dict[str, torch.Tensor]:
         parameters = self.optimizers["actor"].parameters
-        return {name: whole(p.detach()) for name, p in parameters.items()}
+        return {name: full_tensor(p.detach()) for name, p in parameters.items()}
 
 
 def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(folder, monkeypatch):

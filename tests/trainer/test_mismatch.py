@@ -18,7 +18,12 @@ from agentrl.config import AlgorithmConfig
 from agentrl.errors import RunStopped
 from agentrl.trainer.batch import Batch, check_logprobs, collate
 from agentrl.trainer.losses import importance_ratios, importance_weights
-from agentrl.trainer.mismatch import MEAN, MismatchGuard, mismatch, weight_metrics
+from agentrl.trainer.mismatch import (
+    MEAN,
+    MismatchGuard,
+    importance_weight_metrics,
+    mismatch_metrics,
+)
 
 NAN = float("nan")
 
@@ -44,7 +49,7 @@ def test_the_metrics_are_those_of_a_plain_loop(seed):
     batch = episodes()
     g = torch.Generator().manual_seed(seed)
     old = apart(batch, 0.5 * torch.randn(batch.response_ids.shape, generator=g))
-    found = mismatch(batch, old, batch.action_mask)
+    found = mismatch_metrics(batch, old, batch.action_mask)
 
     gaps: list[float] = []
     rollouts: dict[int, float] = defaultdict(float)
@@ -88,7 +93,7 @@ def test_what_is_measured_is_the_kl_of_the_engine_to_the_trainer():
     drawn = tensor([0, 0, 0, 0, 1, 1, 2, 3])
     batch = collate([group(scored([segment([1], ("A", drawn.tolist()))], 0.0))], 31)
     batch = replace(batch, rollout_logprobs=engine.log()[drawn][None])
-    found = mismatch(batch, trainer.log()[drawn][None], batch.action_mask)
+    found = mismatch_metrics(batch, trainer.log()[drawn][None], batch.action_mask)
     kl = (engine * (engine / trainer).log()).sum().item()
     assert abs(kl - (trainer * (trainer / engine).log()).sum().item()) > 0.05
     assert found["rollout_corr/kl"] == pytest.approx(kl, abs=1e-6)
@@ -98,15 +103,15 @@ def test_what_is_measured_is_the_kl_of_the_engine_to_the_trainer():
 def test_effective_sample_sizes_run_from_one_to_a_single_sample():
     batch = episodes()
     token, rollout = (f"rollout_corr/rollout_is_{x}eff_sample_size" for x in ("", "seq_"))
-    same = mismatch(batch, apart(batch, tensor(0.0)), batch.action_mask)
+    same = mismatch_metrics(batch, apart(batch, tensor(0.0)), batch.action_mask)
     assert same[token] == same[rollout] == 1.0
     # All tokens alike: their weights are equal, those of rollouts of 9 and of 3 tokens are not.
-    higher = mismatch(batch, apart(batch, tensor(2.0)), batch.action_mask)
+    higher = mismatch_metrics(batch, apart(batch, tensor(2.0)), batch.action_mask)
     assert higher[token] == pytest.approx(1.0)
     assert higher[rollout] == pytest.approx(0.5, abs=1e-4)
     one = torch.zeros(batch.response_ids.shape)
     one[0, 0] = 50.0
-    alone = mismatch(batch, apart(batch, one), batch.action_mask)
+    alone = mismatch_metrics(batch, apart(batch, one), batch.action_mask)
     assert alone[token] == pytest.approx(1 / 12) and alone[rollout] == pytest.approx(1 / 2)
 
 
@@ -123,7 +128,7 @@ def test_a_difference_is_told_where_it_is(places, named):
     batch = episodes()
     gaps = torch.zeros(batch.response_ids.shape)
     gaps[tuple(zip(*places, strict=True))] = 0.5
-    found = mismatch(batch, apart(batch, gaps), batch.action_mask)
+    found = mismatch_metrics(batch, apart(batch, gaps), batch.action_mask)
     told = {n.rpartition("/")[2] for n, far in found.items() if n.startswith(f"{MEAN}/") and far}
     assert told == named
     if "after_observation" in named and len(places) == 4:
@@ -134,10 +139,10 @@ def test_nothing_is_said_of_no_token_nor_of_turns_that_were_not_taken():
     batch = episodes()
     old = apart(batch, tensor(0.1))
     nobody = torch.zeros_like(batch.action_mask)
-    assert mismatch(batch, old, nobody) == {}
-    assert weight_metrics(batch, old, nobody, AlgorithmConfig()) == {}
+    assert mismatch_metrics(batch, old, nobody) == {}
+    assert importance_weight_metrics(batch, old, nobody, AlgorithmConfig()) == {}
     only_short = batch.action_mask & (batch.rollout == 1)[:, None]
-    found = mismatch(batch, old, only_short)
+    found = mismatch_metrics(batch, old, only_short)
     assert {n for n in found if n.startswith(f"{MEAN}/")} == {f"{MEAN}/turn_1"}
     assert found["rollout_corr/rollout_is_seq_eff_sample_size"] == 1.0
 
@@ -152,7 +157,7 @@ def test_the_shares_are_of_weights_that_the_loss_cuts(level, mode, seed):
     g = torch.Generator().manual_seed(seed)
     old = apart(batch, 0.5 * torch.randn(mask.shape, generator=g))
     config = AlgorithmConfig(tis_cap=cap, tis_level=level, tis_mode=mode)
-    found = weight_metrics(batch, old, mask, config)
+    found = importance_weight_metrics(batch, old, mask, config)
     ratios = importance_ratios(old, batch.rollout_logprobs, mask, level)[mask]
     weights = importance_weights(ratios, cap, mode)
     cut = (weights != ratios).float().mean().item()
@@ -168,8 +173,8 @@ def test_the_metrics_are_all_explained():
     said = page.read_text(encoding="utf-8").split("### Engine against trainer")[1].split("\n## ")[0]
     batch, config = episodes(), AlgorithmConfig(tis_mode="mask")
     old = apart(batch, tensor(0.1))
-    names = [*mismatch(batch, old, batch.action_mask)]
-    for name in [*names, *weight_metrics(batch, old, batch.action_mask, config)]:
+    names = [*mismatch_metrics(batch, old, batch.action_mask)]
+    for name in [*names, *importance_weight_metrics(batch, old, batch.action_mask, config)]:
         stem, _, last = name.rpartition("_")
         assert f"`{name}`" in said or (f"`{stem}_" in said and f"_{last}`" in said), name
 
@@ -177,7 +182,9 @@ def test_the_metrics_are_all_explained():
 def test_without_weights_there_are_none_to_speak_of():
     batch = episodes()
     old = apart(batch, tensor(0.1))
-    assert weight_metrics(batch, old, batch.action_mask, AlgorithmConfig(tis_cap=0)) == {}
+    assert (
+        importance_weight_metrics(batch, old, batch.action_mask, AlgorithmConfig(tis_cap=0)) == {}
+    )
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
@@ -217,7 +224,7 @@ def test_the_guard_names_the_worst_turn_and_the_causes():
     gaps = torch.full(batch.response_ids.shape, 0.1)
     gaps[0, 6:9] = 0.9
     with pytest.raises(RunStopped) as stopped:
-        MismatchGuard(0.009).check(mismatch(batch, apart(batch, gaps), batch.action_mask))
+        MismatchGuard(0.009).check(mismatch_metrics(batch, apart(batch, gaps), batch.action_mask))
     said = str(stopped.value)
     assert "largest in turn 4 or later: 0.7" in said
     assert "Nothing of this step was learned" in said

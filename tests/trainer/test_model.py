@@ -202,23 +202,23 @@ def test_the_export_of_a_whole_model_is_all_of_it():
 
 
 def test_a_critic_starts_at_zero_and_reads_the_state_before_the_token():
-    critic = Critic(Policy(tiny_model(), 1.0).scorer)
+    critic = Critic(Policy(tiny_model(), 1.0).packed_model)
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     assert not critic.values(rows).any()
     torch.nn.init.ones_(critic.head.weight)
     with torch.no_grad():
-        states = hidden_states(critic.scorer.model, rows)
+        states = hidden_states(critic.packed_model.model, rows)
         torch.testing.assert_close(critic.values(rows), states.sum(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_a_critic_of_its_own_learns_all_but_the_output_layer():
     """A weight without a gradient would be an optimizer's to carry along for nothing."""
-    critic = Critic(Policy(untied_model(), 1.0).scorer)
+    critic = Critic(Policy(untied_model(), 1.0).packed_model)
     torch.nn.init.ones_(critic.head.weight)
     critic.values(rows_of(collate(random_groups(0, 2, 2), 31))).sum().backward()
-    named = dict(critic.scorer.model.named_parameters())
-    assert named.keys() - critic.trunk().keys() == {"lm_head.weight"}
-    assert all(p is named[n] and p.grad is not None for n, p in critic.trunk().items())
+    named = dict(critic.packed_model.model.named_parameters())
+    assert named.keys() - critic.decoder_parameters().keys() == {"lm_head.weight"}
+    assert all(p is named[n] and p.grad is not None for n, p in critic.decoder_parameters().items())
 
 
 def untied_model():
@@ -231,7 +231,7 @@ def test_policy_and_critic_share_a_base_and_nothing_else():
     policy, learns = with_adapter()
     policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
     critic_learns = policy.parameters(CRITIC)
-    critic = Critic(policy.scorer)
+    critic = Critic(policy.packed_model)
     torch.nn.init.ones_(critic.head.weight)
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     assert learns.keys() == policy.parameters(ACTOR).keys() and critic_learns

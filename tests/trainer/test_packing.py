@@ -16,7 +16,7 @@ from torch import arange, tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from agentrl.trainer.batch import Batch, collate
-from agentrl.trainer.packing import micro, pack
+from agentrl.trainer.packing import make_micro_batch, pack
 from agentrl.trainer.policy import Policy
 
 
@@ -56,7 +56,7 @@ def test_a_micro_batch_holds_what_was_chosen_and_lays_it_out_as_rows(seed, chanc
     rows = (torch.rand(9, generator=g) < 0.6).nonzero()[:, 0]
     mask = batch.response_mask & (torch.rand(batch.response_mask.shape, generator=g) < 0.6)
     column = torch.rand(mask.shape, generator=g)
-    made = micro(batch, rows, mask, {"column": column})
+    made = make_micro_batch(batch, rows, mask, {"column": column})
     here = mask[rows]
     assert torch.equal(made.packed.tokens, batch.response_ids[rows][here])
     assert len(made.packed.states) == len(made.packed.tokens) == made.mask.sum()
@@ -73,7 +73,7 @@ def test_a_pass_over_no_rows_asks_nothing_and_reaches_every_weight():
     """The other ranks wait for its gradient, which is zero."""
     batch = collate(random_groups(0, groups=1, n=2), 31)
     model = tiny_model()
-    empty = micro(batch, arange(0), batch.response_mask, {"x": batch.rollout_logprobs})
+    empty = make_micro_batch(batch, arange(0), batch.response_mask, {"x": batch.rollout_logprobs})
     logprobs, entropy = Policy(model, 1.0).logprobs(empty.packed, entropy_gradient=True)
     assert logprobs.shape == entropy.shape == empty.columns["x"].shape == (0,)
     assert empty.rows(logprobs).shape == empty.mask.shape == (1, 0)

@@ -23,7 +23,7 @@ from support.processes import Processes
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.rank import Alone
+from agentrl.trainer.rank import LocalRankGroup
 
 KEYS = {
     "optim__lr": 1e-3,
@@ -50,7 +50,7 @@ BUDGETS = (10_000, 150, 60)
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     folder = tiny_folder(tmp_path_factory.mktemp("ranks") / "model")
-    opened = {1: Alone(Exact(folder)), **{n: Processes(n, Exact, folder) for n in (2, 4)}}
+    opened = {1: LocalRankGroup(Exact(folder)), **{n: Processes(n, Exact, folder) for n in (2, 4)}}
     yield opened
     for group in opened.values():
         group.close()

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, arange
 
-from agentrl.trainer.batch import Rows
-from agentrl.trainer.packing import deal, pack
+from agentrl.trainer.batch import TokenRows
+from agentrl.trainer.packing import assign_rows, pack
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class World:
         count = sum(len(responses) for _, responses in self.families)
         return torch.tensor([b for b in range(count) if self.keep >> b & 1], dtype=torch.int64)
 
-    def batch(self) -> Rows:
+    def batch(self) -> TokenRows:
         """Neighbouring families differ in the first token of their prompt."""
         prompts = [p for p, responses in self.families for _ in responses]
         lengths = [r for _, responses in self.families for r in responses]
@@ -38,7 +38,7 @@ class World:
             ids[b, width - prompt] = f + 1
         response = arange(max(lengths))
         mask = response < torch.tensor(lengths)[:, None]
-        return Rows(
+        return TokenRows(
             prompt_ids=ids,
             prompt_lengths=torch.tensor(prompts),
             response_ids=mask.long(),
@@ -59,7 +59,7 @@ def worlds(families: int = 4, each: int = 4, longest: int = 30):
     )
 
 
-def tokens(batch: Rows, rows: Tensor | list[int]) -> int:
+def tokens(batch: TokenRows, rows: Tensor | list[int]) -> int:
     """What the model would be run on."""
     rows = torch.as_tensor(rows, dtype=torch.int64)
     if not len(rows):
@@ -67,7 +67,7 @@ def tokens(batch: Rows, rows: Tensor | list[int]) -> int:
     return pack(batch, rows, batch.response_mask[rows]).input_ids.numel()
 
 
-def loads(batch: Rows, dealt: list[list[Tensor]]) -> list[int]:
+def loads(batch: TokenRows, dealt: list[list[Tensor]]) -> list[int]:
     return [tokens(batch, torch.cat(share)) if share else 0 for share in dealt]
 
 
@@ -79,7 +79,7 @@ def family_of(world: World) -> list[int]:
 @settings(max_examples=150, deadline=None)
 def test_every_row_is_run_once_and_all_ranks_keep_step(world, ranks, budget):
     batch, rows = world.batch(), world.rows()
-    dealt = deal(batch, rows, ranks, budget)
+    dealt = assign_rows(batch, rows, ranks, budget)
     assert len(dealt) == ranks
     assert sorted(r for share in dealt for piece in share for r in piece.tolist()) == rows.tolist()
     assert len({len(share) for share in dealt}) == 1
@@ -93,7 +93,7 @@ def test_every_row_is_run_once_and_all_ranks_keep_step(world, ranks, budget):
 @settings(max_examples=100, deadline=None)
 def test_pieces_of_one_rank_are_neighbours_and_as_full_as_their_order_allows(world, budget):
     batch, rows = world.batch(), world.rows()
-    [pieces] = deal(batch, rows, 1, budget)
+    [pieces] = assign_rows(batch, rows, 1, budget)
     assert [r for piece in pieces for r in piece.tolist()] == rows.tolist()
     for piece, following in pairwise(pieces):
         assert tokens(batch, torch.cat([piece, following[:1]])) > budget
@@ -108,7 +108,7 @@ def test_ranks_wait_little_for_each_other(ranks, budget):
     ]
     world = World(tuple(families), -1)
     batch = world.batch()
-    dealt = deal(batch, world.rows(), ranks, budget)
+    dealt = assign_rows(batch, world.rows(), ranks, budget)
     run = [[tokens(batch, piece) for piece in share] for share in dealt]
     slowest = sum(max(at) for at in zip(*run, strict=True))
     assert tokens(batch, world.rows()) >= 0.93 * ranks * slowest
@@ -118,7 +118,7 @@ def test_ranks_wait_little_for_each_other(ranks, budget):
 @settings(max_examples=50, deadline=None)
 def test_it_follows_from_the_lengths_alone(world, ranks, budget):
     batch, rows = world.batch(), world.rows()
-    first, second = (deal(batch, rows, ranks, budget) for _ in range(2))
+    first, second = (assign_rows(batch, rows, ranks, budget) for _ in range(2))
     for mine, theirs in zip(first, second, strict=True):
         assert [p.tolist() for p in mine] == [p.tolist() for p in theirs]
 
@@ -131,7 +131,7 @@ def test_no_rank_has_much_more_than_it_must(world, ranks):
     batch, rows = world.batch(), world.rows()
     if not len(rows):
         return
-    busiest = max(loads(batch, deal(batch, rows, ranks, 10_000)))
+    busiest = max(loads(batch, assign_rows(batch, rows, ranks, 10_000)))
     ways = product(range(ranks), repeat=len(rows))
     best = min(
         max(tokens(batch, rows[torch.tensor(way) == rank]) for rank in range(ranks)) for way in ways
@@ -146,7 +146,7 @@ def test_groups_that_do_not_divide_by_the_ranks_are_shared(ranks, groups, most):
     """Whole, the last ones would leave most ranks idle: 9 groups on 8 take as long as 16."""
     world = World(((50, (50,) * 8),) * groups, -1)
     batch, rows = world.batch(), world.rows()
-    found = loads(batch, deal(batch, rows, ranks, 10_000))
+    found = loads(batch, assign_rows(batch, rows, ranks, 10_000))
     assert max(found) <= most * groups * 450 / ranks
     assert -(-groups // ranks) * 450 > most * groups * 450 / ranks
 
@@ -156,7 +156,7 @@ def test_groups_that_do_not_divide_by_the_ranks_are_shared(ranks, groups, most):
 def test_a_prompt_is_run_on_one_rank_where_that_is_even(ranks, each, prompt, response):
     world = World(((prompt, (response,) * 4),) * (ranks * each), -1)
     batch = world.batch()
-    dealt = deal(batch, world.rows(), ranks, 10_000)
+    dealt = assign_rows(batch, world.rows(), ranks, 10_000)
     assert loads(batch, dealt) == [each * (prompt + 4 * response)] * ranks
     family = family_of(world)
     homes = {(family[r], i) for i, share in enumerate(dealt) for p in share for r in p.tolist()}
@@ -166,30 +166,30 @@ def test_a_prompt_is_run_on_one_rank_where_that_is_even(ranks, each, prompt, res
 def test_a_lone_group_is_run_by_all_ranks():
     world = World(((10, (40,) * 8),), -1)
     batch = world.batch()
-    assert loads(batch, deal(batch, world.rows(), 4, 10_000)) == [90] * 4
+    assert loads(batch, assign_rows(batch, world.rows(), 4, 10_000)) == [90] * 4
     # A prompt that is nearly all of it: each rank has to run it once, and gains little.
     world = World(((1000, (1, 1)),), -1)
     batch = world.batch()
-    assert loads(batch, deal(batch, world.rows(), 2, 10_000)) == [1001, 1001]
+    assert loads(batch, assign_rows(batch, world.rows(), 2, 10_000)) == [1001, 1001]
 
 
 def test_who_has_less_runs_smaller_pieces_and_only_then_empty_ones():
     world = World(((1, (99,)), (1, (99,)), (1, (9, 9)), (1, (9, 9))), -1)
     batch = world.batch()
-    dealt = deal(batch, world.rows(), 3, 100)
+    dealt = assign_rows(batch, world.rows(), 3, 100)
     assert sorted(loads(batch, dealt)) == [38, 100, 100]
     assert [len(share) for share in dealt] == [1, 1, 1]
-    dealt = deal(batch, world.rows(), 2, 100)
+    dealt = assign_rows(batch, world.rows(), 2, 100)
     assert [[len(piece) for piece in share] for share in dealt] == [[1, 2], [1, 2]]
     alone = World(((1, (9,)), (1, (9,)), (1, (9,))), -1)
     batch = alone.batch()
-    dealt = deal(batch, alone.rows(), 2, 10)
+    dealt = assign_rows(batch, alone.rows(), 2, 10)
     assert sorted(sorted(len(piece) for piece in share) for share in dealt) == [[0, 1], [1, 1]]
 
 
 def test_nothing_to_run():
     batch = World(((1, (1,)),), 0).batch()
-    assert deal(batch, arange(0), 3, 10) == [[], [], []]
+    assert assign_rows(batch, arange(0), 3, 10) == [[], [], []]
     # Fewer rows than ranks: the others keep step with a pass over nothing.
-    dealt = deal(batch, arange(1), 3, 10)
+    dealt = assign_rows(batch, arange(1), 3, 10)
     assert [[piece.tolist() for piece in share] for share in dealt] == [[[0]], [[]], [[]]]

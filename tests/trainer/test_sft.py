@@ -21,17 +21,17 @@ from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
-from agentrl.trainer.packing import micro
+from agentrl.trainer.packing import make_micro_batch
 from agentrl.trainer.sft import (
-    FLAGS,
-    KEYS,
+    FLAG_OF_KEY,
+    SFT_KEYS,
     Example,
-    Imitator,
+    SFTLearner,
     batches,
-    imitation,
+    init_causal_lm,
     load_examples,
-    new_causal_lm,
-    rows_of,
+    make_rows,
+    make_sft_config,
 )
 from agentrl.trajectory import token_array
 
@@ -61,18 +61,18 @@ def folder(tmp_path_factory):
     """A model with random weights."""
     made = tmp_path_factory.mktemp("models")
     SHAPE.save_pretrained(made / "shape")
-    new_causal_lm(made / "shape", seed=0).save_pretrained(made / "base")
+    init_causal_lm(made / "shape", seed=0).save_pretrained(made / "base")
     return made / "base"
 
 
 def imitator(path, *, steps=1, fresh=False, **given):
-    config = imitation(path, steps=steps, overrides=["trainer.device=cpu"], **given)
-    return Imitator(config, fresh=fresh)
+    config = make_sft_config(path, steps=steps, overrides=["trainer.device=cpu"], **given)
+    return SFTLearner(config, fresh=fresh)
 
 
 def score(learner, examples):
     """(N,) logprobs of the tokens to imitate, example by example."""
-    rows = rows_of(examples)
+    rows = make_rows(examples)
     return learner.logprobs(rows)[rows.response_mask]
 
 
@@ -198,8 +198,8 @@ def marked(draw):
 
 @given(st.lists(marked(), min_size=1, max_size=5))
 def test_every_marked_token_is_asked_about_after_its_own_past_and_no_other_is(examples):
-    rows = rows_of(examples)
-    packed = micro(rows, torch.arange(len(examples)), rows.response_mask, {}).packed
+    rows = make_rows(examples)
+    packed = make_micro_batch(rows, torch.arange(len(examples)), rows.response_mask, {}).packed
     asked = [(e, i) for e in examples for i, own in enumerate(e.mask) if own]
     assert packed.tokens.tolist() == [e.ids[i] for e, i in asked]
     before = packed.states
@@ -296,26 +296,28 @@ def test_the_second_moment_is_of_short_memory(folder):
 
 def test_keys_of_learner_and_ranks_are_taken(folder):
     given = ["optim.recompute=true", "optim.lr_final=0.5", "trainer.n_gpus_per_node=2"]
-    config = imitation(folder, steps=10, overrides=given)
+    config = make_sft_config(folder, steps=10, overrides=given)
     assert config.optim.recompute and config.optim.lr_final == 0.5
     with pytest.raises(ConfigError, match="need a cluster"):
-        Imitator(config)
-    for key, flag in FLAGS.items():
-        assert key in FIELDS and key not in KEYS
+        SFTLearner(config)
+    for key, flag in FLAG_OF_KEY.items():
+        assert key in FIELDS and key not in SFT_KEYS
         with pytest.raises(ConfigError, match=f"{key} is a flag here: {flag}$"):
-            imitation(folder, steps=10, overrides=[f"{key}=1"])
+            make_sft_config(folder, steps=10, overrides=[f"{key}=1"])
     with pytest.raises(ConfigError, match=r"imitation\. Did you mean 'optim\.offload'\? Choose"):
-        imitation(folder, steps=10, overrides=["optim.ofload=all"])
+        make_sft_config(folder, steps=10, overrides=["optim.ofload=all"])
     for key in ("rollout.n", "optim.critic_lr"):
-        with pytest.raises(ConfigError, match=f"{key} is not for imitation. Choose from {KEYS[0]}"):
-            imitation(folder, steps=10, overrides=[f"{key}=1"])
+        with pytest.raises(
+            ConfigError, match=f"{key} is not for imitation. Choose from {SFT_KEYS[0]}"
+        ):
+            make_sft_config(folder, steps=10, overrides=[f"{key}=1"])
 
 
 def test_defaults_depend_on_what_learns(folder):
-    whole, adapter = (imitation(folder, steps=10, lora_rank=r) for r in (0, 8))
+    whole, adapter = (make_sft_config(folder, steps=10, lora_rank=r) for r in (0, 8))
     assert (whole.optim.lr, adapter.optim.lr) == (1e-5, 2e-4)
     assert adapter.model.lora_alpha == 16
-    given = imitation(folder, steps=10, lora_rank=8, overrides=["model.lora_alpha=3"])
+    given = make_sft_config(folder, steps=10, lora_rank=8, overrides=["model.lora_alpha=3"])
     assert given.model.lora_alpha == 3
 
 

@@ -18,9 +18,9 @@ from agentrl.data import write_rows
 from agentrl.demo.arithmetic import rows
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.dispatch import BROADCAST, dispatch
-from agentrl.trainer.rank import Alone, Rank
-from agentrl.trainer.sft import Imitator, imitation, load_examples, new_causal_lm
-from agentrl.trainer.sharding import whole
+from agentrl.trainer.rank import LocalRankGroup, Rank
+from agentrl.trainer.sft import SFTLearner, init_causal_lm, load_examples, make_sft_config
+from agentrl.trainer.sharding import full_tensor
 
 EXACT = 1e-10
 SHAPE = Qwen2Config(
@@ -60,36 +60,36 @@ class Exact(Rank):
                     p.add_(0.05)
 
     @dispatch(BROADCAST)
-    def descend(self, learns, lr):
+    def optimizer_step(self, learns, lr):
         learned = self.optimizers[learns].parameters
-        self.gradient = {name: whole(p.grad).clone() for name, p in learned.items()}
-        return super().descend(learns, lr)
+        self.gradient = {name: full_tensor(p.grad).clone() for name, p in learned.items()}
+        return super().optimizer_step(learns, lr)
 
     @dispatch(BROADCAST)
     def seen(self):
         """The last step's gradient, and all weights after it."""
         named = self.policy.model.named_parameters()
-        return self.gradient, {name: whole(p.detach()) for name, p in named}
+        return self.gradient, {name: full_tensor(p.detach()) for name, p in named}
 
 
 class Again:
-    """A site whose ranks are there already."""
+    """A placement whose ranks are there already."""
 
     def __init__(self, group):
         self.group = group
 
-    def ranks(self, cls, *args, **kwargs):
+    def start_ranks(self, cls, *args, **kwargs):
         assert cls is Rank
         self.group.begin(*args, **kwargs)
         return self.group
 
-    def places(self):
+    def engine_slots(self):
         raise AssertionError("imitation has no servers")
 
 
 @pytest.fixture(scope="module")
 def groups():
-    opened = {1: Alone(Exact()), 2: Processes(2, Exact)}
+    opened = {1: LocalRankGroup(Exact()), 2: Processes(2, Exact)}
     yield opened
     for group in opened.values():
         group.close()
@@ -99,7 +99,7 @@ def groups():
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("models")
     SHAPE.save_pretrained(made / "shape")
-    new_causal_lm(made / "shape", seed=0).save_pretrained(made / "base")
+    init_causal_lm(made / "shape", seed=0).save_pretrained(made / "base")
     return made / "base"
 
 
@@ -130,11 +130,11 @@ def plain(folder, examples):
 def run(group, folder, examples, budget=BUDGETS[0], *, fresh=False, overrides=(), **given):
     """Loss, gradient (not clipped) and weights of one step."""
     overrides = ["trainer.device=cpu", "optim.max_grad_norm=1e6", *overrides]
-    config = imitation(
+    config = make_sft_config(
         folder, steps=4, lr=1e-3, micro_batch_tokens=budget, overrides=overrides, **given
     )
-    learner = Imitator(config, fresh=fresh, site=Again(group))
-    return learner.imitate(examples, 1), *group.seen()
+    learner = SFTLearner(config, fresh=fresh, placement=Again(group))
+    return learner.train_step(examples, 1), *group.seen()
 
 
 def close(found, expected):

@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainer import sharding
 from agentrl.trainer.optimizer import Optimizer, learning_rate
 from agentrl.trainer.packing import pack_row
-from agentrl.trainer.policy import Scorer
+from agentrl.trainer.policy import PackedModel
 
 GPUS: Any = SimpleNamespace(device_type="cuda", size=lambda: 2)
 
@@ -47,7 +47,7 @@ def _compiled(function, *args, **kwargs):
 
 def on_gpus(config: OptimConfig) -> list[nn.Module]:
     """The layers of a model after `shard`, which finds that nothing was spread here."""
-    scorer = Scorer(tiny_model())
+    scorer = PackedModel(tiny_model())
     with pytest.raises(AssertionError, match="not spread over ranks"):
         sharding.shard(scorer, scorer.layers(), scorer.value_head, GPUS, torch.bfloat16, config)
     return scorer.layers()
@@ -78,7 +78,7 @@ def test_what_is_done_to_a_layer(spread):
     }.items():
         layers = on_gpus(optim(*overrides))
         assert [around(layer) for layer in layers] == [expected] * 2
-    scorer = Scorer(tiny_model())
+    scorer = PackedModel(tiny_model())
     sharding.shard(
         scorer, scorer.layers(), scorer.value_head, None, None, optim()
     )  # one process on a CPU
@@ -112,7 +112,7 @@ def moves(config: OptimConfig) -> list[str]:
     weight = nn.Parameter(torch.ones(2))
     optimizer = Optimizer("actor", {"w": weight}, config, accelerator)
     weight.grad = torch.ones(2)
-    optimizer.descend(1e-3)
+    optimizer.step(1e-3)
     sent.clear()
     optimizer._adam.state[weight]["exp_avg"] = torch.zeros(2).as_subclass(Moments)
     optimizer._adam.state[weight].pop("exp_avg_sq")
@@ -123,7 +123,7 @@ def moves(config: OptimConfig) -> list[str]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_that_keeps_nothing_is_run_again(recompute):
-    scorer = Scorer(tiny_model())
+    scorer = PackedModel(tiny_model())
     ran = []
     for layer in scorer.layers():
         layer.get_submodule("self_attn").register_forward_hook(lambda *_: ran.append(1))
@@ -135,7 +135,7 @@ def test_a_layer_that_keeps_nothing_is_run_again(recompute):
 
 
 def test_what_learns_learns_in_float32():
-    scorer = Scorer(tiny_model().bfloat16())
+    scorer = PackedModel(tiny_model().bfloat16())
     frozen = scorer.model.get_parameter("model.norm.weight").requires_grad_(False)
     head = scorer.head.weight
     sharding.learn_in_float32(scorer)
@@ -163,12 +163,12 @@ def test_weights_decay_by_their_share():
     config = OptimConfig(weight_decay=0.25)
     optimizer = Optimizer("actor", {"w": weight}, config, device)
     weight.grad = torch.zeros(1)
-    optimizer.descend(0.1)
+    optimizer.step(0.1)
     assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.25))
 
 
 def test_a_model_without_layers_to_be_found_is_refused():
-    scorer = Scorer(tiny_model())
+    scorer = PackedModel(tiny_model())
     del scorer.model.model.layers  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no list of layers"):
         sharding.shard(scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig())

@@ -22,8 +22,8 @@ from agentrl.trainer.batch import collate
 from agentrl.trainer.checkpoint import find_checkpoint, save_checkpoint
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.rank import ADAPTER, Alone
-from agentrl.trainer.sharding import whole
+from agentrl.trainer.rank import ADAPTER_FOLDER, LocalRankGroup
+from agentrl.trainer.sharding import full_tensor
 from agentrl.trainer.state import read_state, shapes_in, write_state
 
 RATES = {"optim__lr": 1e-2, "optim__critic_lr": 1e-2, "algorithm__ppo_epochs": 2}
@@ -42,7 +42,7 @@ class Saving(Exact):
     @dispatch(BROADCAST)
     def state(self):
         return {
-            f"{who}.{name}": whole(value).clone()
+            f"{who}.{name}": full_tensor(value).clone()
             for who, optimizer in self.optimizers.items()
             for name, value in (optimizer._parameters() | optimizer._moments()).items()
         }
@@ -105,7 +105,7 @@ def saved(folder, batch, tmp_path_factory):
 @pytest.fixture(scope="module")
 def groups(folder):
     two = Processes(2, Saving, folder)
-    yield {1: Alone(Saving(folder)), 2: two}
+    yield {1: LocalRankGroup(Saving(folder)), 2: two}
     two.close()
 
 
@@ -150,7 +150,7 @@ def test_every_rank_writes_its_pieces_and_no_pickle(saved):
 def test_an_adapter_lies_ready_for_peft_whoever_saved(saved, folder):
     at, held, _ = saved["lora"]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loaded = PeftModel.from_pretrained(base, str(at / ADAPTER), autocast_adapter_dtype=False)
+    loaded = PeftModel.from_pretrained(base, str(at / ADAPTER_FOLDER), autocast_adapter_dtype=False)
     found = {n: p for n, p in loaded.named_parameters() if "lora_" in n}
     prefix = "actor.parameter."
     ours = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
@@ -159,7 +159,7 @@ def test_an_adapter_lies_ready_for_peft_whoever_saved(saved, folder):
         assert torch.equal(found[f"base_model.model.{name}"].double(), value)
     # of the policy alone, and nothing of the base
     assert not [n for n in shapes_in(at / "actor") if "lora_" not in n or "critic" in n]
-    assert not (saved["full"][0] / ADAPTER).exists()
+    assert not (saved["full"][0] / ADAPTER_FOLDER).exists()
 
 
 def test_a_rank_whose_disk_is_full_is_named_by_all(saved):
@@ -174,7 +174,7 @@ def test_it_comes_back_where_it_was(folder, batch, tmp_path, device, offload):
     """Weights and moments on the device, or in the CPU's memory."""
     cfg = config(**RATES, **WORLDS["lora"], trainer__device=device, optim__offload=offload)
     ranks = [Saving(folder), Saving(folder)]
-    first, second = (Alone(rank) for rank in ranks)
+    first, second = (LocalRankGroup(rank) for rank in ranks)
     first.begin(cfg)
     learner = learn(first, cfg, batch, (1, 2))
     learner.ranks.save(tmp_path)

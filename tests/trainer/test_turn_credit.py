@@ -13,7 +13,12 @@ from torch import Tensor, tensor
 from torch.nn.functional import logsigmoid
 
 from agentrl import registry
-from agentrl.trainer.algorithms import make_targets, minus_mean, minus_others_mean, rewards_to_go
+from agentrl.trainer.algorithms import (
+    make_targets,
+    rewards_to_go,
+    subtract_group_mean,
+    subtract_mean_of_others,
+)
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.losses import vanilla
 
@@ -218,7 +223,7 @@ def normalized_and_summed(batch, token_rewards, values, c):
     total = torch.zeros_like(batch.rewards)
     for k in range(earned.shape[1]):
         here = standing_[:, k]
-        total[here] += minus_mean(earned[here, k], batch.group[here], by_std=True)
+        total[here] += subtract_group_mean(earned[here, k], batch.group[here], by_std=True)
     return total[batch.rollout][:, None].expand_as(token_rewards), None
 
 
@@ -228,7 +233,7 @@ def only_those_still_there(batch, token_rewards, values, c):
     of_turn = torch.zeros_like(to_go)
     for k in range(to_go.shape[1]):
         here = standing_[:, k]
-        of_turn[here, k] = minus_others_mean(to_go[here, k], batch.group[here])
+        of_turn[here, k] = subtract_mean_of_others(to_go[here, k], batch.group[here])
     return at_turns(batch, of_turn), None
 
 
