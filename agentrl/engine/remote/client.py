@@ -301,6 +301,23 @@ class RemoteEngine(Engine):
         """Send weights, and prove that the server samples from them. Returns their bytes."""
 
 
+def sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """Return the sampling parameters that both servers call by the same names.
+
+    All of them: what a request leaves out comes from the server's settings or the model's folder.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": False,
+    }
+
+
 def check_turn(ids: Sequence[int], reason: Any, limit: int, counted: Any) -> None:
     """Refuse a turn that cannot be.
 

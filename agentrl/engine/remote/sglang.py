@@ -19,7 +19,13 @@ from typing import Any, Literal
 import torch
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.remote.client import RemoteEngine, Stamp, check_turn, versions_of
+from agentrl.engine.remote.client import (
+    RemoteEngine,
+    Stamp,
+    check_turn,
+    sampling_params,
+    versions_of,
+)
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control, reading, refusal
 from agentrl.engine.remote.proof import WeightsProof
 from agentrl.engine.remote.senders import Sender, SGLangDiskSender
@@ -206,18 +212,9 @@ class SGLangEngine(RemoteEngine):
 
 
 def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+    params = sampling_params(sampling) | {
         "max_new_tokens": limit,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stop": list(sampling.stop),
         "no_stop_trim": True,
-        "skip_special_tokens": False,
-        # What is left out comes from the server's own settings.
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
     }

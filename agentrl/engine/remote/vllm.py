@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.remote.client import RemoteEngine, Stamp, check_turn, versions_of
+from agentrl.engine.remote.client import (
+    RemoteEngine,
+    Stamp,
+    check_turn,
+    sampling_params,
+    versions_of,
+)
 from agentrl.engine.remote.control import CONTROL_SECONDS, reading, refusal
 from agentrl.engine.remote.launch import look_for_death
 from agentrl.engine.remote.senders import SEND_SECONDS
@@ -214,19 +220,7 @@ class VLLMEngine(RemoteEngine):
 
 
 def _sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:
-    """All that decides what is sampled: what is left out comes from the model's own folder."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": limit,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stop": list(sampling.stop),
-        "logprobs": 0,
-        "skip_special_tokens": False,
-    }
+    return sampling_params(sampling) | {"max_tokens": limit, "logprobs": 0}
 
 
 def read_generation(
