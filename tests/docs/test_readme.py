@@ -30,7 +30,7 @@ def folder(tmp_path_factory, tiny_model):
     for block in blocks("python"):
         decorated = re.search(r"^@(tool|interaction|reward|agent_loop)\b", block, re.MULTILINE)
         (extensions if decorated else rest).append(block)
-    assert len(extensions) == 4 and len(rest) == 3
+    assert len(extensions) == 3 and len(rest) == 3
     (tmp_path / "my_env.py").write_text("\n".join(extensions))
     for i, block in enumerate(rest):
         (tmp_path / f"block_{i}.py").write_text(block)
@@ -39,7 +39,7 @@ def folder(tmp_path_factory, tiny_model):
 
 
 def test_the_python_snippets(folder):
-    assert (folder / "rows.jsonl").exists() and (folder / "runs/py/model").is_dir()
+    assert (folder / "train.jsonl").exists() and (folder / "runs/py/model").is_dir()
 
 
 def test_the_commands(folder, tiny_model):
@@ -50,7 +50,7 @@ def test_the_commands(folder, tiny_model):
         if line.startswith("agentrl ")
     ]
     verbs = {shlex.split(c)[1] for c in commands}
-    assert {"train", "check", "play"} <= verbs
+    assert {"train", "check", "play", "eval"} <= verbs
     for command in commands:
         words = shlex.split(command)
         if "datasets/arithmetic_train.parquet" in words:
