@@ -1,7 +1,7 @@
-"""What a run is made of, checked before a model is loaded.
+"""Load and check the rows, tools and rewards of a run before a model is loaded.
 
-`agentrl check`, `train`, `eval`, `generate` and `play` all begin here, so that a typo in the last
-row of the validation set costs seconds, not a GPU's bring-up.
+`agentrl check`, `train`, `eval`, `generate` and `play` all start here. So a typo in the last row of
+the validation set costs seconds, and not the minutes that a model takes to load.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 log = logging.getLogger("agentrl")
 
-SHIPPED = ("single_turn", "tool_agent", "react")
-"""Loops that are known to say nothing of their own; any other may observe a user at any time."""
-FIXED_ROW = 256
-"""Tokens of the row that an engine is asked about after each update."""
-COMPARE_SECONDS = 30.0
-"""How long prompts are compared with the template's own text before a run: 200,000 short rows."""
-MAX_PROVEN = 8
-"""Kinds of rows that a template is proven on, those with the most rows first."""
+SHIPPED_LOOPS = ("single_turn", "tool_agent", "react")
+"""The shipped loops, which add no user messages of their own; other loops may add some."""
+CANARY_TOKENS = 256
+"""Length of the row that engines score after each update (the canary), in tokens."""
+MAX_COMPARE_SECONDS = 30.0
+"""Time in which all prompts are compared with what the template renders: 200,000 short rows."""
+MAX_VERIFIED_KINDS = 8
+"""Kinds of rows for which the template is verified, those with the most rows first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked run: its rows and its reward."""
+    """A run after its checks: the config, the rows and the scorer."""
 
     config: Config
     train: Sequence[Sample]
@@ -71,30 +71,31 @@ class Plan:
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """The rows of training and validation."""
+        """All rows, those for training first."""
         return [*self.train, *self.val]
 
     @property
     def total_steps(self) -> int:
-        """Training steps: `trainer.total_steps`, or what `total_epochs` make of the rows.
+        """The number of training steps: `trainer.total_steps`, or as many as `total_epochs` take.
 
-        Each is counted as one batch, also where more rows are played to fill it.
+        A step counts as one batch, even if more rows are played to fill it.
         """
         trainer, size = self.config.trainer, self.config.data.batch_size
         return trainer.total_steps or trainer.total_epochs * max(1, len(self.train) // size)
 
 
 def make_plan(config: Config) -> Plan:
-    """Load the user's files and rows and check all of them.
+    """Load the user's files and rows, and check all of them.
 
     Raises:
-        UserError: everything that is wrong, in one message.
+        UserError: the message lists all mistakes.
     """
     if not config.data.train and not config.data.val:
         raise ConfigError("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
     problems: list[str] = []
 
-    def noted(work: Callable[[], T]) -> T | None:
+    def attempt(work: Callable[[], T]) -> T | None:
+        """Return what `work` returns; append a user error to the problems."""
         try:
             return work()
         except UserError as e:
@@ -102,10 +103,10 @@ def make_plan(config: Config) -> Plan:
             return None
 
     for file in config.files:
-        noted(partial(registry.load_file, file))
-    # What a file would have defined is missing in every row: say the cause, not the effects.
-    files_load = not problems
-    if files_load:
+        attempt(partial(registry.load_file, file))
+    # If a file does not load, its tools are missing in every row. Report the cause alone.
+    all_files_loaded = not problems
+    if all_files_loaded:
         algorithm = config.algorithm
         named = [
             ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
@@ -114,16 +115,16 @@ def make_plan(config: Config) -> Plan:
         ]
         problems += [f"{key}: {kind.unknown(n)}" for key, kind, n in named if n not in kind]
     rollout = config.rollout
-    scorer = noted(
+    scorer = attempt(
         partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
     )
     rows: list[Sequence[Sample]] = []
     checked = partial(load_checked, configured=config.interaction.kwargs)
-    load = checked if files_load else load_samples
+    load = checked if all_files_loaded else load_samples
     for path in (config.data.train, config.data.val):
-        samples = (noted(partial(load, path, config.data.agent_name)) if path else None) or []
-        if scorer and files_load:
-            noted(partial(check_graders, samples, scorer, path))
+        samples = (attempt(partial(load, path, config.data.agent_name)) if path else None) or []
+        if scorer and all_files_loaded:
+            attempt(partial(check_graders, samples, scorer, path))
         rows.append(samples)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
@@ -135,14 +136,17 @@ def make_plan(config: Config) -> Plan:
     programs = _programs(plan)
     if programs and (problem := sandbox.probe(config.sandbox)):
         raise ConfigError(
-            f"{', '.join(programs)} of these rows run programs, which cannot be done with"
-            f" sandbox.backend={config.sandbox.backend}: {problem}"
+            f"{', '.join(programs)} of these rows run programs, but"
+            f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
         )
     return plan
 
 
 def _programs(plan: Plan) -> list[str]:
-    """Return the tools and rewards of the rows that run programs; a server's tools are its own."""
+    """Return the tools and rewards of the rows that run programs in this machine's sandbox.
+
+    The tools of a server that runs already use the server's sandbox.
+    """
     names = {name for sample in plan.samples for name in sample.tools}
     tools = [
         f"the tool {name}"
@@ -156,13 +160,13 @@ def rewards_with_programs(plan: Plan) -> list[str]:
     """Return the names of the rewards of the rows that run programs."""
     names = []
     for source in sorted({sample.data_source for sample in plan.samples}):
-        with suppress(DataError):  # `make_plan` refuses rows that nothing judges
+        with suppress(DataError):  # `make_plan` refuses rows without a reward
             names += [g.name for g in plan.scorer.graders(source) if g.options.sandbox]
     return list(dict.fromkeys(names))
 
 
 def _tools_text() -> Callable[[Sample], str]:
-    """What the model of a row reads of its tools."""
+    """Return a function from a row to the text of its tools that the model reads."""
     toolbox = LocalToolbox()
 
     @cache
@@ -173,35 +177,36 @@ def _tools_text() -> Callable[[Sample], str]:
 
 
 def check_policy_learns(plan: Plan) -> None:
-    """Refuse a run that would be over before its policy's first step.
+    """Refuse a run that ends before the first step of its policy.
 
     Raises:
-        ConfigError: all of its steps are the critic's alone.
+        ConfigError: all steps train the critic alone.
     """
     warmup, steps = plan.config.algorithm.critic_only_steps, plan.total_steps
     if plan.train and not plan.config.trainer.val_only and warmup >= steps:
         raise ConfigError(
-            f"algorithm.critic_warmup={warmup} of {steps} steps: the policy would never"
-            " learn. Set it lower, or play more steps (trainer.total_steps, trainer.total_epochs)"
+            f"algorithm.critic_warmup={warmup} of {steps} steps: the policy would never be"
+            " trained. Set it lower, or train for more steps (trainer.total_steps,"
+            " trainer.total_epochs)"
         )
 
 
 def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> None:
-    """Refuse rows that the template rewrites, whose calls are not read, or that leave no room.
+    """Refuse rows that do not work with the model's chat template or context length.
 
     Args:
         plan: the run.
-        template: the policy's.
-        max_length: the model's context, tokens.
+        template: the policy's chat template.
+        max_length: the model's context length, in tokens.
 
     Raises:
-        TemplateError: naming the kinds of rows, and the first token that differs, or the format of
-            tool calls that is missing.
-        DataError: naming the rows and their lengths.
+        TemplateError: the template changes earlier turns of these rows, or no parser can read its
+            tool calls. The message names the kinds of rows and the first token that differs.
+        DataError: prompts are too long. The message names the rows and their lengths.
     """
     bad = {
         f"{count} rows of {name}": fails
-        for name, count, verdicts in proven(plan, template)
+        for name, count, verdicts in verify_rows(plan, template)
         if (fails := [v for v in verdicts if v.fails])
     }
     if bad:
@@ -210,77 +215,79 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
         ]
         react = any(" rows of react" in rows for rows in bad)
         raise TemplateError(
-            "the model's chat template does not show these rows' conversations as they are"
-            " played:\n" + indent("\n".join(lines), "  ") + "\nTake a model or template that does"
+            "the model's chat template renders conversations of these rows differently from the"
+            " tokens of an episode:\n"
+            + indent("\n".join(lines), "  ")
+            + "\nUse another model or template"
             f" (`agentrl check-template {plan.config.model.path} --fix` looks for a small change)"
             + (
-                ". The loop react begins its rows with a system message."
+                ". The loop react starts its rows with a system message."
                 if react
-                else ", or for rows with tools the loop react, which shows them as text."
+                else ", or for rows with tools the loop react, which shows tools as text."
             )
         )
     loops = check_prompts(plan, template, max_length)
     check_tool_format(plan, template, loops)
     if loops and not shows_tools(template):
         log.warning(
-            "%d rows have tools, but the chat template of %s does not show them: the policy knows"
-            " of a tool only if the row's own prompt describes it. agent_name=react shows tools as"
-            " text",
+            "%d rows have tools, but the chat template of %s does not show them: the policy sees a"
+            " tool only if the row's prompt describes it. agent_name=react shows tools as text",
             loops.total(),
             plan.config.model.path,
         )
 
 
 def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -> None:
-    """Refuse rows that show tools if the model's calls could not be read.
+    """Refuse rows with tools if no parser can read the model's tool calls.
 
     Args:
         plan: the run.
-        template: the policy's.
-        loops: how many rows show tools, by agent loop.
+        template: the policy's chat template.
+        loops: the number of rows that show tools, by agent loop.
 
     Raises:
-        TemplateError: no parser reads a call as the chat template writes it.
+        TemplateError: no parser can read a call as the chat template writes it.
     """
     name = plan.config.rollout.tool_format
     if not loops or name not in ("auto", *FORMATS):
         return
-    taught = detect_format(template)
-    if name == "auto" and not taught:
+    detected = detect_format(template)
+    if name == "auto" and not detected:
         problem = (
-            f"{loops.total()} rows show tools, but the calls of {plan.config.model.path} cannot be"
-            f" read: {explain_unknown_format(template)}"
+            f"{loops.total()} rows show tools, but agentrl cannot parse the tool calls of"
+            f" {plan.config.model.path}: {explain_unknown_format(template)}"
         )
-        if any(loop in SHIPPED for loop in loops):
+        if any(loop in SHIPPED_LOOPS for loop in loops):
             raise TemplateError(problem)
-        log.warning("%s. (A loop of your own may read them: `ep.generate(parse=...)`)", problem)
+        log.warning("%s. (Your own loop may parse them: `ep.generate(parse=...)`)", problem)
         return
     rendered = render_probe_calls(template)
-    shown = bool(taught or rendered)
-    if shown and name not in ("auto", taught) and not can_read_calls(name, rendered):
+    writes_calls = bool(detected or rendered)
+    if writes_calls and name not in ("auto", detected) and not can_read_calls(name, rendered):
         log.warning(
             "rollout.tool_format=%s, but the chat template writes calls in %s: these are not"
             " parsed%s",
             name,
-            f"the format {taught}" if taught else "a format that agentrl does not read",
-            ". rollout.tool_format=auto takes what the template writes" if taught else "",
+            f"the format {detected}" if detected else "a format that agentrl does not support",
+            ". rollout.tool_format=auto uses the format of the template" if detected else "",
         )
 
 
 def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counter[str]:
-    """Refuse rows whose prompt cannot be encoded as the template renders it, or is too long.
+    """Refuse rows whose prompt is too long, or cannot be encoded as the template renders it.
 
-    All rows are compared, as far as `COMPARE_SECONDS` allow; then the first of each shape.
+    The encoding is compared for all rows until `MAX_COMPARE_SECONDS` are over, and then for the
+    first row of each shape.
 
     Returns:
-        How many rows show tools, by agent loop.
+        The number of rows that show tools, by agent loop.
 
     Raises:
-        TemplateError: naming the rows, and why they cannot be shown.
-        DataError: naming the rows and their lengths.
+        TemplateError: the message names the rows and why they cannot be encoded.
+        DataError: prompts are too long. The message names the rows and their lengths.
     """
-    toolbox, until = LocalToolbox(), time.monotonic() + COMPARE_SECONDS
-    refused, too_long, all_compared = [], [], 0
+    toolbox, deadline = LocalToolbox(), time.monotonic() + MAX_COMPARE_SECONDS
+    refused, too_long, compared_rows = [], [], 0
     loops: Counter[str] = Counter()
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         shapes = set()
@@ -290,9 +297,9 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
                 loops[sample.agent_name] += 1
             roles = tuple((m.role, bool(m.content.strip())) for m in messages)
             shape = (sample.agent_name, sample.tools, roles)
-            compared = shape not in shapes or time.monotonic() < until
+            compared = shape not in shapes or time.monotonic() < deadline
             shapes.add(shape)
-            all_compared += compared
+            compared_rows += compared
             try:
                 if compared:
                     length = len(template.prompt(messages, schemas))
@@ -306,96 +313,98 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
     if refused:
         shown = "\n".join(refused[:20])
         raise TemplateError(
-            f"{len(refused)} of {all_compared} compared rows cannot be encoded as the chat template"
-            f" of {plan.config.model.path} renders them. The first:\n{shown}\nChange or drop such"
-            " rows."
+            f"{len(refused)} of {compared_rows} compared rows cannot be encoded as the chat"
+            f" template of {plan.config.model.path} renders them. The first:\n{shown}\nChange or"
+            " remove such rows."
         )
     if too_long:
         shown = "\n".join(too_long[:20])
         raise DataError(
-            f"{len(too_long)} prompts do not fit the model's context of {max_length} tokens:\n"
-            f"{shown}\nShorten or drop these rows."
+            f"{len(too_long)} prompts are longer than the model's context of {max_length} tokens:\n"
+            f"{shown}\nShorten or remove these rows."
         )
     return loops
 
 
-def fixed_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
-    """Token ids of the run's own prompts, one after the other: what its canary scores.
+def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
+    """Return the token ids of the first prompts, joined, which the canary scores.
 
-    Of rows, since those are the tokens that matter; of several, since a mean over more is less
-    noisy.
+    The canary uses prompts of the run because the policy is trained on such tokens, and several of
+    them because a mean over more tokens has less noise.
     """
     row, toolbox = token_array(), LocalToolbox()
-    for sample in islice(plan.samples, FIXED_ROW):
+    for sample in islice(plan.samples, CANARY_TOKENS):
         row.extend(template.prompt(*_opening(sample, toolbox), exact=False))
-        if len(row) >= FIXED_ROW:
+        if len(row) >= CANARY_TOKENS:
             break
-    return row[: min(FIXED_ROW, max_length - 1)]
+    return row[: min(CANARY_TOKENS, max_length - 1)]
 
 
-def proven(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:
-    """What the template does to the kinds of conversations that the rows may become.
+def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:
+    """Verify the template on the shapes of conversation that the rows may lead to.
 
-    A loop that opens with schemas answers calls with tool messages, any other (react) with user
-    messages, as an interaction does, and as a loop of the user's own may after any turn.
+    A loop that shows schemas adds tool messages after a turn with calls. Other loops (react),
+    interactions and the user's own loops add user messages.
 
     Returns:
-        For each kind of rows: its loop, how many rows it has, and the verdicts.
+        For each kind of rows: its loop, the number of rows, and the verdicts.
     """
     kinds: dict[tuple[str, tuple[str, ...], bool, bool], list[Sample]] = defaultdict(list)
     for sample in plan.samples:
-        told = any(m.role == "system" for m in sample.prompt)
-        kinds[sample.agent_name, sample.tools, bool(sample.interaction), told].append(sample)
-    most = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:MAX_PROVEN]
-    found, toolbox = [], LocalToolbox()
-    for (name, tools, heard, _), samples in most:
+        has_system = any(m.role == "system" for m in sample.prompt)
+        kinds[sample.agent_name, sample.tools, bool(sample.interaction), has_system].append(sample)
+    most_common = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:MAX_VERIFIED_KINDS]
+    verdicts, toolbox = [], LocalToolbox()
+    for (name, tools, has_interaction, _), samples in most_common:
         messages, schemas = _opening(samples[0], toolbox)
-        system = any(m.role == "system" for m in messages)
-        user = heard or name not in SHIPPED  # user messages may follow a turn
-        shown = bool(tools and schemas)
-        names = {
-            "user only": user or (tools and not schemas),
-            "one tool": shown,
-            "parallel tools": shown,
-            "five turns": shown and user,
-            "tool then user": shown and user,
+        shows_system = any(m.role == "system" for m in messages)
+        has_user = has_interaction or name not in SHIPPED_LOOPS
+        has_tools = bool(tools and schemas)
+        is_possible = {
+            "user only": has_user or (tools and not schemas),
+            "one tool": has_tools,
+            "parallel tools": has_tools,
+            "five turns": has_tools and has_user,
+            "tool then user": has_tools and has_user,
         }
-        shapes = [s for s in SHAPES if names.get(s.name)]
-        if shown and not heard:
+        shapes = [s for s in SHAPES if is_possible.get(s.name)]
+        if has_tools and not has_interaction:
             shapes.append(CALLS_ALONE)
         if shapes:
-            shapes = [replace(shape, system=system) for shape in shapes]
-            found.append((name, len(samples), verify_template(template, schemas, shapes)))
-    return found
+            shapes = [replace(shape, system=shows_system) for shape in shapes]
+            verdicts.append((name, len(samples), verify_template(template, schemas, shapes)))
+    return verdicts
 
 
-def history(plan: Plan, template: ChatTemplate) -> str:
-    """What becomes of the thinking of earlier turns in this run."""
-    verdicts = [v for _, _, verdicts in proven(plan, template) for v in verdicts if v.ok]
+def describe_history(plan: Plan, template: ChatTemplate) -> str:
+    """Say whether the template keeps earlier turns, and what happens to their thinking."""
+    verdicts = [v for _, _, verdicts in verify_rows(plan, template) for v in verdicts if v.ok]
     if not verdicts:
-        return "chat template: nothing follows a turn of these rows"
+        return "chat template: these rows have one turn only"
     kinds = [kind for v in verdicts for kind, status in v.kinds.items() if status == "unsupported"]
-    but = ""
+    exception = ""
     if kinds:
-        but = (
-            f"; it cannot write turns of {', '.join(dict.fromkeys(kinds))}: rows keep them as they"
+        exception = (
+            f"; it cannot render turns of {', '.join(dict.fromkeys(kinds))}: rows keep them as they"
             " were sampled (`agentrl check-template` shows why)"
         )
     if all(v.status == "append-only" for v in verdicts):
-        return f"chat template: append-only on these rows: an episode is one row of tokens{but}"
+        return (
+            "chat template: append-only on these rows: an episode is one row of tokens" + exception
+        )
     meaning = {
-        "keep": "all of it stays in one row, as it was sampled",
-        "strip": "it is left out, as the template does, and a new row of tokens begins there",
+        "keep": "it stays in the row of tokens, as it was sampled",
+        "strip": "it is removed, as in the template, and a new row of tokens starts there",
     }
-    chosen = plan.config.rollout.history_thinking
+    choice = plan.config.rollout.history_thinking
     return (
         "chat template: drops the thinking of earlier turns;"
-        f" rollout.history_thinking={chosen}: {meaning[chosen]}{but}"
+        f" rollout.history_thinking={choice}: {meaning[choice]}{exception}"
     )
 
 
-def wiring(plan: Plan) -> str:
-    """Who plays what with which tools, and what a step is."""
+def describe_run(plan: Plan) -> str:
+    """Describe the rows by loop and tools, where programs run, and the size of a step."""
     lines = []
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         if not samples:
@@ -403,68 +412,70 @@ def wiring(plan: Plan) -> str:
         lines.append(f"{path}: {len(samples)} rows")
         kinds = Counter((s.agent_name, s.tools, s.interaction) for s in samples)
         for (agent, tools, interaction), count in sorted(kinds.items()):
-            heard = f", interaction {interaction}" if interaction else ""
-            lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{heard}")
+            suffix = f", interaction {interaction}" if interaction else ""
+            lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{suffix}")
     config = plan.config
-    talking = {sample.interaction for sample in plan.samples}
+    interactions = {sample.interaction for sample in plan.samples}
     lines += [
         f"interaction.kwargs.{name}: no row has this interaction"
         for name in config.interaction.kwargs
-        if name not in talking
+        if name not in interactions
     ]
     if programs := _programs(plan):
         backend = config.sandbox.backend
-        how = "NOT ISOLATED, as you" if backend == "unsafe-subprocess" else f"in {backend}"
+        how = (
+            "NOT ISOLATED, with your rights" if backend == "unsafe-subprocess" else f"in {backend}"
+        )
         lines.append(f"programs of {', '.join(programs)} run {how} (sandbox.backend={backend})")
     if plan.train:
         size = config.data.batch_size * config.rollout.n
         mini = config.algorithm.mini_batch_size or size
         updates = -(-size // mini) * config.algorithm.ppo_epochs
         ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        spread = f" on {ranks} ranks" if ranks > 1 else ""
+        on_ranks = f" on {ranks} ranks" if ranks > 1 else ""
         lines.append(
             f"a step: {config.data.batch_size} prompts x {config.rollout.n} rollouts = {size}"
             f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
-            f"{spread} ({_named(config.algorithm)}); {plan.total_steps} steps"
+            f"{on_ranks} ({_describe_algorithm(config.algorithm)}); {plan.total_steps} steps"
         )
-        lines += _beside(config)
+        lines += _describe_extra_rollouts(config)
     return "\n".join(lines)
 
 
-def _named(config: AlgorithmConfig) -> str:
-    """An algorithm's name, and which of its parts are others than the name says."""
-    row = AlgorithmConfig(name=config.name)
+def _describe_algorithm(config: AlgorithmConfig) -> str:
+    """Return the algorithm's name, and the parts that differ from the defaults of the name."""
+    defaults = AlgorithmConfig(name=config.name)
     parts = ("adv_estimator", "policy_loss", "loss_agg_mode")
     values = {part: getattr(config, part) for part in parts}
-    others = [f"{part}={value}" for part, value in values.items() if value != getattr(row, part)]
-    return f"{config.name} with {', '.join(others)}" if others else config.name
+    changed = [f"{p}={value}" for p, value in values.items() if value != getattr(defaults, p)]
+    return f"{config.name} with {', '.join(changed)}" if changed else config.name
 
 
-def _beside(config: Config) -> Iterator[str]:
-    """What a step plays beside what it trains on."""
+def _describe_extra_rollouts(config: Config) -> Iterator[str]:
+    """Describe the rollouts of a step that it does not train on."""
     a, d = config.algorithm, config.data
     if a.filter_groups:
         yield (
-            "  where a prompt's rollouts teach nothing, further prompts are played: at most"
-            f" {a.max_gen_batches} x {d.gen_batch_size or d.batch_size} a step"
+            "  groups without a learning signal are replaced by further prompts: at most"
+            f" {a.max_gen_batches} x {d.gen_batch_size or d.batch_size} prompts per step"
         )
     if a.adv_estimator == "remax":
-        yield "  and a greedy rollout of each prompt, the baseline of the others"
+        yield "  plus one greedy rollout per prompt, the baseline of the others"
 
 
-def first_prompts(plan: Plan, template: ChatTemplate) -> str:
-    """What the model reads first, once for each loop."""
+def render_first_prompts(plan: Plan, template: ChatTemplate) -> str:
+    """Return the first prompt of each loop, as the model reads it."""
     first = {s.agent_name: s for s in reversed(plan.samples)}
     lines = []
     for agent, sample in sorted(first.items()):
-        opening = _opening(sample, LocalToolbox())
-        prompt = template.decode(template.prompt(*opening))
+        prompt = template.decode(template.prompt(*_opening(sample, LocalToolbox())))
         lines.append(f"first prompt of {agent} (row {sample.row}):")
         lines += ["  | " + line for line in prompt.splitlines()]
     return "\n".join(lines)
 
 
 def _opening(sample: Sample, toolbox: LocalToolbox) -> tuple[Sequence[Message], Schemas]:
+    """Return the first messages of a row's episodes, and the tool schemas that they show."""
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     with user_code(f"agent loop {loop.name!r}: its opening"):
         return loop.opening(sample, toolbox.schemas(sample.tools))

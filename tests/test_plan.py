@@ -4,7 +4,7 @@ import pytest
 from support.learner_world import config
 
 from agentrl.errors import ConfigError
-from agentrl.plan import Plan, check_policy_learns, wiring
+from agentrl.plan import Plan, check_policy_learns, describe_run
 from agentrl.rewards import make_scorer
 from agentrl.trajectory import Sample
 
@@ -34,7 +34,7 @@ def plan(rows=1, **keys):
     ],
 )  # fmt: skip
 def test_a_step_says_what_learns_and_on_how_many_ranks(keys, said):
-    assert said in wiring(plan(**keys))
+    assert said in describe_run(plan(**keys))
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,10 @@ def _check(settings: Config) -> None:
     from agentrl.plan import (
         check_model_fits,
         check_policy_learns,
-        first_prompts,
-        history,
+        describe_history,
+        describe_run,
         make_plan,
-        wiring,
+        render_first_prompts,
     )
     from agentrl.tools import open_toolbox
 
@@ -161,10 +161,10 @@ def _check(settings: Config) -> None:
     _tell_format(settings.rollout.tool_format, template, settings.rollout.python)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
-        typer.echo(wiring(plan))
+        typer.echo(describe_run(plan))
         typer.echo(_judges(plan))
-        typer.echo(history(plan, template))
-        typer.echo(first_prompts(plan, template))
+        typer.echo(describe_history(plan, template))
+        typer.echo(render_first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
     typer.echo("config, where it differs from the defaults:")
     for line in settings.diff():

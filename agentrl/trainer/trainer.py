@@ -1,12 +1,12 @@
-"""The run: `Trainer.step` is the algorithm, `Trainer.run` is everything around it.
+"""The training run. `Trainer.step` is the algorithm, `Trainer.run` is everything around it.
 
-A step is synchronous and has no way back:
+A step is synchronous and runs from top to bottom:
 
     rows ─► groups of scored trajectories ─► Batch ─► Targets ─► learner.update ─► publish ─► next
 
-What a run is at any moment is its global step, its position in the rows, the learner's state, the
-weight of the KL and the config; the seeds and the policy version follow from the step. So a
-checkpoint is small, and a killed run goes on as if nothing had happened.
+The state of a run is its global step, its position in the rows, the learner's state, the weight of
+the KL penalty and the config. The seeds and the policy version follow from the step. So a
+checkpoint is small, and a killed run continues exactly where it was.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from agentrl.agent_loops.attempt import load_template
 from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.engine.open import open_engine, opening
+from agentrl.engine.open import describe_engine, open_engine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.evaluate import evaluate
 from agentrl.open_files import spare_files
-from agentrl.plan import Plan, check_model_fits, check_policy_learns, fixed_row, make_plan, wiring
+from agentrl.plan import (
+    Plan,
+    check_model_fits,
+    check_policy_learns,
+    describe_run,
+    make_canary_row,
+    make_plan,
+)
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
@@ -59,24 +66,25 @@ from agentrl.trajectory import Group
 class Trainer:
     """A training run.
 
-        Trainer(config).run()
+            Trainer(config).run()
 
-    Started by a launcher of many processes (torchrun, `accelerate launch`) it refuses: a run is one
-    controller.
+    A run has one controller process. If a launcher of several processes (torchrun, `accelerate
+    launch`) starts it, the constructor raises.
     """
 
     def __init__(
         self, config: Config, plan: Plan | None = None, placement: Placement | None = None
     ):
-        """Check everything that can be checked without a model.
+        """Check everything that can be checked without loading a model.
 
         Args:
-            config: the run's.
-            plan: the run's, where its rows were loaded already.
-            site: where ranks and servers are; None: the learner is this process.
+            config: the run's config.
+            plan: the run's plan, if its rows were loaded already.
+            placement: where the ranks and the servers run. None: the learner runs in this process.
 
         Raises:
-            UserError: all that is wrong with config, files and rows.
+            UserError: something is wrong with the config, files or rows; the message lists all of
+                it.
         """
         check_single_controller(config, placement)
         check_loggers(config.trainer.logger)
@@ -96,21 +104,22 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.global_step = 0
         self.position = 0
-        """How many rows were taken: more than the steps' batches where groups are set aside."""
+        """The number of rows taken so far; more than those that trained, if groups were filtered
+        out."""
         self.kl = KLController(config.algorithm)
         self.clock = StepClock()
         self._is_consistent = True
-        """Whether the learner's state is that of `global_step`, and may be saved."""
+        """True if the learner's state is that of `global_step` and can be saved."""
         self._unfinished: dict[str, float] | None = None
-        """Metrics of the step that was made, but neither validated nor recorded."""
+        """Metrics of a step that was made, but not yet validated and recorded."""
 
     # -- the algorithm ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One step: play, judge, learn.
+        """Run one step: collect rollouts, compute targets, update the weights.
 
         Returns:
-            The step's metrics.
+            The metrics of the step.
         """
         with self.clock.timed("gen"), self.interrupt.abandonable():
             step_rollouts = self.collector.collect(self.position, self.global_step)
@@ -142,7 +151,10 @@ class Trainer:
         return self.global_step >= self.config.algorithm.critic_only_steps
 
     def _check_mismatch(self, compared: Mapping[str, float]) -> None:
-        """Stop where engine and trainer are suddenly far apart, before a weight moves."""
+        """Stop if the logprobs of engine and trainer are suddenly far apart.
+
+        The learner calls this before it changes any weight.
+        """
         self._is_consistent = True
         self.guard.check(compared)
         self._is_consistent = False
@@ -159,7 +171,7 @@ class Trainer:
     def _update_kl_coef(
         self, batch: Batch, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, float]:
-        """Steer the weight of the KL in the reward for the next step, where there is one."""
+        """Adjust the weight of the KL penalty in the reward for the next step, if there is one."""
         if not self.kl.coef or not self._policy_learns or old is None or reference is None:
             return {}
         kl, coef = rollout_kl(batch, old, reference, self.config.algorithm.kl_type), self.kl.coef
@@ -167,9 +179,9 @@ class Trainer:
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def _store(self, step_rollouts: StepRollouts) -> None:
-        """Store the step's rollouts.
+        """Store the rollouts of the step.
 
-        This comes before the update: if it fails, the weights are still those of the last step, and
+        This runs before the update. If it fails, the weights are still those of the last step, and
         a checkpoint can be saved.
         """
         step = self.global_step + 1
@@ -184,13 +196,13 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Mapping[str, float]:
-        """Train to the end, resuming what was begun.
+        """Train to the end. Resume from a checkpoint if there is one.
 
         Returns:
-            The last step's metrics, its validation included.
+            The metrics of the last step, including its validation.
 
         Raises:
-            AgentRLError: the run could not begin or go on; what was saved is named.
+            AgentRLError: the run could not start or continue. The message says what was saved.
         """
         with ExitStack() as stack:
             self.spare = stack.enter_context(spare_files())
@@ -219,7 +231,7 @@ class Trainer:
             self._complete(self._advance())
 
     def _advance(self) -> dict[str, float]:
-        """One step, published; its validation and its line in the record are still to come."""
+        """Run one step and publish the new policy. The caller validates and records the step."""
         self.clock = StepClock()
         metrics = self.step()
         self.global_step += 1
@@ -234,7 +246,7 @@ class Trainer:
         return metrics
 
     def _complete(self, metrics: dict[str, float]) -> None:
-        """Validate where it is due, record the step, save where it is due."""
+        """Validate if it is due, record the step, save a checkpoint if it is due."""
         trainer, last = self.config.trainer, self.global_step == self.total_steps
         if self.plan.val and _is_due(self.global_step, trainer.test_freq, last):
             metrics |= self._validate()
@@ -247,11 +259,12 @@ class Trainer:
             self._save()
 
     def _save_after_error(self) -> str:
-        """Save what a stopped run has, if that is whole, and say so.
+        """Save a checkpoint of a run that stops, and return what was saved.
 
-        Within an update it is not: half of its optimizer steps may be made. And a second signal
-        means at once. No failure here may hide why the run stopped: ranks may be gone, a disk full,
-        or no descriptor left.
+        Within an update the state is not consistent (some of the step's optimizer steps may be
+        missing), and after a second signal there is no time: then nothing is saved. An error here
+        must not hide why the run stopped: ranks may have died, the disk may be full, or no file
+        descriptor may be left.
         """
         self.spare.close()
         failure = ""
@@ -283,7 +296,7 @@ class Trainer:
     # -- beginning and end ------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
-        """Load the model, find where to go on, start the engine and the tools."""
+        """Load the model, find the checkpoint to resume from, start the engine and the tools."""
         config = self.config
         recover(self.folder)
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
@@ -295,7 +308,7 @@ class Trainer:
         if not config.trainer.val_only:
             (self.folder / "config.yaml").write_text(config.resolved_yaml())
         self.console = stack.enter_context(Console())
-        self.console.note(wiring(self.plan))
+        self.console.note(describe_run(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
         group = start_ranks(self.placement, config.model.path, config)
@@ -312,7 +325,7 @@ class Trainer:
                 self.console.note(f"skipped: {line}")
             self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
         if config.rollout.name != "local":
-            self.console.note(opening(config))
+            self.console.note(describe_engine(config))
         slots = self.placement.engine_slots() if self.placement else None
         self.engine = open_engine(config, self.tokenizer, slots)
         stack.callback(self.engine.close)
@@ -324,7 +337,7 @@ class Trainer:
         self.publisher = Publisher(
             self.learner,
             self.engine,
-            fixed_row(self.plan, template, self.engine.max_length),
+            make_canary_row(self.plan, template, self.engine.max_length),
             lambda ids: self.rollouts.run(self.engine.scores(ids)),
             noise=checkpoint.meta.get("noise") if checkpoint else None,
             canary=checkpoint.meta.get("canary") if checkpoint else None,
@@ -335,7 +348,7 @@ class Trainer:
         self.interrupt = stack.enter_context(Interrupt())
 
     def _begin(self, stack: ExitStack) -> None:
-        """Cut the record where the run goes on: what lies after is an abandoned future."""
+        """Open the records of the run, and cut what was written after its checkpoint."""
         kept = self.global_step if self.global_step > 0 else -1
         remove_later_checkpoints(self.folder, self.global_step)
         self.store.truncate_after(kept)
@@ -369,7 +382,7 @@ class Trainer:
             )
 
     def _finish(self) -> Mapping[str, float]:
-        """Leave the model and the curve, and say where everything lies."""
+        """Write the model and the learning curve, and print where the results are."""
         history = read_metrics(self.folder / METRICS)
         if not history:
             raise RunStopped(f"{self.folder} holds a finished run, but no {METRICS}")
@@ -389,16 +402,16 @@ def _is_due(step: int, freq: int, last: bool) -> bool:
 
 
 class StepClock:
-    """The times of one step's parts; it runs from its making."""
+    """Measures the parts of one step. The time of the step starts with the object."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        """By part, summed where one came several times."""
+        """Seconds by part; a part that ran several times has the sum."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Count the time of the block, also of one that fails."""
+        """Measure the block, also if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -406,7 +419,7 @@ class StepClock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, step: Mapping[str, float]) -> dict[str, float]:
-        """`timing_s/*` until now, and `perf/throughput` in sampled tokens a second."""
+        """Return `timing_s/*` until now, and `perf/throughput` in sampled tokens per second."""
         seconds = self.seconds | {"step": time.perf_counter() - self._start}
         sampled = step.get("rollout/sampled_tokens", 0.0)
         times = {f"timing_s/{name}": s for name, s in seconds.items()}
@@ -414,15 +427,15 @@ class StepClock:
 
 
 class Interrupt:
-    """Turns the first signal into a request that `check` answers, the second into the end.
+    """Handles SIGINT and SIGTERM: the first signal is a request, the second one stops at once.
 
-    Rollouts may be abandoned at any moment, an optimizer step may not: the trainer calls `check`
-    where its state is whole.
+    Rollouts can be abandoned at any moment, an optimizer step cannot. So the trainer calls `check`
+    where its state is consistent.
     """
 
     def __init__(self) -> None:
         self.is_urgent = False
-        """Whether there was a second signal."""
+        """True after a second signal."""
         self._is_requested = False
         self._abandonable = False
         self._before: dict[int, object] = {}
@@ -439,17 +452,17 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """End here if a signal came.
+        """Stop here if a signal has arrived.
 
         Raises:
-            KeyboardInterrupt: it did.
+            KeyboardInterrupt: a signal has arrived.
         """
         if self._is_requested:
             raise KeyboardInterrupt
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """What runs in this block changes no state that is saved: a signal ends it at once."""
+        """Let a signal stop the block at once. The block must not change state that is saved."""
         self.check()
         self._abandonable = True
         try:

@@ -17,21 +17,21 @@ from typer.testing import CliRunner
 
 from agentrl import agent_loop, load_config, registry
 from agentrl.chat import ChatTemplate
-from agentrl.chat.fix import diff, smallest_fix
-from agentrl.chat.proof import (
+from agentrl.chat.repair_template import repair_template, template_diff
+from agentrl.chat.verify_template import (
     CALLS_ALONE,
     PROBE_TOOL,
     SHAPES,
-    SWITCH,
+    THINKING_VARIABLE,
     Shape,
     Verdict,
-    details,
-    prove,
-    survey,
+    format_verdicts,
+    verify_template,
+    verify_tokenizer,
 )
 from agentrl.cli import app
 from agentrl.errors import TemplateError
-from agentrl.plan import SHIPPED, check_model_fits, history, make_plan, proven
+from agentrl.plan import SHIPPED_LOOPS, check_model_fits, describe_history, make_plan, verify_rows
 from agentrl.trajectory import Message
 
 ROWS = [shape.name for shape in SHAPES]
@@ -162,8 +162,8 @@ def rows_of(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", family_names())
 def test_the_verdicts(name):
-    verdicts = survey(family_tokenizer(name), ends(name))
-    switched = SWITCHED if SWITCH in family_tokenizer(name).chat_template else []
+    verdicts = verify_tokenizer(family_tokenizer(name), ends(name))
+    switched = SWITCHED if THINKING_VARIABLE in family_tokenizer(name).chat_template else []
     assert [v.shape for v in verdicts] == [*ROWS, *switched]
     expected = {row: status for status, rows in VERDICTS[name].items() for row in rows}
     assert {v.shape: v.status for v in verdicts if v.status != "append-only"} == expected
@@ -176,7 +176,9 @@ def test_all_families_have_verdicts():
 
 def test_what_holds_for_some_turns_alone_is_said():
     """Llama's template takes one call a turn, Mistral's drops what is said before one."""
-    by_shape = {v.shape: v for v in survey(family_tokenizer("llama3_1"), ends("llama3_1"))}
+    by_shape = {
+        v.shape: v for v in verify_tokenizer(family_tokenizer("llama3_1"), ends("llama3_1"))
+    }
     assert by_shape["parallel tools"].detail.startswith("OK. Episodes store calls as text")
     raised = 'the template raised: "This model only supports single tool-calls at once!"'
     assert raised in by_shape["parallel tools"].detail
@@ -189,7 +191,9 @@ def test_what_holds_for_some_turns_alone_is_said():
         "thought + text + call": "unsupported",
     }
     assert not by_shape["user only"].detail
-    assert {v.detail for v in survey(family_tokenizer("qwen2_5"), ends("qwen2_5"))} == {""}
+    assert {v.detail for v in verify_tokenizer(family_tokenizer("qwen2_5"), ends("qwen2_5"))} == {
+        ""
+    }
 
 
 @pytest.mark.parametrize(
@@ -213,15 +217,15 @@ def test_what_holds_for_some_turns_alone_is_said():
 def test_templates_made_for_training_are_append_only(file, family, switches):
     tokenizer = with_template(family, trained(file))
     for on in switches:
-        variables = {} if on is None else {SWITCH: on}
-        verdicts = prove(ChatTemplate(tokenizer, ends(family), variables=variables))
+        variables = {} if on is None else {THINKING_VARIABLE: on}
+        verdicts = verify_template(ChatTemplate(tokenizer, ends(family), variables=variables))
         assert {v.status for v in verdicts} == {"append-only"}, (on, verdicts)
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_template_is_caught_with_the_token_that_differs(kind):
     *_, shape, shown = BROKEN[kind]
-    by_shape = {v.shape: v for v in survey(broken(kind), ends("qwen2_5"))}
+    by_shape = {v.shape: v for v in verify_tokenizer(broken(kind), ends("qwen2_5"))}
     assert by_shape[shape].status == "differs"
     assert by_shape[shape].fails
     assert shown in by_shape[shape].detail
@@ -241,13 +245,13 @@ def test_a_tokenizer_with_a_template_for_tools_beside_the_other():
             assert list(ChatTemplate(tokenizer).prompt(messages, schemas)) == list(
                 of_one.prompt(messages, schemas)
             )
-    assert {v.status for v in survey(tokenizer, ends("qwen2_5"))} == {"append-only"}
+    assert {v.status for v in verify_tokenizer(tokenizer, ends("qwen2_5"))} == {"append-only"}
 
 
 def test_a_template_for_tools_alone_takes_no_tools_as_an_empty_list():
     source = str(family_tokenizer("qwen2_5").chat_template)
     needing = "{%- for tool in tools %}{{- '' }}{%- endfor %}" + source
-    verdicts = survey(with_template("qwen2_5", needing), ends("qwen2_5"))
+    verdicts = verify_tokenizer(with_template("qwen2_5", needing), ends("qwen2_5"))
     assert {v.status for v in verdicts} == {"append-only"}
 
 
@@ -268,7 +272,9 @@ def test_a_turn_that_holds_its_own_end_is_caught():
     written = "{{- '\\n<tool_call>"
     assert source.count(written) == 1
     calls = source.replace(written, "{{- '<|im_end|>\\n<tool_call>")
-    verdicts = {v.shape: v for v in survey(with_template("qwen2_5", calls), ends("qwen2_5"))}
+    verdicts = {
+        v.shape: v for v in verify_tokenizer(with_template("qwen2_5", calls), ends("qwen2_5"))
+    }
     assert verdicts["user only"].status == "append-only"
     assert verdicts["one tool"].status == "differs" and verdicts["one tool"].fails
     assert "stop token '<|im_end|>' inside of a turn" in verdicts["one tool"].detail
@@ -350,7 +356,9 @@ def test_a_shape_is_as_good_as_the_worst_kind_of_turns(what):
     turn, begin, shape, kinds = SOME_KINDS[what]
     source = SMALL.replace("TURN", turn).replace("BEGIN", begin)
     template = ChatTemplate(with_template("qwen2_5", source), ends("qwen2_5"))
-    (verdict,) = prove(template, shapes=[s for s in (*SHAPES, CALLS_ALONE) if s.name == shape])
+    (verdict,) = verify_template(
+        template, shapes=[s for s in (*SHAPES, CALLS_ALONE) if s.name == shape]
+    )
     assert verdict.kinds == kinds, verdict.detail
     assert verdict.status == "differs" and verdict.fails
     differing = ", ".join(kind for kind, status in kinds.items() if status == "differs")
@@ -358,7 +366,7 @@ def test_a_shape_is_as_good_as_the_worst_kind_of_turns(what):
 
 
 def test_a_text_that_is_shown_behind_its_call_is_reported():
-    verdicts = {v.shape: v for v in survey(family_tokenizer("gemma4"), ends("gemma4"))}
+    verdicts = {v.shape: v for v in verify_tokenizer(family_tokenizer("gemma4"), ends("gemma4"))}
     one = verdicts["one tool"]
     assert one.status == "append-only" and one.kinds["text + call"] == "unsupported"
     assert "shows a text that stands before a call behind the call" in one.detail
@@ -375,7 +383,7 @@ def test_a_long_result_is_cut_before_it_is_shown():
             return render(messages, *args, **kwargs)
 
     template.render = Watching()  # pyright: ignore[reportAttributeAccessIssue]
-    prove(template, shapes=[s for s in SHAPES if s.cut])
+    verify_template(template, shapes=[s for s in SHAPES if s.cut])
     assert any("tokens shown)" in text for text in shown)
     assert max(len(template.encode(text)) for text in shown) < 100
 
@@ -466,20 +474,20 @@ def test_the_smallest_fix(name, removed):
     tokenizer = family_tokenizer(name)
     source = tokenizer.chat_template
     assert isinstance(source, str)
-    changed = smallest_fix(tokenizer, ends(name))
+    changed = repair_template(tokenizer, ends(name))
     assert changed is not None
-    lines = diff(source, changed).splitlines()
+    lines = template_diff(source, changed).splitlines()
     minus = [line for line in lines if line[0] == "-" and not line.startswith("---")]
     plus = [line for line in lines if line[0] == "+" and not line.startswith("+++")]
     assert len(minus) == len(plus) == 1
     assert removed in minus[0] and removed not in plus[0]
-    verdicts = survey(with_template(name, changed), ends(name))
+    verdicts = verify_tokenizer(with_template(name, changed), ends(name))
     assert {v.status for v in verdicts} == {"append-only"}
 
 
 def test_a_fix_leaves_prompts_and_last_turns_alone_and_keeps_thoughts():
     tokenizer = family_tokenizer("glm4moe")
-    changed = smallest_fix(tokenizer, ends("glm4moe"))
+    changed = repair_template(tokenizer, ends("glm4moe"))
     assert changed is not None
     user = {"role": "user", "content": "Why?"}
     said = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
@@ -515,7 +523,7 @@ def test_a_fix_shows_results_as_results():
     ]
     before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert "function_output" in before.rpartition("RESULT")[0][-40:]
-    if changed := smallest_fix(tokenizer, schemas=[PROBE_TOOL]):
+    if changed := repair_template(tokenizer, schemas=[PROBE_TOOL]):
         tokenizer.chat_template = changed
         after = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert after.rpartition("RESULT")[0][-40:] == before.rpartition("RESULT")[0][-40:]
@@ -657,21 +665,23 @@ def test_a_run_is_refused_where_its_own_rows_need_more(plan, name, row, shape):
 
 def test_a_run_is_told_what_becomes_of_thinking(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
-    assert "nothing follows a turn" in history(plan(ROW), template)
-    assert "append-only on these rows" in history(plan(CALLS), template)
-    assert "history_thinking=keep: all of it stays" in history(plan(BOTH), template)
+    assert "these rows have one turn only" in describe_history(plan(ROW), template)
+    assert "append-only on these rows" in describe_history(plan(CALLS), template)
+    assert "history_thinking=keep: it stays in the row" in describe_history(plan(BOTH), template)
     stripped = plan(BOTH, **{"rollout.history_thinking": "strip"})
-    assert "history_thinking=strip: it is left out" in history(stripped, template)
+    assert "history_thinking=strip: it is removed" in describe_history(stripped, template)
 
 
 def test_a_run_is_told_which_turns_the_template_cannot_write(plan):
     template = load(family_tokenizer("llama3_1"), "llama3_1")
-    told = history(plan(CALLS), template)
+    told = describe_history(plan(CALLS), template)
     assert "append-only on these rows" in told
     assert (
-        "it cannot write turns of text + call, thought + call, thought + text + call: rows" in told
+        "it cannot render turns of text + call, thought + call, thought + text + call: rows" in told
     )
-    assert "cannot write" not in history(plan(CALLS), load(family_tokenizer("qwen3"), "qwen3"))
+    assert "cannot render" not in describe_history(
+        plan(CALLS), load(family_tokenizer("qwen3"), "qwen3")
+    )
 
 
 def test_what_rows_are_proven_on(plan):
@@ -679,7 +689,7 @@ def test_what_rows_are_proven_on(plan):
     shapes = {
         (name, bool(kind.get("tools"))): [v.shape for v in verdicts]
         for kind in (ROW, CALLS, REACTS, CHECKS, CHECKS_CALLS)
-        for name, _, verdicts in proven(plan(kind), template)
+        for name, _, verdicts in verify_rows(plan(kind), template)
     }
     several = ["five turns", "tool then user", "user only"]
     assert shapes == {
@@ -697,7 +707,7 @@ def test_rows_with_and_without_a_system_message_are_both_proven(plan):
     for rows in ([CALLS, told], [told, CALLS]):
         fails = [
             [v.shape for v in verdicts if v.fails]
-            for _, _, verdicts in proven(plan(*rows), template)
+            for _, _, verdicts in verify_rows(plan(*rows), template)
         ]
         assert sorted(fails) == [[], ["parallel tools", "calls alone"]]
 
@@ -708,7 +718,7 @@ def test_the_shipped_loops_are_those_that_say_nothing_of_their_own():
         for name in registry.agent_loops.names()
         if registry.agent_loops.get(name).target.__module__.startswith("agentrl.agent_loops.")
     }
-    assert ours == set(SHIPPED)
+    assert ours == set(SHIPPED_LOOPS)
 
 
 def test_proving_a_run_is_quick(plan):
@@ -724,13 +734,13 @@ def test_a_shape_of_ones_own():
     """Shapes are data: a user of the library proves what their loop does."""
     template = load(family_tokenizer("qwen2_5"), "qwen2_5")
     mine = Shape("mine", (("user:a", "user:b"), ("tool:1", "tool:2", "user:c")))
-    (verdict,) = prove(template, shapes=[mine])
+    (verdict,) = verify_template(template, shapes=[mine])
     assert verdict.ok
 
 
 def test_equal_details_are_said_once():
     same = [Verdict(shape, "differs", "token 1\n  after: x") for shape in ("one tool", "unicode")]
-    assert details(same, "2 rows of react, ") == [
+    assert format_verdicts(same, "2 rows of react, ") == [
         "2 rows of react, one tool, unicode:",
         "  token 1\n    after: x",
     ]

@@ -36,7 +36,7 @@ from agentrl.interactions import (
     interaction,
     respond,
 )
-from agentrl.plan import make_plan, wiring
+from agentrl.plan import describe_run, make_plan
 from agentrl.rewards.gsm8k import compute_score
 from agentrl.signatures import argument_problems
 from agentrl.testing import Scripted, byte_tokenizer
@@ -355,7 +355,7 @@ def test_a_plan_says_what_the_config_has_wrong(tmp_path):
 
     made = plan({"gsm8k": {"ground_truth": "1"}, "gym": {"envs": ["CartPole-v1"]}})
     assert len(made.train) == 1
-    said = wiring(made).splitlines()
+    said = describe_run(made).splitlines()
     assert "interaction.kwargs.gym: no row has this interaction" in said
     assert not any("kwargs.gsm8k" in line for line in said)
     with pytest.raises(UserError) as caught:

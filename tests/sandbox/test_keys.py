@@ -15,7 +15,7 @@ from support.needs import needs_sandbox
 from agentrl import sandbox
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, SandboxError
-from agentrl.plan import make_plan, wiring
+from agentrl.plan import describe_run, make_plan
 from agentrl.sandbox.namespace import _mounts
 from agentrl.sandbox.settings import open_sandbox
 
@@ -156,11 +156,11 @@ def test_a_run_that_cannot_isolate_programs_is_refused_before_its_model(
 def test_what_is_not_isolated_is_said_where_a_run_is_described(rows, caplog):
     plan = make_plan(rows(["compute"], "runs_code", UNSAFE))
     assert (
-        "programs of the tool compute, the reward runs_code run NOT ISOLATED, as you"
+        "programs of the tool compute, the reward runs_code run NOT ISOLATED, with your rights"
         " (sandbox.backend=unsafe-subprocess)"
-    ) in wiring(plan)
+    ) in describe_run(plan)
     assert "runs as you" in caplog.text
-    assert "programs of" not in wiring(make_plan(rows([], "runs_nothing", UNSAFE)))
+    assert "programs of" not in describe_run(make_plan(rows([], "runs_nothing", UNSAFE)))
 
 
 def test_tools_of_a_server_are_its_own_affair(rows):

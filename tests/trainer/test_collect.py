@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.learner_world import config, scored, segment, turn
 
 from agentrl.data import RowOrder
-from agentrl.plan import Plan, wiring
+from agentrl.plan import Plan, describe_run
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts
 from agentrl.trainer.batch import collate
@@ -222,7 +222,10 @@ def test_remax_is_dead_where_all_earned_what_the_greedy_one_did():
         ({"algorithm__adv_estimator": "gae"}, "adv_estimator=gae"),
         ({"algorithm__adv_estimator": "reinforce_plus_plus"}, "with those of other prompts"),
         ({"algorithm__kl_reward_coef": 0.1}, "algorithm.kl_loss_coef"),
-        ({"data__gen_batch_size": 3, "algorithm__max_gen_batches": 2}, "never make"),
+        (
+            {"data__gen_batch_size": 3, "algorithm__max_gen_batches": 2},
+            "is less than data.batch_size",
+        ),
     ],
 )
 def test_what_cannot_be_filtered_is_refused(keys, said):
@@ -236,14 +239,14 @@ def test_what_cannot_be_filtered_is_refused(keys, said):
     ("keys", "said"),
     [
         ({}, None),
-        ({**FILTER, "algorithm__max_gen_batches": 3}, "at most 3 x 16 a step"),
-        ({**FILTER, "data__gen_batch_size": 24}, "at most 4 x 24 a step"),
-        ({"algorithm__name": "remax"}, "and a greedy rollout of each prompt"),
+        ({**FILTER, "algorithm__max_gen_batches": 3}, "at most 3 x 16 prompts per step"),
+        ({**FILTER, "data__gen_batch_size": 24}, "at most 4 x 24 prompts per step"),
+        ({"algorithm__name": "remax"}, "plus one greedy rollout per prompt"),
     ],
 )
 def test_what_a_step_plays_beside_its_batch_is_said(keys, said):
     c = config(data__train="rows.jsonl", **keys)
     plan = Plan(c, [Sample("r", (), row=0)], [], make_scorer(c.reward))
-    step, *beside = wiring(plan).partition("a step: ")[2].splitlines()
+    step, *beside = describe_run(plan).partition("a step: ")[2].splitlines()
     assert step.startswith("16 prompts x 8 rollouts = 128 trajectories")
     assert (said in beside[0]) if said else not beside
