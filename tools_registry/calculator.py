@@ -41,7 +41,7 @@ def calculator(expression: str) -> str:
         expression: numbers, + - * / // % ** and parentheses, for example "3 * (4 + 5)"
     """
     if len(expression) > MAX_LENGTH:
-        raise ToolError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH}")
+        raise ToolError(f"the expression has {len(expression)} characters, maximum {MAX_LENGTH}")
     plain = _THOUSANDS.sub("", expression.translate(_SPELLINGS).replace("^", "**")).strip()
     try:
         tree = ast.parse(plain, mode="eval").body
@@ -58,7 +58,7 @@ def calculator(expression: str) -> str:
 def _value(node: ast.expr, source: str, depth: int) -> int | float:
     """The value of a syntax tree; every value on the way is bounded."""
     if depth > MAX_DEPTH:
-        raise ToolError(f"the expression is nested more than {MAX_DEPTH} deep")
+        raise ToolError(f"the expression is nested more than {MAX_DEPTH} levels deep")
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
@@ -73,7 +73,7 @@ def _value(node: ast.expr, source: str, depth: int) -> int | float:
                     return _bounded(_quotient(a, b))
                 case _ if type(op) in _OPERATORS:
                     return _bounded(_OPERATORS[type(op)](a, b))
-    raise ToolError(f"cannot calculate {ast.get_source_segment(source, node)!r}. {_ALLOWED}")
+    raise ToolError(f"cannot evaluate {ast.get_source_segment(source, node)!r}. {_ALLOWED}")
 
 
 def _quotient(a: int | float, b: int | float) -> int | float:

@@ -37,20 +37,20 @@ _LONG_NUMBER = re.compile(r"&#(?:[0-9]{20,}+|[xX][0-9a-fA-F]{20,}+);?")
 
 @tool(timeout=20, idempotent=True, retries=0, max_concurrency=16)
 async def fetch(url: str) -> str:
-    """Read a web page as text.
+    """Fetch a web page and return its text.
 
     Args:
-        url: its address, beginning with https:// or http://
+        url: the address of the page, starting with https:// or http://
     """
     page = await fetch_public(url, deadline=time.monotonic() + SECONDS, max_bytes=MAX_BYTES)
     kind = page.content_type.partition(";")[0].strip().lower()
     if page.status >= 400:
-        raise ToolError(f"{page.url} answered with status {page.status}")
+        raise ToolError(f"{page.url} returned HTTP status {page.status}")
     if kind and not (kind.startswith("text/") or "json" in kind or "xml" in kind):
-        raise ToolError(f"{page.url} is {kind}, not text")
+        raise ToolError(f"{page.url} is {kind}, not a text page")
     text = page.content.decode("utf-8", "replace")
     text = text_of(text) if "html" in kind else text
-    return f"{text}\n[cut after {MAX_BYTES} bytes]" if page.cut else text
+    return f"{text}\n[truncated after {MAX_BYTES} bytes]" if page.cut else text
 
 
 def text_of(page: str) -> str:

@@ -20,15 +20,15 @@ MAX_CODE = 20_000
 # The sandbox ends a program long before: this is for programs that wait for a free place in it.
 @tool(timeout=120)
 async def python(code: str, sandbox: Sandbox) -> str:
-    """Run a Python program and read what it prints and the value of its last line.
+    """Run a Python program and return its output and the value of its last expression.
 
-    There is no network. Nothing is kept from call to call.
+    There is no network access. Variables and files are not kept between calls.
 
     Args:
         code: the program, for example "sum(n * n for n in range(10))"
     """
     if len(code) > MAX_CODE:
-        raise ToolError(f"the program has {len(code)} characters, at most {MAX_CODE}")
+        raise ToolError(f"the program has {len(code)} characters, maximum {MAX_CODE}")
     return report(await sandbox.run(shows_last_value(code)))
 
 

@@ -24,15 +24,15 @@ class PythonSession:
         self.box: Box | None = None
 
     async def python(self, code: str) -> str:
-        """Run Python code and read what it prints and the value of its last line.
+        """Run Python code and return its output and the value of its last expression.
 
-        There is no network. Variables, functions and files stay until you are done.
+        There is no network access. Variables, functions and files are kept between calls.
 
         Args:
             code: the code, for example "total = 3 * 4"
         """
         if len(code) > MAX_CODE:
-            raise ToolError(f"the code has {len(code)} characters, at most {MAX_CODE}")
+            raise ToolError(f"the code has {len(code)} characters, maximum {MAX_CODE}")
         if self.box is None:
             self.box = await self.sandbox.open()
         return report(await self.box.run(code))

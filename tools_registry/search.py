@@ -140,31 +140,31 @@ def _text(value: Any) -> str:
 
 @tool(timeout=300, idempotent=True)  # the first call makes the index, and the others wait for it
 def search(query: str, k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3) -> str:
-    """Find passages about some words.
+    """Search for passages that contain the words of a query.
 
     Args:
-        query: the words to look for, for example "bees winter food"
-        k: how many passages
+        query: the words to search for, for example "bees winter food"
+        k: the number of passages to return
     """
     if len(query) > MAX_QUERY:
-        raise ToolError(f"the query has {len(query)} characters, at most {MAX_QUERY}")
+        raise ToolError(f"the query has {len(query)} characters, maximum {MAX_QUERY}")
     found = _opened().best(query, k)
-    return "\n\n".join(_shown(p, SNIPPET) for p in found) or "nothing found: try other words"
+    return "\n\n".join(_shown(p, SNIPPET) for p in found) or "No passages found. Try other words."
 
 
 @tool(timeout=300, idempotent=True)
 def read_passage(id: str) -> str:
-    """Read a passage in full.
+    """Read the full text of a passage.
 
     Args:
-        id: as a search shows it in brackets, for example "7"
+        id: the id that a search result shows in brackets, for example "7"
     """
     index = _opened()
     passage = index.by_id.get(id.strip().strip("[]"))
     if passage is None:
         # Over all ids this would take long, and few of them would help.
         close = did_you_mean(id, [i for i in index.by_id if i[:1] == id[:1]][:1000])
-        raise ToolError(f"no passage {id!r}.{close} Search shows ids in brackets.")
+        raise ToolError(f"no passage with id {id!r}.{close} Search results show ids in brackets.")
     return _shown(passage, len(passage.text))
 
 

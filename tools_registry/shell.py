@@ -35,22 +35,23 @@ class Shell:
         self.box: Box | None = None
 
     async def run(self, command: str) -> str:
-        """Run a bash command in your folder and read what it prints.
+        """Run a bash command in the working folder and return its output.
 
-        There is no network. Files stay until you are done; every command starts in the same folder.
+        There is no network access. Files are kept between calls. Each command starts in the same
+        folder.
 
         Args:
-            command: for example "grep -c error app.log"
+            command: the command, for example "grep -c error app.log"
         """
         if len(command) > MAX_COMMAND:
-            raise ToolError(f"the command has {len(command)} characters, at most {MAX_COMMAND}")
+            raise ToolError(f"the command has {len(command)} characters, maximum {MAX_COMMAND}")
         return report(await self._bash(command))
 
     async def read_file(self, path: str) -> str:
-        """Read a text file of your folder.
+        """Read a text file in the working folder.
 
         Args:
-            path: for example "notes/a.txt"
+            path: the path, for example "notes/a.txt"
         """
         box = await self._opened()
         try:
@@ -59,15 +60,15 @@ class Shell:
             raise ToolError(_said(path, e)) from None
         text = content.decode("utf-8", "replace")
         if len(content) == MAX_READ:
-            text += f"\n[the first {MAX_READ} bytes; `run` can show other parts]"
-        return text or "(empty)"
+            text += f"\n[first {MAX_READ} bytes shown; use `run` to read other parts]"
+        return text or "(empty file)"
 
     async def write_file(self, path: str, content: str) -> str:
-        """Write a text file in your folder, in place of what it held.
+        """Write a text file in the working folder. An existing file is overwritten.
 
         Args:
-            path: for example "notes/a.txt"
-            content: all of its text
+            path: the path, for example "notes/a.txt"
+            content: the full text of the file
         """
         box = await self._opened()
         encoded = content.encode()
@@ -75,13 +76,13 @@ class Shell:
             await box.write(path, encoded)
         except (OSError, ValueError) as e:
             raise ToolError(_said(path, e)) from None
-        return f"{path}: {len(encoded)} bytes"
+        return f"Wrote {len(encoded)} bytes to {path}"
 
     async def list_files(self, path: str = ".") -> str:
-        """List the files below a folder, with their sizes in bytes.
+        """List the files in a folder and its subfolders, with their sizes in bytes.
 
         Args:
-            path: the folder
+            path: the folder to list
         """
         found = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
         done = await self._bash(f"{found} | head -n {MAX_FILES + 1} | sort -k 2")
@@ -90,7 +91,7 @@ class Shell:
         if not lines:
             return report(done) if done.stderr else "(no files)"
         if len(lines) > MAX_FILES:
-            lines[MAX_FILES:] = [f"[more than {MAX_FILES}: name a folder]"]
+            lines[MAX_FILES:] = [f"[more than {MAX_FILES} files; list a subfolder]"]
         return "\n".join(lines)
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from decimal import ROUND_HALF_UP, Context
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -66,6 +67,7 @@ _ALLOWED = {
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "json_patch"}
 """The last one compares all keys with all keys, in one step."""
 
+_HALF_UP = Context(prec=15, rounding=ROUND_HALF_UP)
 _EXPLAIN = re.compile(r"\s*explain\b", re.IGNORECASE)
 _COMMENTS = re.compile(r"--[^\n]*+|/\*[\s\S]*?(?:\*/|\Z)|;")
 
@@ -104,7 +106,7 @@ class Sql:
         self.file = _file(database)
 
     def sql(self, query: str) -> str:
-        """Ask the database in SQL (SQLite). It can only be read.
+        """Run a read-only SQL query (SQLite).
 
         Args:
             query: one SELECT statement
@@ -112,7 +114,7 @@ class Sql:
         return ask(self.file, query)
 
     def sql_schema(self) -> str:
-        """Read how the tables of the database are defined."""
+        """Return the CREATE statements of the tables and views."""
         return schema(self.file)
 
 
@@ -124,7 +126,7 @@ def ask(file: Path, query: str) -> str:
         Infrastructure: the database cannot be opened.
     """
     if len(query) > MAX_QUERY:
-        raise ToolError(f"the query has {len(query)} characters, at most {MAX_QUERY}")
+        raise ToolError(f"the query has {len(query)} characters, maximum {MAX_QUERY}")
     with closing(_connect(file)) as connection:
         try:
             _check(connection, query)
@@ -135,7 +137,7 @@ def ask(file: Path, query: str) -> str:
         except MemoryError:
             raise ToolError("the query needs too much memory") from None
     if cursor.description is None:
-        raise ToolError("give one SELECT statement")
+        raise ToolError("use one SELECT statement")
     return _table([d[0] for d in cursor.description], rows)
 
 
@@ -150,15 +152,15 @@ def _check(connection: sqlite3.Connection, query: str) -> None:
         program = connection.execute(f"EXPLAIN {query}").fetchall()
     except sqlite3.OperationalError as e:
         if str(e) == "incomplete input" and not _COMMENTS.sub("", query).strip():
-            raise ToolError("give one SELECT statement") from None
+            raise ToolError("use one SELECT statement") from None
         raise
     calls = sum(opcode in ("Function", "PureFunc") for _, opcode, *_ in program)
     for many, what, most in (
         (len(program), "instructions", MAX_PROGRAM),
-        (calls, "calls of functions", MAX_FUNCTIONS),
+        (calls, "function calls", MAX_FUNCTIONS),
     ):
         if many > most:
-            raise ToolError(f"the query has {many} {what}, at most {most}: ask for less at once")
+            raise ToolError(f"the query has {many} {what}, maximum {most}: use a simpler query")
 
 
 def schema(file: Path) -> str:
@@ -205,6 +207,8 @@ def _text(value: str | bytes | float) -> str:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, float) and isfinite(value):
+        # SQLite rounds a half up, Python to the even digit.
+        value = float(_HALF_UP.create_decimal_from_float(value))
         digits, e, exponent = f"{value:.15g}".partition("e")
         return f"{digits}{'' if '.' in digits else '.0'}{e}{exponent}"
     return str(value).replace("inf", "Inf") if isinstance(value, float) else str(value)
@@ -219,9 +223,9 @@ def _authorize(action: int, first: Any, second: Any, *_: Any) -> int:
 def _said(error: Exception) -> str:
     text = str(error)
     if text == "interrupted":
-        return f"the query took more than {MAX_SECONDS:g} s"
+        return f"the query timed out after {MAX_SECONDS:g} s"
     if "authoriz" in text or "prohibited" in text:
-        return f"{text}: the database can only be read, with one SELECT statement"
+        return f"{text}: the database is read-only, use one SELECT statement"
     return text
 
 
@@ -229,7 +233,7 @@ def _table(columns: list[str], rows: list[tuple[Any, ...]]) -> str:
     shown = rows[:MAX_ROWS]
     lines = [" | ".join(columns), *(" | ".join(map(_cell, row)) for row in shown)]
     if len(rows) > MAX_ROWS:
-        end = f"(the first {MAX_ROWS} rows; there are more)"
+        end = f"(first {MAX_ROWS} rows shown; there are more)"
     else:
         end = f"({len(rows)} row{'s' * (len(rows) != 1)})"
     return f"{_cut(chr(10).join(lines))}\n{end}"
@@ -245,7 +249,8 @@ def _cell(value: Any) -> str:
 def _cut(text: str) -> str:
     if len(text) <= MAX_ANSWER:
         return text
-    return f"{text[:MAX_ANSWER]}\n[... {len(text) - MAX_ANSWER} characters left out: ask for less]"
+    omitted = len(text) - MAX_ANSWER
+    return f"{text[:MAX_ANSWER]}\n[... {omitted} characters omitted; select fewer columns or rows]"
 
 
 def _databases(folder: Path) -> dict[str, Path]:

@@ -211,4 +211,4 @@ def shorten(content: bytes, most: int) -> bytes:
     if len(content) <= most:
         return content
     head, tail = content[: most - most // 2], content[len(content) - most // 2 :]
-    return head + b"\n[%d bytes left out]\n" % (len(content) - most) + tail
+    return head + b"\n[%d bytes omitted]\n" % (len(content) - most) + tail

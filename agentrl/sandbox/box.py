@@ -49,9 +49,9 @@ GRACE_SECONDS = 10.0
 MAX_ANSWER = 128 * 2**20
 WORDS_BYTES = 4096
 """Of what the driver (or bwrap) prints of itself."""
-LOST = "\n[the interpreter was ended: its variables are lost, the files are not]\n"
-GONE = "\n[the sandbox was ended: its variables and files are lost]\n"
-NEW = "\n[this ran in a new sandbox: the variables and files of before are lost]\n"
+LOST = "\n[the Python interpreter was restarted: variables are lost, files are kept]\n"
+GONE = "\n[the sandbox was terminated: variables and files are lost]\n"
+NEW = "\n[this ran in a new sandbox: earlier variables and files are lost]\n"
 TRIES = 3
 """For an order that no box was there to begin."""
 _CHUNK = 65_536

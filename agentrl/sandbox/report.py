@@ -9,9 +9,9 @@ from agentrl.sandbox.base import Completed
 MAX_STDERR = 2000
 """Of a longer stderr the end is told: there a traceback says what is wrong."""
 NOTES = {
-    "time": "ended: it took too long ({seconds:.0f} s)",
-    "cpu": "ended: it used too much processor time",
-    "output": "ended: it printed too much",
+    "time": "timed out after {seconds:.0f} s",
+    "cpu": "stopped: CPU time limit exceeded",
+    "output": "stopped: too much output",
 }
 
 

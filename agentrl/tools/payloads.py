@@ -60,6 +60,22 @@ _TYPES: dict[str, frozenset[type]] = {
     "boolean": frozenset({bool}),
     "null": frozenset({NoneType}),
 }
+_KINDS = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "a boolean",
+    "null": "null",
+    "array": "an array",
+    "object": "an object",
+}
+_BOUNDS = {
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMinimum": "greater than",
+    "exclusiveMaximum": "less than",
+    "multipleOf": "a multiple of",
+}
 _SAYS_NOTHING = {"title", "description", "default", "examples"}
 """Keywords that forbid no value."""
 _OBJECT = {"type", "properties", "required", "additionalProperties"} | _SAYS_NOTHING
@@ -79,19 +95,20 @@ def encode_arguments(call: ToolCall) -> bytes | ToolResult:
         problem = " ".join(call.error.split()) or "the arguments are not a JSON object"
         return failure(
             "bad_call",
-            f"{shorten(problem, 160)}. Expected: a tool's name, and its arguments as one JSON"
-            " object.",
+            f"invalid tool call: {shorten(problem, 160)}. Expected a tool name and its arguments"
+            " as a JSON object.",
         )
     if not isinstance(call.name, str) or not (call.name.isascii() or storable(call.name)):
-        return failure("bad_call", "the tool's name is no text")
+        return failure("bad_call", "invalid tool call: the tool name is not valid text")
     try:
         encoded = orjson.dumps(call.arguments, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except TypeError as e:
-        return failure("bad_call", f"the arguments are not JSON: {e}")
+        return failure("bad_call", f"invalid tool call: the arguments are not valid JSON: {e}")
     if len(encoded) > MAX_ARGUMENT_BYTES:
         return failure(
             "bad_call",
-            f"the arguments are too long: {len(encoded)} bytes, at most {MAX_ARGUMENT_BYTES}",
+            f"invalid tool call: the arguments are too long: {len(encoded)} bytes, maximum"
+            f" {MAX_ARGUMENT_BYTES}",
         )
     return refused(encoded, call.arguments) or encoded
 
@@ -108,7 +125,7 @@ def refused(encoded: bytes, arguments: dict[str, Any]) -> ToolResult | None:
     if b"null" in encoded or encoded.count(b"{") + encoded.count(b"[") > MAX_DEPTH:
         problem = _json_problem(arguments)
         if problem:
-            return failure("bad_call", f"the arguments are not JSON: {problem}")
+            return failure("bad_call", f"invalid tool call: {problem}")
     return None
 
 
@@ -133,10 +150,11 @@ def _json_problem(arguments: dict[str, Any]) -> str:
         for value in values:
             if isinstance(value, float):
                 if not math.isfinite(value):
-                    return f"{value} is no number of JSON's"
+                    name = {"inf": "Infinity", "-inf": "-Infinity"}.get(str(value), "NaN")
+                    return f"{name} is not valid JSON"
             elif isinstance(value, dict | list | tuple):
                 if depth == MAX_DEPTH:
-                    return f"nested deeper than {MAX_DEPTH}"
+                    return f"the arguments are nested more than {MAX_DEPTH} levels deep"
                 inner.extend(value.values() if isinstance(value, dict) else value)
         values, depth = inner, depth + 1
     return ""
@@ -218,8 +236,7 @@ class Parameters:
     def too_slow(self) -> SlowArguments:
         """Return the error for arguments whose check took too long in a thread."""
         return SlowArguments(
-            "checking the arguments took too long. Use shorter and simpler values."
-            f" Expected: {self.usage}"
+            f"validating them took too long. Use shorter and simpler values. Expected: {self.usage}"
         )
 
     def _checked(
@@ -228,9 +245,7 @@ class Parameters:
         try:
             errors = self.validator.errors(arguments, seconds, pauses=pauses)
         except RecursionError:
-            raise BadArguments(
-                f"the arguments are nested too deeply. Expected: {self.usage}"
-            ) from None
+            raise BadArguments(f"they are nested too deeply. Expected: {self.usage}") from None
         if errors:
             faults = sorted(map(_fault, errors))
             raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
@@ -243,20 +258,54 @@ class Parameters:
         try:
             checked = self.model.model_validate(arguments)
         except CoercionError as e:
-            faults = [f"{_where(f['loc'])}{f['msg']}" for f in e.errors(include_url=False)]
+            faults = [
+                _located(_path(f["loc"]), f["msg"].removeprefix("Value error, "))
+                for f in e.errors(include_url=False)
+            ]
             raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}") from None
         fields = self.model.model_fields
         return {str(fields[f].alias): getattr(checked, f) for f in checked.model_fields_set}
 
 
 def _fault(error: ValidationError) -> str:
-    return f"{_where(error.absolute_path)}{shorten(error.message, 100)}"
+    """Return what is wrong with one value, such as `'points[0].x' must be an integer, got "1"`."""
+    path, limit = _path(error.absolute_path), error.validator_value
+    match error.validator:
+        case "type" | "enum" | "anyOf" | "oneOf":
+            rule = _kind(error.schema)
+        case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf":
+            rule = f"{_BOUNDS[str(error.validator)]} {limit}"
+        case "required":
+            name = error.message.removesuffix(" is a required property").strip("'\"")
+            return f"{_path([*error.absolute_path, name])!r} is required"
+        case _:
+            rule = ""
+    if not rule or not path:
+        return _located(path, shorten(error.message, 100))
+    value = orjson.dumps(error.instance, default=str).decode()
+    return f"{path!r} must be {rule}, got {shorten(value, 40)}"
 
 
-def _where(path: Iterable[str | int]) -> str:
-    """`a.b[0]: `, or nothing for the arguments as a whole."""
+def _kind(schema: Any) -> str:
+    """Return what values a schema allows, in words; nothing where words do not say it."""
+    if "enum" in schema:
+        return f"one of {', '.join(orjson.dumps(v).decode() for v in schema['enum'])}"
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        kinds = list(dict.fromkeys(_kind(c) if isinstance(c, Mapping) else "" for c in choices))
+    else:
+        names = schema.get("type", "")
+        kinds = [_KINDS.get(name, "") for name in ([names] if isinstance(names, str) else names)]
+    return " or ".join(kinds) if all(kinds) else ""
+
+
+def _path(path: Iterable[str | int]) -> str:
+    """Return the place of a value as `a.b[0]`; nothing for the arguments as a whole."""
     text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-    return f"{shorten(text, 60)}: " if text else ""
+    return shorten(text, 60)
+
+
+def _located(path: str, message: str) -> str:
+    return f"{path!r}: {message}" if path else message
 
 
 def quick_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
@@ -357,16 +406,15 @@ def failure(error: str, message: str) -> ToolResult:
         error: the class of failure, see `ToolResult.error`.
         message: what is wrong and what was expected; cut to 300 characters.
     """
-    return ToolResult(
-        shorten(clean(f"Error ({error}): {message}"), MAX_MESSAGE), False, None, error
-    )
+    return ToolResult(shorten(clean(f"Error: {message}"), MAX_MESSAGE), False, None, error)
 
 
 def unknown_tool(name: str, offered: Collection[str]) -> ToolResult:
     """The result of a call to what is not offered."""
     listed = ", ".join(offered) or "none"
     return failure(
-        "unknown_tool", f"no tool {name!r}.{did_you_mean(name, offered)} Tools: {listed}"
+        "unknown_tool",
+        f"unknown tool {name!r}.{did_you_mean(name, offered)} Available tools: {listed}",
     )
 
 
@@ -411,7 +459,7 @@ def clean(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
+        text = f"{text[:half]}\n[... {left_out} characters omitted ...]\n{text[-half:]}"
     return text if storable(text) else _UNSTORABLE.sub("\ufffd", text)
 
 
@@ -463,7 +511,7 @@ def _decoded(value: bytes) -> str:
     half = MAX_CHARACTERS // 2 - 50
     head = value[:end].decode("utf-8", "replace")[:half]
     tail = value[-end:].decode("utf-8", "replace")[-half:]
-    return f"{head}\n[... the middle of {len(value)} bytes left out ...]\n{tail}"
+    return f"{head}\n[... middle of {len(value)} bytes omitted ...]\n{tail}"
 
 
 def _jsonable(value: Any) -> Any:

@@ -13,6 +13,7 @@ whoever waits too long finds the machine overloaded, which is no model's fault.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -38,7 +39,7 @@ from agentrl.tools.payloads import (
 from agentrl.tools.tool import Tool, ToolFunction
 from agentrl.trajectory import ToolResult
 from agentrl.workers import Outcome, Processes, Threads, WorkerDied, WorkerError
-from agentrl.workers.processes import START_S
+from agentrl.workers.processes import START_SECONDS
 
 log = logging.getLogger("agentrl.tools")
 
@@ -121,15 +122,16 @@ class Runner:
         if await self._deadline(tool.timeout).wait(job, call.waits):
             raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
         if not job.done():
-            return self.refused(tool, parameters.too_slow())
+            return self.refused(tool, call.function.name, parameters.too_slow())
         checked, error = job.result()
-        return checked if error is None else self.refused(tool, error)
+        return checked if error is None else self.refused(tool, call.function.name, error)
 
-    def refused(self, tool: Tool, error: BaseException) -> ToolResult:
+    def refused(self, tool: Tool, function: str, error: BaseException) -> ToolResult:
         """Return the result of a call whose arguments were not valid or could not be checked.
 
         Args:
-            tool: its owner.
+            tool: the owner of the function.
+            function: the name that the model called.
             error: what the check raised.
 
         Raises:
@@ -143,7 +145,7 @@ class Runner:
                 tool.name,
             )
         if isinstance(error, BadArguments):
-            return failure("schema", str(error))
+            return failure("schema", f"invalid arguments for {function}: {error}")
         return self._result(tool, (None, error))
 
     async def call(self, call: Call, instance: Instance | None) -> ToolResult:
@@ -167,7 +169,9 @@ class Runner:
             raise self._places.no_room(tool) from None
         try:
             if instance.stuck is not None and not instance.stuck.done():
-                return failure("timeout", f"{tool.name} is still busy with a call that hangs")
+                return failure(
+                    "timeout", f"{tool.name} is still running an earlier call that timed out"
+                )
             method = getattr(instance.value, call.function.attribute)
             return await self._answer(call, method, instance)
         finally:
@@ -275,7 +279,7 @@ class Runner:
     def _result(self, tool: Tool, outcome: Outcome | None) -> ToolResult:
         """The answer to a call that ended so."""
         if outcome is None:
-            return failure("timeout", f"the tool did not answer within {tool.timeout:g} s")
+            return failure("timeout", f"the tool timed out after {tool.timeout:g} s")
         value, error = outcome
         if error is None:
             try:
@@ -311,7 +315,7 @@ class Runner:
         began = time.monotonic()
         deadline = began + tool.timeout
         # A worker process is killed by its pool, whose clock does not count its start.
-        extra = START_S if tool.process else 0.0
+        extra = START_SECONDS if tool.process else 0.0
         wait = self._deadline(tool.timeout + extra).wait
         tries = 0
         try:
@@ -429,7 +433,7 @@ class Places:
         is_free = not limited and (is_async or self._threads.has_room)  # nearly all calls
         gate = None
         try:
-            async with asyncio.timeout(None if is_free else QUEUE_SECONDS):
+            async with contextlib.nullcontext() if is_free else asyncio.timeout(QUEUE_SECONDS):
                 if tool.max_concurrency:
                     new = asyncio.Semaphore(tool.max_concurrency)
                     await self._gates.setdefault(tool.name, new).acquire()

@@ -212,7 +212,7 @@ class ToolSession:
                 return checked
             given = checked
         except Exception as e:
-            return runner.refused(tool, e)
+            return runner.refused(tool, name, e)
         if function.injected:
             given = {**given, **self._given(function.injected, messages)}
         # Other episodes may wait for a call whose answer is kept.

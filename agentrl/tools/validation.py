@@ -249,8 +249,8 @@ def _additional_properties(
         for name in extras:
             yield from validator.descend(instance[name], value, path=name)
     elif not value and extras:
-        listed, were = ", ".join(map(repr, sorted(extras))), "was" if len(extras) == 1 else "were"
-        yield ValidationError(f"Additional properties are not allowed ({listed} {were} unexpected)")
+        listed = ", ".join(map(repr, sorted(extras)))
+        yield ValidationError(f"unexpected argument{'s' * (len(extras) > 1)} {listed}")
 
 
 def _unique_items(

@@ -66,7 +66,8 @@ def test_a_tool_lives_for_the_episode():
     assert [m.content for m in trajectory.messages if m.role == "tool"] == [
         "In the till: 8",
         "In the till: 12",
-        "Error (schema): amount: 'x' is not of type 'integer'. Expected: put_in(amount: integer)",
+        "Error: invalid arguments for put_in: 'amount' must be an integer, got \"x\"."
+        " Expected: put_in(amount: integer)",
     ]
     assert events == [
         ("create", 5),

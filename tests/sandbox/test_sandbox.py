@@ -218,7 +218,7 @@ async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
         with pytest.raises(FileNotFoundError):
             await box.read("a")
         done = await box.run("x")
-        assert "NameError" in done.stderr and "of before are lost" in done.stderr
+        assert "NameError" in done.stderr and "earlier variables and files are lost" in done.stderr
         assert len(place._boxes) == 1
         await box.aclose()
         assert not place._boxes

@@ -68,13 +68,13 @@ def test_call():
     expression = '{"expression": "3*4"}'
     assert run("call", "calculator", expression, "--file", CALCULATOR) == (0, "12\n")
     code, output = run("call", "calculator", '{"expression": "1/0"}', "-f", CALCULATOR)
-    assert (code, output) == (1, "Error (tool_error): division by zero\n")
+    assert (code, output) == (1, "Error: division by zero\n")
     code, output = run("call", "calculator", "{}", "-f", CALCULATOR)
-    assert (code, "'expression' is a required property" in output) == (1, True)
+    assert (code, "'expression' is required" in output) == (1, True)
     line = '{"line": "x"}'
     assert run("call", "write", line, "-f", ZOO, "--create-kwargs", '{"capacity": 0}') == (
         1,
-        "Error (tool_error): full: 0 lines\n",
+        "Error: full: 0 lines\n",
     )
     assert run("call", "stuck", '{"text": "hi"}', "-f", ZOO) == (0, "hi\n")
 

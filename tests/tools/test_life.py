@@ -311,7 +311,7 @@ async def test_a_calls_object_is_closed_whatever_happens(toolbox, dice):
     assert (late.error, late.reward, LIVES) == ("timeout", None, ["made", "close"])
     del LIVES[:]
     [broken] = await run(toolbox, ("throw", {}), tools=["dice"], tools_kwargs=dice["init"])
-    assert broken.content == "Error (crash): the tool failed: ValueError"
+    assert broken.content == "Error: the tool failed: ValueError"
     assert LIVES == ["made"]
     with pytest.raises(UserCodeError, match=r"reward\(\): ValueError: no reward"):
         await run(toolbox, ("throw", {}), tools=["dice"], tools_kwargs=dice["reward"])
@@ -348,10 +348,8 @@ async def test_a_tool_in_a_process_of_its_own(toolbox, tmp_path):
     content, _, pid = results[0].content.partition(" in ")
     assert (content, results[0].reward) == ("3", 0.5)
     assert int(pid) != os.getpid()
-    assert results[1] == ToolResult(
-        "Error (tool_error): that is no division", ok=False, error="tool_error"
-    )
-    assert results[2].content == "Error (crash): the tool failed: ZeroDivisionError"
+    assert results[1] == ToolResult("Error: that is no division", ok=False, error="tool_error")
+    assert results[2].content == "Error: the tool failed: ZeroDivisionError"
     assert results[3].content.endswith(" x")
     [alive] = await run(toolbox, ("dies_once", {"marker": str(tmp_path / "marker")}))
     assert alive.content == "alive"
@@ -369,8 +367,8 @@ async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
     assert [r.error for r in results] == ["crash", "crash", "crash", "timeout", ""]
     assert "the worker process died: it ended with exit code 3" in results[0].content
     assert "SIGSEGV" in results[1].content
-    assert results[2].content == "Error (crash): the tool failed: SystemExit"
-    assert results[3].content == "Error (timeout): the tool did not answer within 1 s"
+    assert results[2].content == "Error: the tool failed: SystemExit"
+    assert results[3].content == "Error: the tool timed out after 1 s"
     assert [r.content for r in await run(box, *[("end", {"how": "not"})] * 4)] == ["not"] * 4
     await box.aclose()
 
@@ -383,7 +381,7 @@ async def test_arguments_that_a_process_cannot_be_given_leave_its_place(monkeypa
     box = LocalToolbox()
     wrong = await run(box, *[("offers_too_much", {"n": 1})] * 3)
     assert [r.error for r in wrong] == ["crash"] * 3
-    assert wrong[0].content == "Error (crash): the tool failed: TypeError"
+    assert wrong[0].content == "Error: the tool failed: TypeError"
     assert "offers_too_much() got an unexpected keyword argument 'n'" in caplog.text
     right = await run(box, *[("by_name", {"seconds": 3, "function": "f"})] * 3)
     assert [r.content for r in right] == ["f 3"] * 3
@@ -415,7 +413,7 @@ async def test_the_text_of_an_exception_is_for_the_log(toolbox, caplog):
         tools=(*OWNERS, "leak_by_episode"),
     )
     for (name, _, kind), result in zip(LEAKS, results, strict=True):
-        assert result.content == f"Error (crash): the tool failed: {kind}"
+        assert result.content == f"Error: the tool failed: {kind}"
         assert f"tool {name!r} failed (logged once per tool and type): {kind}" in caplog.text
     for at, error in (("constructor", "crash"), ("close", "")):
         kwargs = {"leak_by_call": {"create_kwargs": {"at": at}}}
@@ -631,13 +629,13 @@ def nested(depth: int) -> Any:
 
 
 BAD_JSON: list[tuple[Any, str]] = [
-    ({"x": float("nan")}, "nan is no number of JSON's"),
-    ({"x": [1, {"y": float("-inf")}]}, "-inf is no number of JSON's"),
+    ({"x": float("nan")}, "NaN is not valid JSON"),
+    ({"x": [1, {"y": float("-inf")}]}, "-Infinity is not valid JSON"),
     ({"x": "\ud800"}, "the arguments are not JSON"),
     ({"\udfff": 1}, "the arguments are not JSON"),
     ({"x": 2**64}, "exceeds 64-bit range"),
     ({"x": -(2**63) - 1}, "exceeds 64-bit range"),
-    (nested(MAX_DEPTH + 1), f"nested deeper than {MAX_DEPTH}"),
+    (nested(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} levels deep"),
     (nested(5000), "the arguments are not JSON: "),
     ({1: 2}, "Dict key must be str"),
     ({"x": {1, 2}}, "not JSON serializable: set"),
@@ -708,7 +706,9 @@ async def test_a_bad_call_is_said_in_one_line(toolbox):
     await toolbox.open(sample.id, sample)
     broken = ToolCall("f", "{", error="not JSON:\n  line 1\n\n  column 2")
     [result] = await toolbox.run([broken], sample.id, 0)
-    assert result.content.startswith("Error (bad_call): not JSON: line 1 column 2. Expected:")
+    assert result.content.startswith(
+        "Error: invalid tool call: not JSON: line 1 column 2. Expected"
+    )
 
 
 ANY = st.recursive(
@@ -808,7 +808,7 @@ async def test_whatever_a_tool_returns_is_text_that_can_be_shown(toolbox, what):
     }
     assert results[0].content == shown.get(what, results[0].content)
     if what.startswith("100 MB"):
-        assert "left out ...]" in results[0].content
+        assert "omitted ...]" in results[0].content
 
 
 async def test_an_exception_that_cannot_say_what_it_is(toolbox):
@@ -818,7 +818,7 @@ async def test_an_exception_that_cannot_say_what_it_is(toolbox):
         raise RudeError
 
     [result] = await run(toolbox, ("rude", {}))
-    assert result.content == "Error (crash): the tool failed: RudeError"
+    assert result.content == "Error: the tool failed: RudeError"
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -856,7 +856,7 @@ async def test_two_hundred_tools(toolbox):
     calls = [(name, {"a": i}) for i, name in enumerate(names)]
     results = await run(toolbox, *calls, ("tol_7", {}), tools=names)
     assert [r.content for r in results[:-1]] == [str(i) for i in range(200)]
-    assert results[-1].content.startswith("Error (unknown_tool): no tool 'tol_7'. Did you mean 'to")
+    assert results[-1].content.startswith("Error: unknown tool 'tol_7'. Did you mean 'to")
     assert len(results[-1].content) <= 300
 
 

@@ -153,7 +153,7 @@ def test_a_call_that_fails_takes_no_other_with_it():
 def test_the_exception_of_a_server_is_not_for_the_model(caplog):
     load_file(named("hostile.py", "raises"))
     [result] = answers(ToolCall("Hostile__say", {"bad": True}))
-    assert result.content == "Error (crash): the tool failed: MCPError"
+    assert result.content == "Error: the tool failed: MCPError"
     assert "Hostile__say" in caplog.text and "hunter2" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_control_tokens_stay_text():
     sample = Sample("s", (Message("user", "Go."),), "tool_agent", tools=("Hostile__say",))
     trajectory = play(sample, Scripted([called, "done"], tokenizer), tokenizer)
     [said] = [m.content for m in trajectory.messages if m.role == "tool"]
-    assert "<|im_start|>system" in said and "[image left out" in said
+    assert "<|im_start|>system" in said and "[image omitted" in said
     assert trajectory.control_token_attempts > 0
     (row,) = trajectory.segments
     observed = [i for i, m in zip(row.response_ids, row.response_mask, strict=True) if not m]
@@ -220,7 +220,7 @@ def test_control_tokens_stay_text():
 def test_a_flood_is_cut():
     load_file(named("hostile.py", "floods"))
     [result] = answers(ToolCall("Hostile__say", {}))
-    assert len(result.content) < 300_000 and "left out" in result.content
+    assert len(result.content) < 300_000 and "omitted" in result.content
 
 
 def test_a_hanging_server_is_a_timeout(monkeypatch):
@@ -316,7 +316,8 @@ def test_our_tools_are_served(tmp_path, mode):
             assert await call("double", n=4) == (False, "8")
             assert await call("double", n="x") == (
                 True,
-                "Error (schema): n: 'x' is not of type 'integer'. Expected: double(n: integer)",
+                "Error: invalid arguments for double: 'n' must be an integer, got \"x\"."
+                " Expected: double(n: integer)",
             )
             assert (await call("nope"))[0]
             with pytest.raises(MCPError) as failed:

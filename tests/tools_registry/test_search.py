@@ -58,7 +58,7 @@ def test_long_passages_are_cut_and_can_be_read(shelf):
     "query", ["", "   ", "zeppelin", "the of and", "?!", "\x00", "ground_truth"]
 )
 def test_nothing_is_found(shelf, query):
-    assert shelf.search(query) == "nothing found: try other words"
+    assert shelf.search(query) == "No passages found. Try other words."
 
 
 @given(query=st.text(max_size=60), k=st.integers(1, 10))
@@ -70,11 +70,11 @@ def test_any_text_may_be_looked_for(tmp_path_factory, query, k):
 
 
 def test_what_is_refused(shelf):
-    with pytest.raises(ToolError, match="has 501 characters, at most 500"):
+    with pytest.raises(ToolError, match="has 501 characters, maximum 500"):
         shelf.search("x" * 501)
-    with pytest.raises(ToolError, match=r"no passage 'b11'\. Did you mean 'b1'\?"):
+    with pytest.raises(ToolError, match=r"no passage with id 'b11'\. Did you mean 'b1'\?"):
         shelf.read_passage("b11")
-    with pytest.raises(ToolError, match=r"no passage \'\.\./\.\./etc/passwd\'"):
+    with pytest.raises(ToolError, match=r"no passage with id \'\.\./\.\./etc/passwd\'"):
         shelf.read_passage("../../etc/passwd")
 
 

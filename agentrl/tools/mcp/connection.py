@@ -114,7 +114,7 @@ class Connection:
         result = await self._answered(link, link.client.call_tool(name, arguments))
         text = _text_of(result)
         if result.is_error:
-            raise ToolError(text or f"{name} failed and said nothing")
+            raise ToolError(text or f"{name} failed without a message")
         return text
 
     async def _answered(self, link: _Link, request: Coroutine[Any, Any, T]) -> T:
@@ -200,7 +200,7 @@ async def _is_alive(link: _Link) -> bool:
 def _text_of(result: Any) -> str:
     """The text of an answer; what is no text is named."""
     parts = [
-        part.text if part.type == "text" else f"[{part.type} left out: agentrl shows text only]"
+        part.text if part.type == "text" else f"[{part.type} omitted: only text is supported]"
         for part in result.content
     ]
     if not parts and result.structured_content is not None:
