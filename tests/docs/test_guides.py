@@ -25,6 +25,7 @@ PAGES = (
     "agent_loops",
     "algorithms",
     "choosing",
+    "code",
     "commands",
     "data",
     "debugging",
@@ -141,6 +142,14 @@ def test_the_command_for_a_laptop_is_wired(tiny_model):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text(page)):
         assert target.startswith("https://") or (DOCS / target).exists(), f"{page}.md: {target}"
+
+
+def test_the_map_of_the_code_names_files_that_exist():
+    paths = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", text("code"))
+    assert len(paths) > 50
+    root = DOCS.parent
+    missing = [p for p in paths if not any((r / p).exists() for r in (root / "agentrl", root))]
+    assert not missing
 
 
 def test_every_page_is_in_the_index():
