@@ -65,7 +65,7 @@ class Encoder:
         """
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         state = json.loads(self._backend.to_str())
-        self._bytes = Pieces.of(self._backend, state)
+        self._bytes = ByteDecoder.of(self._backend, state)
         added = self._backend.get_added_tokens_decoder()
         blank = [
             i
@@ -90,22 +90,24 @@ class Encoder:
             sorted({c for content in self._id_of for c in (content[0], content[-1])})
         )
         state = _without_control(state, blank)
-        self._opaque = Tokenizer.from_str(json.dumps(state))
-        self._words = None if blank else Words.of(self._opaque, state, self.control_ids)
+        self._plain_tokenizer = Tokenizer.from_str(json.dumps(state))
+        self._cache = None if blank else BpeCache.of(self._plain_tokenizer, state, self.control_ids)
         # SentencePiece's bytes: to some vocabularies, the text `<0x0A>` is a newline.
-        self._owns_bytes = self._opaque.decode(self._opaque.encode("<0x41>").ids) != "<0x41>"
+        self._owns_bytes = (
+            self._plain_tokenizer.decode(self._plain_tokenizer.encode("<0x41>").ids) != "<0x41>"
+        )
         self._check()
 
-    def plain(self, text: str) -> array[int]:
+    def encode_plain(self, text: str) -> array[int]:
         """Text as ids, none of which is a control token, whatever the text holds.
 
         Raises:
             TemplateError: the vocabulary itself knows no other way to write it.
         """
-        ids = self._words.encode(text) if self._words is not None else None
-        return self._whole(text) if ids is None else ids
+        ids = self._cache.encode(text) if self._cache is not None else None
+        return self._encode_uncached(text) if ids is None else ids
 
-    def spoken(self, text: str) -> array[int]:
+    def encode_prompt_text(self, text: str) -> array[int]:
         """A prompt's text: it may speak of tags such as `<think>`, but makes no roles and turns."""
         return self._around(self._tags, text)
 
@@ -115,7 +117,7 @@ class Encoder:
         texts = [text for text, i in self._id_of.items() if i in self.tags]
         self._tags = _pattern(dict.fromkeys(texts, (False, False)))
 
-    def literal(self, text: str) -> array[int]:
+    def encode_template_text(self, text: str) -> array[int]:
         """A template's own text: control tokens are what they are."""
         return self._around(self.control, text)
 
@@ -128,11 +130,11 @@ class Encoder:
         if not spans:
             return text, token_array(), ""
         start, end = spans[0][0], spans[-1][1]
-        return text[:start], self.literal(text[start:end]), text[end:]
+        return text[:start], self.encode_template_text(text[start:end]), text[end:]
 
-    def shared(self, a: str, b: str) -> int:
+    def shared_length(self, a: str, b: str) -> int:
         """How many characters two texts begin with alike, not counting half a control token."""
-        n = common_length(a, b)
+        n = common_prefix_length(a, b)
         cut = (
             m.start()
             for text in (a, b)
@@ -141,11 +143,11 @@ class Encoder:
         )
         return min(cut, default=n)
 
-    def attempts(self, text: str, allowed: Set[int] = frozenset()) -> int:
+    def count_control_tokens(self, text: str, allowed: Set[int] = frozenset()) -> int:
         """How many control tokens a text spells, some ids aside."""
-        return sum(self._id_of[token] not in allowed for token in self.spelled(text))
+        return sum(self._id_of[token] not in allowed for token in self.control_tokens_in(text))
 
-    def spelled(self, text: str) -> list[str]:
+    def control_tokens_in(self, text: str) -> list[str]:
         """Return the control tokens that a text spells, as texts."""
         if not any(c in text for c in self._openers):
             return []
@@ -168,7 +170,7 @@ class Encoder:
         decoded = self.decode(ids)
         if decoded == text:
             return True
-        texts = (text, self.decode(self.literal(text)))
+        texts = (text, self.decode(self.encode_template_text(text)))
         return self._normalized(decoded) in map(self._normalized, texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -179,7 +181,7 @@ class Encoder:
 
     def decode_plain(self, ids: Sequence[int]) -> str:
         """The text that `plain` was given."""
-        return self._opaque.decode(list(ids), skip_special_tokens=False)
+        return self._plain_tokenizer.decode(list(ids), skip_special_tokens=False)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -188,20 +190,20 @@ class Encoder:
         position = 0
         for found in tokens.finditer(text):
             if found.start() > position:
-                ids.extend(self.plain(text[position : found.start()]))
+                ids.extend(self.encode_plain(text[position : found.start()]))
             ids.append(self._id_of[self._token_of(found)])
             position = found.end()
         if position < len(text):
-            ids.extend(self.plain(text[position:]))
+            ids.extend(self.encode_plain(text[position:]))
         return ids
 
-    def _whole(self, text: str) -> array[int]:
+    def _encode_uncached(self, text: str) -> array[int]:
         """Encode without the cache."""
         try:
-            ids = self._opaque.encode(text, add_special_tokens=False).ids
+            ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # a lone surrogate
             text = text.encode("utf-8", "replace").decode()
-            ids = self._opaque.encode(text, add_special_tokens=False).ids
+            ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
         if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
             return token_array(ids)
         # The vocabulary owns control strings: cut each after its first character.
@@ -214,7 +216,7 @@ class Encoder:
         ids: list[int] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             piece = text[start:end]
-            made = self._opaque.encode(piece, add_special_tokens=False)
+            made = self._plain_tokenizer.encode(piece, add_special_tokens=False)
             # Something else than the control string may become the token, a normalized form of it.
             forged = [i for i, id in enumerate(made.ids) if id in self.control_ids]
             if not forged:
@@ -233,10 +235,12 @@ class Encoder:
     def _check(self) -> None:
         """Compare the cache with the tokenizer, and what comes back with what went in."""
         texts = [*_PROBES, *self._id_of, "".join(self._id_of)]
-        if self._words is not None and any(self.plain(t) != self._whole(t) for t in texts):
-            self._words = None
+        if self._cache is not None and any(
+            self.encode_plain(t) != self._encode_uncached(t) for t in texts
+        ):
+            self._cache = None
         for text in _PROBES[:5]:
-            back, normal = self.decode_plain(self.plain(text)), self._normal(text)
+            back, normal = self.decode_plain(self.encode_plain(text)), self._normal(text)
             if back != normal:
                 raise TemplateError(
                     f"the tokenizer does not give back {normal!r} after encoding and decoding it,"
@@ -249,11 +253,11 @@ class Encoder:
         return self.control.sub(lambda found: found[0].strip(), text)
 
     def _normal(self, text: str) -> str:
-        normalizer = self._opaque.normalizer
+        normalizer = self._plain_tokenizer.normalizer
         return normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
 
 
-def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Return how many items two texts, or rows of ids, begin with alike."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
@@ -299,9 +303,9 @@ def _without_prefix(part: Any) -> Any:
 
 # -- words -----------------------------------------------------------------------------------------
 
-MAX_WORDS = 1 << 17
+MAX_CACHED_WORDS = 1 << 17
 """Words in the cache, some 20 MB; when it is full, it is emptied."""
-MAX_WORD = 48
+MAX_WORD_LENGTH = 48
 """Longer words (base64, minified code) are not kept."""
 
 Cut = Callable[[str], list[str]]
@@ -314,7 +318,7 @@ class _ForgedError(Exception):
     """A word has become what no text may become."""
 
 
-class Words(dict[str, bytes]):
+class BpeCache(dict[str, bytes]):
     """A cache from words to their token ids, as the bytes of an array.
 
     A word not seen before is encoded. Joining bytes is faster than joining lists of numbers.
@@ -345,7 +349,7 @@ class Words(dict[str, bytes]):
         self._normalized = normalized
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, state: dict[str, Any], never: Set[int]) -> Words | None:
+    def of(cls, tokenizer: Tokenizer, state: dict[str, Any], never: Set[int]) -> BpeCache | None:
         """A cache for a tokenizer whose state this is, or None where it is not made of words."""
         model, normalizer = state["model"], state["normalizer"]
         if model["type"] != "BPE" or model.get("continuing_subword_prefix"):
@@ -377,12 +381,12 @@ class Words(dict[str, bytes]):
         return ids
 
     def __missing__(self, word: str) -> bytes:
-        letters = word.encode().decode("latin-1").translate(LETTERS)
+        letters = word.encode().decode("latin-1").translate(BYTE_LETTERS)
         ids = token_array([token.id for token in self._tokenize(letters)])
         if not self._never.isdisjoint(ids):
             raise _ForgedError
-        if len(word) <= MAX_WORD:
-            if len(self) >= MAX_WORDS:
+        if len(word) <= MAX_WORD_LENGTH:
+            if len(self) >= MAX_CACHED_WORDS:
                 self.clear()
             self[word] = ids.tobytes()
         return ids.tobytes()
@@ -394,7 +398,7 @@ def _letters() -> dict[int, str]:
     return {b: chr(b if b in printable else 256 + others.index(b)) for b in range(256)}
 
 
-LETTERS = _letters()
+BYTE_LETTERS = _letters()
 """The character that stands for each byte in byte-level BPE (GPT-2's table), in their order.
 
 Printable bytes stand for themselves, the others for characters from 256 on.
@@ -500,17 +504,17 @@ def _cut_again(patterns: Sequence[Any], text: str) -> list[str]:
 
 # -- pieces ----------------------------------------------------------------------------------------
 
-_BYTES = {letter: b for b, letter in LETTERS.items()}
+_BYTES = {letter: b for b, letter in BYTE_LETTERS.items()}
 
 
-class Pieces(dict[int, bytes]):
+class ByteDecoder(dict[int, bytes]):
     """The bytes that each token of a byte-level vocabulary stands for."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._token_of = tokenizer.id_to_token
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, state: dict[str, Any]) -> Pieces | None:
+    def of(cls, tokenizer: Tokenizer, state: dict[str, Any]) -> ByteDecoder | None:
         """The table of a tokenizer whose state this is, or None where it decodes otherwise."""
         if (state["decoder"] or {}).get("type") != "ByteLevel":
             return None

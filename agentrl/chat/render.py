@@ -36,7 +36,7 @@ from agentrl.registry import did_you_mean
 from agentrl.trajectory import token_array
 
 Schemas = Sequence[Mapping[str, Any]]
-Said = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 """A message as templates see it: `{"role": ..., "content": ..., ...}`."""
 Write = Callable[[str], str]
 
@@ -63,20 +63,25 @@ class Renderer:
         self._tokenizer = tokenizer
         self.variables = dict(variables)
 
-    def __call__(self, messages: Sequence[Said], schemas: Schemas = (), ask: bool = True) -> str:
-        """The conversation as text; with `ask`, up to where the assistant speaks next.
+    def __call__(
+        self,
+        messages: Sequence[TemplateMessage],
+        schemas: Schemas = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text; with `add_generation_prompt`, up to where the assistant speaks next.
 
         Raises:
             TemplateError: the template refuses the conversation.
         """
         tools = list(schemas) or self._no_tools(messages)
         try:
-            return self._render(messages, tools, ask)
+            return self._render(messages, tools, add_generation_prompt)
         # Templates raise of their own, and fail in every way a program can.
         except Exception as e:
             if tools is None:  # a template for tools alone takes an empty list of them
                 with suppress(Exception):
-                    return self._render(messages, [], ask)
+                    return self._render(messages, [], add_generation_prompt)
             if isinstance(e, UndefinedError) and (why := self._missing(tools, str(e))):
                 raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
@@ -85,13 +90,16 @@ class Renderer:
             raise TemplateError(f"the chat template fails on the roles ({roles}): {why}") from e
 
     def attempt(
-        self, messages: Sequence[Said], schemas: Schemas = (), ask: bool = True
+        self,
+        messages: Sequence[TemplateMessage],
+        schemas: Schemas = (),
+        add_generation_prompt: bool = True,
     ) -> str | None:
         """Return the conversation as text, or None if the template refuses it."""
         with suppress(TemplateError):
-            return self(messages, schemas, ask)
+            return self(messages, schemas, add_generation_prompt)
 
-    def _no_tools(self, messages: Sequence[Said]) -> list[Any] | None:
+    def _no_tools(self, messages: Sequence[TemplateMessage]) -> list[Any] | None:
         """Return `[]` if the tokenizer's template for tools is needed without tools, else None.
 
         Of a tokenizer's several templates, only that one writes calls and their results.
@@ -118,13 +126,22 @@ class Renderer:
             " does not need them."
         )
 
-    def _render(self, messages: Sequence[Said], tools: list[Any] | None, ask: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **self.variables
+            list(messages),
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.variables,
         )
 
 
-def mark(i: int) -> str:
+def content_mark(i: int) -> str:
     """A content that can be found again, whatever is done to it."""
     return f"zq{SALT}{i}content{i}qz"
 
@@ -188,7 +205,7 @@ def split_at_markers(text: str) -> Iterator[str | MarkedText]:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ContentSlot:
     """Where the content of a message stands, and how the template writes it."""
 
     index: int
@@ -196,14 +213,14 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TemplateParts:
     """What a template puts around contents: ids, and between them regions of text.
 
     A region reaches from one control token to the next and is encoded whole, as the tokenizer
     itself would: the contents' words may run into the template's.
     """
 
-    parts: tuple[array[int] | tuple[str | Slot | MarkedText, ...], ...]
+    parts: tuple[array[int] | tuple[str | ContentSlot | MarkedText, ...], ...]
 
     def fill(
         self,
@@ -246,9 +263,9 @@ class Frame:
         return head[0] if isinstance(head, array) and head else -1
 
 
-def cut(
+def split_rendering(
     render: Callable[[Sequence[str]], str], roles: Sequence[str], shown: str = ""
-) -> tuple[list[str], list[Slot]]:
+) -> tuple[list[str], list[ContentSlot]]:
     """What a template writes around some contents, and how it writes them.
 
     Args:
@@ -262,7 +279,7 @@ def cut(
     Raises:
         TemplateError: a content is not shown exactly once, or changed in an unknown way.
     """
-    marks = [mark(i) for i in range(len(roles))]
+    marks = [content_mark(i) for i in range(len(roles))]
     text = render(marks)
     for m, role in zip(marks, roles, strict=True):
         if text.count(m) != 1:
@@ -283,7 +300,7 @@ def cut(
         for write in WRITERS:
             written = write(_telling(i)) + after
             if telling.startswith(written, position):
-                slots.append(Slot(i, write))
+                slots.append(ContentSlot(i, write))
                 position += len(written)
                 break
         else:
@@ -333,7 +350,9 @@ def find_content(render: Callable[[str], str], text: str, content: str) -> tuple
     return None
 
 
-def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> Frame:
+def encode_parts(
+    encoder: Encoder, texts: Sequence[str], slots: Sequence[ContentSlot]
+) -> TemplateParts:
     """Encode what does not change, and leave the regions that do.
 
     Args:
@@ -342,8 +361,8 @@ def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> F
             marked in them is never a control token, nor part of one.
         slots: one between each two texts.
     """
-    parts: list[array[int] | tuple[str | Slot | MarkedText, ...]] = []
-    region: list[str | Slot | MarkedText] = []
+    parts: list[array[int] | tuple[str | ContentSlot | MarkedText, ...]] = []
+    region: list[str | ContentSlot | MarkedText] = []
 
     def add(ids: array[int]) -> None:
         if parts and isinstance(parts[-1], array):
@@ -356,7 +375,7 @@ def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> F
         if len(constant) < len(region):
             parts.append(tuple(region))
         elif text := "".join(map(str, constant)):
-            add(encoder.plain(text))  # the template's control tokens stand between regions
+            add(encoder.encode_plain(text))  # the template's control tokens stand between regions
         region.clear()
 
     for i, text in enumerate(texts):
@@ -373,10 +392,10 @@ def frame_of(encoder: Encoder, texts: Sequence[str], slots: Sequence[Slot]) -> F
         if i < len(slots):
             region.append(slots[i])
     close()
-    return Frame(tuple(parts))
+    return TemplateParts(tuple(parts))
 
 
-def _constant(piece: str | Slot | MarkedText) -> bool:
+def _constant(piece: str | ContentSlot | MarkedText) -> bool:
     """Return whether a piece is the same text, encoded in the same way, in every conversation."""
     return isinstance(piece, str) or (isinstance(piece, MarkedText) and piece.index is None)
 
@@ -419,16 +438,16 @@ def guard_schemas(
         TemplateError: the template writes such a string in another way once it is marked.
     """
     text = render(schemas)
-    tokens = encoder.spelled(text)
+    tokens = encoder.control_tokens_in(text)
     free = sorted(set(strings(schemas)) - _KEYWORDS)
     inert = {s: _inert(encoder, s) for s in free}
-    safe = encoder.spelled(render(_replaced(schemas, inert)))
+    safe = encoder.control_tokens_in(render(_replaced(schemas, inert)))
     if tokens == safe:
         return schemas, 0
 
     def at_fault(some: Sequence[str]) -> list[str]:
         changed = render(_replaced(schemas, {s: inert[s] for s in some}))
-        if encoder.spelled(changed) == tokens:
+        if encoder.control_tokens_in(changed) == tokens:
             return []
         if len(some) == 1:
             return list(some)
@@ -440,11 +459,11 @@ def guard_schemas(
         marked = _replaced(schemas, {s: mark_core(s) for s in bad})
         shown = render(marked)
         parts = (p for p in split_at_markers(shown) if isinstance(p, str))
-        own = [token for part in parts for token in encoder.spelled(part)]
+        own = [token for part in parts for token in encoder.control_tokens_in(part)]
         return marked if remove_markers(shown) == text and own == safe else None
 
     # Most of the strings at fault spell a token by themselves: the search is for the others alone.
-    bad = [s for s in free if encoder.spelled(s)]
+    bad = [s for s in free if encoder.control_tokens_in(s)]
     marked = with_marks(bad)
     if marked is None:
         bad += at_fault([s for s in free if s not in bad])

@@ -27,27 +27,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.chat.between import ASKED, SPOKEN, Between, Finder, spoken
 from agentrl.chat.encoding import Encoder
 from agentrl.chat.formats import REACT_STOP
 from agentrl.chat.render import (
-    Frame,
     MarkedText,
     Renderer,
     Schemas,
+    TemplateParts,
     add_markers,
-    cut,
+    content_mark,
+    encode_parts,
     find_content,
-    frame_of,
     guard_schemas,
-    mark,
     mark_core,
     remove_markers,
     split_at_markers,
+    split_rendering,
     strings,
 )
 from agentrl.chat.thinking import Thinking
 from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
+from agentrl.chat.turn_delta import PROBE_QUESTION, PROBE_TEXT, TemplateProbe, TurnDelta, probe_turn
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall, token_array
 
@@ -88,13 +88,13 @@ class ChatTemplate:
         self._untrusted = untrusted
         self._prompt_ids: dict[Any, array[int]] = {}
         """The tokens of whole prompts: all rollouts of a row begin with the same."""
-        self._frames: dict[Any, tuple[Frame, int]] = {}
+        self._prompt_parts: dict[Any, tuple[TemplateParts, int]] = {}
         """The frames of prompts, and how many control tokens the schemas in them spell."""
-        self._deltas: dict[Any, Between] = {}
+        self._deltas: dict[Any, TurnDelta] = {}
         self._ends = {i for i in (tokenizer.eos_token_id, *end_ids) if i is not None}
-        self.finder = Finder(self.render, self.encoder, self._ends)
-        user = self.finder.between((), (Message("user", ""),))
-        if user.frame.first not in self.encoder.control_ids:
+        self.probe = TemplateProbe(self.render, self.encoder, self._ends)
+        user = self.probe.between((), (Message("user", ""),))
+        if user.parts.first not in self.encoder.control_ids:
             raise TemplateError(
                 f"the chat template writes {self._after_an_answer()!r} right after an assistant"
                 " message. It does not begin with a control token, so the engine cannot detect the"
@@ -103,17 +103,19 @@ class ChatTemplate:
             )
         self._shown = [user]
         self.closes = user.closes
-        self.close_id = self.finder.last_close() if self.closes else user.frame.first
+        self.close_id = self.probe.last_close() if self.closes else user.parts.first
         self._ends.add(self.close_id)
-        self._before_close = self.finder.space_before_close([ASKED, spoken()], SPOKEN)
+        self._before_close = self.probe.space_before_close(
+            [PROBE_QUESTION, probe_turn()], PROBE_TEXT
+        )
         """White space, in templates that write some before the token that closes a turn."""
         self._positional = False
         self._look_at_tools()
         ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
-        self.thinking = Thinking.of(self.finder)
-        thought = self.encoder.literal(self.thinking.begin + self.thinking.end)
-        shown = {i for b in self._shown for i in b.frame.ids} | self._roles()
+        self.thinking = Thinking.of(self.probe)
+        thought = self.encoder.encode_template_text(self.thinking.begin + self.thinking.end)
+        shown = {i for b in self._shown for i in b.parts.ids} | self._roles()
         self.encoder.guard((shown | self._ends) - set(thought))
 
     @classmethod
@@ -173,7 +175,7 @@ class ChatTemplate:
 
     def control_tokens_of(self, schemas: Schemas) -> frozenset[str]:
         """Return the control tokens that the strings of tools' schemas spell, as texts."""
-        return frozenset().union(*map(self.encoder.spelled, strings(schemas)))
+        return frozenset().union(*map(self.encoder.control_tokens_in, strings(schemas)))
 
     def schema_control_tokens(self, messages: Sequence[Message], schemas: Schemas) -> int:
         """Return how many control tokens the tools' schemas spell in a prompt; none becomes one."""
@@ -196,7 +198,7 @@ class ChatTemplate:
         between = self._deltas.get(key)
         if between is None:
             before = history[:-1] if self._positional else ()
-            between = _keep(self._deltas, key, self.finder.between(before, messages))
+            between = _keep(self._deltas, key, self.probe.between(before, messages))
         contents = [m.content for m in messages]
         if between.names:
             calls = history[-1].tool_calls
@@ -206,17 +208,17 @@ class ChatTemplate:
                 call = by_id.get(result.tool_call_id) or (calls[i] if i < len(calls) else None)
                 name, id = (call.name, call.id) if call else ("", "")
                 contents += [name or "tool", id or f"{i:09d}"]
-        ids = between.frame.fill(contents, self._encode_foreign)
+        ids = between.parts.fill(contents, self._encode_foreign)
         if not between.names and any(m.role == "user" for m in messages):
             ids = self._compare(ids, between, messages)
         # A token of the next role (GLM's `<|user|>`) is left standing where another role follows.
-        if last_id == between.frame.first or (between.closes and last_id in self._ends):
+        if last_id == between.parts.first or (between.closes and last_id in self._ends):
             return ids[1:]
         # A turn that was cut lacks what the model writes before the token that closes it.
         space = "" if history[-1].tool_calls else self._before_close
         if space and last_id >= 0 and self.decode([last_id]).endswith(space):
             space = ""
-        return self.encoder.plain(space) + ids if space else ids
+        return self.encoder.encode_plain(space) + ids if space else ids
 
     def conversation(
         self,
@@ -289,19 +291,19 @@ class ChatTemplate:
                 append(delta, 0)
             closed = not (stop and message.content.endswith(stop))
             content = message.content + self._before_close * closed
-            append([*self.encoder.literal(content), *[self.close_id] * closed], 1)
+            append([*self.encoder.encode_template_text(content), *[self.close_id] * closed], 1)
             spoken = i
         if spoken != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")
         if ids[-1] != self.close_id:
-            append([*self.encoder.plain(self._before_close), self.close_id], 0)
+            append([*self.encoder.encode_plain(self._before_close), self.close_id], 0)
         return ids, mask
 
     # -- ids and text -----------------------------------------------------------------------------
 
     def encode(self, text: str) -> array[int]:
         """Foreign text as ids, free of control tokens whatever it contains."""
-        return self.encoder.plain(text)
+        return self.encoder.encode_plain(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, control tokens included."""
@@ -311,7 +313,7 @@ class ChatTemplate:
         """The text that `encode` was given."""
         return self.encoder.decode_plain(ids)
 
-    def attempts(self, message: Message, given: bool = False) -> int:
+    def count_control_tokens(self, message: Message, given: bool = False) -> int:
         """How many control tokens a message spells that it must not have.
 
         Args:
@@ -319,7 +321,9 @@ class ChatTemplate:
             given: whether it is a dataset row's own.
         """
         may_tag = given and self._may_hold_tags(message)
-        return self.encoder.attempts(message.content, self.encoder.tags if may_tag else frozenset())
+        return self.encoder.count_control_tokens(
+            message.content, self.encoder.tags if may_tag else frozenset()
+        )
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """The text of one sampled turn, less the token that closed it."""
@@ -331,7 +335,7 @@ class ChatTemplate:
         return message.role != "tool" and not self._untrusted
 
     def _encode_foreign(self, text: str, inside: Sequence[int | None]) -> array[int]:
-        return self.encoder.plain(text)
+        return self.encoder.encode_plain(text)
 
     # -- what the template writes -----------------------------------------------------------------
 
@@ -354,7 +358,7 @@ class ChatTemplate:
         ids = frame.fill((), self._region_encoder(messages, may_tag))
         if not self.encoder.decodes_to(ids, text):
             shown = self.decode(ids)
-            at = self.encoder.shared(shown, text)
+            at = self.encoder.shared_length(shown, text)
             raise TemplateError(
                 "agentrl cannot encode this prompt as the chat template renders it. The first"
                 f" difference is at character {at}: the template writes {text[at : at + 60]!r},"
@@ -378,12 +382,12 @@ class ChatTemplate:
 
         def encode(text: str, inside: Sequence[int | None]) -> array[int]:
             if all(i is not None and tags[i] for i in inside):
-                return self.encoder.spoken(text)
-            return self.encoder.plain(text)
+                return self.encoder.encode_prompt_text(text)
+            return self.encoder.encode_plain(text)
 
         return encode
 
-    def _frame(self, messages: Sequence[Message], schemas: Schemas) -> tuple[Frame, int]:
+    def _frame(self, messages: Sequence[Message], schemas: Schemas) -> tuple[TemplateParts, int]:
         """The frame of a prompt from the cache; templates may write the date, so it is in the key.
 
         Args:
@@ -392,11 +396,13 @@ class ChatTemplate:
         """
         texts = tuple([m.content if m.role == "assistant" else "" for m in messages])
         key = (tuple([m.role for m in messages]), texts, _key_of(schemas), date.today())
-        return self._frames.get(key) or _keep(
-            self._frames, key, self._make_frame(messages, schemas)
+        return self._prompt_parts.get(key) or _keep(
+            self._prompt_parts, key, self._make_frame(messages, schemas)
         )
 
-    def _make_frame(self, messages: Sequence[Message], schemas: Schemas) -> tuple[Frame, int]:
+    def _make_frame(
+        self, messages: Sequence[Message], schemas: Schemas
+    ) -> tuple[TemplateParts, int]:
         """The frame of a prompt; its slots are the messages that are not the assistant's.
 
         The number says how many control tokens the schemas spell.
@@ -409,16 +415,16 @@ class ChatTemplate:
                 said[i]["content"] = content
             return self.render(said, schemas)
 
-        contents, attempts = [mark(i) for i in range(len(foreign))], 0
+        contents, attempts = [content_mark(i) for i in range(len(foreign))], 0
         if schemas:
             schemas, attempts = guard_schemas(
                 self.encoder, lambda schemas: render(contents, schemas), schemas
             )
         roles = [messages[i].role for i in foreign]
-        texts, slots = cut(lambda contents: render(contents, schemas), roles)
-        return frame_of(self.encoder, texts, slots), attempts
+        texts, slots = split_rendering(lambda contents: render(contents, schemas), roles)
+        return encode_parts(self.encoder, texts, slots), attempts
 
-    def _make_frame_of_row(self, messages: Sequence[Message], schemas: Schemas) -> Frame:
+    def _make_frame_of_row(self, messages: Sequence[Message], schemas: Schemas) -> TemplateParts:
         """The frame of this very conversation, for a template that looks at contents.
 
         Raises:
@@ -438,7 +444,7 @@ class ChatTemplate:
         return self._locate(render, [messages[i] for i in foreign])
 
     def _compare(
-        self, ids: array[int], between: Between, messages: Sequence[Message]
+        self, ids: array[int], between: TurnDelta, messages: Sequence[Message]
     ) -> array[int]:
         """Return the tokens between two turns as the template writes them for these contents.
 
@@ -463,7 +469,7 @@ class ChatTemplate:
 
     def _locate(
         self, render: Callable[[Mapping[int, str]], str], messages: Sequence[Message]
-    ) -> Frame:
+    ) -> TemplateParts:
         """The frame of a conversation with these contents.
 
         Args:
@@ -480,7 +486,7 @@ class ChatTemplate:
         found = [p.index for p in split_at_markers(marked) if isinstance(p, MarkedText)]
         once = sorted(i for i in found if i is not None) == bare
         if once and remove_markers(marked) == remove_markers(text):
-            return frame_of(self.encoder, [marked], [])
+            return encode_parts(self.encoder, [marked], [])
         spans = []
         for i in bare:
             span = find_content(lambda changed, i=i: render({i: changed}), text, contents[i])
@@ -494,13 +500,13 @@ class ChatTemplate:
             spans.append((*span, i))
         for start, end, index in sorted(spans, reverse=True):
             text = text[:start] + add_markers(text[start:end], index) + text[end:]
-        return frame_of(self.encoder, [text], [])
+        return encode_parts(self.encoder, [text], [])
 
     def _after_an_answer(self) -> str:
         """The text that the template writes behind an assistant message that a user answers."""
-        said = [Message("user", "Q"), Message("assistant", SPOKEN), Message("user", "zqnextqz")]
+        said = [Message("user", "Q"), Message("assistant", PROBE_TEXT), Message("user", "zqnextqz")]
         text = self.render([m.as_dict() for m in said])
-        return text.partition(SPOKEN)[2].partition("zqnextqz")[0]
+        return text.partition(PROBE_TEXT)[2].partition("zqnextqz")[0]
 
     def _roles(self) -> set[int]:
         """The template's own tokens in prompts: Cohere's for the system is not called special."""
@@ -515,15 +521,15 @@ class ChatTemplate:
         """Whether what follows a call depends on earlier turns."""
         call, result = ToolCall("zqa", {}, id="zq0000001"), Message("tool", "")
         try:
-            once = self.finder.between((), (result,))
+            once = self.probe.between((), (result,))
         except TemplateError:
             return  # said when a tool's result is to be shown
         self._shown.append(once)
-        if once.frame.first in self.encoder.control_ids:
-            self._ends.add(once.frame.first)
+        if once.parts.first in self.encoder.control_ids:
+            self._ends.add(once.parts.first)
         asked, called = Message("user", "Q"), Message("assistant", "", (call,))
         try:
-            later = self.finder.between((asked, called, result), (result,))
+            later = self.probe.between((asked, called, result), (result,))
         except TemplateError:
             return
         self._positional = once != later

@@ -13,13 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.chat.between import ARGUMENT, SPOKEN, Finder, spoken, turns
 from agentrl.chat.render import SALT
+from agentrl.chat.turn_delta import (
+    PROBE_ARGUMENT,
+    PROBE_TEXT,
+    TemplateProbe,
+    probe_turn,
+    probe_turns,
+)
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message
 
-THOUGHT = f"zq{SALT}thoughtqz"
-_ASKED = {"role": "user", "content": "zqaskedqz"}
+PROBE_THOUGHT = f"zq{SALT}thoughtqz"
+_QUESTION = {"role": "user", "content": "zqaskedqz"}
 _MORE = {"role": "user", "content": "Q"}
 _TAGGED = "\n</think>\n\n"
 
@@ -28,7 +34,7 @@ _TAGGED = "\n</think>\n\n"
 class Thinking:
     """The difference between a turn as it was sampled and as the template shows it later."""
 
-    finder: Finder
+    probe: TemplateProbe
     after_user: bool
     """The thinking of turns before the last user message is dropped."""
     always: bool = False
@@ -73,9 +79,9 @@ class Thinking:
             return True
         return self.blank and not self._thought(turn)
 
-    def opened(self, ids: array[int]) -> str:
+    def opening(self, ids: array[int]) -> str:
         """What the prompt of a turn has begun to think, or ""."""
-        end = self.finder.encoder.decode(ids[-16:]).rstrip()
+        end = self.probe.encoder.decode(ids[-16:]).rstrip()
         return self.begin if end.endswith(self.begin.strip()) else ""
 
     def may_drop(self, *, later_user: bool) -> bool:
@@ -84,10 +90,10 @@ class Thinking:
 
     def _thought(self, turn: Sequence[int]) -> str:
         """What was thought in a turn, without the tags."""
-        before, found, _ = self.finder.encoder.decode(turn).partition(self.end)
+        before, found, _ = self.probe.encoder.decode(turn).partition(self.end)
         if not found and (not self.extra or self.end in self.extra):
             return ""  # nothing opened a thought
-        return self.finder.encoder.control.sub("", before).strip()
+        return self.probe.encoder.control.sub("", before).strip()
 
     def strip(self, ids: array[int], turn: Sequence[int], calls: bool) -> int:
         """Add a turn to a row as the template shows it later, without the token that closed it.
@@ -100,19 +106,19 @@ class Thinking:
         Returns:
             Where the turn begins in the row: what the prompt had opened is gone.
         """
-        encoder = self.finder.encoder
-        opened, prompted = bool(self.opened(ids)), len(ids)
+        encoder = self.probe.encoder
+        opened, prompted = bool(self.opening(ids)), len(ids)
         for text in (self.extra, self.also):
-            extra = encoder.literal(text)
+            extra = encoder.encode_template_text(text)
             if len(extra) and ids[-len(extra) :] == extra:
                 del ids[-len(extra) :]
                 break
         start = len(ids)
-        body = list(turn[:-1] if len(turn) and turn[-1] in self.finder.ends else turn)
-        said = self.finder.encoder.decode(body)
+        body = list(turn[:-1] if len(turn) and turn[-1] in self.probe.ends else turn)
+        said = self.probe.encoder.decode(body)
         answer, instead = self._answer(said, opened, calls)
         if answer != said or start < prompted:  # else nothing of it is dropped
-            ids.extend(encoder.literal(instead))
+            ids.extend(encoder.encode_template_text(instead))
         ids.extend(self._last(body, answer))
         return start
 
@@ -144,7 +150,7 @@ class Thinking:
 
     def _last(self, ids: list[int], text: str) -> list[int]:
         """The ids that stand for the end of a turn: as sampled, where they begin with a token."""
-        decode, low, high = self.finder.encoder.decode, 0, len(ids)
+        decode, low, high = self.probe.encoder.decode, 0, len(ids)
         while low < high:
             middle = (low + high) // 2
             if len(decode(ids[middle:])) > len(text):
@@ -153,20 +159,20 @@ class Thinking:
                 high = middle
         said = decode(ids[low:])
         if not text.endswith(said):  # cut within a character
-            return list(self.finder.encoder.plain(text))
-        return [*self.finder.encoder.plain(text[: len(text) - len(said)]), *ids[low:]]
+            return list(self.probe.encoder.encode_plain(text))
+        return [*self.probe.encoder.encode_plain(text[: len(text) - len(said)]), *ids[low:]]
 
     @classmethod
-    def of(cls, finder: Finder) -> Thinking:
+    def of(cls, probe: TemplateProbe) -> Thinking:
         """Read it off a template."""
 
         def before_answer(text: str) -> str:
-            return _after_question(text).partition(SPOKEN)[0]
+            return _after_question(text).partition(PROBE_TEXT)[0]
 
-        fresh = _after_question(finder.render([_ASKED]))
-        old = before_answer(finder.render([_ASKED, spoken(), _MORE]))
-        shared = fresh[: finder.encoder.shared(fresh, old)]
-        control = list(finder.encoder.control.finditer(shared))
+        fresh = _after_question(probe.render([_QUESTION]))
+        old = before_answer(probe.render([_QUESTION, probe_turn(), _MORE]))
+        shared = fresh[: probe.encoder.shared_length(fresh, old)]
+        control = list(probe.encoder.control.finditer(shared))
         found: dict[str, Any] = {
             "after_user": not old.startswith(fresh),
             "extra": fresh[len(shared) :],
@@ -174,95 +180,96 @@ class Thinking:
             "header": shared[control[-1].start() :] if control else "",
         }
         end = "</think>"
-        for turn in thoughtful():
-            alone = finder.render.attempt([_ASKED, turn], ask=False)
-            later = finder.render.attempt([_ASKED, turn, _MORE])
-            tagged = THOUGHT in turn["content"]
-            if alone is None or later is None or not (tagged or THOUGHT in alone):
+        for turn in probe_turns_with_thought():
+            alone = probe.render.attempt([_QUESTION, turn], add_generation_prompt=False)
+            later = probe.render.attempt([_QUESTION, turn, _MORE])
+            tagged = PROBE_THOUGHT in turn["content"]
+            if alone is None or later is None or not (tagged or PROBE_THOUGHT in alone):
                 continue  # the template does not read this key
-            gap = "" if tagged else alone.partition(THOUGHT)[2].partition(turn["content"])[0]
+            gap = "" if tagged else alone.partition(PROBE_THOUGHT)[2].partition(turn["content"])[0]
             gap = gap or _TAGGED
-            mark = finder.encoder.control.search(gap)
+            mark = probe.encoder.control.search(gap)
             end = mark[0] if mark else end
             found |= {
-                "begin": _begin(finder, alone, len(shared)),
+                "begin": _begin(probe, alone, len(shared)),
                 "end": end,
                 "gap": gap.partition(end)[2],
             }
-            if THOUGHT not in later:
+            if PROBE_THOUGHT not in later:
                 found |= {
                     "after_user": True,
-                    "always": THOUGHT not in alone or _outlives(finder, [], [_RESULT]) is False,
+                    "always": PROBE_THOUGHT not in alone
+                    or _outlives(probe, [], [_RESULT]) is False,
                     "trims": before_answer(later) == old,
-                    **_heads(finder, end, shared),
+                    **_heads(probe, end, shared),
                 }
             break
         return cls(
-            finder,
+            probe,
             **found,
-            blank=_drops_empty_tags(finder, found["extra"], end),
-            also=_after_a_result(finder),
+            blank=_drops_empty_tags(probe, found["extra"], end),
+            also=_after_a_result(probe),
             until_answer=found["after_user"]
-            and _outlives(finder, [_RESULT], [_RESULT, _MORE]) is True,
+            and _outlives(probe, [_RESULT], [_RESULT, _MORE]) is True,
         )
 
 
 def _after_question(text: str) -> str:
-    return text.partition(_ASKED["content"])[2]
+    return text.partition(_QUESTION["content"])[2]
 
 
-def _heads(finder: Finder, end: str, header: str) -> dict[str, Any]:
+def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
     """What stands before the answers of turns whose thought is dropped: `heads` and `call`.
 
     Args:
-        finder: of the template that drops it.
+        probe: of the template that drops it.
         end: what ends a thought.
         header: what stands before any turn, sampled or old.
     """
     heads: dict[tuple[bool, bool], tuple[str, str]] = {}
     call = ""
     for calls, then in (([], []), (_CALL, [_RESULT])):
-        for turn in thoughtful(calls):
+        for turn in probe_turns_with_thought(calls):
             spoken = bool(turn["content"])
-            own = SPOKEN if spoken else ARGUMENT
+            own = PROBE_TEXT if spoken else PROBE_ARGUMENT
             if (spoken, bool(calls)) in heads:
                 continue
-            alone = finder.render.attempt([_ASKED, turn], ask=False)
-            later = finder.render.attempt([_ASKED, turn, *then, _MORE])
+            alone = probe.render.attempt([_QUESTION, turn], add_generation_prompt=False)
+            later = probe.render.attempt([_QUESTION, turn, *then, _MORE])
             if alone is None or later is None:
                 continue
-            before = _after_question(alone).partition(THOUGHT)[2].partition(own)[0]
+            before = _after_question(alone).partition(PROBE_THOUGHT)[2].partition(own)[0]
             shown = _after_question(later).partition(own)[0]
             ended, found, before = before.partition(end)
-            if THOUGHT in later or not found or ended.strip() or not shown.startswith(header):
+            if PROBE_THOUGHT in later or not found or ended.strip() or not shown.startswith(header):
                 continue
-            if spoken and ARGUMENT in before:  # the text is shown behind the call
+            if spoken and PROBE_ARGUMENT in before:  # the text is shown behind the call
                 continue
             shown = shown[len(header) :]
-            same = finder.encoder.shared(before[::-1], shown[::-1])
+            same = probe.encoder.shared_length(before[::-1], shown[::-1])
             heads[spoken, bool(calls)] = before[: len(before) - same], shown[: len(shown) - same]
             if calls and not spoken:
                 call = before.rpartition(_CALL[0][0])[0].strip()
     return {"heads": heads, "call": call}
 
 
-def _begin(finder: Finder, alone: str, header: int) -> str:
+def _begin(probe: TemplateProbe, alone: str, header: int) -> str:
     """What stands before the thought in a turn, after the turn's header."""
-    before = _after_question(alone).partition(THOUGHT)[0]
-    control = [m.start() for m in finder.encoder.control.finditer(before)]
-    if THOUGHT not in alone or not control:
+    before = _after_question(alone).partition(PROBE_THOUGHT)[0]
+    control = [m.start() for m in probe.encoder.control.finditer(before)]
+    if PROBE_THOUGHT not in alone or not control:
         return "<think>\n"
     # Where a template puts empty tags before every old turn, the header seems to hold the first.
     return before[min(header, control[-1]) :]
 
 
-def thoughtful(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
+def probe_turns_with_thought(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
     """A turn with a thought, in the ways that templates take it."""
     keys = ("reasoning_content", "reasoning", "thinking")
-    thought = dict.fromkeys(keys, THOUGHT)
-    tagged = spoken(calls, content=f"<think>\n{THOUGHT}{_TAGGED}{SPOKEN}")
-    silent = [spoken(calls, content="", **thought)] if calls else []
-    return [spoken(calls, **thought), *silent, tagged]
+    thought = dict.fromkeys(keys, PROBE_THOUGHT)
+    tagged = probe_turn(calls, content=f"<think>\n{PROBE_THOUGHT}{_TAGGED}{PROBE_TEXT}")
+    silent = [probe_turn(calls, content="", **thought)] if calls else []
+    return [probe_turn(calls, **thought), *silent, tagged]
 
 
 _CALL = [("tool", "000000000")]
@@ -270,45 +277,47 @@ _RESULT = {"role": "tool", "content": "R", "tool_call_id": "000000000", "name": 
 
 
 def _outlives(
-    finder: Finder, first: list[dict[str, Any]], then: list[dict[str, Any]]
+    probe: TemplateProbe, first: list[dict[str, Any]], then: list[dict[str, Any]]
 ) -> bool | None:
     """Whether a call's thought that is shown before some messages is shown before others, too.
 
     None where no way of writing the turn shows it before the first.
     """
-    for turn in thoughtful(_CALL):
+    for turn in probe_turns_with_thought(_CALL):
         with suppress(TemplateError):
-            if THOUGHT in finder.render([_ASKED, turn, *first], ask=bool(first)):
-                return THOUGHT in finder.render([_ASKED, turn, *then])
+            if PROBE_THOUGHT in probe.render(
+                [_QUESTION, turn, *first], add_generation_prompt=bool(first)
+            ):
+                return PROBE_THOUGHT in probe.render([_QUESTION, turn, *then])
     return None
 
 
-def _after_a_result(finder: Finder) -> str:
+def _after_a_result(probe: TemplateProbe) -> str:
     """What the template puts before a turn to sample after a tool's result, but not later."""
-    for turn in turns(_CALL):
+    for turn in probe_turns(_CALL):
         with suppress(TemplateError):
-            head = [_ASKED, turn, {**_RESULT, "content": THOUGHT}]
-            fresh = finder.render(head).partition(THOUGHT)[2]
-            old = finder.render([*head, spoken(), _MORE]).partition(THOUGHT)[2]
-            if SPOKEN in old and SPOKEN not in fresh:
-                return fresh[finder.encoder.shared(fresh, old.partition(SPOKEN)[0]) :]
+            head = [_QUESTION, turn, {**_RESULT, "content": PROBE_THOUGHT}]
+            fresh = probe.render(head).partition(PROBE_THOUGHT)[2]
+            old = probe.render([*head, probe_turn(), _MORE]).partition(PROBE_THOUGHT)[2]
+            if PROBE_TEXT in old and PROBE_TEXT not in fresh:
+                return fresh[probe.encoder.shared_length(fresh, old.partition(PROBE_TEXT)[0]) :]
     return ""
 
 
-def _drops_empty_tags(finder: Finder, extra: str, end: str) -> bool:
+def _drops_empty_tags(probe: TemplateProbe, extra: str, end: str) -> bool:
     """Return whether the tags of a turn without a thought go as soon as a tool's result follows.
 
     Args:
-        finder: of the template.
+        probe: of the template.
         extra: what the prompt of a turn begins with; without it, the template may write the tags
             into the last turn alone.
         end: what ends a thought.
     """
-    for turn in turns(_CALL):
+    for turn in probe_turns(_CALL):
         with suppress(TemplateError):
-            shown = finder.render([_ASKED, turn, _RESULT])
+            shown = probe.render([_QUESTION, turn, _RESULT])
             if extra:
-                return not shown.startswith(finder.render([_ASKED]))
-            alone = finder.render([_ASKED, turn], ask=False)
+                return not shown.startswith(probe.render([_QUESTION]))
+            alone = probe.render([_QUESTION, turn], add_generation_prompt=False)
             return end in _after_question(alone) and end not in _after_question(shown)
     return False

@@ -12,7 +12,7 @@ from agentrl.cli.options import Files, resolve_model
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
-    from agentrl.chat.proof import Verdict
+    from agentrl.chat.verify_template import Verdict
 
 _DROPS = (
     "drops thinking: the template drops a turn's thinking once further messages follow."
@@ -67,9 +67,9 @@ def check_template(
         agentrl check-template models/mine --fix --output models/mine/chat_template.jinja
     """
     from agentrl.chat import ChatTemplate, load_tokenizer
-    from agentrl.chat.formats.detect import describe_unread, taught_format
-    from agentrl.chat.proof import survey
+    from agentrl.chat.formats.detect import detect_format, explain_unknown_format
     from agentrl.chat.tokenizer import end_of_turn_ids
+    from agentrl.chat.verify_template import verify_tokenizer
     from agentrl.errors import UserError
 
     if output and not fix:
@@ -86,18 +86,18 @@ def check_template(
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from None
     template = ChatTemplate(tokenizer, ends)
-    verdicts = survey(tokenizer, ends, schemas)
+    verdicts = verify_tokenizer(tokenizer, ends, schemas)
     for line in report(verdicts):
         typer.echo(line)
-    taught = taught_format(template)
+    taught = detect_format(template)
     if taught:
         typer.echo(f"tool calls are read as: {taught} (rollout.tool_format)")
     else:
-        why = describe_unread(template)
+        why = explain_unknown_format(template)
         typer.echo(f"rows that show tools are refused: tool calls cannot be parsed: {why}")
     stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
     typer.echo(f"a turn ends with: {stops}")
-    if template.encoder._words is None:
+    if template.encoder._cache is None:
         typer.echo(
             "word cache: off, for this tokenizer does not cut text into words by itself (slower)"
         )
@@ -111,12 +111,12 @@ def check_template(
 
 def report(verdicts: Sequence[Verdict]) -> list[str]:
     """The verdicts as a table, then what they mean, each meaning once."""
-    from agentrl.chat.proof import details
+    from agentrl.chat.verify_template import format_verdicts
 
     width = max(len(v.shape) for v in verdicts)
     lines = [f"{v.shape:{width}}  {v.status}" for v in verdicts]
     said = [v for v in verdicts if v.detail]
-    lines += ["", *details(said), ""] if said else [""]
+    lines += ["", *format_verdicts(said), ""] if said else [""]
     if any(v.status == "drops thinking" for v in verdicts):
         lines.append(_DROPS)
     if any(v.ok and "unsupported" in v.kinds.values() for v in verdicts):
@@ -148,7 +148,7 @@ def _make_room(output: Path) -> None:
 
 def _schemas(files: list[str]) -> Sequence[Any]:
     """The schemas of the files' tools; without files, of a tool that stands for any."""
-    from agentrl.chat.proof import PROBE_TOOL
+    from agentrl.chat.verify_template import PROBE_TOOL
     from agentrl.errors import UserError
     from agentrl.registry import load_file, tools
 
@@ -170,7 +170,7 @@ def _other_ids(template: ChatTemplate) -> str:
     ]
     text = template.render(said)
     theirs = template.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    ours = list(template.encoder.literal(text))
+    ours = list(template.encoder.encode_template_text(text))
     if theirs == ours:
         return ""
     at = next(i for i, (a, b) in enumerate(zip([*theirs, -1], [*ours, -1], strict=False)) if a != b)
@@ -190,7 +190,7 @@ def _fix(
     verdicts: Sequence[Verdict],
     output: Path | None,
 ) -> None:
-    from agentrl.chat.fix import diff, smallest_fix
+    from agentrl.chat.repair_template import repair_template, template_diff
     from agentrl.errors import UserError
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
@@ -201,12 +201,12 @@ def _fix(
         names = ", ".join(tokenizer.chat_template)
         typer.echo(f"--fix does not support tokenizers with several chat templates ({names})")
         return
-    changed = smallest_fix(tokenizer, ends, schemas)
+    changed = repair_template(tokenizer, ends, schemas)
     if changed is None:
         typer.echo("no small change found that makes the template append-only")
         return
     typer.echo("the smallest change found that makes every such shape append-only:\n")
-    typer.echo(diff(tokenizer.chat_template, changed), nl=False)
+    typer.echo(template_diff(tokenizer.chat_template, changed), nl=False)
     if output:
         try:
             output.write_text(changed, encoding="utf-8")

@@ -82,9 +82,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    from agentrl.chat.encoding import LETTERS
+    from agentrl.chat.encoding import BYTE_LETTERS
 
-    tokenizer = Tokenizer(BPE({letter: byte for byte, letter in LETTERS.items()}, merges=[]))
+    tokenizer = Tokenizer(BPE({letter: byte for byte, letter in BYTE_LETTERS.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return fast_tokenizer(tokenizer, CHAT_TEMPLATE)

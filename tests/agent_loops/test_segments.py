@@ -194,9 +194,9 @@ def test_sub_agents_at_once():
         (lambda ep: ep.branch("text"), "takes messages"),
         (lambda ep: ep.branch(QUESTION), "a list of messages"),
         (lambda ep: ep.reward("x"), "a finite number"),
-        (lambda ep: ep.observe(Message("system", "x")), "user, tool"),
+        (lambda ep: ep.observe(Message("system", "x")), "user or tool"),
         (lambda ep: ep.spawn([Message("assistant", "x")]), "system and user"),
-        (lambda ep: ep.spawn([]), "a text or messages"),
+        (lambda ep: ep.spawn([]), "needs a text"),
         (lambda ep: ep.spawn(["x"]), "takes messages"),
         (lambda ep: ep.spawn("x").observe(Message("user", "y")), "after the first"),
     ],
@@ -358,8 +358,8 @@ def test_a_spent_budget_is_told_also_where_the_loop_goes_on():
 @pytest.mark.parametrize(
     ("verb", "why"),
     [
-        (lambda kid: kid.reward(5), "reward is about a turn"),
-        (lambda kid: kid.call_tools(), "call_tools is about a turn"),
+        (lambda kid: kid.reward(5), "reward needs a turn"),
+        (lambda kid: kid.call_tools(), "call_tools needs a turn"),
     ],
 )
 def test_a_conversation_that_has_not_spoken_has_no_turn(verb, why):

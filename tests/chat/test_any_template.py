@@ -21,8 +21,8 @@ from support.template_outcomes import (
 )
 
 from agentrl.chat import ChatTemplate
-from agentrl.chat.formats.detect import taught_format
-from agentrl.chat.proof import CALLS_ALONE, SHAPES, prove
+from agentrl.chat.formats.detect import detect_format
+from agentrl.chat.verify_template import CALLS_ALONE, SHAPES, verify_template
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall
 
@@ -45,7 +45,7 @@ def test_white_space_before_the_token_that_closes_a_turn_belongs_to_the_turn(clo
 
     calls = (ToolCall("calculator", {"expression": "1"}, id="call00001"),)
     called = [Message("user", "Q"), Message("assistant", "A", calls), Message("tool", "1")]
-    turn = template.encoder.literal("A\n<|eot|>")
+    turn = template.encoder.encode_template_text("A\n<|eot|>")
     row = template.decode(template.conversation(called, (), {1: turn}))
     assert row.count("<|eot|>") == template.render([m.as_dict() for m in called]).count("<|eot|>")
 
@@ -67,7 +67,7 @@ def check(name: str, tokenizer: Any) -> None:
         return  # said by `check-template`: images alone, or nothing that ends a turn
     found = outcomes(template)
     others = {what for what in found if what.startswith(("other", "ends inside"))}
-    verdicts = prove(template, TOOLS, (*SHAPES, CALLS_ALONE))
+    verdicts = verify_template(template, TOOLS, (*SHAPES, CALLS_ALONE))
     if name in DIFFERS:
         assert all(DIFFERS[name] in what for what in others), others
         assert all(v.ok for v in verdicts)
@@ -106,7 +106,7 @@ def test_what_the_engine_is_asked_in_every_described_family(name):
 
 def test_templates_that_neither_write_calls_nor_show_tools_teach_no_format():
     for name in ("GLM-4 Chat", "ChatGLM3", "Phi-3 small"):
-        assert taught_format(ChatTemplate(tokenizer_of(DESCRIBED[name]))) == ""
+        assert detect_format(ChatTemplate(tokenizer_of(DESCRIBED[name]))) == ""
 
 
 def test_a_description_writes_what_its_facts_say():

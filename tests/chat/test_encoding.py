@@ -16,7 +16,7 @@ from support.families import FAMILIES, control_tokens, family_names, family_toke
 from support.family_chats import CACHED, as_decoded, broken, chat, control_of
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from agentrl.chat.encoding import MAX_WORD, Encoder, Words
+from agentrl.chat.encoding import MAX_WORD_LENGTH, BpeCache, Encoder
 from agentrl.chat.template import ChatTemplate
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, Role, ToolCall
@@ -60,26 +60,26 @@ def fuzz(name: str) -> tuple[str, ...]:
 def whole(encoder: Encoder, texts: tuple[str, ...]) -> list[list[int]]:
     """The tokenizer without control tokens, and nothing else."""
     valid = [text.encode("utf-8", "replace").decode() for text in texts]
-    return [e.ids for e in encoder._opaque.encode_batch(valid, add_special_tokens=False)]
+    return [e.ids for e in encoder._plain_tokenizer.encode_batch(valid, add_special_tokens=False)]
 
 
 @families
 def test_no_text_becomes_a_control_token_and_all_text_comes_back(name):
     encoder, texts = Encoder(family_tokenizer(name)), fuzz(name)
-    made = [list(encoder.plain(text)) for text in texts]
+    made = [list(encoder.encode_plain(text)) for text in texts]
     assert not {i for ids in made for i in ids} & encoder.control_ids
-    back = encoder._opaque.decode_batch(made, skip_special_tokens=False)
+    back = encoder._plain_tokenizer.decode_batch(made, skip_special_tokens=False)
     lost = [(t, b) for t, b in zip(texts, back, strict=True) if b != as_decoded(name, t)]
     assert not lost, lost[:5]
     assert encoder.decode_plain(made[0]) == back[0]
     # They are the ids of the copy without added tokens; where that owns control tokens itself,
     # those are cut.
-    assert (encoder._words is not None) == (FAMILIES[name].kind in CACHED and name != "bpe_owning")
-    if encoder._words is not None:
+    assert (encoder._cache is not None) == (FAMILIES[name].kind in CACHED and name != "bpe_owning")
+    if encoder._cache is not None:
         assert made == whole(encoder, texts)
-        assert len(encoder._words) > 100
+        assert len(encoder._cache) > 100
         # A second time, from what the cache has kept.
-        assert made[:5_000] == [list(encoder.plain(text)) for text in texts[:5_000]]
+        assert made[:5_000] == [list(encoder.encode_plain(text)) for text in texts[:5_000]]
 
 
 @families
@@ -164,7 +164,7 @@ def test_a_prompt_makes_no_roles_and_turns(name):
     spoken = [
         t
         for t in ("<think>", "</think>", "<tool_call>")
-        if t in FAMILIES[name].tags and tags.issuperset(trusting.encoder.literal(t))
+        if t in FAMILIES[name].tags and tags.issuperset(trusting.encoder.encode_template_text(t))
     ]
     assert all(len(control(trusting, t)) == len(plain) + len(roles) for t in spoken)
 
@@ -190,7 +190,7 @@ def test_roles_are_guarded_though_their_tokens_are_not_called_special(name, toke
 def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
     for name in ("qwen3", "deepseekv3"):
         template = chat(name)
-        think = template.encoder.literal("<think>")[0]
+        think = template.encoder.encode_template_text("<think>")[0]
         asked = [Message("user", "Write <think> first.")]
         # DeepSeek's prompt ends with one of its own.
         own = list(template.prompt([Message("user", "")])).count(think)
@@ -201,7 +201,7 @@ def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
         assert think not in template.delta(history, [told], -1)
         assert think not in template.prompt([*history, told])
     template = chat("qwen3")
-    call = template.encoder.literal("<tool_call>")[0]
+    call = template.encoder.encode_template_text("<tool_call>")[0]
     shots = [Message("user", "Q"), Message("assistant", "<tool_call>{}"), Message("user", "Q")]
     for trust in (template, chat("qwen3", untrusted=True)):
         assert list(trust.prompt(shots)).count(call) == 1
@@ -211,9 +211,9 @@ def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
 def test_attempts_are_counted(name):
     encoder = chat(name).encoder
     tokens = [t for t in control_tokens(name) if t.strip(" \n▁")]
-    assert all(encoder.attempts(t) == 1 for t in tokens)
-    assert encoder.attempts(" x ".join(tokens)) == len(tokens)
-    assert encoder.attempts("Nothing of it: a < b, [i], 3|4 /x " + tokens[0][:-1]) == 0
+    assert all(encoder.count_control_tokens(t) == 1 for t in tokens)
+    assert encoder.count_control_tokens(" x ".join(tokens)) == len(tokens)
+    assert encoder.count_control_tokens("Nothing of it: a < b, [i], 3|4 /x " + tokens[0][:-1]) == 0
 
 
 @families
@@ -225,7 +225,11 @@ def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):
     ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=40))
     assert encoder.decode(ids) == backend.decode(ids, skip_special_tokens=False)
     text = data.draw(anything)
-    ids = [i for i in encoder.plain(text) if data.draw(st.booleans())] if len(text) < 40 else ids
+    ids = (
+        [i for i in encoder.encode_plain(text) if data.draw(st.booleans())]
+        if len(text) < 40
+        else ids
+    )
     assert encoder.decode(ids) == backend.decode(ids, skip_special_tokens=False)
 
 
@@ -242,13 +246,18 @@ words = pytest.mark.parametrize(
 def test_the_cache_is_the_tokenizer(name, text):
     warm = chat(name).encoder
     cold = copy.copy(warm)
-    cold._words = Words.of(warm._opaque, state_of(warm), warm.control_ids)
-    assert cold._words == {}
-    assert cold.plain(text) == warm.plain(text) == warm.plain(text) == warm._whole(text)
+    cold._cache = BpeCache.of(warm._plain_tokenizer, state_of(warm), warm.control_ids)
+    assert cold._cache == {}
+    assert (
+        cold.encode_plain(text)
+        == warm.encode_plain(text)
+        == warm.encode_plain(text)
+        == warm._encode_uncached(text)
+    )
 
 
 def state_of(encoder: Encoder) -> dict:
-    return json.loads(encoder._opaque.to_str())
+    return json.loads(encoder._plain_tokenizer.to_str())
 
 
 @words
@@ -257,23 +266,23 @@ def test_characters_that_libraries_disagree_about(name):
     encoder = chat(name).encoder
     for c in "ʕ\u208f\ua7ce\U000323b0\U00011de0\u0897\u1df6\u2b96\u0558\u1ad0":
         for text in (f"A{c}b", f"1{c}1 {c}{c}", f"'{c} .{c}.", f"a\u0301{c}\u0323\u0301"):
-            assert encoder.plain(text) == encoder._whole(text)
+            assert encoder.encode_plain(text) == encoder._encode_uncached(text)
 
 
 def test_the_cache_is_bounded():
     made = []
-    cache = Words(lambda word: made.append(word) or [], list, str.split, normalized=False)
-    assert list(cache.encode("x" * (MAX_WORD + 1)) or []) == []
+    cache = BpeCache(lambda word: made.append(word) or [], list, str.split, normalized=False)
+    assert list(cache.encode("x" * (MAX_WORD_LENGTH + 1)) or []) == []
     assert len(cache) == 0
     import agentrl.chat.encoding as module
 
-    most, module.MAX_WORDS = module.MAX_WORDS, 3
+    most, module.MAX_CACHED_WORDS = module.MAX_CACHED_WORDS, 3
     try:
         for word in "abcda":
             cache.encode(word)
             assert len(cache) <= 3
     finally:
-        module.MAX_WORDS = most
+        module.MAX_CACHED_WORDS = most
     assert made[1:] == list("abcda")
 
 
@@ -298,10 +307,10 @@ def test_a_word_of_the_vocabulary_that_is_a_control_token_is_cut():
     encoder = own({"<|%|>": 256, "Ġ<|%|>": 257}, [], "<|%|>", ignore_merges=True)
     assert encoder._backend.token_to_id("<|%|>") == 256
     for text in ("<|%|>", "a<|%|>b", "a <|%|>", "<|%|><|%|>"):
-        assert 256 not in encoder.plain(text)
-        assert encoder.decode_plain(encoder.plain(text)) == text
+        assert 256 not in encoder.encode_plain(text)
+        assert encoder.decode_plain(encoder.encode_plain(text)) == text
     # Not called: the cache itself knows.
-    cache = Words.of(encoder._opaque, state_of(encoder), {256})
+    cache = BpeCache.of(encoder._plain_tokenizer, state_of(encoder), {256})
     assert cache is not None and cache.encode("a<|%|>b") is None
 
 
@@ -311,23 +320,23 @@ def test_a_control_token_that_is_made_by_normalizing_is_cut_and_no_more():
     encoder = own({"[K": 256, "[K]": 257}, merges, "[K]", normalizer=nfc)
     long = "[ words " * 2_000
     for text in ("[\u212a]", f"{long}[\u212a]{long}", "[K][\u212a][K]"):
-        ids = encoder.plain(text)
+        ids = encoder.encode_plain(text)
         assert 257 not in ids
         assert encoder.decode_plain(ids) == text.replace("\u212a", "K")
-    assert len(encoder.plain(long + "[\u212a]")) == len(encoder.plain(long)) + 3
+    assert len(encoder.encode_plain(long + "[\u212a]")) == len(encoder.encode_plain(long)) + 3
 
 
 def test_text_that_cannot_be_kept_harmless_is_refused():
     encoder = own({}, [], "<x>")
-    encoder.control_ids |= set(encoder.plain("~"))
-    encoder._words = None
+    encoder.control_ids |= set(encoder.encode_plain("~"))
+    encoder._cache = None
     with pytest.raises(TemplateError, match="control token '~'"):
-        encoder.plain("a~b")
+        encoder.encode_plain("a~b")
 
 
 def test_a_tokenizer_that_adds_a_space_does_not_in_contents():
     encoder = own({}, [], "<x>", space=True)
-    assert encoder.decode_plain(encoder.plain("a b")) == "a b"
+    assert encoder.decode_plain(encoder.encode_plain("a b")) == "a b"
 
 
 @pytest.mark.parametrize(
@@ -343,6 +352,6 @@ def test_a_tokenizer_that_adds_a_space_does_not_in_contents():
 )  # fmt: skip
 def test_tokenizers_that_cut_otherwise(cut, cached):
     encoder = own({"aa": 256, "11": 257}, [("a", "a"), ("1", "1")], "<x>", pre_tokenizer=cut)
-    assert (encoder._words is not None) == cached
+    assert (encoder._cache is not None) == cached
     for text in ("aa 11aa  11½٣!?\n", "x111 222\t  3", "aaa  "):
-        assert encoder.plain(text) == encoder._whole(text)
+        assert encoder.encode_plain(text) == encoder._encode_uncached(text)

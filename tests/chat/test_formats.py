@@ -15,10 +15,10 @@ from support.families import family_tokenizer
 from support.storable_calls import assert_storable
 
 from agentrl.chat import ChatTemplate
-from agentrl.chat.formats import FORMATS, parse_hermes, typed
-from agentrl.chat.formats.detect import describe_unread, open_reader, taught_format
+from agentrl.chat.formats import FORMATS, cast_arguments, parse_hermes
+from agentrl.chat.formats.detect import detect_format, explain_unknown_format, open_reader
+from agentrl.chat.formats.scan import MAX_CALLS
 from agentrl.chat.formats.strict_json import MAX_RAW
-from agentrl.chat.formats.thinking import MAX_CALLS
 from agentrl.config.sections import TOOL_FORMATS
 from agentrl.errors import TemplateError
 from agentrl.trajectory import ToolCall
@@ -168,7 +168,7 @@ def schemas_of(calls):
 
 
 def read(name, text, calls=()):
-    return typed(FORMATS[name](text), list(schemas_of(calls)))
+    return cast_arguments(FORMATS[name](text), list(schemas_of(calls)))
 
 
 def exactly(calls):
@@ -213,7 +213,7 @@ def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
 def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
     calls = FORMATS[name](text)
     assert len(calls) <= MAX_CALLS + 1
-    assert_storable(typed(calls, []))
+    assert_storable(cast_arguments(calls, []))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -227,7 +227,7 @@ def test_no_thought_is_a_call(name, data):
     assert all(call.error for call in FORMATS[name](f"<think>{thought}"))
     assert FORMATS[name](f"I may {thought} so</think>Done.") == []
     again = FORMATS[name](f"<think>{thought}</think>{thought}")
-    assert typed(again, list(schemas_of(calls))) == exactly(calls)
+    assert cast_arguments(again, list(schemas_of(calls))) == exactly(calls)
 
 
 BAD = (
@@ -291,7 +291,7 @@ def test_parsing_takes_linear_time(name):
 )  # fmt: skip
 def test_the_template_names_its_format(family, name):
     """By a call that it writes and that the format's parser reads; ChatML's by a mark."""
-    assert taught_format(ChatTemplate(family_tokenizer(family))) == name
+    assert detect_format(ChatTemplate(family_tokenizer(family))) == name
 
 
 ARGUMENTS = "{{ call.function.arguments | tojson }}"
@@ -303,11 +303,11 @@ HERMES = (
 
 
 def test_a_format_that_no_parser_reads_has_no_name():
-    assert taught_format(with_calls(HERMES)) == "hermes"
+    assert detect_format(with_calls(HERMES)) == "hermes"
     for written, shown in ((SOLAR, "the format of Solar"), (SCREAM, "'CALL probe WITH")):
         template = with_calls(written)
-        assert taught_format(template) == ""
-        why = describe_unread(template)
+        assert detect_format(template) == ""
+        why = explain_unknown_format(template)
         assert shown in why and "agent_name=react" in why and "hermes, hunyuan" in why
 
 
@@ -325,7 +325,7 @@ def test_calls_that_cannot_be_read_are_refused_where_tools_are_shown():
 def test_values_between_quotes_get_the_types_of_the_schema():
     """Some templates of Llama's Python format put every value between quotes."""
     template = with_calls(PYTHONIC)
-    assert taught_format(template) == "llama_pythonic"
+    assert detect_format(template) == "llama_pythonic"
     arguments = {"text": "3", "count": 3, "ratio": 0.5, "on": True, "none": None,
                  "items": [1, "one"], "point": {"x": None}, "lines": "a\nb"}  # fmt: skip
     calls = [{"name": "f", "arguments": arguments}]

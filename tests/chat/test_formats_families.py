@@ -19,10 +19,10 @@ from support.family_calls import (
 )
 from support.storable_calls import assert_storable
 
-from agentrl.chat.formats import FORMATS, typed
-from agentrl.chat.formats.detect import open_reader, taught_format
+from agentrl.chat.formats import FORMATS, cast_arguments
+from agentrl.chat.formats.detect import detect_format, open_reader
+from agentrl.chat.formats.scan import MAX_CALLS
 from agentrl.chat.formats.strict_json import MAX_RAW
-from agentrl.chat.formats.thinking import MAX_CALLS
 from agentrl.trajectory import ToolCall
 
 # -- turns as the models write them ----------------------------------------------------------------
@@ -297,7 +297,7 @@ def lists_of_calls(name):
 
 def read(name, text, calls):
     found = FORMATS[name](text)
-    return typed(found, schemas_of(calls)) if name in UNTYPED else found
+    return cast_arguments(found, schemas_of(calls)) if name in UNTYPED else found
 
 
 def schemas_of(calls):
@@ -365,7 +365,7 @@ def test_a_turn_cut_anywhere_has_whole_calls_or_errors(name, data):
 def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
     calls = FORMATS[name](text)
     assert len(calls) <= MAX_CALLS + 1
-    assert_storable(typed(calls, []))
+    assert_storable(cast_arguments(calls, []))
     spans = [call.span for call in calls if call.span]
     assert all(0 <= a <= b <= len(text) for a, b in spans)
     assert all(left[1] <= right[0] for left, right in pairwise(spans))
@@ -410,7 +410,7 @@ SAID = (("f", {"a": '1 < 2 & "x"', "b": 3}), ("g.h-1", {}))
 @pytest.mark.parametrize("name", WRITES)
 def test_the_template_names_its_format(name):
     template = template_with(jinja(*WRITES[name]))
-    assert taught_format(template) == name
+    assert detect_format(template) == name
     calls = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in SAID]
     asked = [{"role": "user", "content": "Q"}]
     said = [*asked, {"role": "assistant", "content": "So: ", "tool_calls": calls}]
@@ -435,10 +435,10 @@ def test_the_template_names_its_format(name):
 def test_a_template_that_writes_no_calls_is_known_by_its_marks(name, shown):
     """The format that it asks for also where it shows earlier calls in another way."""
     template = template_with("{# " + shown.replace("{{ tools }}", "tools") + " #}")
-    assert taught_format(template) == name
+    assert detect_format(template) == name
 
 
 def test_what_a_template_asks_for_is_read_although_it_shows_calls_without_it():
     written = jinja("", OPENAI, ",\n", "")
-    assert taught_format(template_with(written)) == "llama_json"
-    assert taught_format(template_with("{# write functools[...] #}" + written)) == "phi4_mini"
+    assert detect_format(template_with(written)) == "llama_json"
+    assert detect_format(template_with("{# write functools[...] #}" + written)) == "phi4_mini"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.chat.formats import FORMATS, typed
+from agentrl.chat.formats import FORMATS, cast_arguments
 from agentrl.chat.render import strings
 from agentrl.trajectory import ToolCall
 
@@ -187,7 +187,7 @@ def test_what_a_template_writes_is_read_exactly(template: str, data: st.DataObje
     way = data.draw(st.sampled_from(ways(template)))
     text = rendered(template, calls, way.arguments_as_text, way.content)
     assert text.endswith(way.end)
-    found = typed(FORMATS[way.format](text.removesuffix(way.end)), schemas_of(calls))
+    found = cast_arguments(FORMATS[way.format](text.removesuffix(way.end)), schemas_of(calls))
     assert [(c.name, c.error) for c in found] == [(c["name"], "") for c in calls]
     # As JSON: 1, 1.0 and true are equal in Python.
     read, written = ([json.dumps(a, sort_keys=True) for a in some] for some in (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from agentrl.chat.formats import typed
+from agentrl.chat.formats import cast_arguments
 from agentrl.trajectory import ToolCall
 
 
@@ -90,7 +90,7 @@ def test_texts_get_the_type_their_schema_wants(schema, text, value):
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     for shape in (tool, tool["function"]):
-        (call,) = typed([ToolCall("f", {"a": text})], [shape])
+        (call,) = cast_arguments([ToolCall("f", {"a": text})], [shape])
         assert json.dumps([call.name, call.arguments, call.error]) == json.dumps(
             ["f", {"a": value}, ""]
         )
@@ -103,15 +103,15 @@ def test_what_has_no_schema_or_is_no_text_stays():
         ToolCall("f", {"a": 1.5}),
     ]
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
-    assert typed(calls, [tool]) == calls
-    assert typed(calls, [{}, {"function": {"name": "f", "parameters": None}}]) == calls
+    assert cast_arguments(calls, [tool]) == calls
+    assert cast_arguments(calls, [{}, {"function": {"name": "f", "parameters": None}}]) == calls
 
 
 @pytest.mark.parametrize("word", ["allOf", "anyOf", "oneOf"])
 def test_parameters_may_be_a_combination_of_objects(word):
     parameters = {word: [{"properties": {"a": {"type": "integer"}}}, {"properties": {}}]}
     tool = {"name": "f", "parameters": parameters}
-    assert typed([ToolCall("f", {"a": "7", "b": "7"})], [tool]) == [
+    assert cast_arguments([ToolCall("f", {"a": "7", "b": "7"})], [tool]) == [
         ToolCall("f", {"a": 7, "b": "7"})
     ]
 
@@ -131,5 +131,5 @@ def test_parameters_may_be_a_combination_of_objects(word):
 )
 def test_a_whole_number_is_an_integer_if_the_schema_wants_one(type_, text, value):
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": type_}}}}
-    (call,) = typed([ToolCall("f", {"a": text})], [tool])
+    (call,) = cast_arguments([ToolCall("f", {"a": text})], [tool])
     assert json.dumps(call.arguments) == json.dumps({"a": value})

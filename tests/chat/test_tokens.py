@@ -16,8 +16,8 @@ from support.family_chats import chat, control_of
 
 import agentrl
 from agentrl.chat import ChatTemplate
-from agentrl.chat.proof import Shape, prove
 from agentrl.chat.template import MAX_CACHED
+from agentrl.chat.verify_template import Shape, verify_template
 from agentrl.trajectory import Message, Role, ToolCall
 
 families = pytest.mark.parametrize("name", family_names())
@@ -51,7 +51,7 @@ def follow_ups(name: str) -> list[tuple[Role, ...]]:
 
 
 def literal(name: str, text: str) -> list[int]:
-    return list(chat(name).encoder.literal(text))
+    return list(chat(name).encoder.encode_template_text(text))
 
 
 def same(name: str, row: list[int], want: list[int]) -> bool:
@@ -87,11 +87,11 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
     for _ in range(draw(st.integers(1, 4))):
         roles = draw(st.sampled_from(legal))
         said = draw(benign)
-        ids = list(template.encoder.plain(said))
+        ids = list(template.encoder.encode_plain(said))
         if own:
             # One token a character, single bytes, anything at all; any stop token or none.
             ids = draw(
-                st.sampled_from([ids, [i for c in said for i in template.encoder.plain(c)]])
+                st.sampled_from([ids, [i for c in said for i in template.encoder.encode_plain(c)]])
                 | st.lists(st.integers(0, len(family_tokenizer(name)) - 1), max_size=12)
             )
             ids = ids + draw(st.sampled_from([[], *([i] for i in template.stop_ids)]))
@@ -152,7 +152,7 @@ def test_a_row_is_the_rendered_conversation(name, data):
 @families
 def test_prove_says_which_families_are_append_only(name):
     """The shapes of `prove`, with the tools of the tests."""
-    verdicts = {v.shape: v for v in prove(chat(name), TOOLS)}
+    verdicts = {v.shape: v for v in verify_template(chat(name), TOOLS)}
     append_only = {v.shape for v in verdicts.values() if v.status == "append-only"}
     if FAMILIES[name].results in ("refused", "dropped"):
         assert append_only == {"user only"}
@@ -169,7 +169,7 @@ def proven(name: str) -> list[tuple[Role, ...]]:
     """What may follow a turn, by the proof."""
     legal = follow_ups(name)
     shapes = [Shape("", (tuple(f"{role}:12" for role in roles),) * 2) for roles in legal]
-    verdicts = prove(chat(name), TOOLS, shapes)
+    verdicts = verify_template(chat(name), TOOLS, shapes)
     return [roles for roles, verdict in zip(legal, verdicts, strict=True) if verdict.ok]
 
 
@@ -183,7 +183,7 @@ def test_shapes_of_any_kind_are_as_those_of_the_proof(name, data):
         legal = [roles for roles in legal if "user" not in roles]
     after = data.draw(st.lists(st.sampled_from(legal), min_size=1, max_size=4))
     said = tuple(tuple(f"{role}:{data.draw(benign)}" for role in roles) for roles in after)
-    (verdict,) = prove(chat(name), TOOLS, [Shape("", said, system=family.system)])
+    (verdict,) = verify_template(chat(name), TOOLS, [Shape("", said, system=family.system)])
     assert verdict.ok, verdict.detail
 
 
@@ -200,16 +200,19 @@ def test_a_stripped_row_is_the_rendered_conversation(name, data):
         thought, answer = data.draw(benign), data.draw(benign)
         turn = {"role": "assistant", "content": answer}
         turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
-        alone = template.render([*shown, turn], ask=False)
+        alone = template.render([*shown, turn], add_generation_prompt=False)
         if thought not in alone:
             turn = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{answer}"}
-            alone = template.render([*shown, turn], ask=False)
+            alone = template.render([*shown, turn], add_generation_prompt=False)
         before = template.render(shown)
-        start, end = template.encoder.shared(before, alone), alone.rindex(answer) + len(answer)
-        sampled[len(messages)] = [*template.encoder.literal(alone[start:end]), template.close_id]
+        start, end = template.encoder.shared_length(before, alone), alone.rindex(answer) + len(answer)
+        sampled[len(messages)] = [
+            *template.encoder.encode_template_text(alone[start:end]),
+            template.close_id,
+        ]
         shown += [turn, {"role": "user", "content": data.draw(benign)}]
         messages += [Message("assistant", answer), Message("user", shown[-1]["content"])]
-    want = list(template.encoder.literal(template.render(shown)))
+    want = list(template.encoder.encode_template_text(template.render(shown)))
     row = template.conversation(messages, (), sampled, strip=True)
     assert same(name, list(row), want)
     # Dropped it is: another row than the one that keeps it.
@@ -261,7 +264,7 @@ def test_deltas_word_for_word(name, text):
     """Where a newline follows the closing token, it is there, sampled or not."""
     template = chat(name)
     assert delta_text(name, ("user",)).replace("[INST]said", "[INST] said") == text
-    first = template.encoder.literal(text)[0]
+    first = template.encoder.encode_template_text(text)[0]
     rest = template.decode([first]) + delta_text(name, ("user",), first)
     assert rest.replace("[INST]said", "[INST] said") == text
 
@@ -320,9 +323,9 @@ def test_a_delta_costs_the_same_after_ten_and_after_5000_messages(name, monkeypa
         for n in (10, 5_000):
             history = [Q, Message("assistant", "B")] * (n // 2) + [Q, turn]
             template.delta(history, more, -1)  # a template that looks at positions learns this
-            plain, render = Counting(template.encoder.plain), Counting(template.render)
-            monkeypatch.setattr(template.encoder, "plain", plain)
-            monkeypatch.setattr(template.finder, "render", render)
+            plain, render = Counting(template.encoder.encode_plain), Counting(template.render)
+            monkeypatch.setattr(template.encoder, "encode_plain", plain)
+            monkeypatch.setattr(template.probe, "render", render)
             deltas.append(template.delta(history, more, -1))
             monkeypatch.undo()
             costs.append((plain.calls, plain.letters, render.calls, render.messages))
@@ -344,7 +347,7 @@ def test_a_new_call_costs_no_rendering(name, monkeypatch):
 
     delta(0)
     render = Counting(template.render)
-    monkeypatch.setattr(template.finder, "render", render)
+    monkeypatch.setattr(template.probe, "render", render)
     for i in range(1, 20):
         delta(i)
     assert render.calls == 0
@@ -360,10 +363,10 @@ def test_after_some_rounds_nothing_but_a_users_text_is_rendered(name, monkeypatc
         for _ in range(12):
             more = [Message(role, "12 apples") for role in roles]
             template.delta(history, more, -1)
-            counted += template.finder.render is render
+            counted += template.probe.render is render
             history += [*more, Message("assistant", "A", calls(roles))]
             if len(history) > 8 * (1 + len(roles)):
-                monkeypatch.setattr(template.finder, "render", render)
+                monkeypatch.setattr(template.probe, "render", render)
         monkeypatch.undo()
         assert render.calls <= counted * ("user" in roles)
 
@@ -373,8 +376,8 @@ def test_frames_that_are_kept_are_bounded():
     for n in range(1, MAX_CACHED // 8):
         for shots in range(9):
             template.prompt([Message("user", "Q"), Message("assistant", f"{n} {shots}"), Q])
-        assert len(template._frames) <= MAX_CACHED
-    assert len(template._frames) > 9
+        assert len(template._prompt_parts) <= MAX_CACHED
+    assert len(template._prompt_parts) > 9
 
 
 # -- the code -------------------------------------------------------------------------------------
@@ -419,7 +422,7 @@ def opened(name: str, said: str, after: list[Message], **variables: Any) -> str:
     template = ChatTemplate(family_tokenizer(name), variables=variables)
     call = ToolCall("calculator", {}, id="call00000")
     history = [Message("user", "Q"), Message("assistant", said, (call,))]
-    return template.thinking.opened(template.delta(history, after, -1))
+    return template.thinking.opening(template.delta(history, after, -1))
 
 
 def test_a_thought_is_begun_where_the_prompt_of_this_very_turn_begins_one():

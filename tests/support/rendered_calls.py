@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat import ChatTemplate
-from agentrl.chat.between import ARGUMENT
 from agentrl.chat.formats import parser_of
-from agentrl.chat.formats.detect import taught_format
+from agentrl.chat.formats.detect import detect_format
+from agentrl.chat.turn_delta import PROBE_ARGUMENT
 from agentrl.errors import TemplateError
 
 Call = tuple[str, dict[str, Any]]
@@ -109,12 +109,12 @@ class CallTemplate:
     """A chat template, the format that it teaches, and the ways in which it takes calls."""
 
     def __init__(self, template: ChatTemplate):
-        self.template, self.format = template, taught_format(template)
-        self._probe = probe = [("probe", {"x": ARGUMENT})]
+        self.template, self.format = template, detect_format(template)
+        self._probe = probe = [("probe", {"x": PROBE_ARGUMENT})]
         every = (Way(as_text, c) for as_text in (False, True) for c in ("", "Well.", None))
         ways = [way for way in every if self.format and self.reads(probe, way)]
         self.ways = [w for w in ways if w.arguments_as_text == ways[0].arguments_as_text]
-        two = [*probe, ("again", {"x": ARGUMENT})]
+        two = [*probe, ("again", {"x": PROBE_ARGUMENT})]
         self.takes_several = bool(self.ways) and self.reads(two, self.ways[0])
 
     def turns(self, calls: list[Call], way: Way) -> list[str]:
@@ -127,21 +127,21 @@ class CallTemplate:
         try:
             end = self._end(way)
             prompt = template.render([ASKED], schemas)
-            shown = template.render([ASKED, way.message(calls)], schemas, ask=False)
+            shown = template.render([ASKED, way.message(calls)], schemas, add_generation_prompt=False)
         except TemplateError:
             return []
-        start = template.encoder.shared(prompt, shown)
+        start = template.encoder.shared_length(prompt, shown)
         if not shown.endswith(end) or len(shown) - len(end) < start:
             return []
-        opened = template.thinking.opened(template.encoder.literal(prompt))
+        opened = template.thinking.opening(template.encoder.encode_template_text(prompt))
         text = shown[start : len(shown) - len(end)]
         return list(dict.fromkeys((opened + text, text)))
 
     def _end(self, way: Way) -> str:
         """Return what the template writes behind the turn."""
         turn = [ASKED, way.message(self._probe)]
-        own, _ = self.template.finder.own_end(turn)
-        shown = self.template.render(turn, schemas_of(self._probe), ask=False)
+        own, _ = self.template.probe.own_end(turn)
+        shown = self.template.render(turn, schemas_of(self._probe), add_generation_prompt=False)
         return shown[shown.rindex(own) + len(own) :] if own in shown else ""
 
     def reads(self, calls: list[Call], way: Way) -> bool:

@@ -12,8 +12,8 @@ from support.pages import PAGE, with_text_between
 from support.template_outcomes import outcomes
 
 from agentrl.chat import ChatTemplate
-from agentrl.chat.formats.detect import taught_format
-from agentrl.chat.proof import prove
+from agentrl.chat.formats.detect import detect_format
+from agentrl.chat.verify_template import verify_template
 from agentrl.errors import TemplateError
 
 BEGIN, END = "<!-- table of templates: make docs -->\n", "<!-- end of the table -->\n"
@@ -26,7 +26,7 @@ def row(name: str, source: str, tokenizer: Any) -> str:
     except TemplateError as e:
         why = "nothing ends a turn" if "control token" in str(e) else "it takes no plain texts"
         return f"| {name} | {source} | refused: {why} | | |"
-    verdicts = prove(template, TOOLS)
+    verdicts = verify_template(template, TOOLS)
     ok = {v.shape: v.status for v in verdicts if v.ok}
     fails = [v.shape for v in verdicts if v.fails]
     dropped = [shape for shape, status in ok.items() if status == "drops thinking"]
@@ -38,7 +38,7 @@ def row(name: str, source: str, tokenizer: Any) -> str:
         verdict = "drops thinking" if dropped else "append-only"
         if fails:
             verdict += f"; refused: {', '.join(fails)}"
-    format = taught_format(template)
+    format = detect_format(template)
     reads = f"`{format}`" if format else "not read"
     found = outcomes(template)
     same = found["same"]

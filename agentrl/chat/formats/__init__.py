@@ -42,7 +42,7 @@ from agentrl.chat.formats.tagged import (
     parse_qwen3_coder,
     parse_seed_oss,
 )
-from agentrl.chat.formats.typed import typed
+from agentrl.chat.formats.typed import cast_arguments
 from agentrl.trajectory import ToolCall
 
 Parser = Callable[[str], list[ToolCall]]
@@ -113,5 +113,5 @@ def parser_of(name: str) -> Callable[[str, Sequence[Mapping[str, Any]]], list[To
     """
     parse = FORMATS[name].parse
     if FORMATS[name].is_text:
-        return lambda text, schemas: typed(parse(text), schemas)
+        return lambda text, schemas: cast_arguments(parse(text), schemas)
     return lambda text, schemas: parse(text)

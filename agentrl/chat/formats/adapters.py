@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.chat.formats.strict_json import broken, read_object
-from agentrl.chat.formats.thinking import MAX_CALLS, limited
+from agentrl.chat.formats.scan import MAX_CALLS, limit_calls
+from agentrl.chat.formats.strict_json import invalid_call, read_object
 from agentrl.errors import Infrastructure, UserError
 from agentrl.trajectory import ToolCall
 from agentrl.workers.child_process import ChildProcess, MessageTooLong
@@ -105,7 +105,7 @@ class ForeignParser:
             schemas: the tools, as `{"type": "function", "function": {...}}`.
         """
         if len(text) > MAX_TEXT:
-            return [broken(text, f"more than {MAX_TEXT} characters in one turn")]
+            return [invalid_call(text, f"more than {MAX_TEXT} characters in one turn")]
         loop, tools = asyncio.get_running_loop(), [dict(schema) for schema in schemas]
         return await loop.run_in_executor(self._thread, self._parse, text, tools)
 
@@ -146,7 +146,7 @@ class ForeignParser:
                 self._level = logging.DEBUG
             return _calls(text, answer)
         self._start_again()
-        return [broken(text, f"{self.format}: {error}")]
+        return [invalid_call(text, f"{self.format}: {error}")]
 
     def _start(self) -> ChildProcess:
         # This Python finds modules where this process does; another one, where it does by itself,
@@ -197,17 +197,17 @@ def _response_template(tokenizer: Any) -> dict[str, Any]:
 
 def _calls(text: str, answer: dict[str, Any]) -> list[ToolCall]:
     if answer.get("error"):  # it speaks of the parser's insides, not of what is wrong in the text
-        return [broken(text, UNREAD)]
+        return [invalid_call(text, UNREAD)]
     calls = [_call(**call) for call in answer["calls"][: MAX_CALLS + 1]]
     if answer["lost"] and len(calls) <= MAX_CALLS:
-        return [*calls, broken(text, answer["lost"])]
-    return limited(calls)
+        return [*calls, invalid_call(text, answer["lost"])]
+    return limit_calls(calls)
 
 
 def _call(name: Any, arguments: str, id: Any) -> ToolCall:
     value, error = read_object(arguments)
     if error:
-        return broken(arguments, error, name if isinstance(name, str) else "")
+        return invalid_call(arguments, error, name if isinstance(name, str) else "")
     if not isinstance(name, str) or not name or not name.isprintable():
-        return broken(arguments, '"name" must be a string')
+        return invalid_call(arguments, '"name" must be a string')
     return ToolCall(name, value, id=id if isinstance(id, str) else "")

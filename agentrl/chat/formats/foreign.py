@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 
 Parse = Callable[[str, list[dict[str, Any]]], tuple[list[dict[str, Any]], str]]
 """Text and schemas to calls (`name`, `arguments`, `id`), and what seems to be lost, or ""."""
@@ -56,7 +56,7 @@ def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str,
     try:
         calls, lost = parse(said, schemas)
         if thought and not calls and not lost and any(parse(thought, schemas)):
-            lost = f"the call stands in a {THINK} that is never closed"
+            lost = f"the call stands in a {THINK_START} that is never closed"
         # As text: what is read strictly is read in one place.
         for call in calls:
             if not isinstance(call["arguments"], str):
@@ -68,11 +68,11 @@ def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str,
 
 def _split(text: str) -> tuple[str, str]:
     """What a turn says, less its thoughts; and the thought that is never closed, or ""."""
-    end, begin = text.find(THOUGHT), text.find(THINK)
+    end, begin = text.find(THINK_END), text.find(THINK_START)
     if end >= 0 and not 0 <= begin < end:  # begun in the prompt
-        text = text[end + len(THOUGHT) :]
-    said, *others = text.split(THINK)
-    thoughts = [part.partition(THOUGHT) for part in others]
+        text = text[end + len(THINK_END) :]
+    said, *others = text.split(THINK_START)
+    thoughts = [part.partition(THINK_END) for part in others]
     said += "".join(after for _, _, after in thoughts)
     return said, next((thought for thought, closed, _ in thoughts if not closed), "")
 

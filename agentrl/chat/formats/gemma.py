@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from agentrl.chat.formats.strict_json import MAX_DEPTH, after_space, broken, is_sound
-from agentrl.chat.formats.thinking import THINK, THOUGHT, any_of, read_calls
+from agentrl.chat.formats.scan import THINK_END, THINK_START, any_tag, read_calls
+from agentrl.chat.formats.strict_json import MAX_DEPTH, invalid_call, is_valid_unicode, skip_space
 from agentrl.trajectory import ToolCall
 
 _HEAD = re.compile(r"\s*(?:call)?:([\w.\-]+)\s*(?={)")
@@ -35,7 +35,7 @@ class BracedCalls:
 
     call: tuple[str, str]
     quote: str
-    thought: tuple[str, str] = (THINK, THOUGHT)
+    thought: tuple[str, str] = (THINK_START, THINK_END)
 
     def __call__(self, text: str) -> list[ToolCall]:
         """Return the calls of one assistant turn."""
@@ -51,7 +51,7 @@ class BracedCalls:
             name, read = head[1], _Reader(text, head.end(), self.quote, self.thought[1])
             try:
                 arguments = read.object()
-                if not is_sound(text[start : read.position]):
+                if not is_valid_unicode(text[start : read.position]):
                     raise ValueError("lone surrogate")
                 if text.startswith(closing, read.position):
                     return [ToolCall(name, arguments)], read.position + len(closing)
@@ -59,12 +59,12 @@ class BracedCalls:
             except ValueError as e:
                 error = str(e)
             failed = read.position  # no tag in a string that was read ends the call
-        tag = any_of((*self.call, *self.thought)).search(text, failed)
+        tag = any_tag((*self.call, *self.thought)).search(text, failed)
         stop = tag.start() if tag else len(text)
         closed = tag is not None and tag[0] == closing
         if not closed:
             error = f"no {closing}"
-        return [broken(text[start:stop], error, name)], stop + closed * len(closing)
+        return [invalid_call(text[start:stop], error, name)], stop + closed * len(closing)
 
 
 class _Reader:
@@ -158,7 +158,7 @@ class _Reader:
         self._space()
 
     def _space(self) -> None:
-        self.position = after_space(self.text, self.position)
+        self.position = skip_space(self.text, self.position)
 
 
 parse_gemma = BracedCalls(

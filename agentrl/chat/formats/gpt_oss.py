@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
+from agentrl.chat.formats.scan import MAX_CALLS, limit_calls
 from agentrl.chat.formats.strict_json import (
-    after_space,
-    at,
-    broken,
-    call_of,
     end_of_broken_json,
     end_of_object,
+    invalid_call,
+    read_arguments,
+    skip_space,
+    with_span,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, limited
 from agentrl.trajectory import ToolCall
 
 MESSAGE = "<|message|>"
@@ -51,28 +51,28 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
             if begun:
                 call, after = _call(text, header, after)
             else:
-                call = broken(header, f"no {MESSAGE} behind the recipient")
-            calls.append(at(call, position, after))
+                call = invalid_call(header, f"no {MESSAGE} behind the recipient")
+            calls.append(with_span(call, position, after))
             if len(calls) > MAX_CALLS:
                 break
         elif begun:
             after = _next_message(text, after)
         position = after
-    return limited(calls)
+    return limit_calls(calls)
 
 
 def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
     """The call whose arguments begin at `start`, and where the next header does."""
     name, error = _recipient(header)
-    body = after_space(text, start)
+    body = skip_space(text, start)
     end = end_of_object(text, body)
     over = _OVER.match(text, end) if end else None
     if not over:
         after = _next_message(text, end or end_of_broken_json(text, body, _END, _NEVER))
         error = error or "the message is not one whole JSON object"
-        return broken(text[start:after], error, name), after
-    call = call_of(name, text[body:end])
-    return broken(text[body:end], error, name) if error else call, over.end()
+        return invalid_call(text[start:after], error, name), after
+    call = read_arguments(name, text[body:end])
+    return invalid_call(text[body:end], error, name) if error else call, over.end()
 
 
 def _recipient(header: str) -> tuple[str, str]:

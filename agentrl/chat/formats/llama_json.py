@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from itertools import islice
 
+from agentrl.chat.formats.scan import (
+    MAX_CALLS,
+    first_tag,
+    limit_calls,
+    remove_thoughts,
+    with_spans_of_turn,
+)
 from agentrl.chat.formats.strict_json import (
-    at,
-    broken,
     end_of_brackets,
     end_of_object,
+    invalid_call,
     load_object,
     read_call,
+    with_span,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, answer_of, first_tag, limited, placed
 from agentrl.trajectory import ToolCall
 
 _KEYS = ("parameters", "arguments")
@@ -38,7 +44,7 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     it; nor has a turn that is a JSON object with none of a call's keys: that is an answer. Llama 4
     writes text that precedes its calls between `<|python_start|>` and `<|python_end|>`.
     """
-    turn, text = text, answer_of(text, _end_of_calls)
+    turn, text = text, remove_thoughts(text, _end_of_calls)
     position, tagged = _start_of_calls(text)
     calls: list[ToolCall] = []
     listed = False
@@ -55,14 +61,14 @@ def parse_llama_json(text: str) -> list[ToolCall]:
         body = text[position:end]
         if not (calls or tagged or listed or text[end:].strip()) and _is_answer(body):
             return []
-        calls.append(at(_read(body), position, end))
+        calls.append(with_span(_read(body), position, end))
         position = end
         if len(calls) > MAX_CALLS:
             break
     else:
         if listed:
-            calls.append(at(broken("", "no closing ]"), len(text), len(text)))
-    return placed(limited(calls), turn, text)
+            calls.append(with_span(invalid_call("", "no closing ]"), len(text), len(text)))
+    return with_spans_of_turn(limit_calls(calls), turn, text)
 
 
 def _start_of_calls(text: str) -> tuple[int, bool]:
@@ -115,6 +121,6 @@ def _line_by_line(text: str, position: int, first: bool) -> list[ToolCall]:
             call = _read(part)
         else:
             prose = not first and part[:1] not in ("{", "[")
-            call = broken(part, "text after the calls" if prose else "not one JSON object")
-        calls.append(at(call, start, end))
+            call = invalid_call(part, "text after the calls" if prose else "not one JSON object")
+        calls.append(with_span(call, start, end))
     return calls

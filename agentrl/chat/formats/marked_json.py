@@ -6,18 +6,25 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentrl.chat.formats.scan import (
+    MAX_CALLS,
+    THINK_END,
+    THINK_START,
+    any_tag,
+    invalid_call_at,
+    read_calls,
+)
 from agentrl.chat.formats.strict_json import (
-    after_space,
-    at,
-    broken,
     end_of_brackets,
     end_of_broken_json,
     end_of_object,
+    find_start,
+    invalid_call,
     read_call,
     read_object,
-    start_of,
+    skip_space,
+    with_span,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, THINK, THOUGHT, any_of, broken_call, read_calls
 from agentrl.trajectory import ToolCall
 
 _SCALAR = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[0-9.eE+\-a-z]+', re.DOTALL)
@@ -41,20 +48,24 @@ def read_list(
     """
     calls: list[ToolCall] = []
     position = start + 1
-    if text.startswith("]", after := after_space(text, position)):
-        return [at(broken("[]", "an empty list of calls"), start, after + 1)], after + 1, True
+    if text.startswith("]", after := skip_space(text, position)):
+        return (
+            [with_span(invalid_call("[]", "an empty list of calls"), start, after + 1)],
+            after + 1,
+            True,
+        )
     while len(calls) <= MAX_CALLS:
-        begin = after_space(text, position)
+        begin = skip_space(text, position)
         end = end_of_brackets(text, begin) if text[begin : begin + 1] in ("{", "[") else 0
         if not end and (scalar := _SCALAR.match(text, begin)):
             end = scalar.end()
-        after = after_space(text, end) if end else len(text)
+        after = skip_space(text, end) if end else len(text)
         if text[after : after + 1] not in (",", "]"):
             return calls, begin, False
         body = text[begin:end]
         is_object = body.startswith("{")
-        call = read(body) if is_object else broken(body, "a call must be a JSON object")
-        calls.append(at(call, begin, end))
+        call = read(body) if is_object else invalid_call(body, "a call must be a JSON object")
+        calls.append(with_span(call, begin, end))
         position = after + 1
         if text[after] == "]":
             break
@@ -87,7 +98,7 @@ class MarkedJson:
     begins: str = "["
     head: str = r"\s*"
     is_stop: bool = False
-    thought: tuple[str, str] = (THINK, THOUGHT)
+    thought: tuple[str, str] = (THINK_START, THINK_END)
 
     def __call__(self, text: str) -> list[ToolCall]:
         """Return the calls of one assistant turn."""
@@ -107,7 +118,7 @@ class MarkedJson:
             if not is_whole:
                 closed = bool(closing) and text.startswith(closing, end)
                 return calls, end + len(closing) * closed
-            position = after_space(text, end)
+            position = skip_space(text, end)
         if not calls:
             return self._without(text, start, body, closing, f"no JSON call behind {opening}")
         if closing and text.startswith(closing, position):
@@ -137,22 +148,22 @@ class MarkedJson:
             return [*calls, *cut], end, False
         end = end_of_object(text, start)
         if end:
-            return [at(self.read(text[start:end]), start, end)], end, True
+            return [with_span(self.read(text[start:end]), start, end)], end, True
         return self._give_up(text, start, "not one whole JSON object")
 
     def _give_up(self, text: str, start: int, why: str) -> tuple[list[ToolCall], int, bool]:
         """Return one error for the JSON that breaks off, up to where another mark stands."""
-        end = end_of_broken_json(text, start, any_of(self._tags()), any_of(self.thought[1:]))
-        return [at(broken(text[start:end], why), start, end)], end, False
+        end = end_of_broken_json(text, start, any_tag(self._tags()), any_tag(self.thought[1:]))
+        return [with_span(invalid_call(text[start:end], why), start, end)], end, False
 
     def _without(
         self, text: str, start: int, body: int, closing: str, why: str
     ) -> tuple[list[ToolCall], int]:
         """Return one error for what is no JSON, up to and with the closing mark."""
-        stop = start_of(any_of(self._tags()), text, body)
+        stop = find_start(any_tag(self._tags()), text, body)
         closed = bool(closing) and text.startswith(closing, stop)
         end = stop + len(closing) * closed
-        return [at(broken(text[body:stop].strip(), why), start, end)], end
+        return [with_span(invalid_call(text[body:stop].strip(), why), start, end)], end
 
     def _tags(self) -> tuple[str, ...]:
         return (*(mark for pair in self.marks for mark in pair), *self.thought)
@@ -162,10 +173,10 @@ def _command(body: str) -> ToolCall:
     """Read Cohere's object of a call, which names the tool and numbers the call."""
     value, error = read_object(body)
     if error:
-        return broken(body, error)
+        return invalid_call(body, error)
     number = value.pop("tool_call_id", "")
     if not isinstance(number, str):
-        return broken(body, '"tool_call_id" must be a string')
+        return invalid_call(body, '"tool_call_id" must be a string')
     call = read_call(body, ("parameters",), ("tool_call_id",), True, name_key="tool_name")
     return call if call.error else ToolCall(call.name, call.arguments, id=number)
 
@@ -174,12 +185,12 @@ def _by_name(body: str) -> ToolCall:
     """Read Apertus's object of a call, whose only key is the tool's name."""
     value, error = read_object(body)
     if error:
-        return broken(body, error)
+        return invalid_call(body, error)
     if len(value) != 1:
-        return broken(body, "a call must be an object with one key, the name of the tool")
+        return invalid_call(body, "a call must be an object with one key, the name of the tool")
     [(name, arguments)] = value.items()
     if not name or not isinstance(arguments, dict):
-        return broken(body, "the arguments must be a JSON object", name)
+        return invalid_call(body, "the arguments must be a JSON object", name)
     return ToolCall(name, arguments)
 
 
@@ -271,9 +282,9 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 
 def _hermes_call(text: str, start: int) -> tuple[list[ToolCall], int]:
-    body = after_space(text, start + len(_OPEN))
+    body = skip_space(text, start + len(_OPEN))
     end = end_of_object(text, body)
-    after = after_space(text, end) if end else 0
+    after = skip_space(text, end) if end else 0
     if end and text.startswith(_CLOSE, after):
         return [read_call(text[body:end], other_keys=("id",))], after + len(_CLOSE)
-    return broken_call(text, body, (_OPEN,), _CLOSE, "not one JSON object")
+    return invalid_call_at(text, body, (_OPEN,), _CLOSE, "not one JSON object")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 
 from agentrl.chat.formats.marked_json import read_list
+from agentrl.chat.formats.scan import read_calls
 from agentrl.chat.formats.strict_json import (
-    after_space,
-    at,
-    broken,
-    call_of,
     end_of_broken_json,
     end_of_object,
+    find_start,
+    invalid_call,
+    read_arguments,
     read_call,
     read_object,
-    start_of,
+    skip_space,
+    with_span,
 )
-from agentrl.chat.formats.thinking import read_calls
 from agentrl.trajectory import ToolCall
 
 OPEN = "[TOOL_CALLS]"
-THINK, THOUGHT = "[THINK]", "[/THINK]"
+THINK_START, THINK_END = "[THINK]", "[/THINK]"
 
 _NAMED = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?(?:\[ARGS\]\s*|\s*(?=\{))")
 _TAG = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
@@ -44,19 +44,19 @@ def parse_mistral(text: str) -> list[ToolCall]:
     """
     if OPEN not in text:  # most turns, told in a tenth of the time
         return []
-    return read_calls(text, (OPEN, THINK), "", _read)
+    return read_calls(text, (OPEN, THINK_START), "", _read)
 
 
 def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
-    if text.startswith(THINK, start):
-        end = text.find(THOUGHT, start)
+    if text.startswith(THINK_START, start):
+        end = text.find(THINK_END, start)
         if end >= 0:
-            return [], end + len(THOUGHT)
+            return [], end + len(THINK_END)
         cut = text.find(OPEN, start)
         why = "the call stands in a [THINK] that is never closed"
-        return [broken(text[cut:], why)] if cut >= 0 else [], len(text)
+        return [invalid_call(text[cut:], why)] if cut >= 0 else [], len(text)
     body = start + len(OPEN)
-    first = after_space(text, body)
+    first = skip_space(text, body)
     if text.startswith("[", first) and not text.startswith(OPEN, first):
         return _listed(text, first)
     if text.startswith("{", first):
@@ -70,8 +70,8 @@ def _listed(text: str, start: int) -> tuple[list[ToolCall], int]:
     if is_whole:
         return calls, end
     stop = end_of_broken_json(text, end, _TAG, _THOUGHT)
-    cut = broken(text[end:stop], "not a closed JSON list of calls")
-    return [*calls, at(cut, end, stop)], stop
+    cut = invalid_call(text[end:stop], "not a closed JSON list of calls")
+    return [*calls, with_span(cut, end, stop)], stop
 
 
 def _from_json(body: str) -> ToolCall:
@@ -80,17 +80,17 @@ def _from_json(body: str) -> ToolCall:
     if "id" not in value:
         return call
     if not isinstance(value["id"], str) or not _ID.fullmatch(value["id"]):
-        return broken(body, _BAD_ID, call.name)
+        return invalid_call(body, _BAD_ID, call.name)
     return ToolCall(call.name, call.arguments, id=value["id"])
 
 
 def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
     """Return the call whose name stands at `start`."""
-    stop = start_of(_TAG, text, start)
+    stop = find_start(_TAG, text, start)
     head = _NAMED.match(text, start)
     if not head:
         why = f"neither {OPEN}NAME[ARGS]{{...}} nor {OPEN} and a JSON list"
-        return [broken(text[start:stop], why)], stop
+        return [invalid_call(text[start:stop], why)], stop
     return _alone(text, head.end(), head[1], head[2])
 
 
@@ -110,14 +110,14 @@ def _alone(
         stop = end_of_broken_json(text, start, _TAG, _THOUGHT)
         what = "[TOOL_CALLS]" if name is None else "the name"
         why = f"what follows {what} is not a whole JSON object"
-        return [broken(text[start:stop], why, name or "")], stop
-    after = after_space(text, end)
+        return [invalid_call(text[start:stop], why, name or "")], stop
+    after = skip_space(text, end)
     if after < len(text) and not text.startswith(OPEN, after):
-        stop = start_of(_TAG, text, after)
-        return [broken(text[start:stop], "text after the call's arguments", name or "")], stop
+        stop = find_start(_TAG, text, after)
+        return [invalid_call(text[start:stop], "text after the call's arguments", name or "")], stop
     body = text[start:end]
     if name is None:
         return [_from_json(body)], after
     if identity is not None and not _ID.fullmatch(identity):
-        return [broken(body, _BAD_ID, name)], after
-    return [call_of(name, body, identity or "")], after
+        return [invalid_call(body, _BAD_ID, name)], after
+    return [read_arguments(name, body, identity or "")], after

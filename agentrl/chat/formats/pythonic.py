@@ -7,17 +7,23 @@ import re
 from typing import Any
 
 from agentrl.chat.formats.marked_json import MarkedJson
-from agentrl.chat.formats.strict_json import after_space, at, broken, end_of_brackets, is_sound
-from agentrl.chat.formats.thinking import (
+from agentrl.chat.formats.scan import (
     MAX_CALLS,
-    THOUGHT,
-    answer_of,
-    broken_call,
+    THINK_END,
     first_tag,
-    limited,
-    placed,
+    invalid_call_at,
+    limit_calls,
     read_calls,
-    shifted,
+    remove_thoughts,
+    shift_spans,
+    with_spans_of_turn,
+)
+from agentrl.chat.formats.strict_json import (
+    end_of_brackets,
+    invalid_call,
+    is_valid_unicode,
+    skip_space,
+    with_span,
 )
 from agentrl.trajectory import ToolCall
 
@@ -40,19 +46,21 @@ def parse_llama_pythonic(text: str) -> list[ToolCall]:
     these values the types of the tool's schema.
     A turn that begins as prose has no calls, unless `<|python_start|>` announces them.
     """
-    answer = answer_of(text, _end_of_calls)
-    return placed(_read_list(answer), text, answer)
+    answer = remove_thoughts(text, _end_of_calls)
+    return with_spans_of_turn(_read_list(answer), text, answer)
 
 
 def _read_list(text: str) -> list[ToolCall]:
     position, length = _start_of_calls(text), len(text)
     if position < 0:
         if _BARE.match(text) and text.rstrip().endswith(")"):
-            return [at(broken(text, "calls stand in a list: [NAME(KEY=VALUE)]"), 0, length)]
+            return [
+                with_span(invalid_call(text, "calls stand in a list: [NAME(KEY=VALUE)]"), 0, length)
+            ]
         return []
     if not text.startswith("[", position):
         why = "calls stand in a list: [NAME(KEY=VALUE)]"
-        return [at(broken(text[position:], why), position, length)]
+        return [with_span(invalid_call(text[position:], why), position, length)]
     calls: list[ToolCall] = []
     position += 1
     while len(calls) <= MAX_CALLS:
@@ -60,19 +68,19 @@ def _read_list(text: str) -> list[ToolCall]:
         end = end_of_brackets(text, name.end(), _TO_BRACKET) if name else 0
         if not name or not end:
             why = f"not NAME(KEY=VALUE), or cut off{_QUOTE_HINT}"
-            return [*calls, at(broken(text[position:], why), position, length)]
-        calls.append(at(_read_call(name[1], text[name.end() : end]), name.start(1), end))
+            return [*calls, with_span(invalid_call(text[position:], why), position, length)]
+        calls.append(with_span(_read_call(name[1], text[name.end() : end]), name.start(1), end))
         if comma := _COMMA.match(text, end):
             position = comma.end()
             continue
         close = _CLOSE.match(text, end)
         if not close or close[0][-1] != "]":
-            calls.append(at(broken(text[end:], "no closing ]"), end, length))
+            calls.append(with_span(invalid_call(text[end:], "no closing ]"), end, length))
         elif rest := text[_TAIL.match(text, close.end()).end() :]:  # type: ignore[union-attr]
             why = "text after the calls"
-            calls.append(at(broken(rest, why), length - len(rest), length))
+            calls.append(with_span(invalid_call(rest, why), length - len(rest), length))
         break
-    return limited(calls)
+    return limit_calls(calls)
 
 
 def _start_of_calls(text: str) -> int:
@@ -106,7 +114,7 @@ def _read_call(name: str, body: str) -> ToolCall:
             arguments[key[1]], position = read_literal(body, key.end())
             position = _after_comma(body, position, ")")
     except ValueError as e:
-        return broken(body, str(e), name)
+        return invalid_call(body, str(e), name)
     return ToolCall(name, arguments)
 
 
@@ -131,21 +139,21 @@ def _read_lfm2(text: str, start: int) -> tuple[list[ToolCall], int]:
     body = start + len(_LFM2)
     if _JSON.match(text, body):
         return _AS_JSON.read_marked(text, start)
-    first = after_space(text, body)
+    first = skip_space(text, body)
     end = end_of_brackets(text, first, _TO_BRACKET) if text.startswith("[", first) else 0
-    after = after_space(text, end) if end else 0
+    after = skip_space(text, end) if end else 0
     if end and text.startswith(_LFM2_END, after):
         calls = parse_llama_pythonic(text[first:end])
         if calls:
-            return shifted(calls, first), after + len(_LFM2_END)
+            return shift_spans(calls, first), after + len(_LFM2_END)
     why = "not a list of calls: [NAME(KEY=VALUE)]"
     if end or not text.startswith("[", first):
-        return broken_call(text, body, (_LFM2,), _LFM2_END, why, read=end)
+        return invalid_call_at(text, body, (_LFM2,), _LFM2_END, why, read=end)
     # A list without an end holds what follows: a mark may stand in a string that was cut off.
-    thought = text.find(THOUGHT, first)
+    thought = text.find(THINK_END, first)
     stop = thought if thought >= 0 else len(text)
     why += f", or cut off{_QUOTE_HINT}"
-    return [broken(text[body:stop], why)], stop
+    return [invalid_call(text[body:stop], why)], stop
 
 
 # Templates write line breaks into strings as they are, so a string may hold them.
@@ -267,7 +275,7 @@ def _string(text: str) -> str:
     text = text[1:-1]
     if "\\" in text:
         text = _ESCAPE.sub(_unescape, text)
-    if not is_sound(text):
+    if not is_valid_unicode(text):
         raise ValueError("lone surrogate")
     return text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.formats.strict_json import at, end_of_object, read_object
+from agentrl.chat.formats.strict_json import end_of_object, read_object, with_span
 from agentrl.trajectory import ToolCall
 
 REACT_STOP = "Observation:"
@@ -29,7 +29,7 @@ def parse_react(text: str) -> list[ToolCall]:
     if not actions or actions[-1][1] <= final:
         return []
     start, action = actions[-1]
-    return [at(_call(text[action:]), start, len(text))]
+    return [with_span(_call(text[action:]), start, len(text))]
 
 
 def _call(text: str) -> ToolCall:

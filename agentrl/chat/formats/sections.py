@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentrl.chat.formats.scan import MAX_CALLS, THINK_END, THINK_START, any_tag, read_calls
 from agentrl.chat.formats.strict_json import (
-    at,
-    broken,
-    call_of,
     end_of_broken_json,
     end_of_object,
-    start_of,
+    find_start,
+    invalid_call,
+    read_arguments,
+    with_span,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, THINK, THOUGHT, any_of, read_calls
 from agentrl.trajectory import ToolCall
 
 ReadCall = Callable[[str, int], tuple[ToolCall, int, bool]]
@@ -41,7 +41,7 @@ class Sections:
     section: tuple[str, str]
     call: tuple[str, str]
     read: ReadCall
-    thought: tuple[str, str] = (THINK, THOUGHT)
+    thought: tuple[str, str] = (THINK_START, THINK_END)
     takes_bare: bool = False
 
     def __call__(self, text: str) -> list[ToolCall]:
@@ -57,7 +57,7 @@ class Sections:
         call, end = self._call(text, start)
         if self.takes_bare:
             return [call], end
-        return [broken(text[start:end], f"a call outside of {opening}", call.name)], end
+        return [invalid_call(text[start:end], f"a call outside of {opening}", call.name)], end
 
     def _section(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         """Return the calls behind the tag that begins a section, and where the section ends."""
@@ -67,21 +67,21 @@ class Sections:
         while len(calls) <= MAX_CALLS:
             stop = self._next(text, position)
             if gap := text[position:stop].strip():
-                calls.append(at(broken(gap, "text between calls"), position, stop))
+                calls.append(with_span(invalid_call(gap, "text between calls"), position, stop))
             position = stop
             if text.startswith(opening, stop):
                 call, position = self._call(text, stop)
                 calls.append(call)
             elif text.startswith(closing, stop):
                 position += len(closing)
-                error = broken(closing, f"no {opening.strip()} before {closing}")
-                calls.append(at(error, stop, position))
+                error = invalid_call(closing, f"no {opening.strip()} before {closing}")
+                calls.append(with_span(error, stop, position))
             else:
                 if text.startswith(self.section[1], stop):
                     position += len(self.section[1])
                 break
         if not calls:
-            calls.append(broken(text[start:position], f"no call behind {self.section[0]}"))
+            calls.append(invalid_call(text[start:position], f"no call behind {self.section[0]}"))
         return calls, position
 
     def _call(self, text: str, start: int) -> tuple[ToolCall, int]:
@@ -89,15 +89,17 @@ class Sections:
         opening, closing = self.call
         call, position, is_closed = self.read(text, start)
         if is_closed:
-            return at(call, start, position), position
+            return with_span(call, start, position), position
         stop = self._next(text, max(position, start + len(opening)))
         is_closed = text.startswith(closing, stop)
         end = stop + len(closing) * is_closed
         why = call.error if is_closed else f"no closing {closing}"
-        return at(broken(text[start + len(opening) : stop], why, call.name), start, end), end
+        return with_span(
+            invalid_call(text[start + len(opening) : stop], why, call.name), start, end
+        ), end
 
     def _next(self, text: str, position: int) -> int:
-        return start_of(any_of((*self.section, *self.call, *self.thought)), text, position)
+        return find_start(any_tag((*self.section, *self.call, *self.thought)), text, position)
 
 
 _FENCE = "```"
@@ -114,22 +116,22 @@ def named_json(head: str, section: tuple[str, str], call: tuple[str, str], why: 
         call: the tags around one call.
         why: the error of a call that the pattern does not match.
     """
-    tags, end_tag = any_of((*section, *call, THINK, THOUGHT)), re.escape(call[1])
+    tags, end_tag = any_tag((*section, *call, THINK_START, THINK_END)), re.escape(call[1])
     tails = re.compile(rf"\s*{end_tag}"), re.compile(rf"\s*{_FENCE}\s*{end_tag}")
     pattern = re.compile(head)
 
     def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
         found = pattern.match(text, start)
         if not found:
-            return broken("", why), start, False
+            return invalid_call("", why), start, False
         groups = found.groupdict()
         name, begin = groups["name"], found.end()
         end = end_of_object(text, begin)
         tail = tails[bool(groups.get("fence"))].match(text, end) if end else None
         if not tail:
-            stop = end or end_of_broken_json(text, begin, tags, any_of((THOUGHT,)))
-            return broken("", "the arguments are not one JSON object", name), stop, False
-        return call_of(name, text[begin:end], groups.get("id") or ""), tail.end(), True
+            stop = end or end_of_broken_json(text, begin, tags, any_tag((THINK_END,)))
+            return invalid_call("", "the arguments are not one JSON object", name), stop, False
+        return read_arguments(name, text[begin:end], groups.get("id") or ""), tail.end(), True
 
     return read
 

@@ -72,16 +72,16 @@ def end_of_broken_json(
         thought: the tags that end a thought.
     """
     broken = _WHOLE.match(text, start).end()  # type: ignore[union-attr]
-    return start_of(thought if text.startswith('"', broken) else tags, text, broken)
+    return find_start(thought if text.startswith('"', broken) else tags, text, broken)
 
 
-def start_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+def find_start(pattern: re.Pattern[str], text: str, position: int) -> int:
     """Return where the next match begins, or the end of the text if there is none."""
     found = pattern.search(text, position)
     return found.start() if found else len(text)
 
 
-def after_space(text: str, position: int) -> int:
+def skip_space(text: str, position: int) -> int:
     """Return where the next character that is not space stands."""
     return _SPACE.match(text, position).end()  # type: ignore[union-attr]
 
@@ -89,14 +89,14 @@ def after_space(text: str, position: int) -> int:
 def read_object(body: str) -> tuple[dict[str, Any], str]:
     """A JSON object that says all that its text does and no error, or an empty one and why."""
     value, error = load_object(body)
-    error = error or lossy(body, value)
+    error = error or find_loss(body, value)
     return ({}, error) if error else (value, "")
 
 
-def call_of(name: str, body: str, id: str = "") -> ToolCall:
+def read_arguments(name: str, body: str, id: str = "") -> ToolCall:
     """Return the call of a tool whose arguments are a JSON object, or its error."""
     arguments, error = read_object(body)
-    return broken(body, error, name) if error else ToolCall(name, arguments, id=id)
+    return invalid_call(body, error, name) if error else ToolCall(name, arguments, id=id)
 
 
 def load_object(body: str) -> tuple[dict[str, Any], str]:
@@ -113,7 +113,7 @@ def load_object(body: str) -> tuple[dict[str, Any], str]:
     return value, ""
 
 
-def lossy(text: str, value: Any) -> str:
+def find_loss(text: str, value: Any) -> str:
     """What orjson lost in silence, a key's first value or an integer's digits; or "".
 
     Args:
@@ -182,32 +182,32 @@ def read_call(
     """
     value, error = read_object(body)
     if error:
-        return broken(body, error)
+        return invalid_call(body, error)
     name = value.pop(name_key, None)
     if not isinstance(name, str) or not name:
-        return broken(body, f'"{name_key}" must be a string')
+        return invalid_call(body, f'"{name_key}" must be a string')
     given = [key for key in arguments_keys if key in value]
     if required and not given:
-        return broken(body, f'no "{arguments_keys[0]}"', name)
+        return invalid_call(body, f'no "{arguments_keys[0]}"', name)
     arguments = value.pop(given[0]) if given else {}
     if not isinstance(arguments, dict):
-        return broken(body, f'"{given[0]}" must be a JSON object', name)
+        return invalid_call(body, f'"{given[0]}" must be a JSON object', name)
     if unknown := sorted(value.keys() - set(other_keys)):
-        return broken(body, f"unknown keys {unknown}"[:200], name)
+        return invalid_call(body, f"unknown keys {unknown}"[:200], name)
     return ToolCall(name, arguments)
 
 
-def is_sound(text: str) -> bool:
+def is_valid_unicode(text: str) -> bool:
     """Whether text has no lone surrogate, which would break HTTP, parquet and tokenizers later."""
     return text.isascii() or not _SURROGATE.search(text)
 
 
-def at(call: ToolCall, start: int, end: int) -> ToolCall:
+def with_span(call: ToolCall, start: int, end: int) -> ToolCall:
     """The call, standing at these characters of its turn, unless it says already where."""
     return call if call.span else replace(call, span=(start, end))
 
 
-def broken(raw: str, error: str, name: str = "") -> ToolCall:
+def invalid_call(raw: str, error: str, name: str = "") -> ToolCall:
     """Text that tries to be a call, and why it is none. Of a long text only the start is kept."""
     if len(raw) > MAX_RAW:
         raw = f"{raw[:MAX_RAW]}... ({len(raw)} characters)"

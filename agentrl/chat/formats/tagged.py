@@ -10,17 +10,17 @@ from typing import Any
 
 import orjson
 
+from agentrl.chat.formats.scan import MAX_CALLS, any_tag, invalid_call_at, limit_calls, read_calls
 from agentrl.chat.formats.sections import ReadCall, Sections
 from agentrl.chat.formats.strict_json import (
-    after_space,
-    at,
-    broken,
-    call_of,
     end_of_object,
-    is_sound,
-    lossy,
+    find_loss,
+    invalid_call,
+    is_valid_unicode,
+    read_arguments,
+    skip_space,
+    with_span,
 )
-from agentrl.chat.formats.thinking import MAX_CALLS, any_of, broken_call, limited, read_calls
 from agentrl.trajectory import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -61,7 +61,7 @@ def _read_values(
         position, value = after, text[begin:stop]
         if name in values:
             return values, f"argument {name[:80]} is given twice", position
-        if not is_sound(value + name):
+        if not is_valid_unicode(value + name):
             return values, "lone surrogate", position
         values[name] = value
     return values, "", position
@@ -99,37 +99,41 @@ def tagged_call(
         follows: a pattern of what stands behind a value whose closing tag is missing; "": none.
     """
     head_pattern, key_pattern = re.compile(head), re.compile(r"\s*" + key)
-    end_pattern = any_of((value_end, *openings))
+    end_pattern = any_tag((value_end, *openings))
     tail_pattern = re.compile(r"\s*" + (tail or re.escape(call_end)))
     follows_pattern = re.compile(follows) if follows else None
 
     def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
         found = head_pattern.match(text, start)
         if not found:
-            return broken("", f"no tool name; the form of a call is {form}"), start, False
-        name = found[1] if is_sound(found[1]) else ""
+            return invalid_call("", f"no tool name; the form of a call is {form}"), start, False
+        name = found[1] if is_valid_unicode(found[1]) else ""
         if takes_json and found[0].endswith("/>"):
             return ToolCall(name, {}), found.end(), True
-        body = after_space(text, found.end())
+        body = skip_space(text, found.end())
         if takes_json and text.startswith("{", body):
             end = end_of_object(text, body)
             closed = tail_pattern.match(text, end) if end else None
             if closed:
-                return call_of(name, text[body:end]), closed.end(), True
-            return broken("", "the arguments are not one JSON object", name), end or body, False
+                return read_arguments(name, text[body:end]), closed.end(), True
+            return (
+                invalid_call("", "the arguments are not one JSON object", name),
+                end or body,
+                False,
+            )
         texts, why, position = _read_values(
             text, found.end(), key_pattern, end_pattern, value_end, follows_pattern
         )
         closed = None if why else tail_pattern.match(text, position)
         if not closed:
             why = why or f"the form of a call is {form}"
-            return broken("", why, name), position, False
+            return invalid_call("", why, name), position, False
         if not name:
-            return broken(text[start : closed.end()], "lone surrogate"), closed.end(), True
+            return invalid_call(text[start : closed.end()], "lone surrogate"), closed.end(), True
         try:
             return ToolCall(name, values(texts)), closed.end(), True
         except ValueError as e:
-            return broken(text[found.end() : position], str(e), name), closed.end(), True
+            return invalid_call(text[found.end() : position], str(e), name), closed.end(), True
 
     return read
 
@@ -217,7 +221,7 @@ def _by_attribute(texts: dict[str, str]) -> dict[str, Any]:
         except orjson.JSONDecodeError as e:
             why = f'argument {name[:80]} has string="false" and is not JSON: {str(e)[:120]}'
             raise ValueError(why) from None
-        if why := lossy(text, arguments[name]):
+        if why := find_loss(text, arguments[name]):
             raise ValueError(f"argument {name[:80]}: {why}")
     return arguments
 
@@ -317,7 +321,7 @@ def _glm_call(text: str, start: int) -> tuple[list[ToolCall], int]:
 def _broken(text: str, start: int, call: ToolCall, read: int) -> tuple[list[ToolCall], int]:
     """Return the error of the call whose `<tool_call>` stands at `start`."""
     body = start + len(_OPEN)
-    return broken_call(text, body, (_OPEN,), _CLOSE, call.error, call.name, read)
+    return invalid_call_at(text, body, (_OPEN,), _CLOSE, call.error, call.name, read)
 
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -373,7 +377,7 @@ def _qwen_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     if not is_bare:
         return _broken(text, start, call, position)
     why = f"no {_OPEN} before {_FUNCTION}NAME>"
-    return broken_call(
+    return invalid_call_at(
         text, start + len(_FUNCTION), (_OPEN, _FUNCTION), _FUNCTION_END, why, read=start
     )
 
@@ -435,12 +439,12 @@ def parse_muse(text: str) -> list[ToolCall]:
             found, position = _MUSE_CALLS.read_section(text, tag.start())
             if recipient in ("", _NOBODY):
                 raw, why = text[tag.start() : position], f"no to=NAME{_MESSAGE} before {tag[0]}"
-                found = [broken(raw, why, found[0].name)]
-            calls += [at(_once(call), tag.start(), position) for call in found]
+                found = [invalid_call(raw, why, found[0].name)]
+            calls += [with_span(_once(call), tag.start(), position) for call in found]
             has_called = True
     if not has_called:
         calls.append(_no_call(text, header, len(text), recipient))
-    return limited(calls)
+    return limit_calls(calls)
 
 
 def _once(call: ToolCall) -> ToolCall:
@@ -452,4 +456,4 @@ def _once(call: ToolCall) -> ToolCall:
 
 def _no_call(text: str, start: int, end: int, recipient: str) -> ToolCall:
     why = f"no {_SECTION[0]} in the message to {recipient[:80]}"
-    return at(broken(text[start:end], why), start, end)
+    return with_span(invalid_call(text[start:end], why), start, end)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from agentrl.chat.formats.pythonic import literal_of
-from agentrl.chat.formats.strict_json import lossy
+from agentrl.chat.formats.strict_json import find_loss
 from agentrl.trajectory import ToolCall
 
 _FITS: dict[str, tuple[type, ...]] = {
@@ -29,7 +29,9 @@ _COMBINATIONS = ("allOf", "anyOf", "oneOf")
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
-def typed(calls: Sequence[ToolCall], schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+def cast_arguments(
+    calls: Sequence[ToolCall], schemas: Sequence[Mapping[str, Any]]
+) -> list[ToolCall]:
     """Return the calls with the values that their tools' schemas ask for.
 
     A text is read as JSON if its schema wants an integer, number, boolean, object, array or null
@@ -170,6 +172,6 @@ def _json_or_literal(text: str) -> Any:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return literal_of(text)
-    if why := lossy(text, value):
+    if why := find_loss(text, value):
         raise ValueError(why)
     return value

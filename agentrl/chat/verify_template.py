@@ -9,7 +9,7 @@ other way. Where they are the same once the thinking of earlier turns is left ou
 `history_thinking` decides. Anything else would train on what no deployment shows, and is refused.
 
 A model chooses the kind. So a shape has the worst status of its kinds; kinds that the template
-cannot write are named. A *spelling* is how a message holds a turn: arguments as an object or as
+cannot write are named. A *form* is how a message holds a turn: arguments as an object or as
 text, no content as "" or None. Neither the model nor an episode chooses it, so the best one counts.
 """
 
@@ -22,13 +22,19 @@ from itertools import product
 from textwrap import indent
 from typing import Any, Literal
 
-from agentrl.chat.between import ARGUMENT, PROBE_TOOL, SPOKEN, Finder, spoken
-from agentrl.chat.encoding import common_length
-from agentrl.chat.render import Renderer, Said, Schemas
+from agentrl.chat.encoding import common_prefix_length
+from agentrl.chat.render import Renderer, Schemas, TemplateMessage
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.thinking import THOUGHT
+from agentrl.chat.thinking import PROBE_THOUGHT
 from agentrl.chat.tokenizer import template_source
 from agentrl.chat.truncate import truncate
+from agentrl.chat.turn_delta import (
+    PROBE_ARGUMENT,
+    PROBE_TEXT,
+    PROBE_TOOL,
+    TemplateProbe,
+    probe_turn,
+)
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall
 
@@ -36,7 +42,7 @@ Status = Literal["append-only", "drops thinking", "unsupported", "differs"]
 _BEST_FIRST: tuple[Status, ...] = ("append-only", "drops thinking", "differs")
 _NEVER_WRITTEN = "after these prompts a model can write none of the turns that the template shows"
 
-_ASKED = {"role": "user", "content": "How much is 3*4?"}
+_QUESTION = {"role": "user", "content": "How much is 3*4?"}
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _UNICODE = "Zoë: 日本語 🙂👍🏽 \u00a0e\u0301 \u2028 ½"
 
@@ -71,18 +77,18 @@ SHAPES = (
 )
 CALLS_ALONE = Shape("calls alone", (("tool:1",), ("tool:2",), ("tool:3",)))
 """What an episode with tools and nobody to talk to becomes."""
-SWITCH = "enable_thinking"
+THINKING_VARIABLE = "enable_thinking"
 """The variable by which templates are told whether the model is to think."""
-SWITCHED = {
+THINKING_SHAPES = {
     True: Shape("thinking on", (("tool:12",), ("user:Sure?",))),
     False: Shape("thinking off", (("tool:12",), ("user:Sure?",))),
 }
-OPTIONAL = ("parallel tools", "tool then user", *(shape.name for shape in SWITCHED.values()))
+OPTIONAL = ("parallel tools", "tool then user", *(shape.name for shape in THINKING_SHAPES.values()))
 """Shapes that a template may refuse: results can be shown one after another, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TurnKind:
     """The parts of a turn besides its calls. A turn without calls always has a text."""
 
     text: bool
@@ -94,11 +100,11 @@ class Kind:
         return " + ".join(part for part, written in parts.items() if written)
 
 
-KINDS = tuple(Kind(text, thought) for thought in (False, True) for text in (False, True))
+TURN_KINDS = tuple(TurnKind(text, thought) for thought in (False, True) for text in (False, True))
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class MessageForm:
     """How messages hold turns."""
 
     arguments_as_text: bool
@@ -107,7 +113,7 @@ class Spelling:
     """A thought stands in the content, between tags; else in a key of its own."""
 
 
-SPELLINGS = tuple(Spelling(as_text, no) for no in ("", None) for as_text in (False, True))
+MESSAGE_FORMS = tuple(MessageForm(as_text, no) for no in ("", None) for as_text in (False, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +163,15 @@ class _NotWritten(TemplateError):
     """No model writes a turn of this kind: the prompt has begun another one."""
 
 
-def prove(
+def verify_template(
     template: ChatTemplate, schemas: Schemas = (PROBE_TOOL,), shapes: Sequence[Shape] = SHAPES
 ) -> list[Verdict]:
     """Judge a template on each shape, with these tools in the prompt."""
-    proof = _Proof(template, schemas)
-    return [proof.judge(shape) for shape in shapes]
+    proof = _Verifier(template, schemas)
+    return [proof.verify(shape) for shape in shapes]
 
 
-def survey(
+def verify_tokenizer(
     tokenizer: Any, end_ids: Sequence[int] = (), schemas: Schemas = (PROBE_TOOL,)
 ) -> list[Verdict]:
     """Judge a tokenizer's template on every shape, and with its thinking switched on and off.
@@ -173,31 +179,36 @@ def survey(
     Raises:
         TemplateError: no turns can be made with it at all.
     """
-    verdicts = prove(ChatTemplate(tokenizer, end_ids), schemas)
-    if SWITCH not in template_source(tokenizer):
+    verdicts = verify_template(ChatTemplate(tokenizer, end_ids), schemas)
+    if THINKING_VARIABLE not in template_source(tokenizer):
         return verdicts
-    for on, shape in SWITCHED.items():
+    for on, shape in THINKING_SHAPES.items():
         try:
-            template = ChatTemplate(tokenizer, end_ids, variables={SWITCH: on})
+            template = ChatTemplate(tokenizer, end_ids, variables={THINKING_VARIABLE: on})
         except TemplateError as e:
             verdicts.append(Verdict(shape.name, "unsupported", str(e)))
         else:
-            verdicts += prove(template, schemas, [shape])
+            verdicts += verify_template(template, schemas, [shape])
     return verdicts
 
 
 class _RenderOnce(Renderer):
-    """A renderer that keeps its texts: shapes, kinds and spellings share most of them."""
+    """A renderer that keeps its texts: shapes, kinds and forms share most of them."""
 
     def __init__(self, render: Renderer):
         self._from_template = render
         self._kept: dict[tuple[str, bool, bool], str | TemplateError] = {}
 
-    def __call__(self, messages: Sequence[Said], schemas: Schemas = (), ask: bool = True) -> str:
-        key = (json.dumps(messages), bool(schemas), ask)
+    def __call__(
+        self,
+        messages: Sequence[TemplateMessage],
+        schemas: Schemas = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        key = (json.dumps(messages), bool(schemas), add_generation_prompt)
         if key not in self._kept:
             try:
-                self._kept[key] = self._from_template(messages, schemas, ask)
+                self._kept[key] = self._from_template(messages, schemas, add_generation_prompt)
             except TemplateError as e:
                 self._kept[key] = e
         kept = self._kept[key]
@@ -217,23 +228,26 @@ class _Script:
     """Calls are `tool_calls`; else they are a part of the turns' texts."""
 
 
-class _Proof:
-    """The conversations of shapes, kinds and spellings with one template and its tools."""
+class _Verifier:
+    """The conversations of shapes, kinds and forms with one template and its tools."""
 
     def __init__(self, template: ChatTemplate, schemas: Schemas):
         self.template = template
         self.schemas = schemas
         self.tool = schemas[0]["function"]["name"] if schemas else "probe"
         self._render = _RenderOnce(template.render)
-        self._finder = Finder(self._render, template.encoder, template.finder.ends)
-        prompt, asked = template.render([_ASKED]), template.render([_ASKED], ask=False)
+        self._finder = TemplateProbe(self._render, template.encoder, template.probe.ends)
+        prompt, asked = (
+            template.render([_QUESTION]),
+            template.render([_QUESTION], add_generation_prompt=False),
+        )
         self.ends_thoughts = template.thinking.end in prompt[self._shared(asked, prompt) :]
         """Prompts end the thought of the turn to come: no kind has one."""
         self.begins_thoughts = self._begins_thought(prompt)
         in_tags = self._takes_tags()
-        self.spellings = [replace(s, thought_in_tags=in_tags) for s in SPELLINGS]
+        self.forms = [replace(s, thought_in_tags=in_tags) for s in MESSAGE_FORMS]
 
-    def judge(self, shape: Shape) -> Verdict:
+    def verify(self, shape: Shape) -> Verdict:
         """Return the worst of the kinds that the template can write."""
         script = self._script(shape)
         verdict = _verdict(shape, self._outcomes(script))
@@ -250,9 +264,11 @@ class _Proof:
             note = verdict.detail if verdict.detail != as_text.detail else ""
         return replace(as_text, detail="\n".join(filter(None, (note, as_text.detail))))
 
-    def render(self, messages: Sequence[Said], ask: bool = True) -> str:
+    def render(
+        self, messages: Sequence[TemplateMessage], add_generation_prompt: bool = True
+    ) -> str:
         """Return the conversation as text, as `ChatTemplate.render` does."""
-        return self._render(messages, self.schemas, ask)
+        return self._render(messages, self.schemas, add_generation_prompt)
 
     def _takes_tags(self) -> bool:
         """Return whether messages hold thoughts in their content, between tags.
@@ -261,17 +277,22 @@ class _Proof:
         or if it puts them behind a thought of its own that is empty.
         """
 
-        def shown(spelling: Spelling, *calls: str) -> str:
-            turn = self._turn(Kind(text=True, thought=True), spelling, calls)
-            text = self._render.attempt([_ASKED, turn], self.schemas, ask=False) or ""
-            return text.partition(_ASKED["content"])[2]
+        def shown(form: MessageForm, *calls: str) -> str:
+            turn = self._turn(TurnKind(text=True, thought=True), form, calls)
+            text = (
+                self._render.attempt([_QUESTION, turn], self.schemas, add_generation_prompt=False)
+                or ""
+            )
+            return text.partition(_QUESTION["content"])[2]
 
         if any(
-            THOUGHT in shown(spelling, *calls)
-            for calls, spelling in product(((), ("000000000",)), SPELLINGS)
+            PROBE_THOUGHT in shown(form, *calls)
+            for calls, form in product(((), ("000000000",)), MESSAGE_FORMS)
         ):
             return False
-        before, thought, _ = shown(replace(SPELLINGS[0], thought_in_tags=True)).partition(THOUGHT)
+        before, thought, _ = shown(replace(MESSAGE_FORMS[0], thought_in_tags=True)).partition(
+            PROBE_THOUGHT
+        )
         return bool(thought) and self.template.thinking.end not in before
 
     def _script(self, shape: Shape) -> _Script:
@@ -294,25 +315,25 @@ class _Proof:
     def _outcomes(self, script: _Script) -> dict[str, Outcome]:
         """Return what each kind showed that a model can write, by its description."""
         outcomes = {}
-        for kind in KINDS:
+        for kind in TURN_KINDS:
             if (kind.text or script.calls) and not (kind.thought and self.ends_thoughts):
                 outcome = self._best(script, kind)
                 if outcome:
                     outcomes[kind.describe(script.calls)] = outcome
         return outcomes
 
-    def _best(self, script: _Script, kind: Kind) -> Outcome | None:
-        """Return what a kind showed in its best spelling; None if no model writes it."""
+    def _best(self, script: _Script, kind: TurnKind) -> Outcome | None:
+        """Return what a kind showed in its best form; None if no model writes it."""
         differs: Outcome | None = None
         refused: list[TemplateError] = []
         is_written = True
-        for spelling in self.spellings:
-            if spelling.no_content is None and kind.text:
+        for form in self.forms:
+            if form.no_content is None and kind.text:
                 break  # the same turns again
-            if spelling.arguments_as_text and not script.calls:
+            if form.arguments_as_text and not script.calls:
                 continue
             try:
-                outcome = self._compare(script, kind, spelling)
+                outcome = self._compare(script, kind, form)
             except _NotWritten:
                 is_written = False
                 continue
@@ -329,18 +350,18 @@ class _Proof:
             return Outcome("unsupported", str(reason))
         return differs
 
-    def _turn(self, kind: Kind, spelling: Spelling, calls: Sequence[str]) -> dict[str, Any]:
+    def _turn(self, kind: TurnKind, form: MessageForm, calls: Sequence[str]) -> dict[str, Any]:
         """Return a turn as a message, with calls of these ids."""
-        text = SPOKEN if kind.text or not calls else spelling.no_content
+        text = PROBE_TEXT if kind.text or not calls else form.no_content
         keys: dict[str, Any] = {}
-        if kind.thought and spelling.thought_in_tags:
-            text = f"<think>\n{THOUGHT}\n</think>\n\n{text or ''}"
+        if kind.thought and form.thought_in_tags:
+            text = f"<think>\n{PROBE_THOUGHT}\n</think>\n\n{text or ''}"
         elif kind.thought:
-            keys = dict.fromkeys(_THOUGHT_KEYS, THOUGHT)
+            keys = dict.fromkeys(_THOUGHT_KEYS, PROBE_THOUGHT)
         named = [(self.tool, id) for id in calls]
-        return spoken(named, spelling.arguments_as_text, content=text, **keys)
+        return probe_turn(named, form.arguments_as_text, content=text, **keys)
 
-    def _compare(self, script: _Script, kind: Kind, spelling: Spelling) -> Outcome:
+    def _compare(self, script: _Script, kind: TurnKind, form: MessageForm) -> Outcome:
         """Make a conversation as an episode does, and compare it at every turn.
 
         A turn whose thought the template does not show has none, if another one of the
@@ -348,25 +369,25 @@ class _Proof:
         """
         template = self.template
         said: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * script.system
-        said.append(_ASKED)
+        said.append(_QUESTION)
         messages = [Message(m["role"], m["content"]) for m in said]
         sampled: dict[int, Sequence[int]] = {}
         outcome, is_thought, hidden = Outcome("append-only"), False, None
         for ids, answers in script.rounds:
             calls = ids if script.calls else ()
-            turn = self._turn(kind, spelling, calls)
+            turn = self._turn(kind, form, calls)
             try:
                 sampled[len(said)] = self._sampled(said, turn, kind, answers)
                 is_thought = True
             except _ThoughtNotShown as e:
                 hidden, quiet = e, replace(kind, thought=False)
-                turn = self._turn(quiet, spelling, calls)
+                turn = self._turn(quiet, form, calls)
                 sampled[len(said)] = self._sampled(said, turn, quiet, answers)
             said += [turn, *answers]
             named = tuple(ToolCall(self.tool, {"x": ""}, id=id) for id in ids)
             messages.append(Message("assistant", "", named))
             messages += [Message(m["role"], m["content"]) for m in answers]
-            want = template.encoder.literal(self.render(said))
+            want = template.encoder.encode_template_text(self.render(said))
             rows = [template.conversation(messages, self.schemas, sampled)]
             if self._same(rows[0], want):
                 continue
@@ -375,7 +396,7 @@ class _Proof:
                 outcome = Outcome("drops thinking")
                 continue
             # The row that goes further shows what is wrong; the other, that thinking is dropped.
-            row = max(reversed(rows), key=lambda row: common_length(row, want))
+            row = max(reversed(rows), key=lambda row: common_prefix_length(row, want))
             outcome = Outcome("differs", difference(template, row, want))
             break
         if hidden and not is_thought:
@@ -395,7 +416,11 @@ class _Proof:
         return list(got) == list(want) or decode(got) == decode(want)
 
     def _sampled(
-        self, said: Sequence[Said], turn: Said, kind: Kind, more: Sequence[Said]
+        self,
+        said: Sequence[TemplateMessage],
+        turn: TemplateMessage,
+        kind: TurnKind,
+        more: Sequence[TemplateMessage],
     ) -> Sequence[int]:
         """Return the turn as the model writes it: as the template shows it to be imitated.
 
@@ -411,10 +436,10 @@ class _Proof:
         template = self.template
         asked = said[max(i for i, m in enumerate(said) if m["role"] == "user") :]
         before = self.render(asked)
-        alone = self.render([*asked, turn], ask=False)
-        text, calls = SPOKEN in (turn["content"] or ""), len(turn.get("tool_calls", ()))
+        alone = self.render([*asked, turn], add_generation_prompt=False)
+        text, calls = PROBE_TEXT in (turn["content"] or ""), len(turn.get("tool_calls", ()))
         start = self._shared(before, alone)
-        marks = alone.count(SPOKEN, start) + alone.count(ARGUMENT, start)
+        marks = alone.count(PROBE_TEXT, start) + alone.count(PROBE_ARGUMENT, start)
         if len(asked) > 1 and marks > text + calls:
             # Earlier turns are shown otherwise now: read it where there are none.
             return self._sampled(asked[:1], turn, kind, more)
@@ -431,7 +456,7 @@ class _Proof:
             shown = alone
         start, end = self._shared(before, shown), shown.rindex(own) + len(own)
         written = self._goes_on(before, shown[start:end], kind, start == len(before))
-        ids = template.encoder.literal(written)
+        ids = template.encoder.encode_template_text(written)
         if inside := [i for i in ids if i in template.stop_ids]:
             raise _EndsInside(
                 f"the chat template writes the stop token {template.decode(inside[:1])!r} inside of"
@@ -439,17 +464,19 @@ class _Proof:
             )
         if closes:
             ids.append(template.encoder.split(alone[alone.rindex(own) + len(own) :])[1][0])
-        if written.count(ARGUMENT) != calls:
-            raise _NotShown(f"the chat template shows {written.count(ARGUMENT)} of {calls} calls")
+        if written.count(PROBE_ARGUMENT) != calls:
+            raise _NotShown(
+                f"the chat template shows {written.count(PROBE_ARGUMENT)} of {calls} calls"
+            )
         return ids
 
     def _shared(self, before: str, text: str) -> int:
         """Return how far two texts are the same, in whole control tokens."""
         if text.startswith(before):
             return len(before)
-        return self.template.encoder.shared(before, text)
+        return self.template.encoder.shared_length(before, text)
 
-    def _goes_on(self, prompt: str, shown: str, kind: Kind, continues: bool) -> str:
+    def _goes_on(self, prompt: str, shown: str, kind: TurnKind, continues: bool) -> str:
         """Return a turn so that it goes on from the prompt.
 
         Where prompts begin a thought, models think, whether the template shows it or not.
@@ -463,20 +490,20 @@ class _Proof:
         thinking, begun = self.template.thinking, self._begins_thought(prompt)
         if begun and not kind.thought and not continues:
             raise _NotWritten("the prompt has begun a thought")
-        if THOUGHT in shown and not begun and not continues:
+        if PROBE_THOUGHT in shown and not begun and not continues:
             raise _NotWritten("the prompt has begun a turn without a thought")
-        if THOUGHT in shown or not kind.thought:
+        if PROBE_THOUGHT in shown or not kind.thought:
             return shown
         head, end, rest = shown.partition(thinking.end)
-        if continues and end and SPOKEN not in head and ARGUMENT not in head:
-            return f"{head}{THOUGHT}{end}{rest}"  # an empty thought is shown
+        if continues and end and PROBE_TEXT not in head and PROBE_ARGUMENT not in head:
+            return f"{head}{PROBE_THOUGHT}{end}{rest}"  # an empty thought is shown
         if not begun and not self.begins_thoughts:
             raise _ThoughtNotShown("the chat template does not show the thought of such a turn")
         answer = shown.removeprefix(thinking.instead)
         # Empty lines before the answer are shown later where the template does not trim them.
         gap = thinking.gap if thinking.trims and not answer.startswith(thinking.gap) else ""
         begin = "" if begun else thinking.begin
-        return f"{begin}{THOUGHT}\n{thinking.end}{gap}{answer}"
+        return f"{begin}{PROBE_THOUGHT}\n{thinking.end}{gap}{answer}"
 
     def _begins_thought(self, prompt: str) -> bool:
         """Return whether a prompt begins the thought of the turn to come."""
@@ -491,9 +518,9 @@ def _require_order(shown: str, text: bool, calls: int) -> None:
         text: whether it has a text.
         calls: how many calls it has.
     """
-    if text and SPOKEN not in shown:
+    if text and PROBE_TEXT not in shown:
         raise _NotShown("the chat template does not show a text before a call")
-    if text and calls and -1 < shown.find(ARGUMENT) < shown.find(SPOKEN):
+    if text and calls and -1 < shown.find(PROBE_ARGUMENT) < shown.find(PROBE_TEXT):
         raise _NotShown("the chat template shows a text that stands before a call behind the call")
 
 
@@ -515,7 +542,7 @@ def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:
     return Verdict(shape.name, max(taken, key=_BEST_FIRST.index), "\n".join(lines), kinds)
 
 
-def details(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
+def format_verdicts(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
     """Return what is said of verdicts as lines: each detail once, under the shapes it holds for."""
     lines = []
     for detail in dict.fromkeys(v.detail or v.status for v in verdicts):
@@ -526,7 +553,7 @@ def details(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
 
 def difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
     """The first token in which two rows differ, with what stands around it."""
-    at = common_length(got, want)
+    at = common_prefix_length(got, want)
     before = template.decode(got[max(0, at - 8) : at])
     ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
     return (

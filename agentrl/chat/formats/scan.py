@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from agentrl.chat.formats.strict_json import at, broken, start_of
+from agentrl.chat.formats.strict_json import find_start, invalid_call, with_span
 from agentrl.trajectory import ToolCall
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 MAX_CALLS = 32
 """More calls than this in one turn are answered with one error: a runaway loop, not a plan."""
 
@@ -33,7 +33,7 @@ def read_calls(
     openings: tuple[str, ...],
     closing: str,
     read: Reader,
-    thought: tuple[str, str] = (THINK, THOUGHT),
+    thought: tuple[str, str] = (THINK_START, THINK_END),
 ) -> list[ToolCall]:
     """The calls of a turn whose format puts them within tags, less those in thoughts.
 
@@ -52,7 +52,7 @@ def read_calls(
         `MAX_CALLS` is one error.
     """
     think, thought_end = thought
-    tags = any_of((*openings, closing, think, thought_end))
+    tags = any_tag((*openings, closing, think, thought_end))
     calls: list[ToolCall] = []
     answer, stray, position = 0, 0, 0  # where the answer begins, and behind a closing tag
     unthought = True  # no thought has begun or ended so far
@@ -66,16 +66,16 @@ def read_calls(
             if end < 0:
                 if any(text.find(opening, position) >= 0 for opening in openings):
                     why = f"the call stands in a {think} that is never closed"
-                    calls.append(at(broken(text[position:], why), position, len(text)))
+                    calls.append(with_span(invalid_call(text[position:], why), position, len(text)))
                 break
             answer = position = end + len(thought_end)
         elif tag[0] != thought_end:
             more, position = read(text, tag.start())
-            calls += [at(call, tag.start(), position) for call in more]
+            calls += [with_span(call, tag.start(), position) for call in more]
             if len(calls) > MAX_CALLS:
                 end = text.find(thought_end, position) if unthought else -1
                 if end < 0 or text.find(think, position, end) >= 0:
-                    return limited(calls)
+                    return limit_calls(calls)
                 position = end  # the loop was thought
         elif unthought:  # begun in the prompt: what came before was thought
             unthought = False
@@ -84,11 +84,11 @@ def read_calls(
     if stray and not calls:
         begin = answer if answer < stray else 0
         why = f"no {openings[0]} before {closing}"
-        return [at(broken(text[begin:stray], why), begin, stray)]
+        return [with_span(invalid_call(text[begin:stray], why), begin, stray)]
     return calls
 
 
-def broken_call(
+def invalid_call_at(
     text: str,
     body: int,
     openings: tuple[str, ...],
@@ -105,10 +105,10 @@ def broken_call(
     stop = end_of_broken(text, max(body, read), openings, closing)
     raw = text[body:stop].removesuffix(closing)
     closed = len(raw) < stop - body
-    return [broken(raw, why if closed else f"no closing {closing}", name)], stop
+    return [invalid_call(raw, why if closed else f"no closing {closing}", name)], stop
 
 
-def limited(calls: list[ToolCall]) -> list[ToolCall]:
+def limit_calls(calls: list[ToolCall]) -> list[ToolCall]:
     """Return the calls of a turn, with one error in place of all calls beyond `MAX_CALLS`."""
     if len(calls) <= MAX_CALLS:
         return calls
@@ -128,11 +128,11 @@ def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str
     following = min((p for o in openings if (p := text.find(o, start)) >= 0), default=len(text))
     if 0 <= close < following:
         return close + len(closing)
-    thoughts = (text.find(t, start, following) for t in (THINK, THOUGHT))
+    thoughts = (text.find(t, start, following) for t in (THINK_START, THINK_END))
     return min((p for p in thoughts if p >= 0), default=following)
 
 
-def answer_of(text: str, end_of_calls: Callable[[str, int], int]) -> str:
+def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
     """What a turn says besides its thoughts, for formats in which a whole turn is the call.
 
     Args:
@@ -145,35 +145,35 @@ def answer_of(text: str, end_of_calls: Callable[[str, int], int]) -> str:
         never closed.
     """
     for past in range(MAX_CALLS):  # thoughts so far; only the first can begin in the prompt
-        begin, end = text.find(THINK), text.find(THOUGHT)
+        begin, end = text.find(THINK_START), text.find(THINK_END)
         if begin < 0 and (end < 0 or past):
             return text
         lead = len(text) - len(text.lstrip())
         calls_end = lead if begin == lead else max(lead, end_of_calls(text, lead))
-        begin = text.find(THINK, calls_end)
-        end = text.find(THOUGHT, max(begin, 0) if past else calls_end)
+        begin = text.find(THINK_START, calls_end)
+        end = text.find(THINK_END, max(begin, 0) if past else calls_end)
         if begin < 0 and (end < 0 or past):
             return text
         if end < 0:
             return text[:begin]
         called = calls_end > lead and 0 <= begin < end
-        text = (text[:begin] if called else "") + text[end + len(THOUGHT) :]
+        text = (text[:begin] if called else "") + text[end + len(THINK_END) :]
     return ""
 
 
-def placed(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
-    """Calls that were read in `answer_of` a turn, their spans as of the turn.
+def with_spans_of_turn(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
+    """Calls that were read in `remove_thoughts` a turn, their spans as of the turn.
 
     None where the answer was put together of what stood before a thought and what came after it.
     """
     if turn.endswith(answer):
-        return shifted(calls, len(turn) - len(answer))
+        return shift_spans(calls, len(turn) - len(answer))
     if turn.startswith(answer):
         return calls
     return [replace(call, span=None) for call in calls]
 
 
-def shifted(calls: list[ToolCall], by: int) -> list[ToolCall]:
+def shift_spans(calls: list[ToolCall], by: int) -> list[ToolCall]:
     """Return calls whose spans are moved by so many characters."""
     if not by:
         return calls
@@ -185,10 +185,10 @@ def shifted(calls: list[ToolCall], by: int) -> list[ToolCall]:
 
 def first_tag(text: str) -> int:
     """Return where the first `<think>` or `</think>` begins, or the end of the text."""
-    return start_of(any_of((THINK, THOUGHT)), text, 0)
+    return find_start(any_tag((THINK_START, THINK_END)), text, 0)
 
 
 @cache
-def any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+def any_tag(tags: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that matches any of these tags. An empty tag matches nothing."""
     return re.compile("|".join(re.escape(tag) for tag in tags if tag))

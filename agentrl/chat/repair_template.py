@@ -18,16 +18,21 @@ from itertools import combinations, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from agentrl.chat.between import ARGUMENT, SPOKEN, turns
-from agentrl.chat.proof import PROBE_TOOL, SWITCH, survey
-from agentrl.chat.render import Renderer, Said, Schemas
-from agentrl.chat.thinking import THOUGHT, thoughtful
+from agentrl.chat.render import Renderer, Schemas, TemplateMessage
+from agentrl.chat.thinking import PROBE_THOUGHT, probe_turns_with_thought
+from agentrl.chat.turn_delta import PROBE_ARGUMENT, PROBE_TEXT, probe_turns
+from agentrl.chat.verify_template import PROBE_TOOL, THINKING_VARIABLE, verify_tokenizer
 from agentrl.errors import TemplateError
 
-_SYSTEM: Said = {"role": "system", "content": "Be brief."}
-_USER: Said = {"role": "user", "content": "How much is 3*4?"}
+_SYSTEM: TemplateMessage = {"role": "system", "content": "Be brief."}
+_USER: TemplateMessage = {"role": "user", "content": "How much is 3*4?"}
 _CALLS = [("probe", "000000000")]
-_TOOL: Said = {"role": "tool", "content": "12", "name": "probe", "tool_call_id": "000000000"}
+_TOOL: TemplateMessage = {
+    "role": "tool",
+    "content": "12",
+    "name": "probe",
+    "tool_call_id": "000000000",
+}
 _TAG = re.compile(r"\{#.*?#\}|\{%[-+]?(.*?)[-+]?%\}|\{\{[-+]?(.*?)[-+]?\}\}", re.DOTALL)
 _WORD = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\w+|\S", re.DOTALL)
 
@@ -45,7 +50,7 @@ class Edit(NamedTuple):
         return bool(self.text), self.end - self.start + len(self.text)
 
 
-def smallest_fix(
+def repair_template(
     tokenizer: Any,
     end_ids: Sequence[int] = (),
     schemas: Schemas = (PROBE_TOOL,),
@@ -63,10 +68,12 @@ def smallest_fix(
         The template's text, or None where no small change was found.
     """
     over = time.monotonic() + seconds
-    wanted = {v.shape for v in survey(tokenizer, end_ids, schemas) if v.status != "unsupported"}
+    wanted = {
+        v.shape for v in verify_tokenizer(tokenizer, end_ids, schemas) if v.status != "unsupported"
+    }
     for changed in _candidates(tokenizer, schemas, over):
         try:
-            after = survey(_with(tokenizer, changed), end_ids, schemas)
+            after = verify_tokenizer(_with(tokenizer, changed), end_ids, schemas)
         except TemplateError:
             continue
         if wanted <= {v.shape for v in after if v.status == "append-only"}:
@@ -74,7 +81,7 @@ def smallest_fix(
     return None
 
 
-def diff(before: str, after: str) -> str:
+def template_diff(before: str, after: str) -> str:
     """A change of a template, as `patch` takes it."""
     name = "chat_template.jinja"
     lines = unified_diff(
@@ -128,8 +135,8 @@ class _Shown:
         self._tokenizer = tokenizer
         self._schemas = schemas
         self._variables: list[dict[str, Any]] = [{}]
-        if SWITCH in tokenizer.chat_template:
-            self._variables += [{SWITCH: True}, {SWITCH: False}]
+        if THINKING_VARIABLE in tokenizer.chat_template:
+            self._variables += [{THINKING_VARIABLE: True}, {THINKING_VARIABLE: False}]
         self._long = [
             (variables, chain)
             for variables in self._variables
@@ -159,8 +166,8 @@ class _Shown:
                     return False
                 if said is None:
                     break
-                alone = self._text(template, chain[: i + 1], variables, ask=False)
-                own = ARGUMENT if said.get("tool_calls") else SPOKEN
+                alone = self._text(template, chain[: i + 1], variables, add_generation_prompt=False)
+                own = PROBE_ARGUMENT if said.get("tool_calls") else PROBE_TEXT
                 if alone is None or own not in alone:
                     return False
                 heads += [prompt, alone[: alone.rindex(own) + len(own)]]
@@ -168,11 +175,16 @@ class _Shown:
 
     def _stills(self, template: str) -> list[str | None]:
         prompts = [[_USER], [_SYSTEM, _USER]]
-        single = [*thoughtful(), *thoughtful(_CALLS), *turns(()), *turns(_CALLS)]
+        single = [
+            *probe_turns_with_thought(),
+            *probe_turns_with_thought(_CALLS),
+            *probe_turns(()),
+            *probe_turns(_CALLS),
+        ]
         whole = [
-            self._text(template, said, variables, schemas, ask)
+            self._text(template, said, variables, schemas, add_generation_prompt)
             for variables in self._variables
-            for conversations, schemas, ask in (
+            for conversations, schemas, add_generation_prompt in (
                 (prompts, (), True),
                 (prompts, self._schemas, True),
                 ([[_USER, turn] for turn in single], (), False),
@@ -187,24 +199,26 @@ class _Shown:
         ]
 
     def _after_last_turn(
-        self, template: str, said: Sequence[Said], variables: Mapping[str, Any]
+        self, template: str, said: Sequence[TemplateMessage], variables: Mapping[str, Any]
     ) -> str | None:
         """Return what a prompt shows behind the last turn: its end, results or a user, the header.
 
         A change may show more of earlier turns, but must not show a result as anything else.
         """
         text, turn = self._text(template, said, variables), _last_turn(said)
-        return text and text.rpartition(ARGUMENT if turn.get("tool_calls") else SPOKEN)[2]
+        return text and text.rpartition(PROBE_ARGUMENT if turn.get("tool_calls") else PROBE_TEXT)[2]
 
     def _laters(self, template: str) -> list[str | None]:
         return [self._text(template, chain, variables) for variables, chain in self._long]
 
-    def _chains(self, variables: Mapping[str, Any]) -> list[list[Said]]:
+    def _chains(self, variables: Mapping[str, Any]) -> list[list[TemplateMessage]]:
         said, called = self._turn(variables, ()), self._turn(variables, _CALLS)
         tools = [_SYSTEM, _USER, called, _TOOL, called, _TOOL]
         return [[_USER, said, _USER, said, _USER], tools, [*tools, said, _USER, said, _USER]]
 
-    def _turn(self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]) -> Said:
+    def _turn(
+        self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]
+    ) -> TemplateMessage:
         """The first way to write a turn that goes on from the prompt and is shown, thoughts too.
 
         Where the prompt ends the thinking, that is a turn without.
@@ -212,26 +226,28 @@ class _Shown:
         source = self._tokenizer.chat_template
         prompt = self._text(source, [_USER], variables, ()) or ""
         shown = []
-        for turn in (*thoughtful(calls), *turns(calls)):
-            text = self._text(source, [_USER, turn], variables, (), ask=False)
-            wants = [mark for mark in (ARGUMENT, THOUGHT) if mark in str(turn)]
+        for turn in (*probe_turns_with_thought(calls), *probe_turns(calls)):
+            text = self._text(source, [_USER, turn], variables, (), add_generation_prompt=False)
+            wants = [mark for mark in (PROBE_ARGUMENT, PROBE_THOUGHT) if mark in str(turn)]
             if text and all(want in text for want in wants):
                 shown.append((text.startswith(prompt), turn))
-        return max(shown, key=itemgetter(0), default=(False, turns(calls)[0]))[1]
+        return max(shown, key=itemgetter(0), default=(False, probe_turns(calls)[0]))[1]
 
     def _text(
         self,
         template: str,
-        said: Sequence[Said],
+        said: Sequence[TemplateMessage],
         variables: Mapping[str, Any],
         schemas: Schemas | None = None,
-        ask: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str | None:
         render = Renderer(_with(self._tokenizer, template), variables)
-        return render.attempt(said, self._schemas if schemas is None else schemas, ask)
+        return render.attempt(
+            said, self._schemas if schemas is None else schemas, add_generation_prompt
+        )
 
 
-def _last_turn(said: Sequence[Said]) -> Said:
+def _last_turn(said: Sequence[TemplateMessage]) -> TemplateMessage:
     """Return the assistant's last message, or an empty one."""
     return next((m for m in reversed(said) if m["role"] == "assistant"), {})
 
