@@ -41,7 +41,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
 from agentrl.engine.base import Engine, Update
 from agentrl.engine.open import open_engine
-from agentrl.engine.remote.launch import RESIDENT
+from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.engine.remote.open import ADMIN_TOKEN, TOKEN
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
@@ -213,7 +213,7 @@ class Bench:
             resident = max(resident, adapters(engine))
         grown = others_memory() - before
         self.say("grown", grown, "GiB", updates=ADAPTERS, server=round(before, 2))
-        self.say("adapters_resident", resident, "adapters", most=RESIDENT)
+        self.say("adapters_resident", resident, "adapters", most=MAX_ADAPTERS)
         self.canary("many", publisher.noise, found)
 
 

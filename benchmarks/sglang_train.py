@@ -24,7 +24,7 @@ from workload.timing import print_figure, short
 
 from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, tiny_model
-from agentrl.engine.remote.launch import RESIDENT
+from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.trainer import Trainer
 from agentrl.trainer.tracking import METRICS, read_metrics
 
@@ -111,7 +111,7 @@ def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal
         seen = [metrics[key] for metrics in by_step.values() if key in metrics]
         say(f"{name}/{key}", statistics.median(seen), "s", times=len(seen))
     say(f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used)
-    say(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=RESIDENT)
+    say(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=MAX_ADAPTERS)
     vals = {step: round(m[VAL], 4) for step, m in history if m.get(VAL) is not None}
     if vals:
         best = max(vals.values())

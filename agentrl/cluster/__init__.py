@@ -19,7 +19,7 @@ __all__ = ["RayPlacement", "open_placement", "open_site"]
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
     from agentrl.cluster.pool import ResourcePool
-    from agentrl.engine.remote.launch import Place
+    from agentrl.engine.remote.launch import EngineSlot
 
 
 @contextmanager
@@ -101,7 +101,7 @@ class RayPlacement:
         self._stack.callback(self._group.close)
         return self._group
 
-    def engine_slots(self) -> list[Place]:
+    def engine_slots(self) -> list[EngineSlot]:
         """Where the servers that the run starts stand, for `open_engine`; after `ranks`.
 
         Raises:

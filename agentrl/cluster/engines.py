@@ -18,8 +18,8 @@ from agentrl.cluster import group
 from agentrl.cluster.group import Failed, return_failure
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
-from agentrl.engine.remote.files import check_seen, passing_folder
-from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, Place, ServerProcess, Start
+from agentrl.engine.remote.files import check_folder_visible, transfer_folder
+from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, EngineSlot, ServerProcess, Start
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 HOST_SECONDS = 120.0
@@ -30,7 +30,7 @@ LOOK_SECONDS = 0.1
 
 def colocated_slots(
     ranks: Sequence[group.WorkerInfo], config: RolloutConfig, *, cpu: bool
-) -> list[Place]:
+) -> list[EngineSlot]:
     """On the ranks' machines and GPUs, in their order.
 
     Raises:
@@ -60,7 +60,7 @@ def colocated_slots(
     return result
 
 
-def separate_slots(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
+def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePool]:
     """On GPUs that nobody else has, and the pool that holds them.
 
     Raises:
@@ -77,11 +77,11 @@ def separate_slots(config: RolloutConfig) -> tuple[list[Place], ResourcePool]:
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
     return [
-        Place(list(range(each)), near=False, run=partial(_start_in_actor, o, ())) for o in options
+        EngineSlot(list(range(each)), near=False, run=partial(_start_in_actor, o, ())) for o in options
     ], pool
 
 
-def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> Place:
+def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> EngineSlot:
     """On a machine, with GPUs that Ray counts as the ranks'."""
     options = {
         "num_cpus": 0,
@@ -89,18 +89,18 @@ def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> Place:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     run = partial(_start_in_actor, options, tuple(gpus))
-    return Place(list(range(len(gpus))), shared=shared, near=False, run=run)
+    return EngineSlot(list(range(len(gpus))), shared=shared, near=False, run=run)
 
 
 def _start_in_actor(
     options: dict[str, Any], gpus: Sequence[str], start: Start
 ) -> tuple[RemoteProcess, bool]:
-    """Start a server in an actor of its own; see `Place.run`."""
+    """Start a server in an actor of its own; see `EngineSlot.run`."""
     host: Any = (
         ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options).remote()
     )
     try:
-        with passing_folder() as probe:
+        with transfer_folder() as probe:
             node = ray.get_runtime_context().get_node_id()
             ref = host.start.remote(start, tuple(gpus), node, probe)
             result = _get(ref, HOST_SECONDS + START_SECONDS)
@@ -183,7 +183,7 @@ class EngineHost:
         """
         near = ray.get_runtime_context().get_node_id() == node
         if not near:
-            check_seen(Path(probe), ray.util.get_node_ip_address())
+            check_folder_visible(Path(probe), ray.util.get_node_ip_address())
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         process, word = start(LOOPBACK if near else ray.util.get_node_ip_address())

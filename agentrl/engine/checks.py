@@ -10,7 +10,7 @@ from agentrl.engine.base import Sampling
 from agentrl.errors import PromptTooLong, RequestRefused, UserError
 
 
-def checked_row(
+def validate_row(
     token_ids: array[int], what: str, *, limit: int, max_length: int, vocabulary: int
 ) -> np.ndarray:
     """int32, a copy.

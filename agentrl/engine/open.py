@@ -12,13 +12,13 @@ from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
-from agentrl.engine.remote.launch import Place
+from agentrl.engine.remote.launch import EngineSlot
 
 
 def open_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    places: Sequence[Place] | None = None,
+    places: Sequence[EngineSlot] | None = None,
 ) -> Engine:
     """The model in this process, or servers that are started here or run already.
 
@@ -36,7 +36,7 @@ def open_engine(
         return LocalEngine.load(
             path, tokenizer, device=device, patience=config.rollout.timeout_s / 4
         )
-    from agentrl.engine.remote.open import openers
+    from agentrl.engine.remote.open import make_openers
     from agentrl.engine.remote.pool import Pool
 
     with ExitStack() as stack:
@@ -47,11 +47,11 @@ def open_engine(
             tokenizer.save_pretrained(base)
         # Places have GPUs or not, whatever this machine has.
         cpu = not places[0].gpus if places else resolve_device(device) == "cpu"
-        found = openers(config, base, cpu=cpu, places=places)
+        found = make_openers(config, base, cpu=cpu, places=places)
         return Pool(found, close=stack.pop_all().close)
 
 
-def opening(config: Config) -> str:
+def describe_engine(config: Config) -> str:
     """What `open_engine` is about to do, since a server takes its time."""
     r = config.rollout
     if r.urls:

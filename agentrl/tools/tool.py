@@ -26,7 +26,7 @@ from agentrl.signatures import argument_problems, location, place
 from agentrl.tools.payloads import Parameters
 from agentrl.tools.schema import TO_CONSTRUCTORS, adopt, describe, injected
 from agentrl.trajectory import Sample
-from agentrl.workers.processes import START_S
+from agentrl.workers.processes import START_SECONDS
 
 log = logging.getLogger("agentrl.tools")
 
@@ -133,7 +133,7 @@ class Tool:
         return Offer(
             self.name,
             [f.schema for f in self.functions],
-            self.timeout * steps + (START_S if self.process else 0.0),
+            self.timeout * steps + (START_SECONDS if self.process else 0.0),
             self.stateful,
             sorted(self.injected),
         )

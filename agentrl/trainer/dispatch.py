@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from agentrl.config import Config
-from agentrl.engine.remote.launch import Place
+from agentrl.engine.remote.launch import EngineSlot
 from agentrl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,7 +78,7 @@ class Placement(Protocol):
         """Make an object of a class on each of the learner's places."""
         ...
 
-    def engine_slots(self) -> Sequence[Place]:
+    def engine_slots(self) -> Sequence[EngineSlot]:
         """Where servers are started; after `ranks`."""
         ...
 

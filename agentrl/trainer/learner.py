@@ -34,7 +34,7 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.engine.base import Update
-from agentrl.engine.remote.files import passing_folder
+from agentrl.engine.remote.files import transfer_folder
 from agentrl.errors import RunStopped
 from agentrl.registry import policy_losses
 from agentrl.trainer.algorithms import target_metrics
@@ -320,7 +320,7 @@ class Learner:
         if self.rank is not None:
             yield from self.rank.policy.export()
             return
-        with passing_folder() as folder:
+        with transfer_folder() as folder:
             self.ranks.write_weights(Path(folder))
             for file in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(file, "pt") as weights:

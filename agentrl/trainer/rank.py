@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
-from agentrl.engine.remote.files import check_seen, write_weights
+from agentrl.engine.remote.files import check_folder_visible, write_weights
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
@@ -306,7 +306,7 @@ class Rank:
     def write_weights(self, folder: Path, dtype: torch.dtype | None = None) -> int:
         """Write what an engine needs (`Policy.export`) as safetensors; how many bytes it is."""
         if is_rank_zero():
-            check_seen(folder)
+            check_folder_visible(folder)
             return write_weights(self.policy.export(), folder, dtype)
         for _ in self.policy.export():  # gathered by all
             pass
@@ -316,7 +316,7 @@ class Rank:
     def save_adapter(self, folder: Path) -> None:
         """See `Policy.save_adapter`."""
         if is_rank_zero():
-            check_seen(folder)
+            check_folder_visible(folder)
         self.policy.save_adapter(folder)
 
     @dispatch(BROADCAST)

@@ -22,7 +22,7 @@ from weakref import WeakSet
 TAIL_LINES = 50
 MAX_LINE = 2048
 """Characters; a longer line becomes several."""
-LAST_WORDS_SECONDS = 1.0
+OUTPUT_GRACE_SECONDS = 1.0
 """How long the output of a process that ended is read. A process that left its group may hold it
 open."""
 
@@ -39,7 +39,7 @@ class ChildProcess:
     The whole group is killed when the process ends. If this process ends, even by SIGKILL, the
     kernel kills the group (Linux), whatever runs there: a thread that waits for our end would not
     run while a regular expression holds the interpreter. A child that has work to do at its end
-    (`ends_itself`) reads the end of its standard input instead.
+    (`stops_at_eof`) reads the end of its standard input instead.
 
     Standard input is a socket. A message on it is 4 bytes of length (little-endian) and as many
     bytes of content, in both directions. What the child prints is read line by line.
@@ -49,7 +49,7 @@ class ChildProcess:
         self,
         command: Sequence[str],
         *,
-        ends_itself: bool = False,
+        stops_at_eof: bool = False,
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
@@ -59,7 +59,7 @@ class ChildProcess:
 
         Args:
             command: the program and its arguments. Other users can read them: no secrets.
-            ends_itself: it stops at the end of its standard input, so the kernel does not kill it.
+            stops_at_eof: it stops at the end of its standard input, so the kernel does not kill it.
             environment: variables in addition to ours.
             descriptors: files that it inherits under the same numbers.
             on_line: called with each line that it prints, in a thread.
@@ -86,10 +86,10 @@ class ChildProcess:
                 encoding="utf-8",
                 errors="replace",
                 env=os.environ | dict(environment or {}),
-                pass_fds=(*descriptors, *(() if ends_itself else (watched,))),
+                pass_fds=(*descriptors, *(() if stops_at_eof else (watched,))),
                 start_new_session=True,  # Ctrl-C is for the run, which still needs its children
             )
-            if not ends_itself:
+            if not stops_at_eof:
                 _kill_group_at_end_of(watched, self.pid)
         except BaseException:
             self._close()
@@ -149,8 +149,8 @@ class ChildProcess:
             if self.running:
                 os.kill(self.pid, signal.SIGTERM)
 
-    def let_go(self) -> None:
-        """End its standard input: a child with `ends_itself` stops. Idempotent."""
+    def close_input(self) -> None:
+        """End its standard input: a child with `stops_at_eof` stops. Idempotent."""
         with contextlib.suppress(OSError):
             # Not closed: another thread may read it, and its number could become another file's.
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -164,11 +164,11 @@ class ChildProcess:
         with self._lock:
             if self.running:
                 self._kill_group()
-        self.let_go()
+        self.close_input()
 
     def stop(self, seconds: float = 0.0) -> None:
         """Let it go, and kill it if it still runs after so many seconds. Idempotent."""
-        self.let_go()
+        self.close_input()
         if not self.wait(seconds):
             self.kill()
             self._has_ended.wait()
@@ -219,7 +219,7 @@ class ChildProcess:
         with self._lock:
             self._kill_group()
             self.exit_code = self._process.wait()
-        self._reader.join(LAST_WORDS_SECONDS)
+        self._reader.join(OUTPUT_GRACE_SECONDS)
         self._has_ended.set()
         if self._on_end is not None:
             self._on_end(self)

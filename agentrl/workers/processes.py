@@ -28,7 +28,7 @@ from agentrl.workers.threads import Threads
 
 log = logging.getLogger("agentrl")
 
-START_S = 60.0
+START_SECONDS = 60.0
 """Most seconds for a worker to start and to load a function's module."""
 RECYCLE = 2000
 """After so many calls a worker makes room for a new one: libraries keep what they have computed."""
@@ -164,9 +164,9 @@ class _Worker:
 
     def run(self, job: bytes, seconds: float) -> tuple[bool, Any]:
         """Whether the function returned, and what it returned or raised."""
-        late = f"its module did not load in {START_S:g} s"
+        late = f"its module did not load in {START_SECONDS:g} s"
         try:
-            end = time.monotonic() + START_S
+            end = time.monotonic() + START_SECONDS
             if not self.calls:
                 self.process.send(pickle.dumps((sys.path, self._memory_mb)), end)
             self.calls += 1

@@ -57,9 +57,9 @@ def engine_keys(args: argparse.Namespace) -> dict[str, Any]:
 
 def only(engine: Any) -> SGLangEngine:
     """The one server's engine behind a run's, which is a pool of one."""
-    [member] = engine._members
-    assert isinstance(member.engine, SGLangEngine)
-    return member.engine
+    [replica] = engine._replicas
+    assert isinstance(replica.engine, SGLangEngine)
+    return replica.engine
 
 
 def adapters(engine: Engine) -> int:

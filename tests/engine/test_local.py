@@ -33,7 +33,7 @@ from transformers import (
 from agentrl.engine.base import EngineControl, Sampler, Sampling
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.sampling import sample, uniforms
-from agentrl.engine.local.schedule import Schedule, Turn
+from agentrl.engine.local.schedule import DecodeSchedule, TurnRequest
 from agentrl.errors import EngineError, UserError
 from agentrl.trajectory import Generation
 
@@ -526,7 +526,7 @@ def test_the_schedule_is_a_function_of_episodes_and_turns(script, slots, order):
 
 def log_of_schedule(script, slots: int, order: random.Random | None):
     """Who joins at which step, where episodes act at random moments or at once."""
-    schedule = Schedule(slots, deterministic=True)
+    schedule = DecodeSchedule(slots, deterministic=True)
     todo = {f"e{i}": list(turns) for i, turns in enumerate(script)}
     for name in todo:
         schedule.begin(name)
@@ -538,7 +538,7 @@ def log_of_schedule(script, slots: int, order: random.Random | None):
             if order is None or order.random() < 0.2:
                 act.discard(name)
                 if todo[name]:
-                    schedule.ask(Turn(name, np.zeros(1), Sampling(), 0, 0.0))
+                    schedule.ask(TurnRequest(name, np.zeros(1), Sampling(), 0, 0.0))
                 else:
                     schedule.end(name)
         joined = schedule.admit()

@@ -14,7 +14,7 @@ from support.pool_world import PROMPT, QUICK, Site, World
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.pool import Pool
-from agentrl.engine.remote.supervisor import Breaker, Pacing
+from agentrl.engine.remote.supervisor import Breaker, RecoveryPolicy
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -25,7 +25,7 @@ from agentrl.errors import (
     UserError,
 )
 
-PATIENT = Pacing(first_wait=60.0)
+PATIENT = RecoveryPolicy(first_backoff=60.0)
 """Nobody comes back within a test."""
 
 
@@ -99,7 +99,7 @@ async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
             await world.ask(f"e{k}")
         assert raised.value is error
         world.pool.end(f"e{k}")
-    assert world.asked() == [3, 2] and world.usable() == 2
+    assert world.asked() == [3, 2] and world.usable_count() == 2
 
 
 async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(make):
@@ -123,14 +123,14 @@ async def test_three_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(ma
     world = await make(1)
     engine = world.engines[0]
     for outcome in "xx.xx.xx.xxx":
-        assert world.usable() == 1
+        assert world.usable_count() == 1
         if outcome == ".":
             await world.ask("e")
             continue
         engine.failing = [EngineError("one in ten")]
         with pytest.raises(EngineError, match="one in ten"):
             await world.ask("e")
-    assert (world.usable(), engine.probes) == (0, 0)
+    assert (world.usable_count(), engine.probes) == (0, 0)
     await world.pool.ready()
     assert (engine.probes, engine.published, world.sites[0].opened) == (1, [1], [engine])
 
@@ -145,12 +145,12 @@ async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make
 
 
 async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
-    world = await make(1, pacing=Pacing())
+    world = await make(1, pacing=RecoveryPolicy())
     world.engines[0].seconds = 60.0
     for k in range(4):
         with pytest.raises(EngineError, match="deadline"):
             await world.ask(f"e{k}", seconds=0.02)
-    assert world.asked() == [4] and world.usable() == 1
+    assert world.asked() == [4] and world.usable_count() == 1
 
 
 async def test_an_engine_that_is_full_is_not_broken(make):
@@ -163,12 +163,12 @@ async def test_an_engine_that_is_full_is_not_broken(make):
     b.failing = [full] * 2
     await world.ask("e1")  # the next in line is a, then b, and both again after a while
     await world.ask("e2")
-    assert world.usable() == 2 and world.pool.metrics()["engine/failovers"] == 0
+    assert world.usable_count() == 2 and world.pool.metrics()["engine/failovers"] == 0
     a.failing, b.failing = [full] * 99, [full] * 99
     start = time.monotonic()
     with pytest.raises(EngineOverloaded):
         await world.ask("e3", seconds=0.5)
-    assert 0.5 <= time.monotonic() - start < 0.7 and world.usable() == 2
+    assert 0.5 <= time.monotonic() - start < 0.7 and world.usable_count() == 2
     assert len(a.asked) + len(b.asked) < 30, "it waits between its tries"
 
 
@@ -179,7 +179,7 @@ async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claime
     for _ in range(3):
         with pytest.raises(EngineNonsense, match=rf"tokens of policy \[{claimed}\], but 3 is"):
             await world.ask("e")
-    assert world.usable() == 0
+    assert world.usable_count() == 0
 
 
 async def test_an_engine_of_another_version_is_not_asked(make):
@@ -187,7 +187,7 @@ async def test_an_engine_of_another_version_is_not_asked(make):
     world.engines[0].version = 2
     for k in range(4):
         await world.ask(f"e{k}")
-    assert world.asked() == [0, 4] and world.usable() == 1
+    assert world.asked() == [0, 4] and world.usable_count() == 1
 
 
 # -- death and hanging -----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ async def test_one_of_two_dies_with_turns_in_flight(make):
     first.dead = True
     await asyncio.gather(*turns)
     assert {e for e, _ in other.asked} == {f"e{k}" for k in range(8)}
-    await world.until(lambda: world.pool._supervisor.usable(world.pool._members[0]))
+    await world.until(lambda: world.pool._supervisor.is_usable(world.pool._replicas[0]))
     _, again = world.sites[0].opened
     assert first.closed and again.published == [1] and again.weights == 10
     assert world.pool.metrics() == {
@@ -244,15 +244,15 @@ async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
 
 async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
     world = await make(1)
-    first, [member] = world.engines[0], world.pool._members
+    first, [replica] = world.engines[0], world.pool._replicas
     first.dead = True
     with pytest.raises(EngineDead):
         await world.ask("e")
     await world.pool.ready()
     for error in (EngineDead("late"), EngineError("late")):
         for _ in range(3):
-            world.pool._supervisor.failed(member, first, error)
-    assert world.usable() == 1
+            world.pool._supervisor.failed(replica, first, error)
+    assert world.usable_count() == 1
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -269,9 +269,9 @@ async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(
     if ours:
         assert first.closed and len(world.sites[0].opened) == 2
     else:
-        assert world.usable() == 1 and first.probes > 0 and world.sites[0].opened == [first]
+        assert world.usable_count() == 1 and first.probes > 0 and world.sites[0].opened == [first]
         first.hung = False
-    await world.until(lambda: world.usable() == 2)
+    await world.until(lambda: world.usable_count() == 2)
     assert [len(site.opened) for site in world.sites] == [1 + ours, 1]
 
 
@@ -306,13 +306,13 @@ async def test_after_three_restarts_it_stays_out(make):
         for i in range(4):
             world.pool.end(f"e{life}-{i}")
         if life < 3:
-            await world.until(lambda: world.usable() == 2)
+            await world.until(lambda: world.usable_count() == 2)
             assert site.engine is not engine
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and world.usable() == 1
+    assert len(site.opened) == 4 and world.usable_count() == 1
     await world.publish(2)
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and world.usable() == 1, "for good"
+    assert len(site.opened) == 4 and world.usable_count() == 1, "for good"
 
 
 async def test_a_published_policy_forgives_restarts(make):
@@ -343,7 +343,9 @@ async def test_when_all_are_out_the_last_words_are_told(make):
 
 
 async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
-    world = await make(2, ours=False, pacing=Pacing(first_wait=0.02, longest_wait=0.1, outage=0.4))
+    world = await make(
+        2, ours=False, pacing=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
+    )
     for engine in world.engines:
         engine.dead = True
     for k in range(3):
@@ -354,7 +356,7 @@ async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
         await world.pool.ready()
     assert 0.2 < time.monotonic() - start < 1.0
     world.engines[1].dead = False
-    await world.until(lambda: world.usable() == 1)
+    await world.until(lambda: world.usable_count() == 1)
     await world.pool.ready()
     assert len(world.sites[1].opened) == 1
 
@@ -365,7 +367,7 @@ async def test_a_server_that_somebody_else_started_anew_is_sent_the_policy(make)
     a.claims, a.weights = 0, -1  # its own weights again, while the client believes in 4
     for k in range(8):
         await world.ask(f"e{k}")
-    await world.until(lambda: world.usable() == 2)
+    await world.until(lambda: world.usable_count() == 2)
     assert (a.published, a.weights, b.published) == ([4, 4], 40, [4])
 
 
@@ -383,8 +385,8 @@ async def test_an_engine_that_does_not_take_the_policy_comes_back_only_with_it(m
     a, _ = world.engines
     a.refuses = [EngineError("the canary is wrong")]
     assert await world.publish(2) == 4
-    assert world.usable() == 1
-    await world.until(lambda: world.usable() == 2)
+    assert world.usable_count() == 1
+    await world.until(lambda: world.usable_count() == 2)
     assert a.published == [1, 2] and world.sites[0].opened == [a]
 
 
@@ -401,7 +403,7 @@ async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
     await world.publish(2)
     await world.until(lambda: len(world.sites[0].opened) == 4)
     await asyncio.sleep(0.3)
-    assert len(world.sites[0].opened) == 4 and world.usable() == 1
+    assert len(world.sites[0].opened) == 4 and world.usable_count() == 1
     await world.ask("e")
 
 
@@ -426,8 +428,8 @@ async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kin
 
     a.probe = stumble
     assert await world.publish(2) == 4
-    assert world.usable() == 1 and b.published == [1, 2]
-    cause = world.pool._members[0].cause
+    assert world.usable_count() == 1 and b.published == [1, 2]
+    cause = world.pool._replicas[0].cause
     assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
 
 
@@ -439,7 +441,7 @@ async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
 
 
 async def test_an_engine_that_is_full_for_good_is_started_anew(make):
-    pacing = Pacing(first_wait=0.02, longest_wait=0.05, outage=0.3)
+    pacing = RecoveryPolicy(first_backoff=0.02, max_backoff=0.05, outage=0.3)
     world = await make(1, pacing=pacing)
     first = world.engines[0]
 
@@ -478,15 +480,15 @@ async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publis
 
 async def test_a_version_that_is_published_twice_is_sent_twice(make):
     """As when the first was a trial: an engine that was away meanwhile holds the trial."""
-    world = await make(2, pacing=Pacing(first_wait=0.2))
+    world = await make(2, pacing=RecoveryPolicy(first_backoff=0.2))
     a, _ = world.engines
     a.weights = -1  # the trial's
     a.failing = [EngineError("x")] * 3
     for k in range(6):
         await world.ask(f"e{k}")
-    assert world.usable() == 1 and a.version == 1
+    assert world.usable_count() == 1 and a.version == 1
     await world.publish(1)
-    await world.until(lambda: world.usable() == 2)
+    await world.until(lambda: world.usable_count() == 2)
     assert (a.published, a.weights) == ([1, 1], 10)
 
 
@@ -499,23 +501,23 @@ async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(mak
         with pytest.raises(EngineError):
             await world.ask("e")
     await world.sleep()
-    assert world.usable() == 0
+    assert world.usable_count() == 0
     assert await world.publish(2) == 4
     await world.ask("e")
     assert world.sites[0].opened == [engine]
 
 
 async def test_nothing_is_sent_while_the_weights_change(make):
-    world = await make(2, pacing=Pacing(first_wait=0.2))
+    world = await make(2, pacing=RecoveryPolicy(first_backoff=0.2))
     first = world.engines[0]
     first.refuses = [EngineError("the canary is wrong")]
     await world.publish(2)
     await world.sleep()
     await world.until(lambda: first.asleep)
     await asyncio.sleep(0.2)
-    assert first.published == [1] and world.usable() == 1
+    assert first.published == [1] and world.usable_count() == 1
     assert await world.publish(3) == 8, "the one that came back is included"
-    assert [e.published for e in world.engines] == [[1, 3], [1, 2, 3]] and world.usable() == 2
+    assert [e.published for e in world.engines] == [[1, 3], [1, 2, 3]] and world.usable_count() == 2
     assert not world.learner.misread
 
 
@@ -526,8 +528,8 @@ async def test_no_engine_is_started_anew_while_the_trainer_works(make):
     await world.sleep()
     site.engine.dead = True
     site.failing = [EngineDead("out of memory")] * 9
-    world.pool._supervisor.leave_out(
-        world.pool._members[0], site.engine, EngineDead("died"), broken=True
+    world.pool._supervisor.exclude(
+        world.pool._replicas[0], site.engine, EngineDead("died"), broken=True
     )
     await asyncio.sleep(0.3)
     assert len(site.failing) == 9
@@ -544,10 +546,10 @@ async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
     site.engine.dead = True
     with pytest.raises(EngineDead):
         await world.ask("e")
-    await world.until(lambda: world.pool._members[0].restarts == 1)
+    await world.until(lambda: world.pool._replicas[0].restarts == 1)
     await world.sleep()
     await world.until(lambda: not site.failing)
-    await world.until(lambda: world.pool._members[0].restarts == 0)
+    await world.until(lambda: world.pool._replicas[0].restarts == 0)
     await world.publish(2)
 
 
@@ -605,14 +607,14 @@ async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make)
     a, b = world.engines
     a.failing = [RequestRefused("no logprobs here")]
     assert len(await world.pool.scores(PROMPT)) == 1
-    assert world.usable() == 1
-    await world.until(lambda: world.usable() == 2)
+    assert world.usable_count() == 1
+    await world.until(lambda: world.usable_count() == 2)
     assert (a.published, b.published) == ([1, 1], [1])
     for engine in world.engines:
         engine.failing = [RequestRefused("too long")]
     with pytest.raises(RequestRefused):
         await world.pool.scores(PROMPT)
-    assert world.usable() == 2, "a row that none takes is at fault itself"
+    assert world.usable_count() == 2, "a row that none takes is at fault itself"
 
 
 # -- beginning and end -----------------------------------------------------------------------------
@@ -681,7 +683,7 @@ async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
     turn.cancel()
     with pytest.raises(asyncio.CancelledError):
         await turn
-    assert world.asked() == [1, 0] and world.usable() == 2
+    assert world.asked() == [1, 0] and world.usable_count() == 2
 
 
 # -- any faults at all -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote import files, sglang
-from agentrl.engine.remote.client import Stamp
+from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.pool import Pool
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -365,7 +365,7 @@ def in_group(pid, group):
 def test_a_publication_that_did_nothing_is_noticed(engine):
     with pytest.raises(EngineError, match="127 tokens are still in the cache"):
         engine._prove_fresh()  # nothing was published since the last
-    engine._stamp = Stamp("5", 5)
+    engine._stamp = PolicyVersion("5", 5)
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '0'"):
         engine._prove_fresh()
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
@@ -423,7 +423,7 @@ def test_a_server_that_does_not_start_says_why(sglang_python, tiny_model):
 
 async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sglang_server, model):
     with pooled(sglang_server, model) as pool:
-        inner = pool._members[0].engine
+        inner = pool._replicas[0].engine
 
         async def turn(row):
             return await pool.generate(
@@ -436,7 +436,7 @@ async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sgl
                 with pytest.raises(PromptTooLong, match=said):
                     await turn(array("i", [5] * row))
         assert (await turn(array("i", [5]))).prompt_tokens == 1
-        assert not pool._members[0].breaker.open
+        assert not pool._replicas[0].breaker.open
         assert pool.metrics() == {
             "engine/usable": 1.0, "engine/restarts": 0.0, "engine/failovers": 0.0,
         }  # fmt: skip
@@ -563,8 +563,8 @@ class Harmed(Trainer):
     def step(self):
         if self.global_step < 2:
             return super().step()
-        member = self.engine._members[0]
-        process = member.engine._process
+        replica = self.engine._replicas[0]
+        process = replica.engine._process
         if self.global_step == 3:
             Path(self.config.rollout.python).write_text(
                 '#!/bin/sh\n[ "$1" = -c ] || { echo no machine is left; exit 7; }\n'
@@ -574,7 +574,7 @@ class Harmed(Trainer):
         children = Path(f"/proc/{held}/task/{held}/children").read_text().split()
 
         def kill():
-            while not member.flights:
+            while not replica.in_flight:
                 time.sleep(0.001)
             os.kill(int(children[0]), signal.SIGKILL)
 

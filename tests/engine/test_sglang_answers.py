@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from agentrl.engine.remote.client import Stamp
+from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.control import refusal
 from agentrl.engine.remote.sglang import read_generation, read_scores
 from agentrl.errors import (
@@ -40,7 +40,7 @@ def span(version, start, end):
 
 
 def test_a_turn():
-    found = read_generation(ANSWER, 3, Stamp("7", 7), "here")
+    found = read_generation(ANSWER, 3, PolicyVersion("7", 7), "here")
     assert found.token_ids == array("i", [3, 4, 9])
     assert found.logprobs == array("f", [-0.5, -0.25, 0.0])
     assert found.versions == array("i", [7, 7, 7])
@@ -49,12 +49,14 @@ def test_a_turn():
 
 def test_versions_by_token_where_the_server_says_them():
     spans = answer(weight_versions=[span("6", 0, 2), span("7", 2, 3)])
-    assert read_generation(spans, 3, Stamp("6", 6), "here").versions == array("i", [6, 6, 7])
+    assert read_generation(spans, 3, PolicyVersion("6", 6), "here").versions == array(
+        "i", [6, 6, 7]
+    )
 
 
 def test_versions_are_never_guessed():
     with pytest.raises(EngineError, match=r"weights were '6' when .* and '7' when it ended"):
-        read_generation(ANSWER, 3, Stamp("6", 6), "here")
+        read_generation(ANSWER, 3, PolicyVersion("6", 6), "here")
 
 
 @pytest.mark.parametrize(
@@ -80,13 +82,13 @@ def test_versions_are_never_guessed():
 )
 def test_nonsense_is_no_turn(changes):
     with pytest.raises(EngineNonsense, match="here: not SGLang's answer"):
-        read_generation(answer(**changes), 3, Stamp("7", 7), "here")
+        read_generation(answer(**changes), 3, PolicyVersion("7", 7), "here")
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"meta_info": None}])
 def test_another_servers_answer(nonsense):
     with pytest.raises(EngineNonsense):
-        read_generation(nonsense, 3, Stamp("7", 7), "here")
+        read_generation(nonsense, 3, PolicyVersion("7", 7), "here")
     with pytest.raises(EngineNonsense):
         read_scores(nonsense, [1], 10, "here")
 
@@ -114,9 +116,9 @@ def test_refusals_have_types(status, said, kind):
 def test_an_aborted_turn_is_no_turn():
     reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
     with pytest.raises(EngineOverloaded, match="queue is full"):
-        read_generation(answer(finish_reason=reason), 3, Stamp("7", 7), "here")
+        read_generation(answer(finish_reason=reason), 3, PolicyVersion("7", 7), "here")
     with pytest.raises(EngineError, match="aborted"):
-        read_generation(answer(finish_reason={"type": "abort"}), 3, Stamp("7", 7), "here")
+        read_generation(answer(finish_reason={"type": "abort"}), 3, PolicyVersion("7", 7), "here")
 
 
 def test_scores():

@@ -17,7 +17,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.pool import Pool
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.engine.remote.supervisor import Pacing
+from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts
@@ -26,7 +26,7 @@ from agentrl.trajectory import Message, Sample, token_array
 
 pytestmark = pytest.mark.sglang
 
-QUICK = Pacing(health_every=1.0, health_seconds=5.0, first_wait=0.2)
+QUICK = RecoveryPolicy(health_interval=1.0, health_timeout=5.0, first_backoff=0.2)
 VERSION = 5
 ROW = token_array(range(3, 40))
 
@@ -126,9 +126,9 @@ class World:
             assert time.monotonic() < end, "a server did not come back"
             time.sleep(0.1)
 
-    def check_weights(self, *members):
-        for member in members:
-            found = torch.tensor(list(self.rollouts.run(member.engine.score(ROW))))
+    def check_weights(self, *replicas):
+        for replica in replicas:
+            found = torch.tensor(list(self.rollouts.run(replica.engine.score(ROW))))
             torch.testing.assert_close(found, self.expected, atol=1e-4, rtol=0)
 
     def close(self):
@@ -149,9 +149,9 @@ SAMPLES = [
 ]
 
 
-def in_flight(member):
+def in_flight(replica):
     end = time.monotonic() + 30
-    while len(member.flights) < 4:
+    while len(replica.in_flight) < 4:
         assert time.monotonic() < end, "no turns to harm"
         time.sleep(0.005)
 
@@ -162,7 +162,7 @@ def test_one_of_two_servers_is_killed_and_the_step_completes(
     site = Site(tiny_model, sglang_python, most=1)
     openers = [site, lambda: engine_of(sglang_server, tiny_model)]
     world = World(tiny_model, openers, turn_tokens=150, n=4)
-    a, b = world.pool._members
+    a, b = world.pool._replicas
     try:
         world.check_weights(a, b)
 
@@ -184,7 +184,7 @@ def test_steps_outlive_their_servers(sglang_python, random_model):
     """One of two killed, one of two stopped, and one alone killed."""
     sites = [Site(random_model, sglang_python) for _ in range(2)]
     world = World(random_model, sites)
-    a, b = world.pool._members
+    a, b = world.pool._replicas
     try:
         world.check_weights(a, b)
 

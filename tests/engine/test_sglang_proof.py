@@ -8,7 +8,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.proof import NOT_COMPARED, ROWS, WeightsProof
+from agentrl.engine.remote.proof import NOT_COMPARED, ROWS, WeightsChecker
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
 
@@ -59,7 +59,7 @@ def weights(seed=0, dtype=torch.float32):
 
 
 def proof(server):
-    found = WeightsProof(server)  # type: ignore[arg-type]
+    found = WeightsChecker(server)  # type: ignore[arg-type]
     found.before()
     return found
 

@@ -13,7 +13,7 @@ from agentrl.engine.remote import open
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.open import openers
+from agentrl.engine.remote.open import make_openers
 from agentrl.engine.remote.senders import SGLangAdapterSender, SGLangDiskSender
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
@@ -35,7 +35,7 @@ def starts(monkeypatch):
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
     monkeypatch.setattr(SGLangLaunch, "start", start)
-    monkeypatch.setattr(SGLangLaunch, "knows_on_policy", lambda launch: True)
+    monkeypatch.setattr(SGLangLaunch, "has_on_policy_option", lambda launch: True)
     monkeypatch.setattr(open, "SGLangEngine", Engine)
     return found
 
@@ -45,7 +45,7 @@ def open_all(model, *overrides, gpus=0, monkeypatch=None):
     if monkeypatch is not None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = load_config(None, ["rollout.name=sglang", *overrides])
-    for opener in openers(config, str(model), cpu=not gpus):
+    for opener in make_openers(config, str(model), cpu=not gpus):
         opener()
 
 
@@ -210,7 +210,7 @@ def test_a_server_is_not_named_twice():
 def test_a_server_that_refuses_us_is_told_with_what_to_look_at(random_model, monkeypatch):
     monkeypatch.setenv("AGENTRL_ENGINE_TOKEN", "key")
     config = load_config(None, ["rollout.name=sglang", f"rollout.urls=[{NOTHING.url}]"])
-    [opener] = openers(config, str(random_model), cpu=True)
+    [opener] = make_openers(config, str(random_model), cpu=True)
     with pytest.raises(EngineError, match=r"Connection refused(.|\n)*rollout\.urls") as raised:
         opener()
     said = str(raised.value)

@@ -23,7 +23,7 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.open import openers, parameter_names
+from agentrl.engine.remote.open import make_openers, parameter_names
 from agentrl.engine.remote.senders import VLLMAdapterSender, VLLMDiskSender
 from agentrl.engine.remote.vllm import Completions, Generate, VLLMEngine
 from agentrl.errors import ConfigError, EngineDead, EngineError, PromptTooLong, UserError
@@ -87,7 +87,7 @@ def server(vllm_python, untied, tmp_path_factory):
         untied, tmp_path_factory.mktemp("out"),
         f"rollout.python={vllm_python}", f"model.lora_rank={RANK}",
     )  # fmt: skip
-    [opener] = openers(config, str(untied), cpu=True)
+    [opener] = make_openers(config, str(untied), cpu=True)
     engine = opener()
     assert isinstance(engine, VLLMEngine) and engine._process is not None
     yield engine._process

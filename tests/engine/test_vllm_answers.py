@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.engine.remote import guard
-from agentrl.engine.remote.client import Stamp
+from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.control import Control, refusal
 from agentrl.engine.remote.launch import VLLMLaunch
 from agentrl.engine.remote.open import _vllm_sender as sender_of
@@ -81,7 +81,7 @@ ANSWERS = {
         "usage": USAGE,
     },
 }
-SEVEN = Stamp("7", 7)
+SEVEN = PolicyVersion("7", 7)
 BOTH = pytest.mark.parametrize("dialect", [Generate, Completions])
 
 
@@ -113,20 +113,24 @@ def test_versions_by_token():
     assert read(Generate, answer(Generate, choice=spans)).versions == array("i", [7, 8])
     # An adapter's version is the name's; the weights under it have one of their own.
     base = {"weight_versions": [span("default", 0, 2)]}
-    found = read(Generate, answer(Generate, choice=base), stamp=Stamp("default", 3))
+    found = read(Generate, answer(Generate, choice=base), stamp=PolicyVersion("default", 3))
     assert found.versions == array("i", [3, 3])
 
 
 def test_versions_are_never_guessed():
     with pytest.raises(EngineError, match=r"were '7' when .* and '8' when .*/v1/completions does"):
-        read(Completions, ANSWERS[Completions], now=Stamp("8", 8))
+        read(Completions, ANSWERS[Completions], now=PolicyVersion("8", 8))
     older = answer(Generate, choice={"weight_versions": None})
     assert read(Generate, older).versions == array("i", [7, 7])
     with pytest.raises(EngineError, match="does not say which sampled which token"):
-        read(Generate, older, now=Stamp("8", 8))
-    assert read(Generate, ANSWERS[Generate], now=Stamp("8", 8)).versions == array("i", [7, 7])
+        read(Generate, older, now=PolicyVersion("8", 8))
+    assert read(Generate, ANSWERS[Generate], now=PolicyVersion("8", 8)).versions == array(
+        "i", [7, 7]
+    )
     # Adapters change nothing of the weights.
-    assert read(Completions, ANSWERS[Completions], now=Stamp("7", 8)).versions == array("i", [7, 7])
+    assert read(Completions, ANSWERS[Completions], now=PolicyVersion("7", 8)).versions == array(
+        "i", [7, 7]
+    )
 
 
 def said(*logprobs, ids=(3, 9)):

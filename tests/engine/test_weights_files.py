@@ -10,9 +10,9 @@ from support.updates import update
 from agentrl.engine.base import Update
 from agentrl.engine.remote import files
 from agentrl.engine.remote.files import (
-    check_seen,
-    names_in,
-    passing_folder,
+    check_folder_visible,
+    tensor_names,
+    transfer_folder,
     write_update,
     write_weights,
 )
@@ -33,7 +33,7 @@ def test_an_update_is_written_here_or_where_its_weights_are(tmp_path):
         return 44
 
     assert write_update(update(WEIGHTS.items(), 1), tmp_path) == 44
-    assert names_in(tmp_path) == set(WEIGHTS)
+    assert tensor_names(tmp_path) == set(WEIGHTS)
     assert write_update(Update(1, refused, write=write), tmp_path) == 44
     assert given == [tmp_path]
 
@@ -42,16 +42,16 @@ def test_names_are_of_all_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "FILE_BYTES", 20)
     write_update(update(WEIGHTS.items(), 1), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    assert names_in(tmp_path) == set(WEIGHTS)
+    assert tensor_names(tmp_path) == set(WEIGHTS)
 
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with passing_folder() as folder:
+    with transfer_folder() as folder:
         assert Path(folder).parent == tmp_path
-        check_seen(Path(folder))
+        check_folder_visible(Path(folder))
     with pytest.raises(ConfigError, match=rf"files in {tmp_path} .* 10\.0\.0\.7 does not see"):
-        check_seen(Path(folder), "10.0.0.7")
+        check_folder_visible(Path(folder), "10.0.0.7")
 
 
 def test_weights_are_written_in_the_precision_that_is_asked_for(tmp_path):

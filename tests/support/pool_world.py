@@ -8,12 +8,12 @@ from array import array
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.pool import Pool
-from agentrl.engine.remote.supervisor import Pacing
+from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
-QUICK = Pacing(
-    health_every=0.05, health_seconds=0.1, first_wait=0.02, longest_wait=0.1, outage=60.0
+QUICK = RecoveryPolicy(
+    health_interval=0.05, health_timeout=0.1, first_backoff=0.02, max_backoff=0.1, outage=60.0
 )
 PROMPT = array("i", [5, 6, 7])
 
@@ -150,7 +150,7 @@ class Site:
 class World:
     """A pool of engines, and the learner whose policy they sample."""
 
-    def __init__(self, n: int = 2, *, ours: bool = True, pacing: Pacing = QUICK):
+    def __init__(self, n: int = 2, *, ours: bool = True, pacing: RecoveryPolicy = QUICK):
         self.learner = Learner()
         self.sites = [Site(i, ours) for i in range(n)]
         self.pool = Pool(self.sites, pacing=pacing)
@@ -193,7 +193,7 @@ class World:
         """How many requests each site had, of all its engines."""
         return [sum(len(e.asked) for e in site.opened) for site in self.sites]
 
-    def usable(self) -> int:
+    def usable_count(self) -> int:
         return int(self.pool.metrics()["engine/usable"])
 
     async def until(self, condition, seconds: float = 5.0) -> None:

@@ -24,7 +24,7 @@ from support.learner_world import (
 )
 from support.processes import Processes
 
-from agentrl.engine.local.load import LAUNCHER_VARIABLES, without_launcher_variables
+from agentrl.engine.local.load import LAUNCHER_PREFIXES, without_launcher_variables
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
 from agentrl.trainer.dispatch import BROADCAST, dispatch
@@ -133,7 +133,7 @@ def test_every_variable_that_accelerate_reads_is_tried_or_hidden():
     }  # read beside ACCELERATE_USE_FSDP
     tried = {name for variables in VARIABLES for name in variables}
     left = read - ours - harmless - behind_others - tried
-    assert {name for name in left if not name.startswith(LAUNCHER_VARIABLES)} == set()
+    assert {name for name in left if not name.startswith(LAUNCHER_PREFIXES)} == set()
 
 
 def test_an_accelerator_of_the_users_own_changes_no_gradient_either(folder):

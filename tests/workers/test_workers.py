@@ -216,11 +216,11 @@ def test_the_last_lines_are_kept_and_the_exit_code():
 
 
 def test_a_child_that_ends_itself_is_let_go_first():
-    calm = child("import sys\nsys.stdin.read()\nprint('done')", ends_itself=True)
+    calm = child("import sys\nsys.stdin.read()\nprint('done')", stops_at_eof=True)
     time.sleep(0.3)
     calm.stop(20)
     assert (calm.exit_code, [*calm.tail]) == (0, ["done"])
-    deaf = child("import time\nprint('on', flush=True)\ntime.sleep(600)", ends_itself=True)
+    deaf = child("import time\nprint('on', flush=True)\ntime.sleep(600)", stops_at_eof=True)
     deaf.stop(0.3)
     assert deaf.exit_code == -signal.SIGKILL
 

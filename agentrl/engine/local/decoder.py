@@ -31,7 +31,7 @@ GROUPED = "agentrl_grouped"
 """transformers' name for `grouped_attention`."""
 
 
-class _CannotDecode(UserError):
+class CannotDecode(UserError):
     """The model cannot be decoded by `Decoder`."""
 
     def __init__(self, model: PreTrainedModel, why: str):
@@ -63,11 +63,11 @@ class Decoder:
         self.rows = Rows()
         self._cache = RowCache()
         if model.config.is_encoder_decoder:
-            raise _CannotDecode(self.model, "it has an encoder")
-        self._prove_windows()
+            raise CannotDecode(self.model, "it has an encoder")
+        self._check_windows()
         if model.config._attn_implementation == "sdpa" and self.device.type == "cpu":
             model.set_attn_implementation(GROUPED)
-        self._prove()
+        self._check_cache()
 
     def grow(self, rows: int, capacity: int) -> None:
         """Make room for at least so many rows and tokens a row."""
@@ -216,7 +216,7 @@ class Decoder:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def _prove_windows(self) -> None:
+    def _check_windows(self) -> None:
         """Prove that rows longer than the model's attention windows are decoded correctly.
 
         Raises:
@@ -225,20 +225,20 @@ class Decoder:
         try:
             short = with_short_windows(self.model)
         except NoSmallCopy as e:
-            raise _CannotDecode(self.model, str(e)) from e
+            raise CannotDecode(self.model, str(e)) from e
         if short is None:
             return
         try:
             Decoder(short)  # The constructor compares the copy's cached logits with plain passes.
         except Exception as e:
-            cause = e.why if isinstance(e, _CannotDecode) else f"{type(e).__name__}: {e}"
-            raise _CannotDecode(
+            cause = e.why if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
+            raise CannotDecode(
                 self.model,
                 f"{describe_windows(self.model.config)}, and the small copy that tests it failed"
                 f" ({cause})",
             ) from e
 
-    def _prove(self) -> None:
+    def _check_cache(self) -> None:
         """Decode two rows of different lengths from the cache and compare with plain passes.
 
         Raises:
@@ -260,10 +260,10 @@ class Decoder:
                     for p in prompts
                 ]
             except (TypeError, ValueError, AttributeError, RuntimeError) as e:
-                raise _CannotDecode(self.model, f"{type(e).__name__}: {e}") from e
+                raise CannotDecode(self.model, f"{type(e).__name__}: {e}") from e
             off = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
         if not off.abs().max() < tolerance:
-            raise _CannotDecode(
+            raise CannotDecode(
                 self.model, f"its logprobs from a cache are off by {off.abs().max():.3g}"
             )
         self.rows.cached[:] = 0

@@ -19,11 +19,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.engine.base import Engine, Sampling, Update
-from agentrl.engine.checks import check_sampling, checked_row
+from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.load import load_causal_lm, resolve_device
-from agentrl.engine.local.schedule import Entry, Patience, Schedule, Turn, settle
-from agentrl.engine.local.stepper import Stepper, StopTexts
+from agentrl.engine.local.schedule import (
+    DecodeSchedule,
+    EpisodeState,
+    TurnRequest,
+    WaitLimit,
+    settle,
+)
+from agentrl.engine.local.stepper import Stepper, StopStrings
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
@@ -79,9 +85,9 @@ class LocalEngine(Engine):
         self._version = 0
         # The lock guards what follows; the decoder is the worker's, a publisher's while it stands.
         self._changed = threading.Condition()
-        self._schedule = Schedule(slots, deterministic)
-        self._patience = Patience(patience, self._schedule)
-        self._stepper = Stepper(self._decoder, self._schedule, StopTexts(tokenizer))
+        self._schedule = DecodeSchedule(slots, deterministic)
+        self._patience = WaitLimit(patience, self._schedule)
+        self._stepper = Stepper(self._decoder, self._schedule, StopStrings(tokenizer))
         self._scores: list[tuple[Future[Any], np.ndarray, float]] = []
         self._soonest = math.inf
         self._stepping = self._closing = False
@@ -149,7 +155,7 @@ class LocalEngine(Engine):
         what = f"episode {episode_id!r}"
         prompt = self._row_of(prompt_ids, what, self.max_length - 1)
         check_sampling(sampling, what)
-        turn = Turn(episode_id, prompt, sampling, seed, deadline)
+        turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
             self._check_running()
             self._schedule.ask(turn)
@@ -227,7 +233,7 @@ class LocalEngine(Engine):
             raise EngineError(self._failure or "the engine is closed")
 
     def _row_of(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
-        return checked_row(
+        return validate_row(
             token_ids,
             what,
             limit=limit,
@@ -304,11 +310,11 @@ class LocalEngine(Engine):
             (turn.deadline for _, turn in self._schedule.in_flight), default=math.inf
         )
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: EpisodeState) -> None:
         self._stepper.forget(entry)
         self._schedule.drop(entry)
 
-    def _step(self, joined: list[tuple[Entry, Turn]]) -> None:
+    def _step(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> None:
         outcomes = self._stepper.step(joined, self._version)
         with self._changed:
             self._schedule.step += 1

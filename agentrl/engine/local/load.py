@@ -22,7 +22,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from agentrl.errors import ConfigError
 from agentrl.workers.variables import environment_variables
 
-LAUNCHER_VARIABLES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
+LAUNCHER_PREFIXES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
 """Prefixes of the environment variables that `accelerate launch` and MPI launchers set."""
 
 
@@ -35,7 +35,7 @@ def without_launcher_variables() -> Iterator[None]:
     are, which of them load weights at all. A shell or a container may have them from another job.
     """
     with environment_variables(
-        {name: None for name in os.environ if name.startswith(LAUNCHER_VARIABLES)}
+        {name: None for name in os.environ if name.startswith(LAUNCHER_PREFIXES)}
     ):
         yield
 

@@ -62,14 +62,14 @@ def sample(
         scaled = scaled / _column(np.where(greedy, 1, temperature).astype(np.float32), logits)
     logprobs = scaled.log_softmax(-1)
     target = _column(u, logits)
-    tokens = _invert(logprobs.exp().double().cumsum(-1), target)
+    tokens = _sample_full(logprobs.exp().double().cumsum(-1), target)
     if greedy.any():
         at = _rows(greedy, logits)
         tokens[at] = logprobs[at].argmax(-1, keepdim=True)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
     if cut.any():
         at = _rows(cut, logits)
-        tokens[at] = _narrowed(
+        tokens[at] = _sample_truncated(
             logprobs[at], _column(top_k[cut], logits), _column(top_p[cut], logits), target[at]
         )
     drawn = logprobs.gather(-1, tokens)
@@ -79,17 +79,17 @@ def sample(
     return both[:, 0].astype(np.int32), both[:, 1].astype(np.float32)
 
 
-def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _sample_full(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """First index whose cumulative mass exceeds `target` of the total: never a token of mass 0."""
     goal = target * cumulative[:, -1:]
     # A row of NaN finds no index; its logprob tells the caller.
     return torch.searchsorted(cumulative, goal, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
-def _narrowed(
+def _sample_truncated(
     logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """As `_invert`, among the tokens that top_k and top_p keep: a prefix in order of likelihood."""
+    """As `_sample_full`, among the tokens that top_k and top_p keep: a prefix in order of likelihood."""
     ordered, order = torch.sort(logprobs, stable=True, dim=-1, descending=True)
     mass = ordered.exp().double()
     cumulative = mass.cumsum(-1)

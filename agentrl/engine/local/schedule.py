@@ -11,10 +11,10 @@ The one exception is `stop_waiting`: an episode that was late once is waited for
 turns join when they come, as every episode's do without `deterministic`. Nothing above is promised
 of a wave from there on.
 
-Turns join decoding rows at multiples of `TICK` only, several at once: one prefill pass and one
+Turns join decoding rows at multiples of `ADMIT_EVERY` only, several at once: one prefill pass and one
 packing of the rows serve them all, and tools run while the others decode.
 
-`Patience` is the one place where wall clock gets in.
+`WaitLimit` is the one place where wall clock gets in.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import numpy as np
 from agentrl.engine.base import Sampling
 from agentrl.errors import EngineError
 
-TICK = 8
+ADMIT_EVERY = 8
 """Decode steps between two admissions."""
-LAG = 4
+MIN_TOOL_STEPS = 4
 """Decode steps that an episode has at least, to run its tools before anybody waits for it."""
 NAMED = 3
 """A warning names so many episodes; more are counted."""
@@ -55,7 +55,7 @@ def settle(answer: Future[Any], outcome: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class TurnRequest:
     """A request in flight."""
 
     episode_id: str
@@ -69,7 +69,7 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class EpisodeState:
     """An episode as the schedule knows it."""
 
     id: str
@@ -81,15 +81,15 @@ class Entry:
     """Nothing of it lies in its row yet."""
     awaited: bool = True
     """When it is due, the others wait until it has asked or ended."""
-    turn: Turn | None = None
-    next: Turn | None = None
+    turn: TurnRequest | None = None
+    next: TurnRequest | None = None
     """What it asked for since `turn` lost its caller; it takes that one's place when it is over."""
     decoding: bool = False
     ended: bool = False
 
 
 @dataclass(slots=True)
-class Schedule:
+class DecodeSchedule:
     """Single-threaded; the engine guards it with its lock."""
 
     slots: int
@@ -97,13 +97,13 @@ class Schedule:
     step: int = 0
     waiting_for: str = ""
     """The episode that must ask or end before the next step; "" if none."""
-    rows: list[Entry | None] = field(default_factory=list)
+    rows: list[EpisodeState | None] = field(default_factory=list)
     """Who holds each row."""
-    decoding: list[Entry] = field(default_factory=list)
+    decoding: list[EpisodeState] = field(default_factory=list)
     """Whose turns are being sampled."""
     width: int = 0
     """The rows that decode lie among the first `width`."""
-    _entries: dict[str, Entry] = field(default_factory=dict)
+    _entries: dict[str, EpisodeState] = field(default_factory=dict)
     _begun: int = 0
 
     def __post_init__(self):
@@ -117,13 +117,13 @@ class Schedule:
         if episode_id in self._entries:
             raise EngineError(f"episode {episode_id!r} has begun already; an id is used once")
         started = any(e.row >= 0 for e in self._entries.values())
-        entry = Entry(episode_id, self._begun, self.step, awaited=self.deterministic)
+        entry = EpisodeState(episode_id, self._begun, self.step, awaited=self.deterministic)
         if started:
             entry.due = self._next_due(entry)
         self._entries[episode_id] = entry
         self._begun += 1
 
-    def ask(self, turn: Turn) -> None:
+    def ask(self, turn: TurnRequest) -> None:
         """An episode asks for a turn.
 
         One in flight that nobody awaits any more is in nobody's way; but the engine's thread may be
@@ -143,7 +143,7 @@ class Schedule:
         else:
             entry.next = turn
 
-    def end(self, episode_id: str) -> Turn | None:
+    def end(self, episode_id: str) -> TurnRequest | None:
         """An episode is over. It keeps its row until it is due, for time must not leak in here.
 
         Returns:
@@ -158,7 +158,7 @@ class Schedule:
 
     # -- what the engine does ----------------------------------------------------------------------
 
-    def admit(self) -> list[tuple[Entry, Turn]]:
+    def admit(self) -> list[tuple[EpisodeState, TurnRequest]]:
         """Let in who is due; where nothing decodes, go on to the next due step.
 
         Returns:
@@ -166,7 +166,7 @@ class Schedule:
             neither asked nor ended.
         """
         self.waiting_for = ""
-        if self.decoding and self.step % TICK:
+        if self.decoding and self.step % ADMIT_EVERY:
             return []
         while True:
             joined = self._admit_due()
@@ -178,7 +178,7 @@ class Schedule:
                 return []
             self.step = min(coming)
 
-    def _admit_due(self) -> list[tuple[Entry, Turn]]:
+    def _admit_due(self) -> list[tuple[EpisodeState, TurnRequest]]:
         # Those that hold a row first: who ends among them makes room.
         due = [e for e in self._entries.values() if not e.decoding and e.due <= self.step]
         due.sort(key=lambda e: (e.row < 0, e.due, e.order))
@@ -238,7 +238,7 @@ class Schedule:
                     entry.row = r
         return outside, holes
 
-    def finish(self, entry: Entry) -> None:
+    def finish(self, entry: EpisodeState) -> None:
         """The entry's turn has ended: it is owed, unless it has asked for the next already."""
         if entry.decoding:
             self.decoding.remove(entry)
@@ -246,7 +246,7 @@ class Schedule:
         entry.decoding = False
         entry.due = self._next_due(entry)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: EpisodeState) -> None:
         """The entry's turn has failed or was given up: its row is free at once.
 
         One that has not joined yet is taken back as if never asked for: it must not matter for the
@@ -259,29 +259,29 @@ class Schedule:
             entry.turn, entry.next = entry.next, None
 
     @property
-    def in_flight(self) -> list[tuple[Entry, Turn]]:
+    def in_flight(self) -> list[tuple[EpisodeState, TurnRequest]]:
         """Who has asked and not been answered; of one episode, the turn that comes first first."""
         asked = [(e, t) for e in self._entries.values() for t in (e.turn, e.next)]
         return [(e, t) for e, t in asked if t is not None]
 
-    def decoding_in(self, row: int) -> tuple[Entry, Turn]:
+    def turn_in_row(self, row: int) -> tuple[EpisodeState, TurnRequest]:
         """Whose turn is being sampled in a row."""
         entry = self.rows[row]
         assert entry is not None and entry.turn is not None
         return entry, entry.turn
 
-    def _next_due(self, entry: Entry) -> int:
+    def _next_due(self, entry: EpisodeState) -> int:
         if not entry.awaited:  # due at all times: who has asked joins at the next tick
             return 0
-        return -(-(self.step + LAG) // TICK) * TICK
+        return -(-(self.step + MIN_TOOL_STEPS) // ADMIT_EVERY) * ADMIT_EVERY
 
-    def _free_row(self, entry: Entry) -> None:
+    def _free_row(self, entry: EpisodeState) -> None:
         if entry.row >= 0:
             self.rows[entry.row] = None
             entry.row = -1
             entry.fresh = True
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: EpisodeState) -> None:
         self._free_row(entry)
         del self._entries[entry.id]
 
@@ -296,21 +296,21 @@ class Schedule:
             self.step = 0
 
 
-class Patience:
+class WaitLimit:
     """Admits by the schedule, and ends a wait of the schedule's that lasts too long.
 
     The clock runs while the schedule waits for an episode and another one wants tokens; it starts
     anew whenever the engine has moved on.
     """
 
-    def __init__(self, seconds: float, schedule: Schedule):
+    def __init__(self, seconds: float, schedule: DecodeSchedule):
         self.ends = math.inf
         """When, by `time.monotonic()`, the present wait will have lasted too long; else inf."""
         self._seconds = seconds
         self._schedule = schedule
 
-    def admit(self) -> list[tuple[Entry, Turn]]:
-        """As `Schedule.admit`; a wait that is too long ends in a warning, and without the late."""
+    def admit(self) -> list[tuple[EpisodeState, TurnRequest]]:
+        """As `DecodeSchedule.admit`; a wait that is too long ends in a warning, and without the late."""
         while True:
             joined = self._schedule.admit()
             if not self._schedule.waiting_for or not self._schedule.in_flight:

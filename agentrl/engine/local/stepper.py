@@ -7,26 +7,26 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.sampling import sample, uniforms
-from agentrl.engine.local.schedule import Entry, Schedule, Turn
+from agentrl.engine.local.schedule import DecodeSchedule, EpisodeState, TurnRequest
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
 PACK_BELOW = 0.75
 """Rows that have finished decode along, idly, until fewer than this share of them is alive."""
 
-Outcome = tuple[Entry, Turn, Generation | EngineError]
+Outcome = tuple[EpisodeState, TurnRequest, Generation | EngineError]
 
 
 class Stepper:
     """Moves the decoder as the schedule says."""
 
-    def __init__(self, decoder: Decoder, schedule: Schedule, stop_texts: StopTexts):
+    def __init__(self, decoder: Decoder, schedule: DecodeSchedule, stop_texts: StopStrings):
         """Share the engine's parts."""
         self._decoder = decoder
         self._schedule = schedule
         self._stop_texts = stop_texts
 
-    def step(self, joined: list[tuple[Entry, Turn]], version: int) -> list[Outcome]:
+    def step(self, joined: list[tuple[EpisodeState, TurnRequest]], version: int) -> list[Outcome]:
         """Let turns join, then sample one token for each turn that is decoding.
 
         What goes wrong with one turn's request ends that turn alone.
@@ -56,7 +56,7 @@ class Stepper:
         rows.append(live, tokens[live], logprobs[live], version)
         stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
         for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
-            entry, turn = schedule.decoding_in(int(live[i]))
+            entry, turn = schedule.turn_in_row(int(live[i]))
             try:
                 stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
             except Exception as e:
@@ -66,7 +66,7 @@ class Stepper:
         over &= rows.alive[live]
         broken = np.isnan(logprobs[live]) & rows.alive[live]
         for i in np.flatnonzero(over | broken).tolist():
-            entry, turn = schedule.decoding_in(int(live[i]))
+            entry, turn = schedule.turn_in_row(int(live[i]))
             rows.alive[entry.row] = False
             if broken[i]:
                 decoder.wipe(entry.row)
@@ -77,12 +77,12 @@ class Stepper:
                 outcomes.append((entry, turn, rows.generation(entry.row, reason)))
         return outcomes
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: EpisodeState) -> None:
         """Sample no more for an entry whose turn was given up."""
         if entry.decoding:
             self._decoder.rows.alive[entry.row] = False
 
-    def _rearrange(self, joined: list[tuple[Entry, Turn]]) -> list[Outcome]:
+    def _rearrange(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> list[Outcome]:
         """Bring the decoding rows to the front and put the joining turns into theirs.
 
         Returns:
@@ -108,7 +108,7 @@ class Stepper:
         return refused
 
 
-def _refusal(entry: Entry, error: Exception) -> EngineError:
+def _refusal(entry: EpisodeState, error: Exception) -> EngineError:
     refusal = EngineError(
         f"episode {entry.id!r}: cannot serve its request: {type(error).__name__}: {error}"
     )
@@ -116,7 +116,7 @@ def _refusal(entry: Entry, error: Exception) -> EngineError:
     return refusal
 
 
-class StopTexts:
+class StopStrings:
     """Decodes a turn's tail where its last token may complete a stop string.
 
     A stop string is completed by a token whose own text holds the string's last character, so most

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentrl.engine.base import Engine, Sampling, Update
-from agentrl.engine.checks import check_sampling, checked_row
+from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.control import Control, reading, refusal
-from agentrl.engine.remote.launch import Serving, look_for_death
+from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.senders import AdapterSender, Sender
 from agentrl.errors import EngineError, EngineNonsense
 from agentrl.http import HttpClient
@@ -27,7 +27,7 @@ SCORE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class PolicyVersion:
     """What an answer says of the weights that sampled it, and which policy that is."""
 
     weights: str
@@ -52,7 +52,7 @@ class RemoteEngine(Engine):
     """The path that says whether it samples."""
     probe_tokens: ClassVar[int]
     """More than a block of any cache of it: a shorter prompt is never found there."""
-    _stamp: Stamp
+    _stamp: PolicyVersion
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RemoteEngine(Engine):
         sender: Callable[[Control], Sender],
         key: str = "",
         admin_key: str = "",
-        process: Serving | None = None,
+        process: ServerHandle | None = None,
     ):
         """Ask a running server what it can do, and let it sample a token.
 
@@ -176,7 +176,7 @@ class RemoteEngine(Engine):
         if not isinstance(self._sender, AdapterSender):
             return self._replace_weights(update)
         sent = self._send(update)
-        self._stamp = Stamp(self._stamp.weights, update.version)
+        self._stamp = PolicyVersion(self._stamp.weights, update.version)
         self.probe()
         return sent
 
@@ -207,7 +207,7 @@ class RemoteEngine(Engine):
     # -- what both dialects need -------------------------------------------------------------------
 
     def _check_row(self, token_ids: array[int], where: str) -> None:
-        checked_row(
+        validate_row(
             token_ids,
             where,
             limit=self.max_length - 1,
@@ -238,7 +238,7 @@ class RemoteEngine(Engine):
             )
         except EngineError as e:
             if time.monotonic() < deadline:
-                await look_for_death(self._process)
+                await raise_if_dead(self._process)
             raise type(e)(f"{where}: {e}") from None
 
     def _send(self, update: Update) -> int:
@@ -288,7 +288,7 @@ class RemoteEngine(Engine):
 
     @abstractmethod
     def _read_turn(
-        self, answer: Any, limit: int, stamp: Stamp, where: str, named: dict[str, Any]
+        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
     ) -> Generation:
         """A turn from an answer; `stamp` and `named` are of when it was asked for."""
 
@@ -336,7 +336,7 @@ def check_turn(ids: Sequence[int], reason: Any, limit: int, counted: Any) -> Non
         raise ValueError(f"{len(ids)} tokens of {limit} asked for, and it counts {counted}")
 
 
-def versions_of(spans: list[dict[str, Any]] | None, n: int, stamp: Stamp) -> array[int]:
+def versions_of(spans: list[dict[str, Any]] | None, n: int, stamp: PolicyVersion) -> array[int]:
     """The policy version of each of a turn's n tokens.
 
     Args:

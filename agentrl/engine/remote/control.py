@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from agentrl.engine.remote.launch import Serving
+from agentrl.engine.remote.launch import ServerHandle
 from agentrl.errors import (
     EngineError,
     EngineNonsense,
@@ -38,7 +38,7 @@ class Control:
         *,
         key: str = "",
         admin_key: str = "",
-        process: Serving | None = None,
+        process: ServerHandle | None = None,
     ):
         """Ask nothing yet.
 

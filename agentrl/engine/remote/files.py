@@ -16,19 +16,19 @@ from agentrl.errors import ConfigError
 FILE_BYTES = 2 * 2**30
 
 
-def passing_folder() -> TemporaryDirectory[str]:
+def transfer_folder() -> TemporaryDirectory[str]:
     """A folder of ours for what goes from process to process, gone when it was read.
 
-    It lies in TMPDIR. Whoever writes or reads it on another machine must see it (`check_seen`).
+    It lies in TMPDIR. Whoever writes or reads it on another machine must see it (`check_folder_visible`).
     """
     return TemporaryDirectory(prefix="agentrl-weights-")
 
 
-def check_seen(path: Path, where: str = "this machine") -> None:
+def check_folder_visible(path: Path, where: str = "this machine") -> None:
     """Refuse a machine that does not see what is passed on.
 
     Args:
-        path: in a `passing_folder`, or one itself; made on the run's own machine.
+        path: in a `transfer_folder`, or one itself; made on the run's own machine.
         where: the name of the machine that this is called on.
 
     Raises:
@@ -77,7 +77,7 @@ def write_weights(weights: Iterable[tuple[str, Any]], folder: Path, dtype: Any =
     return written + size
 
 
-def names_in(folder: Path) -> set[str]:
+def tensor_names(folder: Path) -> set[str]:
     """Of the tensors that were written."""
     named: set[str] = set()
     for file in folder.glob("*.safetensors"):

@@ -27,7 +27,7 @@ from agentrl.engine.remote import guard
 from agentrl.errors import ConfigError, EngineDead, EngineError
 from agentrl.http import fetch
 from agentrl.workers import parent_watch
-from agentrl.workers.child_process import LAST_WORDS_SECONDS, ChildProcess
+from agentrl.workers.child_process import OUTPUT_GRACE_SECONDS, ChildProcess
 
 log = logging.getLogger("agentrl")
 
@@ -38,11 +38,11 @@ TAIL_LINES = 25
 LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
 PORT_TRIES = 200
 LOOPBACK = "127.0.0.1"
-RESIDENT = 2
+MAX_ADAPTERS = 2
 """How many adapters of a run a server holds: the last two, so that turns in flight can end."""
 
 
-class Serving(Protocol):
+class ServerHandle(Protocol):
     """What an engine needs of its server's process, wherever that is."""
 
     url: str
@@ -101,7 +101,7 @@ class ServerProcess:
         self.url = f"http://{host}:{self.port}"
         self._process = ChildProcess(
             [sys.executable, "-I", parent_watch.__file__, str(self.folder), *command(self)],
-            ends_itself=True,
+            stops_at_eof=True,
             environment={
                 "TMPDIR": str(self.folder),  # its sockets lie where they are cleared away
                 "PYTHONSAFEPATH": "1",  # no file where we stand is a module
@@ -126,7 +126,7 @@ class ServerProcess:
 
     def death(self) -> EngineDead:
         """What to raise of a server that ended: with the last lines it said."""
-        self._process.wait(LAST_WORDS_SECONDS)
+        self._process.wait(OUTPUT_GRACE_SECONDS)
         lines = list(self._process.tail)[-TAIL_LINES:]
         text = "\n".join(f"  | {line}" for line in lines)
         said = text.replace(self.token, "***").replace(self.admin_token, "***")
@@ -153,16 +153,16 @@ class ServerProcess:
 
 
 Start = Callable[[str], tuple[ServerProcess, bool]]
-"""Starts a server that listens on an address; with a word on how (see `Place.run`)."""
+"""Starts a server that listens on an address; with a word on how (see `EngineSlot.run`)."""
 
 
-def here(start: Start) -> tuple[Serving, bool]:
+def here(start: Start) -> tuple[ServerHandle, bool]:
     """On this machine, for this machine alone."""
     return start(LOOPBACK)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EngineSlot:
     """One of a run's places for servers."""
 
     gpus: Sequence[int] = ()
@@ -171,11 +171,11 @@ class Place:
     """Whether the first of them is the learner's."""
     near: bool = True
     """Whether the learner's weights are in this process's memory, or on a GPU that it sees."""
-    run: Callable[[Start], tuple[Serving, bool]] = here
+    run: Callable[[Start], tuple[ServerHandle, bool]] = here
     """Has a server started there, and hands back what this process needs of it."""
 
 
-async def look_for_death(process: Serving | None) -> None:
+async def raise_if_dead(process: ServerHandle | None) -> None:
     """A connection breaks a moment before its process is seen to have ended.
 
     Raises:
@@ -300,7 +300,7 @@ class Launch(ABC):
             start_seconds=start_seconds,
         )
 
-    def start_near(self, host: str) -> tuple[ServerProcess, bool]:
+    def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
         """Start it; also says whether it computes in the order and precision of our trainer."""
         return self.start(host=host), False
 
@@ -342,9 +342,9 @@ class SGLangLaunch(Launch):
     on_policy: bool = False
     """Whether it computes in the order and precision of a trainer of plain torch modules."""
 
-    def start_near(self, host: str) -> tuple[ServerProcess, bool]:
+    def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
         """See `Launch`: where it is deterministic, on a GPU. Not every model can."""
-        if self.deterministic and self.gpus and self.knows_on_policy():
+        if self.deterministic and self.gpus and self.has_on_policy_option():
             try:
                 return replace(self, on_policy=True).start(host=host), True
             except EngineDead as e:
@@ -356,7 +356,7 @@ class SGLangLaunch(Launch):
                 )
         return self.start(host=host), False
 
-    def knows_on_policy(self) -> bool:
+    def has_on_policy_option(self) -> bool:
         """Whether this SGLang has the option: its source says so faster than its help."""
         source = find_package("sglang", self.python)[1] / "srt/server_args.py"
         return source.is_file() and "rl_on_policy_target" in source.read_text()
@@ -381,7 +381,12 @@ class SGLangLaunch(Launch):
             flags += [
                 *("--enable-lora", "--max-lora-rank", str(self.lora_rank)),
                 *("--lora-target-modules", *self.lora_targets),
-                *("--max-loras-per-batch", str(RESIDENT), "--max-loaded-loras", str(RESIDENT)),
+                *(
+                    "--max-loras-per-batch",
+                    str(MAX_ADAPTERS),
+                    "--max-loaded-loras",
+                    str(MAX_ADAPTERS),
+                ),
             ]
         if self.sleep != "none":
             flags.append("--enable-memory-saver")
@@ -453,7 +458,7 @@ class VLLMLaunch(Launch):
             room = next((rank for rank in RANKS if rank >= self.lora_rank), self.lora_rank)
             flags += [
                 *("--enable-lora", "--max-lora-rank", str(room)),
-                *("--max-loras", str(RESIDENT), "--max-cpu-loras", str(RESIDENT)),
+                *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(MAX_ADAPTERS)),
             ]
         return flags
 

@@ -14,7 +14,7 @@ from agentrl.config import Config
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.control import Control
-from agentrl.engine.remote.launch import Place, SGLangLaunch, VLLMLaunch
+from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
 from agentrl.engine.remote.senders import (
     Sender,
     SGLangAdapterSender,
@@ -32,8 +32,8 @@ TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 MakeSender = Callable[[Control], Sender]
 
 
-def openers(
-    config: Config, base: str, *, cpu: bool, places: Sequence[Place] | None = None
+def make_openers(
+    config: Config, base: str, *, cpu: bool, places: Sequence[EngineSlot] | None = None
 ) -> list[Callable[[], RemoteEngine]]:
     """What starts each server of a run, or finds it.
 
@@ -60,7 +60,7 @@ def openers(
 # -- where they stand ------------------------------------------------------------------------------
 
 
-def _places(config: Config, cpu: bool) -> list[Place]:
+def _places(config: Config, cpu: bool) -> list[EngineSlot]:
     """The last GPUs, since the trainer is on the first.
 
     Raises:
@@ -69,7 +69,7 @@ def _places(config: Config, cpu: bool) -> list[Place]:
     """
     r = config.rollout
     if cpu:
-        return [Place([])] * r.engines
+        return [EngineSlot([])] * r.engines
     found, each = torch.cuda.device_count(), r.tensor_parallel_size
     first = found - r.engines * each
     if first < 0:
@@ -89,7 +89,7 @@ def _places(config: Config, cpu: bool) -> list[Place]:
             f" {found}. Set rollout.sleep=none"
         )
     starts = range(first, found, each)
-    return [Place(list(range(k, k + each)), shared=k == 0) for k in starts]
+    return [EngineSlot(list(range(k, k + each)), shared=k == 0) for k in starts]
 
 
 def _check_without_gpu(config: Config) -> None:
@@ -118,7 +118,7 @@ def _check_without_gpu(config: Config) -> None:
 # -- one that is started here, one that runs already -----------------------------------------------
 
 
-def _start(config: Config, base: str, place: Place, dtype: torch.dtype) -> RemoteEngine:
+def _start(config: Config, base: str, place: EngineSlot, dtype: torch.dtype) -> RemoteEngine:
     """Start a server and return once it samples.
 
     Raises:
@@ -145,7 +145,7 @@ def _start(config: Config, base: str, place: Place, dtype: torch.dtype) -> Remot
         targets = _targets(config) if sender is SGLangAdapterSender else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
         connect = partial(SGLangEngine, sender=sender, sleep=sleep)
-    process, on_policy = place.run(launch.start_near)
+    process, on_policy = place.run(launch.start_for_trainer)
     if r.name == "sglang":
         # A trainer's float32 embeddings and norms are kept as they are by a server that computes as
         # the trainer does.
@@ -203,7 +203,7 @@ def _targets(config: Config) -> Sequence[str]:
 # -- how the policy goes to it ---------------------------------------------------------------------
 
 
-def _sglang_sender(config: Config, place: Place) -> MakeSender:
+def _sglang_sender(config: Config, place: EngineSlot) -> MakeSender:
     """How the policy goes to an SGLang server of our own.
 
     Raises:

@@ -19,9 +19,9 @@ from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.supervisor import (
     Breaker,
-    Member,
     Opener,
-    Pacing,
+    RecoveryPolicy,
+    Replica,
     Supervisor,
     open_all,
 )
@@ -52,7 +52,7 @@ class Pool(Engine):
         openers: Sequence[Opener],
         *,
         close: Callable[[], None] = lambda: None,
-        pacing: Pacing | None = None,
+        pacing: RecoveryPolicy | None = None,
     ):
         """Open all engines, side by side.
 
@@ -65,19 +65,19 @@ class Pool(Engine):
         Raises:
             AgentRLError: what the first opener that failed raised; the other engines are closed.
         """
-        self._pacing = p = pacing or Pacing()
+        self._pacing = p = pacing or RecoveryPolicy()
         with contextlib.ExitStack() as stack:
             stack.callback(close)
             engines = open_all(openers)
             self._close = stack.pop_all()
-        members = [
-            Member(i, opener, engine, Breaker(p.first_wait, p.longest_wait))
+        replicas = [
+            Replica(i, opener, engine, Breaker(p.first_backoff, p.max_backoff))
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
-        self._supervisor = Supervisor(members, p)
-        self._members = members
-        self._pins: dict[str, tuple[Member, RemoteEngine]] = {}
-        """By episode: whose turns go where. Not to a member's next engine: its cache is empty."""
+        self._supervisor = Supervisor(replicas, p)
+        self._replicas = replicas
+        self._assignments: dict[str, tuple[Replica, RemoteEngine]] = {}
+        """By episode: whose turns go where. Not to a replica's next engine: its cache is empty."""
         self._failovers = 0
         self._told = {"engine/restarts": 0, "engine/failovers": 0}
         self.max_length = min(e.max_length for e in engines)
@@ -90,10 +90,10 @@ class Pool(Engine):
         Raises:
             EngineDead: none ever will; with the last lines they said.
         """
-        while not any(map(self._supervisor.usable, self._members)):
-            self._supervisor.check_hope()
+        while not any(map(self._supervisor.is_usable, self._replicas)):
+            self._supervisor.raise_if_hopeless()
             await asyncio.sleep(READY_SECONDS)
-        self.max_length = min(self.max_length, *(m.engine.max_length for m in self._members))
+        self.max_length = min(self.max_length, *(m.engine.max_length for m in self._replicas))
 
     async def generate(
         self,
@@ -121,18 +121,22 @@ class Pool(Engine):
             self._check_version(found, sent, engine)
             return found
 
-        return await self._somewhere(lambda tried: self._pin(episode_id, tried), ask, deadline)
+        return await self._try_engines(
+            lambda tried: self._replica_for_episode(episode_id, tried), ask, deadline
+        )
 
     def end(self, episode_id: str) -> None:
-        member, engine = self._pins.pop(episode_id, (None, None))
-        if member is not None and engine is not None:
-            member.episodes.discard(episode_id)
+        replica, engine = self._assignments.pop(episode_id, (None, None))
+        if replica is not None and engine is not None:
+            replica.episodes.discard(episode_id)
             engine.end(episode_id)
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
         """See `Sampler`: by any engine."""
-        return await self._somewhere(
-            lambda tried: min(self._candidates(tried), key=lambda m: len(m.flights), default=None),
+        return await self._try_engines(
+            lambda tried: min(
+                self._candidates(tried), key=lambda m: len(m.in_flight), default=None
+            ),
             lambda engine: engine.score(token_ids, temperature),
             time.monotonic() + SCORE_SECONDS,
         )
@@ -140,20 +144,20 @@ class Pool(Engine):
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
         """See `Engine`: by all that can be asked. One that fails alone is sent the policy again."""
         found: list[array[float]] = []
-        failed: list[tuple[Member, RemoteEngine, EngineError]] = []
+        failed: list[tuple[Replica, RemoteEngine, EngineError]] = []
         deadline = time.monotonic() + SCORE_SECONDS
-        for member in self._candidates(set()):
-            engine = member.engine
+        for replica in self._candidates(set()):
+            engine = replica.engine
             try:
-                found.append(await self._ask(member, lambda e: e.score(token_ids), deadline))
+                found.append(await self._ask(replica, lambda e: e.score(token_ids), deadline))
             except EngineError as e:
-                failed.append((member, engine, e))
+                failed.append((replica, engine, e))
         if not found:
             if failed:
                 raise failed[-1][2]
             self._supervisor.refuse()
         for failure in failed:
-            self._supervisor.leave_out(*failure, stale=True)
+            self._supervisor.exclude(*failure, stale=True)
         return found
 
     # -- EngineControl -----------------------------------------------------------------------------
@@ -180,24 +184,26 @@ class Pool(Engine):
         now = {"engine/restarts": self._supervisor.restarts, "engine/failovers": self._failovers}
         since = {name: float(count - self._told[name]) for name, count in now.items()}
         self._told = now
-        return since | {"engine/usable": float(sum(map(self._supervisor.usable, self._members)))}
+        return since | {
+            "engine/usable": float(sum(map(self._supervisor.is_usable, self._replicas)))
+        }
 
     # -- where a request goes ----------------------------------------------------------------------
 
-    async def _somewhere(
+    async def _try_engines(
         self,
-        choose: Callable[[set[Member]], Member | None],
+        choose: Callable[[set[Replica]], Replica | None],
         ask: Callable[[RemoteEngine], Awaitable[T]],
         deadline: float,
     ) -> T:
         """Ask one engine after another, each once; and again those that were full."""
-        failed: set[Member] = set()
-        full: set[Member] = set()
+        failed: set[Replica] = set()
+        full: set[Replica] = set()
         error: EngineError | None = None
         backoff, moved = FIRST_BACKOFF, False
         while True:
-            member = choose(failed | full)
-            if member is None and full:
+            replica = choose(failed | full)
+            if replica is None and full:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     assert error is not None
@@ -206,7 +212,7 @@ class Pool(Engine):
                 backoff = min(2 * backoff, LONGEST_BACKOFF)
                 full.clear()
                 continue
-            if member is None:
+            if replica is None:
                 if error is not None:
                     raise error
                 self._supervisor.refuse()
@@ -214,67 +220,67 @@ class Pool(Engine):
                 self._failovers += 1
                 moved = False
             try:
-                return await self._ask(member, ask, deadline)
+                return await self._ask(replica, ask, deadline)
             except RequestRefused:
                 raise
             except EngineOverloaded as e:
-                full.add(member)
+                full.add(replica)
                 error = e
             except EngineError as e:
-                failed.add(member)
+                failed.add(replica)
                 error, moved = e, True
             if time.monotonic() >= deadline:
                 raise error
 
     async def _ask(
-        self, member: Member, ask: Callable[[RemoteEngine], Awaitable[T]], deadline: float
+        self, replica: Replica, ask: Callable[[RemoteEngine], Awaitable[T]], deadline: float
     ) -> T:
         """One request to one engine, and what its outcome says of the engine."""
-        engine, flight = member.engine, asyncio.timeout(None)
+        engine, flight = replica.engine, asyncio.timeout(None)
         try:
             async with flight:
-                with self._in_flight(member, engine, flight):
+                with self._in_flight(replica, engine, flight):
                     found = await ask(engine)
         except TimeoutError:
             if not flight.expired():
                 raise
-            cause = member.cause or "the engine is closed"
+            cause = replica.cause or "the engine is closed"
             raise EngineError(f"{engine.url} was given up: {cause}") from None
         except (RequestRefused, EngineOverloaded):
             raise
         except EngineError as e:
             # An answer that came too late says nothing: the episode had no time left.
             if time.monotonic() < deadline or isinstance(e, EngineDead):
-                self._supervisor.failed(member, engine, e)
+                self._supervisor.failed(replica, engine, e)
             raise
-        self._supervisor.succeeded(member, engine)
+        self._supervisor.succeeded(replica, engine)
         return found
 
-    def _pin(self, episode_id: str, tried: set[Member]) -> Member | None:
+    def _replica_for_episode(self, episode_id: str, tried: set[Replica]) -> Replica | None:
         """Whom to ask for an episode's turn: where it was, or where the fewest are."""
-        member, engine = self._pins.get(episode_id, (None, None))
+        replica, engine = self._assignments.get(episode_id, (None, None))
         if (
-            member is not None
-            and member not in tried
-            and member.engine is engine
-            and self._supervisor.usable(member)
+            replica is not None
+            and replica not in tried
+            and replica.engine is engine
+            and self._supervisor.is_usable(replica)
         ):
-            return member
-        member = min(
+            return replica
+        replica = min(
             self._candidates(tried),
             key=lambda m: (len(m.episodes), m.served, m.index),
             default=None,
         )
-        if member is not None:
+        if replica is not None:
             self.end(episode_id)
-            self._pins[episode_id] = member, member.engine
-            member.episodes.add(episode_id)
-            member.served += 1
-            member.engine.begin(episode_id)
-        return member
+            self._assignments[episode_id] = replica, replica.engine
+            replica.episodes.add(episode_id)
+            replica.served += 1
+            replica.engine.begin(episode_id)
+        return replica
 
-    def _candidates(self, tried: set[Member]) -> list[Member]:
-        return [m for m in self._members if m not in tried and self._supervisor.usable(m)]
+    def _candidates(self, tried: set[Replica]) -> list[Replica]:
+        return [m for m in self._replicas if m not in tried and self._supervisor.is_usable(m)]
 
     def _check_version(self, found: Generation, sent: int | None, engine: RemoteEngine) -> None:
         """Refuse what another policy sampled than those published while it was in flight.
@@ -296,28 +302,28 @@ class Pool(Engine):
 
     @contextlib.contextmanager
     def _in_flight(
-        self, member: Member, engine: RemoteEngine, flight: asyncio.Timeout
+        self, replica: Replica, engine: RemoteEngine, flight: asyncio.Timeout
     ) -> Iterator[None]:
         """Watch the engine while a request is there."""
-        member.flights.add(flight)
-        member.loop = asyncio.get_running_loop()
-        if member.watch is None or member.watch.done():
-            member.watch = asyncio.create_task(self._watch(member, engine))
+        replica.in_flight.add(flight)
+        replica.loop = asyncio.get_running_loop()
+        if replica.watch is None or replica.watch.done():
+            replica.watch = asyncio.create_task(self._watch(replica, engine))
         try:
             yield
         finally:
-            member.flights.discard(flight)
-            if not member.flights:
-                member.watch.cancel()
-                member.watch = None
+            replica.in_flight.discard(flight)
+            if not replica.in_flight:
+                replica.watch.cancel()
+                replica.watch = None
 
-    async def _watch(self, member: Member, engine: RemoteEngine) -> None:
+    async def _watch(self, replica: Replica, engine: RemoteEngine) -> None:
         """Look at an engine every so often; leave it out once it is seen to hang."""
         misses = 0
-        while member.engine is engine and not member.breaker.open:
-            await asyncio.sleep(self._pacing.health_every)
+        while replica.engine is engine and not replica.breaker.open:
+            await asyncio.sleep(self._pacing.health_interval)
             try:
-                await engine.check_health(time.monotonic() + self._pacing.health_seconds)
+                await engine.check_health(time.monotonic() + self._pacing.health_timeout)
                 misses = 0
             except EngineError as e:
                 if self._supervisor.standing:
@@ -325,4 +331,4 @@ class Pool(Engine):
                     continue
                 misses += 1
                 if misses == 2 or isinstance(e, EngineDead):
-                    self._supervisor.leave_out(member, engine, e, broken=True)
+                    self._supervisor.exclude(replica, engine, e, broken=True)

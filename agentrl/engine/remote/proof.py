@@ -39,7 +39,7 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Those that a server may hold a tensor in."""
 
 
-class WeightsProof:
+class WeightsChecker:
     """What is known of one SGLang server's weights."""
 
     def __init__(self, control: Control):
@@ -133,7 +133,7 @@ def _digest(update: Update) -> int:
     return total
 
 
-def prove_norms(control: Control, update: Update) -> bool:
+def check_norms(control: Control, update: Update) -> bool:
     """Compare vLLM's checksums of the model's norms with those of what was sent.
 
     Returns:

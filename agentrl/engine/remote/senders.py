@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control
-from agentrl.engine.remote.files import names_in, passing_folder, write_update
-from agentrl.engine.remote.launch import RESIDENT
-from agentrl.engine.remote.proof import prove_norms
+from agentrl.engine.remote.files import tensor_names, transfer_folder, write_update
+from agentrl.engine.remote.launch import MAX_ADAPTERS
+from agentrl.engine.remote.proof import check_norms
 from agentrl.errors import ConfigError, EngineError, EngineNonsense
 
 SEND_SECONDS = 1800.0
@@ -57,7 +57,7 @@ class SGLangDiskSender(Sender):
 
     def send(self, update: Update) -> int:
         """See `Sender`. Tensors that are not named keep their values."""
-        with passing_folder() as folder:
+        with transfer_folder() as folder:
             sent = write_update(update, Path(folder))
             # Not flushed with the update: there SGLang ends over a cache that is in use.
             body = {
@@ -100,9 +100,9 @@ class VLLMDiskSender(Sender):
                 " tied to its embeddings, and vLLM would go on with the old head. Train LoRA"
                 " (model.lora_rank), or set rollout.name=sglang"
             )
-        with passing_folder() as folder:
+        with transfer_folder() as folder:
             sent = write_update(update, Path(folder))
-            if missing := sorted(self._names - names_in(Path(folder))):
+            if missing := sorted(self._names - tensor_names(Path(folder))):
                 raise ConfigError(
                     f"vLLM takes all weights at once, but {len(missing)} of {len(self._names)} are"
                     f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
@@ -110,7 +110,7 @@ class VLLMDiskSender(Sender):
                 )
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             self._control.manage("/collective_rpc", body, seconds=SEND_SECONDS)
-        prove_norms(self._control, update)
+        check_norms(self._control, update)
         return sent
 
 
@@ -140,12 +140,12 @@ class AdapterSender(Sender):
         """See `Sender`; then proves that the server lists it, and that it forgot the stale ones."""
         assert update.adapter is not None, "an adapter is sent of a policy that has one"
         self._forget_lost()
-        while len(self._loaded) >= RESIDENT:
+        while len(self._loaded) >= MAX_ADAPTERS:
             self._unload(self._loaded[0])
         # A name of its own each time: of one whose answer was lost nobody knows what it holds.
         self._sent += 1
         name = f"{self._prefix}{update.version}-{self._sent}"
-        self._folders.append(passing_folder())
+        self._folders.append(transfer_folder())
         try:
             folder = Path(self._folders[-1].name)
             update.adapter(folder)
@@ -222,7 +222,7 @@ class SGLangAdapterSender(AdapterSender):
 class VLLMAdapterSender(AdapterSender):
     """To vLLM, which reads the folder of one again that it had put aside."""
 
-    key, kept = "model", 2 * RESIDENT
+    key, kept = "model", 2 * MAX_ADAPTERS
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         path = f"/v1/{verb}_lora_adapter"

@@ -20,20 +20,20 @@ import torch
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.client import (
+    PolicyVersion,
     RemoteEngine,
-    Stamp,
     check_turn,
     sampling_params,
     versions_of,
 )
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control, reading, refusal
-from agentrl.engine.remote.proof import WeightsProof
+from agentrl.engine.remote.proof import WeightsChecker
 from agentrl.engine.remote.senders import Sender, SGLangDiskSender
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
 ABORT_SECONDS = 10.0
-LEAST_TOP_P = 1e-6
+MIN_TOP_P = 1e-6
 ROUNDED = 1e-2
 """Above 0 by rounding; more is no logprob."""
 MEMORY = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
@@ -77,11 +77,11 @@ class SGLangEngine(RemoteEngine):
         super().__init__(url, sender=sender, **options)
 
     def _connect(self) -> None:
-        self._proof = WeightsProof(self._control)
+        self._proof = WeightsChecker(self._control)
         info, model = self._control.ask("/server_info"), self._control.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
         self._seeded = bool(info.get("enable_deterministic_inference"))
-        self._stamp = Stamp(str(model["weight_version"]), 0)
+        self._stamp = PolicyVersion(str(model["weight_version"]), 0)
 
     # -- requests and answers ----------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class SGLangEngine(RemoteEngine):
             )
 
     def _read_turn(
-        self, answer: Any, limit: int, stamp: Stamp, where: str, named: dict[str, Any]
+        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
     ) -> Generation:
         return read_generation(answer, limit, stamp, where)
 
@@ -173,7 +173,7 @@ class SGLangEngine(RemoteEngine):
         )
         self._proof.before()
         sent = self._send(update)
-        self._stamp = Stamp(str(update.version), update.version)
+        self._stamp = PolicyVersion(str(update.version), update.version)
         self._flush()
         self._prove_fresh()
         self._proof.after(update)
@@ -221,11 +221,11 @@ def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[s
     if sampling.top_k == 1 and sampling.temperature > 0:
         # SGLang takes it for greedy, and then the logprobs are of temperature 1 or not by what
         # else is sampled at the moment. The least top_p is the same choice.
-        params |= {"top_k": -1, "top_p": LEAST_TOP_P}
+        params |= {"top_k": -1, "top_p": MIN_TOP_P}
     return params if seed is None else params | {"sampling_seed": seed}
 
 
-def read_generation(answer: Any, limit: int, stamp: Stamp, where: str) -> Generation:
+def read_generation(answer: Any, limit: int, stamp: PolicyVersion, where: str) -> Generation:
     """A turn from an answer of `/generate`.
 
     Args:

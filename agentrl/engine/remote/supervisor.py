@@ -1,9 +1,9 @@
 """Keeps the engines of a pool alive, and all that are asked at the published policy.
 
-A member that fails is left out, and a thread of its own tries to take it back: by a probe, or by
+A replica that fails is left out, and a thread of its own tries to take it back: by a probe, or by
 starting it anew where it is ours and a probe would be in vain. Before it is asked again it is sent
 the policy, which is sound only while the learner's weights stand still: from `publish` to `sleep`.
-In between the thread waits, and the next `publish` includes the member.
+In between the thread waits, and the next `publish` includes the replica.
 
 Two locks: `_weights` is held while a policy is sent, for minutes perhaps, `_lock` for moments. The
 event loop takes the second only.
@@ -54,16 +54,16 @@ class Breaker:
     owner's lock is.
     """
 
-    def __init__(self, first_wait: float = 1.0, longest_wait: float = 60.0):
+    def __init__(self, first_backoff: float = 1.0, max_backoff: float = 60.0):
         """Start closed.
 
         Args:
-            first_wait: seconds from its opening to the first try.
-            longest_wait: what doubling ends at.
+            first_backoff: seconds from its opening to the first try.
+            max_backoff: what doubling ends at.
         """
         self.open = False
         self._failures = 0
-        self._first, self._longest, self._wait = first_wait, longest_wait, first_wait
+        self._first, self._longest, self._wait = first_backoff, max_backoff, first_backoff
 
     def succeeded(self) -> None:
         """A request was answered; after its opening that says nothing any more."""
@@ -87,16 +87,16 @@ class Breaker:
 
 
 @dataclass(frozen=True, slots=True)
-class Pacing:
+class RecoveryPolicy:
     """How patient a pool is, in seconds and times."""
 
-    health_every: float = 10.0
+    health_interval: float = 10.0
     """Between two looks at an engine that has requests in flight."""
-    health_seconds: float = 20.0
+    health_timeout: float = 20.0
     """That such a look may take. Two in a row that fail: it hangs."""
-    first_wait: float = 1.0
+    first_backoff: float = 1.0
     """From a failure to the first try to take the engine back; doubled from try to try."""
-    longest_wait: float = 60.0
+    max_backoff: float = 60.0
     restarts: int = 3
     """Of an engine between two updates of the policy; then it stays out."""
     outage: float = 300.0
@@ -104,10 +104,10 @@ class Pacing:
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class Replica:
     """One engine. `engine` is another object after each restart.
 
-    What routes requests (`episodes`, `served`, `flights`, `watch`) is the event loop's; the rest is
+    What routes requests (`episodes`, `served`, `in_flight`, `watch`) is the event loop's; the rest is
     written under the supervisor's lock.
     """
 
@@ -120,7 +120,7 @@ class Member:
     """Those whose turns go here."""
     served: int = 0
     """How many episodes ever."""
-    flights: set[asyncio.Timeout] = field(default_factory=set)
+    in_flight: set[asyncio.Timeout] = field(default_factory=set)
     """Requests in flight."""
     watch: asyncio.Task[None] | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -138,7 +138,7 @@ class Member:
     since: float = 0.0
     """When it was left out."""
     cause: Exception | None = None
-    mender: threading.Thread | None = None
+    recovery_thread: threading.Thread | None = None
 
     def lost(self, outage: float) -> bool:
         """Whether it is not worth waiting for."""
@@ -146,11 +146,11 @@ class Member:
             return self.out
         return self.breaker.open and time.monotonic() - self.since > outage
 
-    def drop_flights(self) -> None:
+    def cancel_requests(self) -> None:
         """Have the requests in flight fail, from any thread."""
 
         def drop() -> None:
-            for flight in self.flights:
+            for flight in self.in_flight:
                 if flight.when() is None:  # not dropped already
                     flight.reschedule(-1.0)
 
@@ -162,14 +162,14 @@ class Member:
 class Supervisor:
     """See the module."""
 
-    def __init__(self, members: Sequence[Member], pacing: Pacing):
-        """Look after members.
+    def __init__(self, replicas: Sequence[Replica], pacing: RecoveryPolicy):
+        """Look after replicas.
 
         Args:
-            members: all open, and asked from now on.
+            replicas: all open, and asked from now on.
             pacing: how patient to be.
         """
-        self.members = members
+        self.replicas = replicas
         self.version: int | None = None
         """The published one; before, each engine samples from what it was started with."""
         self.restarts = self.sent = 0
@@ -183,103 +183,103 @@ class Supervisor:
 
     # -- for the event loop ------------------------------------------------------------------------
 
-    def usable(self, member: Member) -> bool:
+    def is_usable(self, replica: Replica) -> bool:
         """Whether it may be asked: it works, and holds the published policy."""
-        if member.breaker.open or self._closing.is_set():
+        if replica.breaker.open or self._closing.is_set():
             return False
-        return self.version in (None, member.engine.version)
+        return self.version in (None, replica.engine.version)
 
     @property
     def standing(self) -> bool:
         """Whether engines need not sample at the moment, however healthy they are."""
         return self._asleep or self._publishing
 
-    def succeeded(self, member: Member, engine: RemoteEngine) -> None:
+    def succeeded(self, replica: Replica, engine: RemoteEngine) -> None:
         """A request was answered."""
-        if member.engine is engine:
-            member.breaker.succeeded()
+        if replica.engine is engine:
+            replica.breaker.succeeded()
 
-    def failed(self, member: Member, engine: RemoteEngine, error: EngineError) -> None:
+    def failed(self, replica: Replica, engine: RemoteEngine, error: EngineError) -> None:
         """A request was not."""
         with self._lock:
-            over = member.engine is engine and member.breaker.failed()
+            over = replica.engine is engine and replica.breaker.failed()
         if over or isinstance(error, EngineDead):
-            self.leave_out(member, engine, error, broken=isinstance(error, EngineDead))
+            self.exclude(replica, engine, error, broken=isinstance(error, EngineDead))
 
-    def leave_out(
+    def exclude(
         self,
-        member: Member,
+        replica: Replica,
         engine: RemoteEngine,
         cause: Exception,
         *,
         broken: bool = False,
         stale: bool = False,
     ) -> None:
-        """Ask a member no more until it is mended.
+        """Ask a replica no more until it is mended.
 
         Args:
-            member: the one.
+            replica: the one.
             engine: what failed; where it has been replaced since, nothing happens.
             cause: for messages.
             broken: whether to start it anew without a probe; its requests in flight fail.
             stale: whether its weights must be sent again.
         """
         with self._lock:
-            if self._closing.is_set() or member.engine is not engine:
+            if self._closing.is_set() or replica.engine is not engine:
                 return
-            member.cause, member.waiting = cause, False
-            member.broken |= broken
-            member.held = None if stale else member.held
-            new = not member.breaker.open
+            replica.cause, replica.waiting = cause, False
+            replica.broken |= broken
+            replica.held = None if stale else replica.held
+            new = not replica.breaker.open
             if new:
-                member.breaker.open = True
-                member.since = time.monotonic()
-                member.mender = threading.Thread(
-                    target=self._mend,
-                    args=(member,),
-                    name=f"mend-engine-{member.index}",
+                replica.breaker.open = True
+                replica.since = time.monotonic()
+                replica.recovery_thread = threading.Thread(
+                    target=self._recover,
+                    args=(replica,),
+                    name=f"mend-engine-{replica.index}",
                     daemon=True,
                 )
-                member.mender.start()
+                replica.recovery_thread.start()
         if new:
             said = cause if isinstance(cause, EngineDead) else line(cause)  # its last lines, once
             log.warning("engine %s is left out: %s", engine.url, said)
         if broken:
-            member.drop_flights()
+            replica.cancel_requests()
 
-    def check_hope(self) -> None:
-        """Raises where no member is worth waiting for.
+    def raise_if_hopeless(self) -> None:
+        """Raises where no replica is worth waiting for.
 
         Raises:
             EngineDead: with what each said last.
         """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
-        if all(m.lost(self._pacing.outage) for m in self.members):
+        if all(m.lost(self._pacing.outage) for m in self.replicas):
             raise EngineDead(f"no engine is left.\n{self._causes()}")
 
     def refuse(self) -> NoReturn:
-        """No member can be asked now.
+        """No replica can be asked now.
 
         Raises:
             EngineError: with what each was left out for.
         """
-        self.check_hope()
-        causes = "; ".join(f"{m.engine.url}: {line(m.cause)}" for m in self.members if m.cause)
+        self.raise_if_hopeless()
+        causes = "; ".join(f"{m.engine.url}: {line(m.cause)}" for m in self.replicas if m.cause)
         raise EngineError(f"no engine can be asked now ({causes})")
 
     # -- for the trainer ---------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Tell the members, once nothing reads the learner's weights any more."""
+        """Tell the replicas, once nothing reads the learner's weights any more."""
         with self._weights:
             self._asleep = True
-            for m in self.members:
+            for m in self.replicas:
                 if not m.breaker.open:
                     self._try(m, lambda e: e.sleep())
 
     def publish(self, update: Update) -> int:
-        """Send the policy to all members that can take it, in order.
+        """Send the policy to all replicas that can take it, in order.
 
         Where none can, those that are being mended are waited for, but not those that refuse it.
 
@@ -293,7 +293,7 @@ class Supervisor:
         with self._weights:
             self._update, self._asleep, self._publishing = update, False, True
             try:
-                fit = [m for m in self.members if m.waiting or not m.breaker.open]
+                fit = [m for m in self.replicas if m.waiting or not m.breaker.open]
                 refused = {m for m in fit if not self._publish_to(m, update)}
                 self.version = update.version
             finally:
@@ -310,86 +310,90 @@ class Supervisor:
             if self._closing.is_set():
                 return
             self._closing.set()
-            engines = [m.engine for m in self.members]
-            menders = [m.mender for m in self.members if m.mender is not None]
+            engines = [m.engine for m in self.replicas]
+            recovery_threads = [
+                m.recovery_thread for m in self.replicas if m.recovery_thread is not None
+            ]
         with contextlib.ExitStack() as stack:
-            for m, engine in zip(self.members, engines, strict=True):
-                stack.callback(m.drop_flights)
+            for m, engine in zip(self.replicas, engines, strict=True):
+                stack.callback(m.cancel_requests)
                 stack.callback(engine.close)
         end = time.monotonic() + CLOSE_SECONDS
-        for thread in menders:
+        for thread in recovery_threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _taken(self, update: Update, refused: set[Member]) -> bool:
-        """Whether a member samples from it; False where one still may, mended."""
+    def _taken(self, update: Update, refused: set[Replica]) -> bool:
+        """Whether a replica samples from it; False where one still may, mended."""
         with self._lock:
-            if any(map(self.usable, self.members)):
-                for m in self.members:
+            if any(map(self.is_usable, self.replicas)):
+                for m in self.replicas:
                     m.restarts = 0
                 return True
-            hope = (m for m in self.members if not m.lost(self._pacing.outage))
+            hope = (m for m in self.replicas if not m.lost(self._pacing.outage))
             if any(m not in refused or (m.broken and m.engine.restartable) for m in hope):
                 return False
             raise EngineError(f"no engine took version {update.version}.\n{self._causes()}")
 
-    def _publish_to(self, m: Member, update: Update) -> bool:
+    def _publish_to(self, m: Replica, update: Update) -> bool:
         """Send it to one; False, and it is left out, where that fails."""
         engine = m.engine
         try:
             self._send(m, update)
         except EngineError as e:
-            self.leave_out(m, engine, e, broken=died(engine, e), stale=True)
+            self.exclude(m, engine, e, broken=died(engine, e), stale=True)
             return False
         self.version = update.version
         self._admit(m)
         return True
 
-    def _try(self, m: Member, do: Callable[[RemoteEngine], None]) -> None:
-        """Have a member do what it must, or leave it out."""
+    def _try(self, m: Replica, do: Callable[[RemoteEngine], None]) -> None:
+        """Have a replica do what it must, or leave it out."""
         engine = m.engine
         try:
-            with laid_at(engine):
+            with as_engine_errors(engine):
                 do(engine)
         except EngineError as e:
-            self.leave_out(m, engine, e, broken=True, stale=True)
+            self.exclude(m, engine, e, broken=True, stale=True)
 
     # -- mending -----------------------------------------------------------------------------------
 
-    def _mend(self, m: Member) -> None:
-        """A thread's life: until the member is back, or is out for good."""
+    def _recover(self, m: Replica) -> None:
+        """A thread's life: until the replica is back, or is out for good."""
         full_since: float | None = None
         while not self._out(m) and not self._closing.wait(m.breaker.next_wait()):
             try:
-                self._revive(m)
-                if self._return(m):
+                self._repair(m)
+                if self._readmit(m):
                     return
                 full_since = None
             except EngineOverloaded as e:
                 full_since = full_since or time.monotonic()
                 with self._lock:  # what has no place for one token for so long is not full
                     m.cause, m.broken = e, time.monotonic() - full_since > self._pacing.outage
-            except Exception as e:  # openers are anybody's, and this thread must not end by them
+            except (
+                Exception
+            ) as e:  # openers are anybody's, and this thread must not end by them
                 full_since = None
                 with self._lock:
                     m.cause, m.broken = e, True
 
-    def _out(self, m: Member) -> bool:
+    def _out(self, m: Replica) -> bool:
         """Whether that was the last restart."""
         with self._lock:
             m.out = m.engine.restartable and m.broken and m.restarts >= self._pacing.restarts
             if m.out:
-                m.mender = None
+                m.recovery_thread = None
         if m.out:
             log.error("engine %s stays out: %s", m.engine.url, line(m.cause))
         return m.out
 
-    def _revive(self, m: Member) -> None:
+    def _repair(self, m: Replica) -> None:
         """Probe the engine, or replace it."""
         if m.broken and m.engine.restartable:
-            self._start_anew(m)
+            self._restart(m)
             return
         try:
-            with laid_at(m.engine):
+            with as_engine_errors(m.engine):
                 m.engine.probe()
         except (EngineDead, EngineOverloaded):
             raise
@@ -400,13 +404,13 @@ class Supervisor:
             log.warning("engine %s is sent the policy again: %s", m.engine.url, line(e))
             m.held = None
 
-    def _healthy(self, member: Member) -> bool:
+    def _healthy(self, replica: Replica) -> bool:
         """Whether an engine samples; waits for it, on another thread than the loop's."""
-        if member.loop is None or not member.loop.is_running():
+        if replica.loop is None or not replica.loop.is_running():
             return False
-        seconds = self._pacing.health_seconds
-        check = member.engine.check_health(time.monotonic() + seconds)
-        answer = asyncio.run_coroutine_threadsafe(check, member.loop)
+        seconds = self._pacing.health_timeout
+        check = replica.engine.check_health(time.monotonic() + seconds)
+        answer = asyncio.run_coroutine_threadsafe(check, replica.loop)
         try:
             answer.result(seconds + 1)
         except (EngineError, TimeoutError):
@@ -414,7 +418,7 @@ class Supervisor:
             return False
         return True
 
-    def _start_anew(self, m: Member) -> None:
+    def _restart(self, m: Replica) -> None:
         """Replace the engine, once the trainer is not at work on the GPU that it may share."""
         while self._asleep:
             if self._closing.wait(0.05):
@@ -438,7 +442,7 @@ class Supervisor:
         engine.close()
         raise EngineError("the engine is closed")
 
-    def _return(self, m: Member) -> bool:
+    def _readmit(self, m: Replica) -> bool:
         """Give an engine that works the policy and its place; False where `publish` could not."""
         with self._weights:
             if self._asleep:
@@ -446,7 +450,7 @@ class Supervisor:
                 m.waiting = True
                 while self._asleep and not self._closing.is_set():
                     self._weights.wait(0.2)
-                if m.mender is not threading.current_thread():
+                if m.recovery_thread is not threading.current_thread():
                     return True  # `publish` has taken it in
                 if not m.waiting:
                     return False
@@ -458,19 +462,19 @@ class Supervisor:
         log.warning("engine %s is back (policy version %d)", m.engine.url, m.engine.version)
         return True
 
-    def _send(self, m: Member, update: Update) -> None:
-        with laid_at(m.engine):
+    def _send(self, m: Replica, update: Update) -> None:
+        with as_engine_errors(m.engine):
             self.sent += m.engine.publish(update)
         m.held = update
 
-    def _admit(self, m: Member) -> None:
+    def _admit(self, m: Replica) -> None:
         with self._lock:
             m.breaker.close()
             m.broken = m.waiting = False
-            m.mender = m.cause = None
+            m.recovery_thread = m.cause = None
 
     def _causes(self) -> str:
-        return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.members if m.cause)
+        return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.replicas if m.cause)
 
 
 def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
@@ -499,7 +503,7 @@ def _close_opened(opened: Future[RemoteEngine]) -> None:
 
 
 @contextlib.contextmanager
-def laid_at(engine: RemoteEngine) -> Iterator[None]:
+def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
     """Lay at an engine's door what its client raises of its own: no answer of one ends the run.
 
     Raises:
@@ -522,7 +526,7 @@ def died(engine: RemoteEngine, error: EngineError) -> bool:
         return isinstance(error, EngineDead)
     time.sleep(0.2)
     try:
-        with laid_at(engine):
+        with as_engine_errors(engine):
             engine.probe()
     except EngineDead:
         return True

@@ -14,20 +14,20 @@ from typing import Any
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.client import (
+    PolicyVersion,
     RemoteEngine,
-    Stamp,
     check_turn,
     sampling_params,
     versions_of,
 )
 from agentrl.engine.remote.control import CONTROL_SECONDS, reading, refusal
-from agentrl.engine.remote.launch import look_for_death
+from agentrl.engine.remote.launch import raise_if_dead
 from agentrl.engine.remote.senders import SEND_SECONDS
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
 
 LOGPROB_TOKENS = 4
-NOBODYS = "default"
+UNNAMED_VERSION = "default"
 """The version of weights that nobody has named."""
 TEMPERATURES = (0.01, 2.0)
 """vLLM refuses to go above, and quietly does not go below."""
@@ -111,7 +111,7 @@ class VLLMEngine(RemoteEngine):
         self.max_length = int(self._control.ask("/v1/models")["data"][0]["max_model_len"])
         there = self._control.attempt(Generate.path, {})[0] not in ABSENT
         self._endpoint = Generate() if there else Completions()
-        self._stamp = Stamp(self._weights_now(), 0)
+        self._stamp = PolicyVersion(self._weights_now(), 0)
         self._check_logprobs()
 
     # -- requests and answers ----------------------------------------------------------------------
@@ -144,12 +144,12 @@ class VLLMEngine(RemoteEngine):
         status, answer = await self._post(body, where, deadline)
         if status != 200:
             if status >= 500:
-                await look_for_death(self._process)
+                await raise_if_dead(self._process)
             raise refusal(status, answer, where)
         return answer
 
     def _read_turn(
-        self, answer: Any, limit: int, stamp: Stamp, where: str, named: dict[str, Any]
+        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
     ) -> Generation:
         return read_generation(
             self._endpoint, answer, limit, stamp, where, now=self._stamp, name=named.get("model")
@@ -193,7 +193,7 @@ class VLLMEngine(RemoteEngine):
         weights = str(update.version)
         self._name_weights(weights)
         self._manage("/reset_prefix_cache")
-        self._stamp = Stamp(weights, update.version)
+        self._stamp = PolicyVersion(weights, update.version)
         self._manage("/resume")
         self._prove_fresh()
         return sent
@@ -201,7 +201,7 @@ class VLLMEngine(RemoteEngine):
     def _weights_now(self) -> str:
         """The version that it says its weights have."""
         if self._control.attempt("/weight_info", None)[0] != 200:
-            return NOBODYS
+            return UNNAMED_VERSION
         return str(self._control.ask("/weight_info")["weight_version"])
 
     def _name_weights(self, version: str) -> None:
@@ -227,10 +227,10 @@ def read_generation(
     endpoint: Generate | Completions,
     answer: Any,
     limit: int,
-    stamp: Stamp,
+    stamp: PolicyVersion,
     where: str,
     *,
-    now: Stamp,
+    now: PolicyVersion,
     name: str | None,
 ) -> Generation:
     """A turn from an answer.

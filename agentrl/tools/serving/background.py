@@ -32,7 +32,7 @@ from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import load_file
 from agentrl.sandbox import configure
 from agentrl.tools.serving.bind import bind, url_of
-from agentrl.tools.session import MAX_CALLS, Place
+from agentrl.tools.session import MAX_CALLS, EngineSlot
 from agentrl.workers import child
 from agentrl.workers.child_process import ChildProcess
 
@@ -145,7 +145,7 @@ class Workers:
     def stop(self) -> None:
         """End the server and its sessions; killed where that takes too long. Idempotent."""
         for worker in self._workers:
-            worker.let_go()
+            worker.close_input()
         end = time.monotonic() + STOP_SECONDS
         for worker in self._workers:
             worker.process.stop(end - time.monotonic())
@@ -180,7 +180,7 @@ class Worker:
         try:
             said = json.loads(process.receive(time.monotonic() + START_SECONDS))
         except (EOFError, TimeoutError):
-            self.let_go()
+            self.close_input()
             process.stop(1.0)
             raise ToolServerError(f"the tool server did not start{_last_lines(process)}") from None
         if "user_error" in said:
@@ -193,12 +193,12 @@ class Worker:
             self._stopping = True
         self.process.terminate()
 
-    def let_go(self) -> None:
+    def close_input(self) -> None:
         """Tell it to stop, and start no other. Idempotent."""
         with self._lock:
             self._stopping = True
         self._socket.close()
-        self.process.let_go()
+        self.process.close_input()
 
     def _start(self) -> ChildProcess:
         # It finds modules where this process does.
@@ -207,7 +207,7 @@ class Worker:
         descriptor = self._socket.fileno()
         process = ChildProcess(
             [sys.executable, "-u", "-P", "-c", code],
-            ends_itself=True,
+            stops_at_eof=True,
             descriptors=[descriptor],
             on_line=lambda line: log.warning("%s", line),
             on_end=self._ended,
@@ -264,7 +264,7 @@ def main() -> None:
             order["token"],
             lambda: answer(serving=server.url),
             bound=socket.socket(fileno=order["socket"]),
-            place=Place(tuple(order["ports"]), order["number"]),
+            place=EngineSlot(tuple(order["ports"]), order["number"]),
             max_calls=order["max_calls"],
         )
     except UserError as e:
