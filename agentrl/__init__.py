@@ -1,7 +1,7 @@
 """Reinforcement learning for language-model agents that talk over several turns and call tools.
 
-The public names. Each is loaded when it is first used, so that importing agentrl costs nothing and
-only `Trainer` needs torch.
+This module exports the public names. Each is imported when it is first used, so that
+`import agentrl` is fast and only `Trainer` needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "agent_loops": ("Episode", "agent_loop"),
     "config": ("Config", "load_config"),
     "data": ("load_samples",),
@@ -65,9 +65,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            value = getattr(importlib.import_module(f"agentrl.{home}"), name)
+            value = getattr(importlib.import_module(f"agentrl.{module}"), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'agentrl' has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Validation: fixed rows, fixed seeds, own sampling.
+"""Validation: play fixed rows with fixed seeds and the sampling of the `val` keys.
 
-The same function serves validation during training, `trainer.val_only` and `agentrl eval`, so that
-their figures are comparable. No torch: an engine is all it needs.
+Validation during training, `trainer.val_only` and `agentrl eval` use the same function, so that
+their metrics are comparable. It needs an engine, but not torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.trajectory import Group, Sample, Scored
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What came out: metrics by name, and the groups behind them."""
+    """The result of an evaluation: metrics by name, and the groups that they were computed from."""
 
     metrics: Mapping[str, float]
     groups: Sequence[Group]
@@ -28,19 +28,19 @@ class Evaluation:
 
 
 def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> Evaluation:
-    """Play every sample `val.n` times as `val` samples, and once greedily where asked.
+    """Play each sample `val.n` times, and once more at temperature 0 if `val.greedy` is true.
 
     Returns:
         `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
-        `val/tool_call_rate`; the same under `val/<agent_name>/` and, with verl's prefix,
-        `val-core/<data_source>/`; the greedy pass under `val_greedy/`. A rollout passes where its
-        grader's `acc` (its reward, where the grader has none) is at least 1.
+        `val/tool_call_rate`; the same metrics under `val/<agent_name>/` and, with verl's prefix,
+        `val-core/<data_source>/`; those of the greedy pass under `val_greedy/`. A rollout passes if
+        `acc` of its reward function (or the outcome, if it returns no `acc`) is at least 1.
 
     Raises:
         RunStopped: too many rollouts were dropped.
     """
-    sampled = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
-    groups = rollouts.collect(samples, n=val.n, sampling=sampled, step=0, tag="val")
+    sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    groups = rollouts.collect(samples, n=val.n, sampling=sampling, step=0, tag="val")
     metrics = _tables(groups, val.n, "val", "val-core")
     greedy_groups: list[Group] = []
     if val.greedy and val.temperature > 0:
@@ -52,11 +52,11 @@ def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> E
 
 def _tables(groups: Sequence[Group], n: int, prefix: str, core: str) -> dict[str, float]:
     metrics = _table(groups, n, prefix)
-    for agent, mine in _split(groups, lambda g: g.sample.agent_name).items():
-        metrics |= _table(mine, n, f"{prefix}/{agent}")
+    for agent, part in _split(groups, lambda g: g.sample.agent_name).items():
+        metrics |= _table(part, n, f"{prefix}/{agent}")
     if core:
-        for source, mine in _split(groups, lambda g: g.sample.data_source).items():
-            metrics |= _table(mine, n, f"{core}/{source}")
+        for source, part in _split(groups, lambda g: g.sample.data_source).items():
+            metrics |= _table(part, n, f"{core}/{source}")
     return metrics
 
 
@@ -83,14 +83,15 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
 
 
 def accuracy(scored: Scored) -> float:
-    """The grader's `acc`, or the outcome where it gives none."""
+    """Return `acc` of the reward function, or the outcome if it returns no `acc`."""
     return float(scored.metrics.get("acc", scored.rewards.get("outcome", scored.reward)))
 
 
 def pass_at_k(group: Group, k: int) -> float:
-    """The chance that one of k rollouts passes: 1 - C(n-c, k) / C(n, k) (Chen et al., 2021).
+    """Return the probability that at least one of k rollouts passes.
 
-    Unbiased for n >= k rollouts of which c passed; a group with fewer survivors counts all of them.
+    It is 1 - C(n-c, k) / C(n, k) for n rollouts of which c passed (Chen et al., 2021), which is
+    unbiased for n >= k. If fewer than k rollouts are left, it uses all of them.
     """
     n = len(group.scored)
     c = sum(accuracy(s) >= 1 for s in group.scored)

@@ -1,4 +1,4 @@
-"""Numbers that describe rollouts, under verl's names where the thing is the same."""
+"""Metrics of rollouts. Those that verl has too have verl's names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ def mean(values: Collection[float]) -> float:
 
 
 def spread(name: str, values: Collection[float]) -> dict[str, float]:
-    """`name/mean`, `name/max`, `name/min`; nothing for no values."""
+    """Return `name/mean`, `name/max` and `name/min`, or nothing if there are no values."""
     if not values:
         return {}
     return {f"{name}/mean": mean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts were like.
+    """Return the metrics of a step's rollouts.
 
-    Rewards, lengths and turns count rollouts. `rollout/<agent_name>/...` repeats success and the
-    share of rollouts that called a tool per loop, because a loop whose tool use dies out hides in
-    the mean. `waste/dead_group_frac` counts groups whose rewards are all equal: no signal.
+    Means of rewards, lengths and turns are over rollouts. `rollout/<agent_name>/...` repeats the
+    reward and the share of rollouts with tool calls for each loop, because the mean hides a loop
+    that stops calling tools. `waste/dead_group_frac` is the share of groups whose rewards are all
+    equal: they have no learning signal.
     """
     scored = [s for g in groups for s in g.scored]
     total = len(scored) + sum(g.dropped for g in groups)
@@ -35,8 +36,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     turns = [turn for t in trajectories for turn in t.turns]
     responses = [float(sum(len(x.response_ids) for x in t.segments)) for t in trajectories]
     sampled = float(sum(t.sampled_tokens for t in trajectories))
-    forged = float(sum(t.control_token_attempts for t in trajectories))
-    paying = sum(end - start for turn in turns for start, end, _ in turn.penalties)
+    control_token_attempts = float(sum(t.control_token_attempts for t in trajectories))
+    penalized = sum(end - start for turn in turns for start, end, _ in turn.penalties)
     results = [r for turn in turns for r in turn.tool_results]
     metrics = {
         **spread("critic/score", [s.reward for s in scored]),
@@ -47,20 +48,19 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/dropped": float(total - len(scored)),
         "rollout/sampled_tokens": sampled,
         "rollout/segments": mean([len(t.segments) for t in trajectories]),
-        "rollout/control_token_attempts": forged,
+        "rollout/control_token_attempts": control_token_attempts,
         "waste/dead_group_frac": mean([len({s.reward for s in g.scored}) <= 1 for g in groups]),
     }
     for agent in sorted({t.sample.agent_name for t in trajectories}):
-        mine = [s for s in scored if s.trajectory.sample.agent_name == agent]
-        metrics[f"rollout/{agent}/reward"] = mean([s.reward for s in mine])
-        metrics[f"rollout/{agent}/tool_call_rate"] = mean(
-            [count_calls(s.trajectory) > 0 for s in mine]
-        )
-    # Of all tool calls, the share that failed in each way.
-    for name, count in sorted(Counter(r.error for r in results if r.error).items()):
-        metrics[f"tool_error/{name}"] = count / len(results)
-    if paying:
-        metrics["tool_error/penalized_tokens"] = paying / sampled
+        of_agent = [s for s in scored if s.trajectory.sample.agent_name == agent]
+        called = [count_calls(s.trajectory) > 0 for s in of_agent]
+        metrics[f"rollout/{agent}/reward"] = mean([s.reward for s in of_agent])
+        metrics[f"rollout/{agent}/tool_call_rate"] = mean(called)
+    # The share of tool calls with each kind of error.
+    for error, count in sorted(Counter(r.error for r in results if r.error).items()):
+        metrics[f"tool_error/{error}"] = count / len(results)
+    if penalized:  # the share of sampled tokens that belong to failed calls with a penalty
+        metrics["tool_error/penalized_tokens"] = penalized / sampled
     metrics |= _cached(trajectories)
     for reason, count in sorted(Counter(t.stop_reason for t in trajectories).items()):
         metrics[f"stop/{reason}"] = count / len(scored)
@@ -74,19 +74,23 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def count_calls(trajectory: Trajectory) -> int:
-    """Tool calls that ran, right or wrong."""
+    """Return the number of tool calls that got a result, errors included."""
     return sum(len(t.tool_results) for t in trajectory.turns)
 
 
 def _cached(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of prompt tokens that the engine had cached.
+    """Return the share of prompt tokens that were in the engine's prefix cache.
 
-    Of all turns, and of all but each conversation's first, since those have mostly been seen.
+    It is returned for all turns, and for all turns but the first one of each conversation. The
+    prompts of later turns repeat earlier tokens, so most of them should be in the cache.
     """
     later: list[Turn] = []
     for t in trajectories:
-        begun: set[int] = set()
-        later += [turn for turn in t.turns if turn.thread in begun or begun.add(turn.thread)]
+        conversations: set[int] = set()
+        for turn in t.turns:
+            if turn.thread in conversations:
+                later.append(turn)
+            conversations.add(turn.thread)
     name = "rollout/cached_token_ratio"
     return {
         **_ratio(name, [turn for t in trajectories for turn in t.turns]),
@@ -95,6 +99,6 @@ def _cached(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _ratio(name: str, turns: Sequence[Turn]) -> dict[str, float]:
-    """Nothing where the engine reported no prompts."""
+    """Return the share of cached prompt tokens, or nothing if the engine does not report it."""
     total = sum(turn.prompt_tokens for turn in turns)
     return {name: sum(turn.cached_tokens for turn in turns) / total} if total else {}

@@ -1,7 +1,7 @@
 """The limit of open files of this process (`ulimit -n`).
 
 Each connection, pipe and file takes a descriptor. `ulimit -n` sets how many a process may have: the
-soft limit holds now, and a process may raise it up to the hard limit.
+soft limit applies now, and a process may raise it up to the hard limit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import resource
 
 RESERVED = 128
-"""Descriptors for all but connections and programs: libraries, GPUs, pipes to servers, logs, the
+"""Descriptors for everything but connections and programs: libraries, GPUs, pipes to servers, logs,
 files of a step. A CPU run has about 30 open, and a checkpoint adds a few at a time."""
 HEADROOM = 64
-"""Descriptors to be opened later, where a process has more than `RESERVED` - `HEADROOM` open."""
+"""Descriptors to open later, if a process already has more than `RESERVED` - `HEADROOM` open."""
 MAX_LIMIT = 2**20
 """The highest soft limit that is set. Some hosts allow 2**30, and a program that walks over all
 descriptors it could have would take minutes there."""
 SPARE = 16
+"""Descriptors that are kept open for a checkpoint in an emergency."""
 
 _reserved = 0
 _open_at_start = 0
@@ -75,7 +76,7 @@ def advice(error: BaseException) -> str:
 
 
 def spare_files() -> contextlib.ExitStack:
-    """Open descriptors to close when a process has no other left and must save a checkpoint."""
+    """Open descriptors that can be closed when none is left and a checkpoint must be saved."""
     files = contextlib.ExitStack()
     for _ in range(SPARE):
         files.callback(os.close, os.open(os.devnull, os.O_RDONLY))

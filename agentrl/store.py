@@ -1,13 +1,13 @@
-"""Trajectories on disk: one parquet file per step and split, there whole or not at all.
+"""Trajectories on disk: one parquet file for each step and split, written atomically.
 
     runs/demo/trajectories/
       val-00000000.parquet
       train-00000001.parquet
       train-00000002.parquet
 
-One row a rollout. Streams of tokens are columns of lists of segments, so that any parquet reader
-can work with them; what has structure (messages, turns, rewards) is JSON text. A row holds all of
-its trajectory: what is read back equals what was written.
+Each rollout is one row. The arrays of its segments (token ids, masks, logprobs) are columns of
+lists of lists, which any parquet reader can use. Structured data (messages, turns, rewards) is JSON
+text. A row contains the whole trajectory: what is read equals what was written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STREAMS = {
     "logprobs": pa.float32(),
     "versions": pa.int32(),
 }
-"""A segment's fields; their arrays have four bytes an item."""
+"""The fields of a segment. The items of their arrays have four bytes."""
 
 _TRAJECTORY = "scored.trajectory"
 _SAMPLE = f"{_TRAJECTORY}.sample"
@@ -75,9 +75,9 @@ _COLUMNS = {
     "seconds": (pa.float64(), f"{_TRAJECTORY}.seconds"),
     "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
 }
-"""Every column but the streams: its type, and where its value lies in a `Stored`."""
+"""All columns but the segments' arrays: their types, and the attribute of a `Stored`."""
 _JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling"}
-"""The columns that are JSON text."""
+"""The columns that contain JSON text."""
 
 SCHEMA = pa.schema(
     [
@@ -86,10 +86,10 @@ SCHEMA = pa.schema(
     ]
 )
 
-_OF_THE_COLUMN_SAMPLE = {f.name for f in fields(Sample)} - {
+_OTHER_SAMPLE_FIELDS = {f.name for f in fields(Sample)} - {
     path.removeprefix(f"{_SAMPLE}.") for _, path in _COLUMNS.values()
 }
-"""The fields of a sample that have no column of their own."""
+"""The fields of a sample without a column of their own; the column `sample` contains them."""
 
 _SAMPLES = TypeAdapter(Sample)
 _TURNS = TypeAdapter(tuple[Turn, ...])
@@ -100,26 +100,26 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A rollout as it was stored."""
+    """A stored rollout."""
 
     step: int
     split: str
     dropped: int
-    """How many rollouts its group lost."""
+    """The number of dropped rollouts in its group."""
     scored: Scored
 
 
 class TrajectoryStore:
-    """The folder of a run's trajectories. One process writes; any may read at the same time."""
+    """The folder of a run's trajectories. One process writes it; any process may read it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def write(self, step: int, groups: Sequence[Group], split: str = "train") -> Path:
-        """Store a step's rollouts; a step stored before is replaced.
+        """Store the rollouts of a step, in place of those that were stored for it before.
 
         Raises:
-            RunStopped: the file cannot be written (the disk is full).
+            RunStopped: the file cannot be written, for example because the disk is full.
         """
         path = self.folder / f"{split}-{step:08d}.parquet"
         staging = self.folder / f".{path.name}-{os.getpid()}"
@@ -138,7 +138,7 @@ class TrajectoryStore:
         return path
 
     def read(self, step: int | None = None, split: str | None = None) -> Iterator[Stored]:
-        """The rollouts of one or all steps and splits, by step.
+        """Yield the rollouts of one or all steps and splits, in the order of steps.
 
         Raises:
             DataError: a file is damaged.
@@ -148,31 +148,31 @@ class TrajectoryStore:
                 yield from _read_shard(path)
 
     def truncate_after(self, step: int) -> None:
-        """Remove what lies after a step (-1: everything), and what killed processes left."""
+        """Remove all files after a step (-1: all) and temporary files of killed processes."""
         for path, shard_step, _ in self._shards():
             if shard_step > step:
                 path.unlink()
-        for left in self.folder.glob(".*.parquet-*"):
-            left.unlink()
+        for staging in self.folder.glob(".*.parquet-*"):
+            staging.unlink()
 
     def _shards(self) -> list[tuple[Path, int, str]]:
-        """Files with step and split, by step."""
-        found = [(p, m) for p in self.folder.glob("*.parquet") if (m := _SHARD.fullmatch(p.name))]
-        return sorted(((p, int(m[2]), m[1]) for p, m in found), key=lambda s: (s[1], s[2]))
+        """Return the files with their steps and splits, in the order of steps."""
+        files = [(p, m) for p in self.folder.glob("*.parquet") if (m := _SHARD.fullmatch(p.name))]
+        return sorted(((p, int(m[2]), m[1]) for p, m in files), key=lambda s: (s[1], s[2]))
 
 
 def load_trajectories(
     folder: Path, step: int | None = None, split: str | None = None
 ) -> Iterator[Scored]:
-    """The scored trajectories of a run.
+    """Yield the scored trajectories of a run.
 
     Args:
         folder: a folder that a `TrajectoryStore` wrote (`runs/NAME/trajectories`).
-        step: one step, or all.
-        split: "train", "evicted", "baseline", "val", "greedy", or all.
+        step: one step; None for all.
+        split: "train", "evicted", "baseline", "val" or "greedy"; None for all.
 
     Raises:
-        DataError: no such folder, or a file is damaged.
+        DataError: the folder does not exist, or a file is damaged.
     """
     if not folder.is_dir():
         raise DataError(f"no trajectories: {folder} is not a folder")
@@ -200,17 +200,17 @@ def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
 def _cell(name: str, path: str, row: Stored) -> Any:
     value = attrgetter(path)(row)
     if name == "sample":
-        kept = _OF_THE_COLUMN_SAMPLE
-        value = {f.name: getattr(value, f.name) for f in fields(value) if f.name in kept}
+        names = [f.name for f in fields(value) if f.name in _OTHER_SAMPLE_FIELDS]
+        value = {field: getattr(value, field) for field in names}
     if name in _JSON:
-        value = json.dumps(value, default=_plain, ensure_ascii=False)
-    if isinstance(value, str):  # UTF-8 cannot hold a lone surrogate: `?` in its place
+        value = json.dumps(value, default=_to_json, ensure_ascii=False)
+    if isinstance(value, str):  # UTF-8 has no lone surrogates: replace them with `?`
         return value.encode("utf-8", "replace").decode()
     return value
 
 
 def _list_column(rows: Sequence[Sequence[array[Any]]], item: pa.DataType) -> pa.Array:
-    """Lists of segments of items, from arrays by their bytes: no item becomes an object."""
+    """Build a column of lists of lists from the bytes of the arrays, without Python objects."""
     segments = [segment for row in rows for segment in row]
     items = pa.py_buffer(b"".join(s.tobytes() for s in segments))
     n = sum(map(len, segments))
@@ -223,8 +223,8 @@ def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
     return pa.array(accumulate(map(len, lists), initial=0), pa.int32())
 
 
-def _plain(value: Any) -> Any:
-    """What JSON does not know: our own types by field, other mappings, and text for the rest."""
+def _to_json(value: Any) -> Any:
+    """Convert a value that JSON does not support: dataclass, mapping, or anything else as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -245,29 +245,29 @@ def _read_shard(path: Path) -> Iterator[Stored]:
                     segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
                     yield _stored(row, segments)
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as e:
-        raise DataError(f"{path} holds no trajectories that can be read: {e!r}") from e
+        raise DataError(f"{path} is not a readable file of trajectories: {e!r}") from e
 
 
 def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
-    row = {"control_token_attempts": 0, **row}  # older files lack it
+    row = {"control_token_attempts": 0, **row}  # missing in older files
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, (_, path) in _COLUMNS.items():
         owner, _, field = path.rpartition(".")
         parts[owner][field] = json.loads(row[name]) if name in _JSON else row[name]
-    plain = parts[_TRAJECTORY]
-    sampling = plain["sampling"].items()
-    plain |= {
-        "sample": _SAMPLES.validate_python(plain["sample"] | parts[_SAMPLE]),
-        "turns": _TURNS.validate_python(plain["turns"]),
-        "messages": _MESSAGES.validate_python(plain["messages"]),
+    values = parts[_TRAJECTORY]
+    sampling = values["sampling"].items()
+    values |= {
+        "sample": _SAMPLES.validate_python(values["sample"] | parts[_SAMPLE]),
+        "turns": _TURNS.validate_python(values["turns"]),
+        "messages": _MESSAGES.validate_python(values["messages"]),
         "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
     }
-    scored = Scored(Trajectory(segments=segments, **plain), **parts["scored"])
+    scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])
     return Stored(scored=scored, **parts[""])
 
 
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:
-    """The inverse of `_list_column`."""
+    """Return the arrays of a column; the inverse of `_list_column`."""
     inner = column.values
     leaf = inner.values
     code = "f" if leaf.type == pa.float32() else "i"

@@ -15,14 +15,14 @@ HEAVY = "('torch', 'transformers', 'fastapi', 'ray', 'pydantic', 'pyarrow')"
 def test_all_is_what_is_visible_sorted():
     assert sorted(agentrl.__all__) == agentrl.__all__
     assert [name for name in dir(agentrl) if not name.startswith("_")] == agentrl.__all__
-    assert sorted(name for names in agentrl._HOMES.values() for name in names) == agentrl.__all__
+    assert sorted(name for names in agentrl._MODULES.values() for name in names) == agentrl.__all__
 
 
 def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(agentrl.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {f.module: tuple(a.name for a in f.names) for f in block.body}
-    assert seen == {f"agentrl.{home}": names for home, names in agentrl._HOMES.items()}
+    assert seen == {f"agentrl.{module}": names for module, names in agentrl._MODULES.items()}
 
 
 @pytest.mark.parametrize("name", agentrl.__all__)
