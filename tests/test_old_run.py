@@ -54,7 +54,7 @@ def agentrl(folder, *arguments):
 
 def test_it_goes_on_as_it_would_have(old):
     printed = agentrl(old, "train", "-c", "config.yaml", "trainer.total_steps=3")
-    assert "going on from step 2 (run/global_step_00000002)" in printed
+    assert "resuming from step 2 (run/global_step_00000002)" in printed
     steps = [json.loads(line) for line in (old / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
     now, then = steps[-1]["data"], json.loads((old / "step_3.json").read_text())["data"]

@@ -296,7 +296,7 @@ def run_that_leaks(folder: Path, model: Path, **environment: str):
 def test_a_run_without_descriptors_saves_and_says_why(tmp_path, random_model):
     """The second step's trajectories cannot be written; the first step is not lost."""
     said = run_that_leaks(tmp_path, random_model)
-    assert "saved after step 1; the same command goes on from there" in said
+    assert "saved after step 1; the same command resumes from there" in said
     assert (tmp_path / "run" / "global_step_00000001" / "meta.json").exists()
 
 
@@ -314,7 +314,7 @@ def test_where_nothing_can_be_saved_the_cause_is_said(tmp_path, random_model):
 @pytest.fixture
 def small_server(monkeypatch):
     """A tool server that accepts four connections."""
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(open_files, "_reserved", 0)
 
     @tool
@@ -336,7 +336,7 @@ def small_server(monkeypatch):
 
 def test_the_tool_server_accepts_what_the_run_counts_on(monkeypatch, limit, tmp_path):
     """Under the limit that a run needs, each process of its tool server accepts enough."""
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(open_files, "_open_at_start", 1)
     monkeypatch.setattr(Connection, "most", 0)
 

@@ -1,7 +1,7 @@
-"""Many processes on any number of machines, by Ray: the only room that knows it.
+"""Many processes on one or more machines, with Ray: the only package that imports it.
 
-A run opens a site in a cluster (`open_placement`), gets its ranks there as a group with the methods of
-one, and places for its servers.
+A run opens a placement in a cluster (`open_placement`). The placement starts the ranks as a group
+with the methods of one rank, and has slots for the run's servers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_placement(config: Config) -> Iterator[RayPlacement]:
-    """Join the run's cluster or start it, and take the learner's places there.
+    """Join the run's cluster or start one, and reserve the learner's devices in it.
 
-    What was taken or started is given back at the end. With trainer.device=auto, several ranks are
-    on GPUs; one alone may be on a CPU.
+    All that was reserved or started is released at the end. With trainer.device=auto several ranks
+    need GPUs; a single one may run on a CPU.
 
     Args:
-        config: the run's.
+        config: the run's config.
 
     Raises:
-        ConfigError: there is no Ray or no such cluster, or it is too small, or several
-            ranks are to have GPUs that it has not.
+        ConfigError: Ray is not installed, there is no such cluster, the cluster is too small, or
+            several ranks need GPUs that it does not have.
     """
     t = config.trainer
     with open_cluster(t.ray_address, cpus=t.n_gpus_per_node, gpus=t.device != "cpu"):
@@ -42,46 +42,46 @@ def open_placement(config: Config) -> Iterator[RayPlacement]:
 
         from agentrl.cluster.pool import ResourcePool
 
-        asked = f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}"
+        request = f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}"
         count = t.nnodes * t.n_gpus_per_node
         cpu = t.device == "cpu" or (t.device == "auto" and not ray.cluster_resources().get("GPU"))
         if cpu and t.device == "auto" and count > 1:
             raise ConfigError(
-                f"{asked}: {count} GPUs are asked for, and none is here. With trainer.device=cpu"
-                " processes are counted instead"
+                f"{request}: the run needs {count} GPUs, but the cluster has none. With"
+                " trainer.device=cpu the keys count CPU processes instead"
             )
         with ExitStack() as stack:
             pool = ResourcePool(
                 t.nnodes,
                 t.n_gpus_per_node,
                 gpu=not cpu,
-                request=asked,
+                request=request,
             )
             stack.callback(pool.close)
             yield RayPlacement(config, pool, stack)
 
 
 class RayPlacement:
-    """See `open_placement`; a trainer's `Placement`."""
+    """The devices of a run in a Ray cluster; from `open_placement`."""
 
     def __init__(self, config: Config, pool: ResourcePool, stack: ExitStack):
-        """Use what was taken.
+        """Use reserved devices.
 
         Args:
-            config: the run's.
-            pool: the learner's places.
-            stack: gives back what is taken later.
+            config: the run's config.
+            pool: the learner's devices.
+            stack: releases what is reserved later.
         """
         self._config, self._pool, self._stack = config, pool, stack
         self._group: WorkerGroup | None = None
 
     def start_ranks(self, cls: type, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Start one object of a class a rank.
+        """Start one object of a class per rank.
 
         Args:
-            cls: with methods that are marked by `dispatch`.
-            *args: for it.
-            **kwargs: for it.
+            cls: a class with methods that are marked by `dispatch`.
+            *args: its arguments.
+            **kwargs: its arguments.
 
         Raises:
             AgentRLError: see `WorkerGroup`.
@@ -102,10 +102,10 @@ class RayPlacement:
         return self._group
 
     def engine_slots(self) -> list[EngineSlot]:
-        """Where the servers that the run starts stand, for `open_engine`; after `ranks`.
+        """Return where `open_engine` starts servers. Call it after `start_ranks`.
 
         Raises:
-            ConfigError: they do not fit where they should.
+            ConfigError: the servers do not fit.
         """
         from agentrl.cluster.engines import colocated_slots, separate_slots
 
@@ -113,7 +113,9 @@ class RayPlacement:
         if r.name == "local" or r.urls:
             return []
         if t.placement == "colocated" or not self._pool.gpu:
-            assert self._group is not None, "servers stand beside ranks"
+            assert self._group is not None, (
+                "start_ranks first: colocated servers use the GPUs of ranks"
+            )
             return colocated_slots(self._group.workers, r, cpu=not self._pool.gpu)
         slots, pool = separate_slots(r)
         self._stack.callback(pool.close)

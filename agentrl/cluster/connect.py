@@ -1,9 +1,9 @@
-"""A cluster to work in: one that runs already, or one of our own on this machine.
+"""The Ray cluster of a run: an existing one, or a new one on this machine.
 
-Ray's ports listen on every interface, and whoever may speak to them runs code here: what keeps
-others out is the token. A cluster of ours has its own, in a file that only the user reads, and its
-sockets lie in a folder that only the user enters. The processes of such a cluster end with the
-thread that started it, by whatever death (Linux: the kernel sees to it).
+Ray's ports listen on every interface, and whoever can connect to them can run code on this machine.
+A token prevents that. A cluster that a run starts has its own token, in a file that only the user
+can read, and its sockets are in a folder that only the user can enter. On Linux, the processes of
+such a cluster end with the thread that started it, however that thread ends.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from agentrl.workers.variables import environment_variables
 log = logging.getLogger("agentrl")
 
 MIN_VERSION = (2, 52)
-"""The first Ray with tokens."""
+"""The first Ray version with tokens."""
 CONNECT_SECONDS = 5.0
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nobody is told what is trained here
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default; unset it warns
+    "RAY_USAGE_STATS_ENABLED": "0",  # do not report usage to Ray
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # later versions' default; Ray warns without
 }
 
 
 @contextlib.contextmanager
 def open_cluster(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iterator[None]:
-    """Be in a cluster for the duration of the block.
+    """Connect this process to a cluster within the block.
 
-    What is started here is ended here, with all its processes; a cluster that was joined, and one
-    that this process was in before, go on.
+    A cluster that is started here ends with the block, with all its processes. A cluster that was
+    joined, or that this process was already connected to, continues.
 
     Args:
-        address: `HOST:PORT` of a cluster, `auto` for the one that this machine is part of, or "" to
-            start one of this machine alone.
-        cpus: what a cluster that is started has at least: how many processes want one.
-        gpus: whether it has this machine's GPUs.
+        address: `HOST:PORT` of a cluster, `auto` for the cluster of this machine, or "" to start
+            one on this machine.
+        cpus: the number of processes that need a CPU; a new cluster has at least as many.
+        gpus: True if a new cluster has this machine's GPUs.
 
     Raises:
-        ConfigError: there is no Ray, or one too old; or no such cluster, or it refuses us.
+        ConfigError: Ray is not installed or too old, there is no such cluster, or it rejects the
+            connection.
     """
     check_ray()
     with environment_variables(QUIET):
@@ -68,10 +69,10 @@ def open_cluster(address: str = "", *, cpus: int = 1, gpus: bool = True) -> Iter
 
 
 def check_ray() -> None:
-    """Look for Ray without importing it.
+    """Check that Ray is installed, without importing it.
 
     Raises:
-        ConfigError: there is none, or one too old.
+        ConfigError: it is not, or it is too old.
     """
     oldest = ".".join(map(str, MIN_VERSION))
     try:
@@ -82,15 +83,15 @@ def check_ray() -> None:
         ) from None
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < MIN_VERSION:
         raise ConfigError(
-            f"Ray {installed} lets everybody in who reaches its ports: it knows no tokens. Install a"
-            f' newer one: pip install "ray>={oldest}"'
+            f"Ray {installed} has no tokens: everybody who reaches its ports can run code. Install"
+            f' a newer one: pip install "ray>={oldest}"'
         )
 
 
 @contextlib.contextmanager
 def _start(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
-    # Sockets have short names: not below a TMPDIR of any length. Ray opens its own folder to all,
-    # the one around it is ours alone.
+    # Paths of sockets must be short, so a long TMPDIR cannot be used. All users can enter Ray's own
+    # folder, but only this user can enter its parent.
     with TemporaryDirectory(prefix="agentrl-ray-", dir="/tmp") as folder:
         token = Path(folder) / "token"
         token.touch(0o600)
@@ -100,7 +101,7 @@ def _start(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
             try:
                 with _keep_sigterm():
                     ray.init(
-                        address="local",  # whatever RAY_ADDRESS says
+                        address="local",  # ignore RAY_ADDRESS
                         num_cpus=cpus,
                         num_gpus=None if gpus else 0,
                         include_dashboard=False,
@@ -119,8 +120,8 @@ def _join(ray: Any, address: str) -> Iterator[None]:
     has_token = bool(os.environ.get(TOKEN) or token_path().is_file())
     if not has_token:
         log.warning(
-            "trainer.ray_address=%s is joined without a token: a cluster that asks for none runs"
-            " the code of whoever reaches its ports (RAY_AUTH_MODE=token)",
+            "trainer.ray_address=%s is joined without a token: everybody who reaches the ports of a"
+            " cluster without tokens can run code there. Start it with RAY_AUTH_MODE=token",
             address,
         )
     with environment_variables({MODE: os.environ.get(MODE) or ("token" if has_token else None)}):
@@ -128,13 +129,13 @@ def _join(ray: Any, address: str) -> Iterator[None]:
         try:
             with _keep_sigterm():
                 ray.init(address=address, logging_level=logging.WARNING)
-        except (Exception, SystemExit) as e:  # Ray ends the process where nobody answers
+        except (Exception, SystemExit) as e:  # Ray exits if there is no answer
             ray.shutdown()
             raise ConfigError(
                 f"trainer.ray_address={address}: cannot join the cluster: {e}\nThis machine must be"
-                f" part of it (ray start --address=...), with its token: {TOKEN} is"
+                f" part of it (ray start --address=...) and have its token: {TOKEN} is"
                 f" {'set' if os.environ.get(TOKEN) else 'not set'}, {token_path()} is"
-                f" {'there' if token_path().is_file() else 'not there'}"
+                f" {'a file' if token_path().is_file() else 'no file'}"
             ) from None
         try:
             yield
@@ -143,32 +144,34 @@ def _join(ray: Any, address: str) -> Iterator[None]:
 
 
 def token_path() -> Path:
-    """Where Ray looks for a token, unless the environment has it."""
+    """Return where Ray looks for a token, unless the environment has it."""
     return Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray/auth_token")
 
 
 def check_reachable(address: str) -> None:
-    """Ray itself would wait for minutes, then end the process.
+    """Check that a process listens at the address.
+
+    Otherwise Ray would wait for minutes, then end this process.
 
     Raises:
-        ConfigError: nobody listens there.
+        ConfigError: none does.
     """
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal()) or "/" in host:
         raise ConfigError(
-            f"trainer.ray_address={address} is not auto, nor HOST:PORT as `ray start` prints it"
+            f"trainer.ray_address={address} is neither auto nor HOST:PORT as `ray start` prints it"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as e:
-        raise ConfigError(f"trainer.ray_address={address}: nobody answers there: {e}") from None
+        raise ConfigError(f"trainer.ray_address={address}: no process answers there: {e}") from None
 
 
 @contextlib.contextmanager
 def _keep_sigterm() -> Iterator[None]:
-    """`ray.init` takes SIGTERM for itself; a run has its own way to end."""
+    """Keep the handler of SIGTERM within the block: `ray.init` would replace it."""
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if main else None
     try:
@@ -179,7 +182,7 @@ def _keep_sigterm() -> Iterator[None]:
 
 
 def _reset_token_cache() -> None:
-    """Ray reads mode and token once a process; a second cluster has others."""
+    """Make Ray read mode and token again; it reads them once per process."""
     with contextlib.suppress(ImportError, AttributeError):
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Servers of the run as part of its cluster: on the learner's GPUs, or on some of their own."""
+"""Inference servers of a run in its Ray cluster: on the learner's GPUs, or on other ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, EngineSlot, Se
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 HOST_SECONDS = 120.0
-"""For an actor to be there."""
+"""The time for an actor to start."""
 STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.1
 
@@ -31,29 +31,29 @@ LOOK_SECONDS = 0.1
 def colocated_slots(
     ranks: Sequence[group.WorkerInfo], config: RolloutConfig, *, cpu: bool
 ) -> list[EngineSlot]:
-    """On the ranks' machines and GPUs, in their order.
+    """Return slots on the ranks' machines and GPUs, in the order of ranks.
 
     Raises:
-        ConfigError: there are fewer, or a server's would be on several machines.
+        ConfigError: there are too few GPUs, or those of a server would be on several machines.
     """
     each = config.tensor_parallel_size
     if cpu:
-        # Where the run is: it talks to them all the time, and on a CPU there is nothing to share.
+        # On the machine of the run, which sends requests all the time. CPUs are not shared.
         node = ray.get_runtime_context().get_node_id()
         return [_slot_on(node, ()) for _ in range(config.engines)]
     if config.engines * each > len(ranks):
         raise ConfigError(
             f"trainer.placement=colocated: rollout.engines={config.engines} times"
             f" rollout.tensor_parallel_size={each} are {config.engines * each} GPUs, but"
-            f" {len(ranks)} learn"
+            f" the learner has {len(ranks)}"
         )
     result = []
     for first in range(0, config.engines * each, each):
         share = ranks[first : first + each]
         if len({rank.node for rank in share}) > 1:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={each}: a server's GPUs must be on one machine,"
-                " which trainer.n_gpus_per_node must be a multiple of"
+                f"rollout.tensor_parallel_size={each}: the GPUs of a server must be on one"
+                " machine. Make trainer.n_gpus_per_node a multiple of it"
             )
         gpus = [gpu for rank in share for gpu in rank.gpus]
         result.append(_slot_on(share[0].node, gpus, shared=True))
@@ -61,10 +61,10 @@ def colocated_slots(
 
 
 def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePool]:
-    """On GPUs that nobody else has, and the pool that holds them.
+    """Return slots on reserved GPUs, and the pool that holds them.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are too few.
     """
     each = config.tensor_parallel_size
     pool = ResourcePool(
@@ -77,12 +77,13 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
     return [
-        EngineSlot(list(range(each)), near=False, run=partial(_start_in_actor, o, ())) for o in options
+        EngineSlot(list(range(each)), near=False, run=partial(_start_in_actor, o, ()))
+        for o in options
     ], pool
 
 
 def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> EngineSlot:
-    """On a machine, with GPUs that Ray counts as the ranks'."""
+    """Return a slot on a machine, with GPUs that Ray has given to the ranks."""
     options = {
         "num_cpus": 0,
         "num_gpus": 0,
@@ -95,7 +96,7 @@ def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> EngineS
 def _start_in_actor(
     options: dict[str, Any], gpus: Sequence[str], start: Start
 ) -> tuple[RemoteProcess, bool]:
-    """Start a server in an actor of its own; see `EngineSlot.run`."""
+    """Start a server in an actor of its own; see `Place.run`."""
     host: Any = (
         ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options).remote()
     )
@@ -109,23 +110,23 @@ def _start_in_actor(
         raise
     if isinstance(result, Failed):
         ray.kill(host)
-        raise result.error or EngineError(f"a server was not started: {result.message}")
+        raise result.error or EngineError(f"a server could not be started: {result.message}")
     facts, word = result
     return RemoteProcess(host, **facts), word
 
 
 class RemoteProcess:
-    """A server's process that an actor holds; to an engine as good as one of our own."""
+    """A server's process that an actor holds, with the interface of a local one."""
 
     def __init__(self, host: Any, *, url: str, token: str, admin_token: str, pid: int):
-        """It runs.
+        """Use a server that runs.
 
         Args:
             host: the actor.
-            url: the server's.
-            token: its key.
-            admin_token: for what manages it.
-            pid: on its machine.
+            url: the server's URL.
+            token: the server's API key.
+            admin_token: the key of its management API.
+            pid: the process id on its machine.
         """
         self.url, self.token, self.admin_token, self.pid = url, token, admin_token, pid
         self._host = host
@@ -133,19 +134,19 @@ class RemoteProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it is there, and the actor as well; does not wait."""
+        """True if the process and the actor run; does not wait."""
         return not ray.wait([self._end], timeout=0)[0]
 
     def death(self) -> EngineDead:
-        """See `Serving`."""
+        """Return why the process ended."""
         try:
             return _get(self._end, STOP_SECONDS)
         except EngineError as e:
-            return EngineDead(f"the server at {self.url} ended with its host: {e}")
+            return EngineDead(f"the server at {self.url} ended with its actor: {e}")
 
     def stop(self) -> None:
-        """See `Serving`. Its machine may be gone already."""
-        if not ray.is_initialized():  # and with the cluster all that ran there
+        """Stop the process, if its machine still exists."""
+        if not ray.is_initialized():  # the processes ended with the cluster
             return
         with contextlib.suppress(EngineError):
             _get(self._host.stop.remote(), STOP_SECONDS)
@@ -153,10 +154,10 @@ class RemoteProcess:
 
 
 class EngineHost:
-    """An actor: holds a server's process, which ends with it."""
+    """An actor that holds a server's process. The process ends with the actor."""
 
     def __init__(self) -> None:
-        """Nothing is started yet."""
+        """Create the actor; nothing is started yet."""
         self._process: ServerProcess | None = None
 
     def __repr__(self) -> str:
@@ -169,16 +170,18 @@ class EngineHost:
         """Start a server.
 
         Args:
-            start: how.
-            gpus: those it sees, as CUDA_VISIBLE_DEVICES has them; none: those that Ray gave us.
-            node: where those are who talk to it: only on another is it open to a network.
-            probe: a folder such as they write for servers to read.
+            start: starts it.
+            gpus: the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; empty: those that Ray
+                assigned.
+            node: the machine of the server's clients. The server listens on the network only if
+                this is another one.
+            probe: a folder such as the clients write for servers to read.
 
         Returns:
-            What `RemoteProcess` is made of, and the word of `start`.
+            The arguments of `RemoteProcess`, and the second result of `start`.
 
         Raises:
-            ConfigError: this machine does not see it.
+            ConfigError: this machine does not see the folder.
             AgentRLError: see `start`.
         """
         near = ray.get_runtime_context().get_node_id() == node
@@ -192,30 +195,32 @@ class EngineHost:
         return {name: getattr(process, name) for name in names}, word
 
     def ended(self) -> EngineDead:
-        """Wait for its end."""
+        """Wait for the end of the server."""
         assert self._process is not None
         while self._process.running:
             time.sleep(LOOK_SECONDS)
         return self._process.death()
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the server."""
         if self._process is not None:
             self._process.stop()
 
 
 def _get(ref: Any, seconds: float) -> Any:
-    """What an actor answers.
+    """Return an actor's result.
 
     Raises:
-        EngineError: nothing, in time.
+        EngineError: the actor failed, or there was no result in time.
     """
     end = time.monotonic() + seconds
-    while True:  # in pieces, so that Ctrl-C is heard
+    while True:  # in steps of a second, so that Ctrl-C works
         try:
             return ray.get(ref, timeout=max(0.0, min(1.0, end - time.monotonic())))
         except GetTimeoutError:
             if time.monotonic() >= end:
-                raise EngineError(f"no answer from a server's host in {seconds:g} s") from None
+                raise EngineError(
+                    f"the actor of a server did not answer within {seconds:g} s"
+                ) from None
         except RayError as e:
             raise EngineError(f"{type(e).__name__}: {' '.join(str(e).split())[:300]}") from None

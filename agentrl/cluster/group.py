@@ -1,6 +1,6 @@
-"""The ranks of a run as one object, with the methods of each; and the process of a rank.
+"""The ranks of a run as one object with the methods of a rank, and the actor of a rank.
 
-Each rank is an actor, a `RankActor`, that holds the object whose methods are called.
+Each rank is a Ray actor, `RankActor`, which holds the object whose methods are called.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched_methods
 log = logging.getLogger("agentrl")
 
 START_SECONDS = 300.0
-"""Of processes that import torch, all at once, perhaps from a slow file system."""
+"""For processes that import torch all at once, perhaps from a slow file system."""
 BUILD_SECONDS = 3600.0
-"""Of ranks that read a model."""
+"""For ranks that read a model."""
 CALL_SECONDS = 2 * 3600.0
-"""Longer than any call takes: what hangs for so long does so forever."""
+"""Longer than any call takes: a call that hangs for so long never ends."""
 WATCHDOG_SECONDS = 300.0
 GRACE_SECONDS = 2.0
-"""After one rank failed: for the others to say why they did, if that was the cause."""
+"""After a rank failed: the time for other ranks to report their failure, which may be the cause."""
 
 
 class WorkerGroup:
-    """One process a rank, and the methods of their class that were marked by `dispatch`.
+    """One process per rank, with the methods of their class that are marked by `dispatch`.
 
-    A rank that raises, ends or hangs is the end of the group: the others wait for it in a
-    collective operation, and what they hold is no longer the same. `close` ends all of them.
+    A rank that raises, ends or hangs ends the group: the other ranks wait for it in a collective
+    operation, and their states are no longer consistent. `close` ends all of them.
     """
 
     def __init__(
@@ -61,31 +61,32 @@ class WorkerGroup:
         deadline_s: float = CALL_SECONDS,
         **kwargs: Any,
     ):
-        """Start a process on each place of a pool, and make an object in each.
+        """Start a process on each device of a pool, and make an object in each.
 
-        Each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch reads them, and sees only
-        the GPU of its own, which is `cuda:0` (LOCAL_RANK=0).
+        Each process has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch reads them. It sees
+        only its own GPU, as `cuda:0` (LOCAL_RANK=0).
 
         Args:
-            cls: of the object.
-            pool: the places, in the order of ranks.
+            cls: the class of the objects.
+            pool: the devices, in the order of ranks.
             *args: for `cls`.
-            shipment: what ranks need of the controller's machine.
-            watchdog_s: after so many seconds of a call, say which ranks are not done, and where.
-            deadline_s: after so many, end.
+            shipment: what ranks need from the controller's machine.
+            watchdog_s: after so many seconds of a call, log which ranks are not done, and where
+                they are.
+            deadline_s: after so many seconds of a call, end the group.
             **kwargs: for `cls`.
 
         Raises:
             ConfigError: a machine has other packages, files or registered names than this one.
-            AgentRLError: what the first rank raised.
-            RunStopped: a rank ended, or raised something else.
+            AgentRLError: the first rank that failed raised it.
+            RunStopped: a rank ended, or raised another exception.
         """
         self.size = pool.nodes * pool.each
         self._watchdog_s, self._deadline_s = watchdog_s, deadline_s
         self._end_reason = ""
-        """Why it is at its end."""
-        # An engine that is mended asks for weights beside the run; all ranks must be called in one
-        # order, since they meet in every call.
+        """Why the group has ended; empty while it runs."""
+        # The recovery of an engine requests weights concurrently with the run. All ranks must get
+        # their calls in the same order, since they wait for each other in every call.
         self._calling = threading.Lock()
         self.workers: list[WorkerInfo] = []
         actor = ray.remote(RankActor)
@@ -115,7 +116,7 @@ class WorkerGroup:
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
 
-    # -- the beginning -----------------------------------------------------------------------------
+    # -- starting ---------------------------------------------------------------------------------
 
     def _open(
         self, pool: ResourcePool, cls: type, arguments: tuple[tuple, dict], shipment: Shipment
@@ -131,7 +132,7 @@ class WorkerGroup:
             "WORLD_SIZE": str(self.size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # The store is there already: rank 0 joins it as all others do.
+            # The store exists already: rank 0 connects to it like all others.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
@@ -162,22 +163,22 @@ class WorkerGroup:
             ]
             if different:
                 raise ConfigError(
-                    f"{self._describe(rank)} has {', '.join(different)}. Install the same"
+                    f"{self._describe(rank)} has {', '.join(different)}. Install the same versions"
                 )
 
-    # -- calls -------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------
 
     def _call(self, name: str, how: Dispatch, *args: Any, **kwargs: Any) -> Any:
-        """Call a method as it was declared; see `Dispatch`."""
+        """Call a method as its `Dispatch` declares."""
         if self._end_reason:
-            raise RunStopped(f"{name}: no rank is left: {self._end_reason}")
+            raise RunStopped(f"{name}: the ranks have ended: {self._end_reason}")
         shares: list[tuple[Any, ...]] = [()] * self.size
         if how is SPLIT:
             first, *args = args  # type: ignore[assignment]
             if len(first) != self.size:
                 raise ValueError(f"{name}: {len(first)} shares for {self.size} ranks")
             shares = [(share,) for share in first]
-        arguments = ray.put((tuple(args), kwargs))  # once, whoever reads it
+        arguments = ray.put((tuple(args), kwargs))  # stored once for all ranks
         with self._calling:
             refs = [
                 actor.call.remote(name, self._watchdog_s, arguments, *share)
@@ -187,11 +188,11 @@ class WorkerGroup:
         return results if how is SPLIT else results[0]
 
     def _gather(self, name: str, refs: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """The results of all ranks that were asked.
+        """Wait for the results of all ranks that were called.
 
         Raises:
-            AgentRLError: what the first rank that failed raised; the group is at its end.
-            RunStopped: it raised something else, it died, or there is no result in time.
+            AgentRLError: the first rank that failed raised it; the group has ended.
+            RunStopped: that rank raised another exception or died, or there is no result in time.
         """
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -204,7 +205,7 @@ class WorkerGroup:
                 log.warning(
                     "%s: %s", name, self._describe_unfinished(waiting.values(), now - start)
                 )
-            # In pieces, so that Ctrl-C is heard.
+            # In steps of a second, so that Ctrl-C works.
             done, _ = ray.wait(list(waiting), timeout=min(1.0, end - now))
             for ref in done:
                 rank = waiting.pop(ref)
@@ -220,11 +221,14 @@ class WorkerGroup:
             message = self._describe_unfinished(waiting.values(), time.monotonic() - start)
             self._end_reason = f"{name}: {message}"
             self.close()
-            raise RunStopped(f"{self._end_reason}; the ranks were ended")
+            raise RunStopped(f"{self._end_reason}; all ranks were stopped")
         return [results[rank] for rank in range(len(refs))]
 
     def _fail(self, name: str, failed: dict[int, Failed]) -> NoReturn:
-        """End the group with the cause: a death, an error of ours, or what came first."""
+        """End the group with the likeliest cause.
+
+        This is a death, else an error of agentrl, else the first failure.
+        """
         order = sorted(
             failed, key=lambda r: (not failed[r].died, failed[r].error is None, failed[r].at)
         )
@@ -237,7 +241,7 @@ class WorkerGroup:
             raise type(failure.error)(f"{where}: {failure.message}")
         did = failure.message if failure.died else f"raised {failure.message}"
         others = "".join(f"\n  {self._describe(r)}: {failed[r].message[:300]}" for r in order[1:])
-        also = f"\nThen, of the others:{others}" if others else ""
+        also = f"\nAfter that, other ranks failed:{others}" if others else ""
         trace = RuntimeError(f"\n{failure.trace}") if failure.trace else None
         raise RunStopped(f"{where}, in {name}: {did}{also}") from trace
 
@@ -253,10 +257,10 @@ class WorkerGroup:
 
 
 def _get_result(ref: Any) -> Any:
-    """A result that is there; `Failed` of a process that is not."""
+    """Return a finished result, or `Failed` if the process or the call failed."""
     try:
         return ray.get(ref)
-    except RayTaskError as e:  # the call itself: arguments or results do not travel
+    except RayTaskError as e:  # arguments or results cannot be pickled
         return Failed(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
     except RayError as e:
         message = f"its process ended ({type(e).__name__}): {exit_reason(str(e))}"
@@ -264,68 +268,68 @@ def _get_result(ref: Any) -> Any:
 
 
 def exit_reason(words: str) -> str:
-    """What Ray knows of the end of a process, in one line.
+    """Return in one line what Ray knows about the end of a process.
 
-    Its own words are a page, most of it a list of what may have been: `Some causes: (1) ...`.
+    Ray's own message is a page, most of which is a list of possible causes: `Some causes: (1) ...`.
     """
     kind = words.partition("Worker exit detail:")[2] or words
     known = re.split(r"(?:^|(?<=\.) )[^.]*\(1\)", " ".join(kind.split()))[0]
-    return (known or "it does not say how")[:300].strip()
+    return (known or "no reason is known")[:300].strip()
 
 
-# --- the process of a rank ---------------------------------------------------------------------
+# --- the actor of a rank -------------------------------------------------------------------------
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_USER_CODE = (
-    "<",  # code of no file
+    "<",  # code without a file
     os.path.join(os.path.dirname(errors.__file__), ""),
     *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
 )
-"""How the files begin that are not the user's."""
+"""Prefixes of the paths of files that are not the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where a process is."""
+    """Where a rank's process runs."""
 
     node: str
-    """Ray's name for the machine."""
+    """Ray's id of the machine."""
     address: str
     pid: int
     gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES has them."""
+    """As in CUDA_VISIBLE_DEVICES."""
     versions: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What was raised, as it can travel: exceptions of others may not be picklable."""
+    """An exception in a form that can be sent; others may not be picklable."""
 
     message: str
     at: float
     """`time.time()`."""
     error: AgentRLError | None = None
-    """The exception, where it is one of agentrl's."""
+    """The exception, if it is one of agentrl's."""
     trace: str = ""
     died: bool = False
-    """Whether the process did."""
+    """True if the process died."""
 
 
 def return_failure(method: Callable[P, R]) -> Callable[P, R | Failed]:
-    """Hand back `Failed` for what a method raises."""
+    """Make a method return `Failed` instead of raising."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R | Failed:
         try:
             return method(*args, **kwargs)
         except AgentRLError as e:
-            # A subclass of the user's is in a module that only this process has.
+            # The module of a user's subclass may not exist in the controller.
             kind = next(c for c in type(e).__mro__ if c.__module__ == errors.__name__)
             return Failed(str(e), time.time(), error=kind(str(e)))
-        except BaseException as e:  # SystemExit is the end of a call, not of a group
+        except BaseException as e:  # SystemExit, too: it ends the call, not the process
             trace = traceback.format_exc()
             message = f"{type(e).__name__}: {e}{describe_location(e)}"
             return Failed(message, time.time(), trace=trace)
@@ -334,7 +338,10 @@ def return_failure(method: Callable[P, R]) -> Callable[P, R | Failed]:
 
 
 def describe_location(error: BaseException) -> str:
-    """` (FILE:LINE: TEXT)`: the innermost line of the user's, or, where none is, of anybody's."""
+    """Return ` (FILE:LINE: TEXT)` of the innermost line of user code.
+
+    If no frame is the user's, it is that of the last frame.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [f for f in frames if not f.filename.startswith(NOT_USER_CODE)] or frames
     if not user_frames:
@@ -345,24 +352,24 @@ def describe_location(error: BaseException) -> str:
 
 
 class RankActor:
-    """An actor. Its methods hand back `Failed` for what they raise."""
+    """The actor of a rank. Its methods return `Failed` instead of raising."""
 
     def __init__(self, rank: int):
-        """Nothing is loaded yet.
+        """Create the actor; nothing is loaded yet.
 
         Args:
-            rank: the number, for messages.
+            rank: its number, for messages.
         """
         self._number = rank
         self._object: Any = None
         self._store: Any = None
 
-    def __repr__(self) -> str:  # Ray puts it before the lines that are printed here
+    def __repr__(self) -> str:  # Ray prints it in front of this process's output
         return f"rank {self._number}"
 
     @return_failure
     def info(self) -> WorkerInfo:
-        """Where this is."""
+        """Return where this process runs."""
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return WorkerInfo(
@@ -375,13 +382,13 @@ class RankActor:
 
     @return_failure
     def host(self, address: str, world: int) -> int:
-        """Open the meeting point of all ranks, which is there as long as this process.
+        """Open torch's TCPStore for all ranks, which exists as long as this process.
 
-        torch would have rank 0 open it, at a port that was free a while ago and on all interfaces.
+        torch would open it on rank 0, at a port that was free some time before, on all interfaces.
 
         Args:
             address: the interface.
-            world: how many ranks.
+            world: the number of ranks.
 
         Returns:
             Its port.
@@ -403,25 +410,25 @@ class RankActor:
 
     @return_failure
     def enter(self, environment: dict[str, str], shipment: Shipment) -> None:
-        """Be a rank: with its variables, and with the user's files."""
+        """Set the variables of this rank, and load the user's files."""
         os.environ.update(environment)
         shipment.unpack()
 
     @return_failure
     def build(self, cls: Callable[..., Any], arguments: tuple[tuple, dict]) -> None:
-        """Make the object that methods are called on."""
+        """Make the object whose methods are called."""
         args, kwargs = arguments
         self._object = cls(*args, **kwargs)
 
     @return_failure
     def call(self, method: str, seconds: float, arguments: tuple[tuple, dict], *share: Any) -> Any:
-        """Call a method of it.
+        """Call a method of the object.
 
         Args:
             method: its name.
-            seconds: after so many, print where every thread is.
-            given: the arguments that all ranks have.
-            share: this rank's own, which comes first.
+            seconds: after so many seconds, print the stack of every thread.
+            arguments: those that all ranks get.
+            share: this rank's own argument, which comes first.
         """
         args, kwargs = arguments
         if sys.__stderr__ is not None:

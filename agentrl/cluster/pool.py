@@ -1,4 +1,4 @@
-"""Places for processes: so many on each of so many machines, all or none."""
+"""Reserved devices: a number of GPUs or CPUs on each of a number of machines, all or none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl.errors import ConfigError
 
 RESERVE_SECONDS = 60.0
-"""How long others may take to free what they hold."""
+"""The time for other jobs to release the devices."""
 
 
 class ResourcePool:
-    """GPUs of a cluster, or CPUs, that are ours until `close`."""
+    """GPUs or CPUs of a cluster, reserved until `close`."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class ResourcePool:
         spread: bool = True,
         seconds: float = RESERVE_SECONDS,
     ):
-        """Reserve them.
+        """Reserve devices.
 
         Args:
-            nodes: how many bundles.
-            each: GPUs (CPUs) of a bundle, all on one machine.
-            gpu: which of the two.
-            why: what asked for so many, for messages.
-            spread: whether each bundle is on a machine of its own.
-            seconds: how long to wait where others hold them now.
+            nodes: the number of bundles.
+            each: the GPUs (CPUs) of a bundle, all on one machine.
+            gpu: True for GPUs, False for CPUs.
+            request: the config keys that ask for them, for messages.
+            spread: True if each bundle must be on another machine.
+            seconds: how long to wait while other jobs use them.
 
         Raises:
-            ConfigError: there are not so many, at once; or they are in use for too long.
+            ConfigError: the cluster does not have so many, or they stay in use for too long.
         """
         self.nodes, self.each, self.gpu = nodes, each, gpu
         self._kind = "GPU" if gpu else "CPU"
@@ -56,15 +56,15 @@ class ResourcePool:
             free = ray.available_resources().get(self._kind, 0)
             self.close()
             raise ConfigError(
-                f"{request}: {self._describe_request(spread)}, but after {seconds:g} s others still hold them:"
-                f" {free:g} {self._kind}s of the cluster are free"
+                f"{request}: {self._describe_request(spread)}, but other jobs still use"
+                f" them after {seconds:g} s: {free:g} {self._kind}s of the cluster are free"
             )
         self._order = self._local_first()
 
     def options(self, bundle: int) -> dict[str, Any]:
-        """What Ray is told of an actor that takes one GPU (CPU) of a bundle.
+        """Return Ray's options of an actor that uses one GPU (CPU) of a bundle.
 
-        Those on this machine come first, so that rank 0 reads and writes the run's own files.
+        Bundles on this machine come first, so that rank 0 reads and writes the run's own files.
         """
         return {
             "num_gpus": int(self.gpu),
@@ -75,7 +75,7 @@ class ResourcePool:
         }
 
     def close(self) -> None:
-        """Give them back; actors there end. Idempotent."""
+        """Release the devices, and end the actors on them. Idempotent."""
         if ray.is_initialized():
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)
@@ -83,7 +83,7 @@ class ResourcePool:
     def _wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         try:
-            while time.monotonic() < end:  # in pieces, so that Ctrl-C is heard
+            while time.monotonic() < end:  # in steps of a second, so that Ctrl-C works
                 if self._group.wait(1):
                     return True
         except BaseException:
@@ -92,7 +92,7 @@ class ResourcePool:
         return False
 
     def _local_first(self) -> list[int]:
-        """The bundles in our order."""
+        """Return the numbers of the bundles, those on this machine first."""
         here = ray.get_runtime_context().get_node_id()
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         return sorted(range(self.nodes), key=lambda bundle: node_of[bundle] != here)
@@ -113,5 +113,6 @@ class ResourcePool:
         if sum(map(bool, bundles) if spread else bundles) < self.nodes:
             listed = ", ".join(f"{name}: {has}" for name, has in sorted(counts.items()))
             raise ConfigError(
-                f"{request}: {self._describe_request(spread)}, but the {self._kind}s of the cluster are {listed}"
+                f"{request}: {self._describe_request(spread)}, but the {self._kind}s of the cluster"
+                f" are {listed}"
             )

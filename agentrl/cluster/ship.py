@@ -1,4 +1,4 @@
-"""What a rank must find on its machine: the user's files, the same packages, the same paths."""
+"""What a rank needs on its machine: the user's files, the same packages, the same paths."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from agentrl import __version__, registry
 from agentrl.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
-"""Those whose versions must be the same on all machines."""
+"""Packages whose versions must be the same on all machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What the controller has, to be had by all ranks."""
+    """What the controller has and every rank needs."""
 
     folder: str = field(default_factory=os.getcwd)
-    """Where relative paths begin."""
+    """The working directory, which relative paths start from."""
     files: tuple[tuple[str, bytes], ...] = ()
-    """The user's, path and content."""
+    """Path and content of the user's files."""
     shelf: tuple[str, ...] = ()
-    """Ready ones, which come with agentrl."""
+    """Names of files that come with agentrl."""
     paths: tuple[str, ...] = ()
-    """Folders and files that are there, and must be for all."""
+    """Folders and files that exist for the controller and must exist for every rank."""
     names: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """What the user registered, by kind."""
+    """The names that the user registered, by kind."""
 
     @classmethod
     def pack(cls, files: Iterable[str], paths: Iterable[str]) -> Shipment:
         """Read the user's files, and note what they registered here.
 
         Args:
-            files: as `config.files` has them; loaded already.
-            paths: of which those that exist here must exist everywhere.
+            files: as in `config.files`; they are already loaded.
+            paths: those of them that exist here must exist for every rank.
 
         Raises:
             UserError: a file is missing.
         """
-        # Ranks call no tools: servers of them are left out.
+        # Ranks call no tools, so they need no tool servers.
         files = [f for f in files if not f.startswith("mcp+")]
         user_files = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
         return cls(
@@ -56,21 +56,22 @@ class Shipment:
         )
 
     def unpack(self) -> None:
-        """On another machine, or in another process: have it as the controller has it.
+        """Load the files in another process, which may be on another machine.
 
-        A user's file that lies there as well, at the same path with the same content, is loaded
-        from there, so that what lies beside it is found; else from a folder of ours, alone.
+        If the same file exists there, at the same path with the same content, it is loaded from
+        there, so that it finds its neighbours. Otherwise it is loaded from a temporary folder,
+        alone.
 
         Raises:
             UserError: a file does not load.
-            ConfigError: a path is not there, or what was registered there is not registered here.
+            ConfigError: a path does not exist, or a registered name is not registered here.
         """
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         if missing := [path for path in self.paths if not Path(path).exists()]:
             raise ConfigError(
-                f"{', '.join(missing)}: not there, but on the machine of the run. Put it on a file"
-                " system that all machines see, at the same path"
+                f"{', '.join(missing)}: exists on the machine of the run, but not here. Put it on a"
+                " file system that all machines see, at the same path"
             )
         for name in self.shelf:
             registry.load_file(name)
@@ -80,13 +81,13 @@ class Shipment:
         for kind, names in self.names.items():
             if missing_names := sorted(names - here.get(kind, frozenset())):
                 raise ConfigError(
-                    f"no {kind} {', '.join(map(repr, missing_names))} here, as there is in the run's own"
-                    " process: define it in a file of --file (files)"
+                    f"no {kind} {', '.join(map(repr, missing_names))} here, but in the process of"
+                    " the run. Define it in a file and name the file with --file (files)"
                 )
 
 
 def user_registrations() -> dict[str, frozenset[str]]:
-    """The names that the user's own code defines, by kind of registry."""
+    """Return the names that the user's own code registers, by kind of registry."""
     kinds = (thing for thing in vars(registry).values() if isinstance(thing, registry.Registry))
     return {
         kind.kind: frozenset(
@@ -97,13 +98,13 @@ def user_registrations() -> dict[str, frozenset[str]]:
 
 
 def _is_user_defined(thing: Any) -> bool:
-    """Whether it does not come with agentrl."""
+    """Return whether something is not a part of agentrl."""
     module = getattr(getattr(thing, "target", thing), "__module__", "")
     return module.partition(".")[0] != "agentrl"
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that must be the same everywhere."""
+    """Return the versions of Python and of the packages that must be the same everywhere."""
     versions_found = {
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "agentrl": __version__,
@@ -117,17 +118,17 @@ def versions() -> dict[str, str]:
 
 
 def local_copy(path: Path, content: bytes) -> Path:
-    """The file's path here."""
+    """Return a path of the file on this machine."""
     try:
         if path.read_bytes() == content:
             return path
     except OSError:
         pass
-    # Named by its content: ranks of a machine write the same, and whoever is first is as good.
+    # Named by its content: all ranks of a machine write the same file.
     folder = Path(gettempdir()) / f"agentrl-files-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"{folder} is somebody else's: a user's files are not laid there")
+        raise ConfigError(f"{folder} belongs to another user: files cannot be written there")
     copy_folder = folder / sha256(content).hexdigest()[:32]
     copy_folder.mkdir(exist_ok=True)
     path_here, staged = copy_folder / path.name, copy_folder / f".{os.getpid()}"

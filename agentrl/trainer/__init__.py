@@ -1,6 +1,6 @@
-"""Everything with torch in it: from groups of trajectories to new weights.
+"""Everything that needs torch: from groups of trajectories to new weights.
 
-`Trainer` is loaded when it is first used: a rank's process needs none.
+`Trainer` is imported on first use: the process of a rank does not need it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""What an algorithm makes of a batch: advantages, and the weights of tokens (legend: `batch.py`).
+"""What an algorithm computes from a batch: advantages, and the weights of tokens.
 
-An estimator is registered by name (`agentrl.advantage_estimator`) and chosen by
-`algorithm.adv_estimator`:
+The shapes are explained in `batch.py`. An estimator of advantages is registered by name
+(`agentrl.advantage_estimator`) and chosen by `algorithm.adv_estimator`:
 
     f(batch, token_rewards, values, config) -> (advantages, returns)
 
-- batch: the step's rollouts. What they earned, `rewards` (R,) and `token_rewards` (B, T), is net of
-  the KL penalty and scaled where the config says so.
-- token_rewards: (B, T), those of the batch: what each chosen token earned, 0 elsewhere.
-- values: (B, T) of the state before each chosen token; None where no critic learns.
+- batch: the step's rollouts. Their `rewards` (R,) and `token_rewards` (B, T) are net of the KL
+  penalty, and scaled if the config says so.
+- token_rewards: (B, T), those of the batch: the reward of each chosen token, 0 elsewhere.
+- values: (B, T) of the state before each chosen token; None without a critic.
 - config: the section `algorithm`.
-- advantages: (B, T), in the dtype of the rewards; what stands outside `batch.action_mask` is never
+- advantages: (B, T), in the dtype of the rewards; values outside `batch.action_mask` are never
   read.
-- returns: (B, T) the critic should learn, or None.
+- returns: (B, T), the targets of the critic, or None.
 
-The steps of the decision process are the tokens that the policy chose. What stands between them was
-observed: here no estimator reads it, so that no number and no content of such tokens changes a bit
-of an advantage. Sums are taken in the order of the chosen tokens for that reason: a sum over a
-padded row rounds as its width has it.
+The steps of the decision process are the tokens that the policy chose. The tokens between them were
+observed. No estimator of this file reads them, so neither their number nor their content changes a
+bit of an advantage. For the same reason sums are taken in the order of the chosen tokens: the sum
+over a padded row is rounded differently for every width.
 
-Baselines count rollouts, never rows, and only those that survived and train.
+Baselines count rollouts, not rows, and only rollouts that survived and train.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ def make_targets(
     *,
     kl_coef: float | None = None,
 ) -> Targets:
-    """All that the loss needs of a batch.
+    """Compute all that the loss needs from a batch.
 
-    What a failed call costs (`tools.penalties`) is taken off the advantages of the tokens that
-    wrote it, last of all, and off nothing else: a reward that only these tokens see (gamma 0),
-    compared with nobody's. It is a nudge, not a part of the return: it moves the policy from such
-    calls also where they did no harm, and a baseline does not take it back. In units of advantages,
-    which GRPO's and whitened ones have in standard deviations. NeMo RL has the like of it as
-    `invalid_tool_call_advantage`.
+    The penalty of a failed call (`tools.penalties`) is subtracted last, from the advantages of the
+    tokens that wrote the call, and from nothing else. It is like a reward that only these tokens
+    receive (gamma 0), without a baseline. So it is not a part of the return: it discourages such
+    calls even where they did no harm. Its unit is that of the advantages: standard deviations for
+    GRPO and for whitened advantages. NeMo RL's `invalid_tool_call_advantage` is similar.
 
     Args:
         batch: the step's rollouts.
-        config: the run's.
-        old_logprobs: (B, T) at the start of the step; wanted for a KL in the reward, and where the
-            step takes several mini-batches.
+        config: the run's config.
+        old_logprobs: (B, T) at the start of the step; required for a KL penalty in the reward, and
+            if the step has several mini-batches.
         values: (B, T) at the start of the step, for an algorithm with a critic.
-        reference_logprobs: (B, T), wanted where a KL coefficient is above 0.
-        kl_coef: weight of the KL in the reward, where a controller steers it; None: the config's.
+        reference_logprobs: (B, T), required if a KL coefficient is above 0.
+        kl_coef: the weight of the KL penalty in the reward, if a controller adjusts it; None: the
+            config's.
 
     Raises:
         RegistryError, UserCodeError, RunStopped: see `estimate`.
@@ -87,16 +87,17 @@ def make_targets(
 
 
 def has_learning_signal(batch: Batch, config: AlgorithmConfig, targets: Targets) -> bool:
-    """Return whether policy or critic can learn from what was earned.
+    """Return whether policy or critic can learn from the rewards.
 
-    The policy can where a token has an advantage that is not exactly 0, the critic where a value is
-    not the return. Neither can if no rollout trains, or if the estimator finds all rollouts equally
-    good: then at most a KL or an entropy bonus moves the policy. A KL in the reward was not earned.
+    The policy can if a token has an advantage that is not exactly 0, the critic if a value differs
+    from its return. Neither can if no rollout trains, or if the estimator finds all rollouts
+    equally good. Then at most a KL or an entropy term moves the policy. A KL penalty in the reward
+    is no learning signal.
 
     Args:
         batch: the step's rollouts.
         config: the section `algorithm`.
-        targets: what `make_targets` made of them.
+        targets: the result of `make_targets` for the batch.
     """
     advantages, returns, values = targets.advantages, targets.returns, targets.values
     if config.kl_reward_coef:
@@ -110,7 +111,7 @@ def has_learning_signal(batch: Batch, config: AlgorithmConfig, targets: Targets)
 def _advantages(
     batch: Batch, config: AlgorithmConfig, values: Tensor | None, penalty: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (B, T) advantages, whitened and net of what failed calls cost, and returns."""
+    """Return (B, T) advantages, whitened and net of penalties for failed calls, and returns."""
     advantages, returns = estimate(batch, config, values, penalty)
     if config.whiten_advantages:
         advantages = whiten(advantages, batch.action_mask)
@@ -125,21 +126,22 @@ def estimate(
     values: Tensor | None = None,
     penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages as the estimator has them, before any whitening, and returns for a critic.
+    """Return the estimator's advantages before whitening, and the returns for a critic.
 
     Args:
         batch: some rollouts.
         config: the section `algorithm`.
         values: (B, T), for an algorithm with a critic.
-        penalty: (B, T), taken off what each chosen token earned; 0 elsewhere. None: nothing is.
+        penalty: (B, T), subtracted from the reward of each chosen token; 0 elsewhere. None: no
+            penalty.
 
     Returns:
         (B, T) advantages; (B, T) returns, or None.
 
     Raises:
-        RegistryError: no such estimator.
+        RegistryError: there is no such estimator.
         UserCodeError: it does not return (B, T) advantages, and (B, T) returns or None.
-        RunStopped: one of them is not finite.
+        RunStopped: an advantage is not finite.
     """
     if penalty is not None:
         batch = _subtract_penalty(batch, penalty)
@@ -158,31 +160,34 @@ def estimate(
     def refuse(wrong: str) -> UserCodeError:
         return UserCodeError(
             f"the advantage estimator {name!r} returned {wrong}. It must return (advantages,"
-            f" returns): (B, T) numbers, here {tuple(shape)}, and what a critic should learn,"
-            " (B, T) or None"
+            f" returns): (B, T) numbers, here {tuple(shape)}, and the targets of a critic, (B, T)"
+            " or None"
         )
 
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise refuse(f"{describe_value(returned)}, no pair")
+        raise refuse(f"{describe_value(returned)} instead of a pair")
     advantages, returns = returned
     if not isinstance(advantages, Tensor) or advantages.shape != shape:
         raise refuse(f"{describe_value(advantages)} for the advantages")
     if not advantages.is_floating_point():
-        raise refuse(f"advantages of {advantages.dtype}, no floating-point numbers,")
+        raise refuse(f"advantages of {advantages.dtype} instead of floating-point numbers")
     if returns is not None and (not isinstance(returns, Tensor) or returns.shape != shape):
         raise refuse(f"{describe_value(returns)} for the returns")
     if returns is None and config.critic:
-        raise refuse("None for the returns, and there is a critic that learns them")
+        raise refuse("None for the returns, but there is a critic that learns them")
     if not advantages[batch.action_mask].isfinite().all():
         raise RunStopped(f"an advantage of the estimator {name!r} is not finite")
     return advantages, returns
 
 
 def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
-    """A rollout's penalty is the sum of its tokens', as it would be were it a grader's doing."""
+    """Subtract a penalty per token from the rewards.
+
+    The penalty of a rollout is the sum over its tokens.
+    """
     mask = batch.action_mask
     owner = batch.rollout[mask.nonzero(as_tuple=True)[0]]
-    # In the order of the tokens: a sum over padded rows rounds as their width has it.
+    # In the order of tokens: a sum over padded rows is rounded differently for every width.
     rewards = batch.rewards.double().index_add(0, owner, penalty[mask].double(), alpha=-1)
     return replace(
         batch,
@@ -192,9 +197,9 @@ def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
 
 
 def _scale_rewards(batch: Batch) -> Batch:
-    """All rewards in units of the spread of those at chosen tokens; a shift would pay for length.
+    """Divide all rewards by the standard deviation of those at chosen tokens.
 
-    What rollouts are compared with is scaled alike.
+    They are not shifted: a shift would reward length. The greedy baseline is scaled alike.
     """
     scale = unit_variance_scale(batch.token_rewards, batch.action_mask)
     return replace(
@@ -205,17 +210,17 @@ def _scale_rewards(batch: Batch) -> Batch:
     )
 
 
-# --- of whole rollouts, against others of the same prompt: the same at all their tokens --------
+# --- estimators of whole rollouts: all tokens of a rollout have the same advantage ---------------
 
 
 @advantage_estimator("grpo")
 def grpo(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """GRPO (arXiv:2402.03300, section 4.1.2): reward minus its group's mean, over its std.
+    """GRPO (arXiv:2402.03300, section 4.1.2): reward minus the group's mean, divided by its std.
 
-    Without `norm_adv_by_std` it is Dr. GRPO's (arXiv:2503.20783), whose gradient in expectation is
-    (n - 1) / n of the true one with `seq-mean-token-sum`: the mean holds the rollout's own reward.
+    Without `norm_adv_by_std` it is Dr. GRPO's (arXiv:2503.20783). With `seq-mean-token-sum` its
+    expected gradient is (n - 1) / n of the true one: the mean contains the rollout's own reward.
     """
     rewards, group, train = batch.rewards, batch.group, batch.train
     return broadcast_to_tokens(
@@ -229,7 +234,7 @@ def rloo(
 ) -> tuple[Tensor, None]:
     """RLOO (arXiv:2402.14740): reward minus the mean of the group's *other* rewards.
 
-    Its gradient is unbiased with `seq-mean-token-sum`, on policy.
+    With `seq-mean-token-sum`, on policy, its gradient is unbiased.
     """
     train = batch.train
     return broadcast_to_tokens(
@@ -241,10 +246,10 @@ def rloo(
 def reinforce_plus_plus_baseline(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """REINFORCE++ with a baseline (arXiv:2501.03262): reward minus its group's mean.
+    """REINFORCE++ with a baseline (arXiv:2501.03262): reward minus the group's mean.
 
-    What divides is the spread of the whole batch, not the group's: `whiten_advantages`, which the
-    row of that name sets.
+    It is divided by the standard deviation of the whole batch, not of the group:
+    `whiten_advantages`, which the algorithm of that name sets.
     """
     train = batch.train
     return broadcast_to_tokens(
@@ -256,24 +261,24 @@ def reinforce_plus_plus_baseline(
 def remax(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """ReMax (arXiv:2310.10505): reward minus that of the prompt's greedy rollout.
+    """ReMax (arXiv:2310.10505): reward minus that of the greedy rollout of the same prompt.
 
     Raises:
         ConfigError: the batch has no rewards of greedy rollouts.
     """
     if batch.baseline is None:
         raise ConfigError(
-            "algorithm.adv_estimator=remax compares with a greedy rollout of each prompt, but none"
-            " was played"
+            "algorithm.adv_estimator=remax needs a greedy rollout of each prompt, but the batch has"
+            " none"
         )
     return broadcast_to_tokens(batch, (batch.rewards - batch.baseline)[batch.train]), None
 
 
 def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
-    """Each reward minus the mean of its group.
+    """Return each reward minus the mean of its group.
 
-    A group whose rewards are all equal, a group of one among them, gives exactly 0: nothing can be
-    learned from it, and a mean that rounds must not say otherwise.
+    If all rewards of a group are equal, or there is only one, the result is exactly 0: there is
+    nothing to learn from such a group, and rounding of the mean must not change that.
 
     Args:
         rewards: (R, ...), compared along the first dimension, of rollouts that survived and train.
@@ -292,10 +297,10 @@ def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) ->
 
 
 def subtract_mean_of_others(rewards: Tensor, group: Tensor) -> Tensor:
-    """Each reward minus the mean of the *others* of its group, which its own does not move.
+    """Return each reward minus the mean of the *other* rewards of its group.
 
-    Such a baseline leaves the expected gradient as it is. Equal rewards give exactly 0, and so does
-    a group of one: it has nothing to compare with.
+    Such a baseline does not depend on the rollout's own reward and so does not change the expected
+    gradient. Equal rewards give exactly 0, and so does a group of one.
 
     Args:
         rewards: (R, ...), compared along the first dimension, of rollouts that survived and train.
@@ -310,7 +315,10 @@ def subtract_mean_of_others(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def _deviations(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, ...) float64 minus the mean, exactly 0 where a group's are equal; (G, 1...) its size."""
+    """Return rewards minus their group's mean, (R, ...) float64, and the group sizes, (G, 1...).
+
+    The deviations are exactly 0 in a group of equal rewards.
+    """
     flat = [-1] + [1] * (rewards.dim() - 1)
     count = torch.bincount(group).double().view(flat)
     wide = rewards.double()
@@ -322,24 +330,26 @@ def _deviations(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(x: Tensor, group: Tensor) -> Tensor:
-    """(G, ...) sums of (R, ...) over each group."""
+    """Return the sums of (R, ...) over each group, (G, ...)."""
     groups = int(group.max()) + 1 if len(group) else 0
     return x.new_zeros(groups, *x.shape[1:]).index_add(0, group, x)
 
 
 def broadcast_to_tokens(batch: Batch, advantages: Tensor) -> Tensor:
-    """(B, T): to all tokens of a rollout what it has, to those that do not train 0.
+    """Return (B, T) with a rollout's advantage at all its tokens.
+
+    Rollouts that do not train have 0.
 
     Args:
         batch: the step's rollouts.
-        advantages: of those that train, in their order.
+        advantages: of the rollouts that train, in their order.
     """
     of_rollout = advantages.new_zeros(len(batch.rewards))
     of_rollout[batch.train] = advantages
     return torch.where(batch.action_mask, of_rollout[batch.rollout][:, None], 0.0)
 
 
-# --- of turns: what a rollout earned from a turn on, against others at the same turn -----------
+# --- estimators of turns: all tokens of a turn have the same advantage ---------------------------
 
 
 @advantage_estimator("turn_rloo")
@@ -348,15 +358,16 @@ def turn_rloo(
 ) -> tuple[Tensor, None]:
     """Reward-to-go minus the mean of the group's other rollouts at the same turn index.
 
-    RLOO (arXiv:2402.14740) turn by turn: all tokens of a turn have the advantage of what was earned
-    in it and after it, so that no turn answers for what an earlier one earned. A rollout that had
-    ended before a turn counts there with a reward-to-go of 0, for that is what it earned from then
-    on; to leave it out and to give the last one standing the advantage 0 biases the gradient.
+    This is RLOO (arXiv:2402.14740) turn by turn. All tokens of a turn have the advantage of what
+    was earned in it and after it, so no turn is credited for what an earlier one earned. A rollout
+    that had ended before a turn counts there with a reward-to-go of 0: that is what it earned from
+    then on. To leave it out, or to give the last remaining rollout the advantage 0, would bias the
+    gradient.
 
-    The baseline knows nothing of the rollout that it is for, so the expected gradient is the true
-    one: with `seq-mean-token-sum`, on policy. It is no longer with division by a standard
-    deviation, whitening, a mean over tokens, or clipping that takes effect. A turn is what the
-    policy took between two observations, in the order in which they were taken (`Batch.turn`).
+    The baseline does not depend on the rollout that it is subtracted from. So with
+    `seq-mean-token-sum`, on policy, the expected gradient is the true one. Division by a standard
+    deviation, whitening, a mean over tokens, and clipping that takes effect each break this. A turn
+    is what the policy sampled between two observations, in order of time (`Batch.turn`).
     """
     mask, train = batch.action_mask, batch.train
     to_go = rewards_to_go(batch, token_rewards)
@@ -369,14 +380,15 @@ def turn_rloo(
 
 
 def rewards_to_go(batch: Batch, token_rewards: Tensor) -> Tensor:
-    """What each rollout earned in a turn and all that follow.
+    """Return what each rollout earned in each turn and all later ones.
 
     Args:
         batch: the step's rollouts.
         token_rewards: (B, T).
 
     Returns:
-        (R, K) float64, K being the most turns of a rollout; 0 where it had ended.
+        (R, K) float64, K being the largest number of turns of a rollout; 0 after the end of a
+        rollout.
     """
     mask = batch.response_mask
     owner = batch.rollout[mask.nonzero(as_tuple=True)[0]]
@@ -388,11 +400,11 @@ def rewards_to_go(batch: Batch, token_rewards: Tensor) -> Tensor:
 
 
 def _turn(batch: Batch, mask: Tensor) -> Tensor:
-    """(N,) the turn of each token in the mask; all in the first where a rollout names none."""
+    """Return the turn of each token in the mask, (N,); without turns it is the first."""
     return batch.turn[mask].clamp(min=0)
 
 
-# --- of single tokens: returns over the chosen tokens of a rollout, as time has them -----------
+# --- estimators of tokens ------------------------------------------------------------------------
 
 
 @advantage_estimator("gae")
@@ -401,7 +413,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """GAE (arXiv:1506.02438) over each rollout's chosen tokens, with a critic's values.
 
-    Every rollout here was scored, so its last token ends it: nothing is bootstrapped.
+    Every rollout was scored, so its last token ends it, and nothing is bootstrapped.
     """
     assert values is not None, "a critic's"
     return generalized_advantages(
@@ -422,8 +434,8 @@ def reinforce_plus_plus(
 ) -> tuple[Tensor, None]:
     """REINFORCE++ (arXiv:2501.03262): the discounted reward-to-go of each chosen token.
 
-    Its baseline and its scale are the batch's: `whiten_advantages`, which the row of that name
-    sets.
+    Its baseline and its scale are those of the batch: `whiten_advantages`, which the algorithm of
+    that name sets.
     """
     advantages, _ = generalized_advantages(
         token_rewards,
@@ -448,32 +460,32 @@ def generalized_advantages(
     lam: float,
     bootstrap: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (arXiv:1506.02438) over the tokens the policy chose.
+    """Return generalised advantage estimates (arXiv:1506.02438) over the tokens the policy chose.
 
-    The tokens in `mask`, across all rows of a rollout, are the steps of the decision process, in
-    the order of their turns and, within a turn, of their places: so in time, whatever rows they
-    stand in. The observations between two of them belong to the environment, take no time and are
-    not read: any number of them, whatever values stand there, changes no bit of the result.
+    The tokens in `mask`, across all rows of a rollout, are the steps of the decision process. They
+    are ordered by turn and, within a turn, by position: this is their order in time, whatever rows
+    they are in. Observations between them belong to the environment. They take no time and are not
+    read, so neither their number nor the values there change a bit of the result.
 
     Args:
-        token_rewards: (B, T), each earned by choosing the token.
+        token_rewards: (B, T), the reward for choosing each token.
         values: (B, T), of the state before the token.
         mask: (B, T) bool.
         rollout: (B,) int64.
-        turn: (B, T) int64, when each token was sampled: which of its rollout's turns did. Tokens
-            of equal turns follow each other by row and column.
+        turn: (B, T) int64: the turn of its rollout that sampled each token. Tokens of the same turn
+            are ordered by row and column.
         gamma: discount per chosen token.
-        lam: 0 is one-step temporal differences, 1 the whole return.
-        bootstrap: (R,), the value of the state after a rollout's last token: 0 where it ended. A
-            rollout that ran out of a budget and was scored has ended, too.
+        lam: 0 gives one-step temporal differences, 1 the whole return.
+        bootstrap: (R,), the value of the state after a rollout's last token: 0 if the rollout ended
+            there. A rollout that exceeded a budget and was scored has ended, too.
 
     Returns:
-        (B, T) advantages, in the wider of the dtypes of rewards and values, and (B, T) returns, in
-        that of the values; 0 outside the mask.
+        (B, T) advantages, in the wider dtype of rewards and values, and (B, T) returns, in the
+        dtype of the values; 0 outside the mask.
     """
     row, column = mask.nonzero(as_tuple=True)
     order = turn[row, column].argsort(stable=True)
-    order = order[rollout[row[order]].argsort(stable=True)]  # by rollout, then turn, then place
+    order = order[rollout[row[order]].argsort(stable=True)]  # by rollout, then turn, then position
     row, column = row[order], column[order]
     owner = rollout[row]
     steps = torch.bincount(owner, minlength=len(bootstrap))
@@ -484,7 +496,7 @@ def generalized_advantages(
     wide = torch.promote_types(token_rewards.dtype, values.dtype)
     reward = values.new_zeros(len(bootstrap), length, dtype=wide)
     reward[at] = token_rewards[row, column].to(wide)
-    # One column more: what comes after the last step. Past a rollout's end all is 0.
+    # One more column, for the state after the last step. After a rollout's end all is 0.
     value = values.new_zeros(len(bootstrap), length + 1, dtype=wide)
     value[at] = values[row, column].to(wide)
     value[torch.arange(len(bootstrap), device=row.device), steps] = bootstrap.to(wide)
@@ -504,21 +516,21 @@ def generalized_advantages(
     return advantages, returns
 
 
-# --- in units of their own spread --------------------------------------------------------------
+# --- whitening -----------------------------------------------------------------------------------
 
 
 EPSILON = 1e-8
-"""Added to a variance before it divides. Variances are taken in float64, since a mean that rounds
-would make a spread of equal numbers."""
+"""Added to a variance before division. Variances are computed in float64, since a rounded mean
+would give equal numbers a spread."""
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 elsewhere.
 
-    One entry alone becomes 0, and equal entries do: there is no spread to scale by.
+    A single entry becomes 0, and so do equal entries: they have no spread.
 
     Args:
-        x: any shape; what stands outside the mask is not read.
+        x: any shape; values outside the mask are not read.
         mask: bool, the same shape.
     """
     chosen = x[mask].double()
@@ -530,14 +542,14 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def unit_variance_scale(x: Tensor, mask: Tensor) -> float:
-    """What the masked entries are multiplied with to have (unbiased) variance 1; no shift.
+    """Return the factor that gives the masked entries (unbiased) variance 1, without a shift.
 
     Args:
-        x: any shape; what stands outside the mask is not read.
+        x: any shape; values outside the mask are not read.
         mask: bool, the same shape.
 
     Returns:
-        1 for one entry and for equal ones: there is no spread to scale by.
+        1 for a single entry and for equal ones: they have no spread.
     """
     chosen = x[mask].double()
     return 1 / _std(chosen - chosen.mean()) if _has_spread(chosen) else 1.0
@@ -551,20 +563,21 @@ def _std(centred: Tensor) -> float:
     return (centred.square().sum().item() / (len(centred) - 1) + EPSILON) ** 0.5
 
 
-# --- groups that teach nothing -----------------------------------------------------------------
+# --- dead groups ---------------------------------------------------------------------------------
 
 
 def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
-    """Which groups can teach nothing: all their advantages are exactly 0, no failed call costs.
+    """Return which groups have no learning signal.
 
-    It is asked of the estimator's own advantages: whitening shifts a 0 to something else.
+    All advantages of such a group are exactly 0, and no failed call costs anything. The advantages
+    must be those before whitening, which shifts a 0.
 
     Args:
         batch: some rollouts.
         advantages: (B, T) of them.
 
     Returns:
-        (G,) bool, up to the last group that has a rollout. True as well for a group without one.
+        (G,) bool, up to the last group that has a rollout. A group without one is dead, too.
     """
     teaches_token = advantages != 0
     if batch.call_penalties is not None:
@@ -575,29 +588,30 @@ def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
     return dead
 
 
-# --- how the losses of tokens become one -------------------------------------------------------
+# --- aggregation of token losses -----------------------------------------------------------------
 
 
 def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> Tensor:
-    """What each token's loss is multiplied with, so that a mini-batch's loss is a plain sum.
+    """Return the factor of each token's loss, so that the loss of a mini-batch is a plain sum.
 
-    A sequence is a rollout with all its rows: to edit its history makes more rows of it, but no
-    more of a rollout. Denominators are those of the whole mini-batch, and count what trains; so
-    nothing depends on how rows are cut into micro-batches or spread over ranks.
+    A sequence is a rollout with all its rows: an edited history makes more rows, but not more
+    rollouts. The denominators are those of the whole mini-batch and count what trains. So nothing
+    depends on how rows are split into micro-batches or over ranks.
 
-    - token-mean: every token alike, so long rollouts count for more (DAPO, arXiv:2503.14476).
-    - seq-mean-token-sum: the sum over a rollout's tokens, mean over rollouts: the policy gradient
-      itself, with which the estimators that are unbiased stay so.
-    - seq-mean-token-mean: the mean over a rollout's tokens, mean over rollouts: every rollout
-      alike, so the tokens of long ones count for less (GRPO, arXiv:2402.03300, equation 3).
-    - seq-mean-token-sum-norm: seq-mean-token-sum divided by `scale` (Dr. GRPO, arXiv:2503.20783):
-      the size of a mean without its bias, since the divisor is the same for all.
+    - token-mean: all tokens have the same weight, so long rollouts count more (DAPO,
+      arXiv:2503.14476).
+    - seq-mean-token-sum: the sum over a rollout's tokens, mean over rollouts. This is the policy
+      gradient itself; estimators that are unbiased stay so.
+    - seq-mean-token-mean: the mean over a rollout's tokens, mean over rollouts. All rollouts have
+      the same weight, so the tokens of long ones count less (GRPO, arXiv:2402.03300, equation 3).
+    - seq-mean-token-sum-norm: seq-mean-token-sum divided by `scale` (Dr. GRPO, arXiv:2503.20783).
+      It has the size of a mean without its bias, since the divisor is the same for all.
 
     Args:
         batch: the step's rollouts.
         mode: `algorithm.loss_agg_mode`.
         mini_batch_size: `algorithm.mini_batch_size`, in rollouts.
-        scale: of seq-mean-token-sum-norm, in tokens.
+        scale: the divisor of seq-mean-token-sum-norm, in tokens.
 
     Returns:
         (B, T), in the dtype of the rewards; 0 off `batch.action_mask`.
@@ -617,22 +631,22 @@ def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> T
     return torch.where(mask, weights[rollout][:, None], 0.0)
 
 
-# --- the KL in the reward ----------------------------------------------------------------------
+# --- the KL penalty in the reward ----------------------------------------------------------------
 
 
 MOST_ERROR = 0.2
-"""However far the KL is from its target, the weight moves as if it were so far, in shares of it."""
+"""The largest relative distance of the KL from its target that the controller reacts to."""
 
 
 class KLController:
-    """The weight of the KL in the reward: fixed, or steered so that the KL stays at a target.
+    """The weight of the KL penalty in the reward: fixed, or adjusted to keep the KL at a target.
 
-    Steered as in arXiv:1909.08593, section 2.2: too much KL makes the weight grow, too little makes
-    it shrink, by a fifth at most in `kl_horizon` rollouts.
+    It is adjusted as in arXiv:1909.08593, section 2.2: the weight grows if the KL is too large and
+    shrinks if it is too small, by at most a fifth in `kl_horizon` rollouts.
     """
 
     def __init__(self, config: AlgorithmConfig):
-        """Begin at `kl_reward_coef`.
+        """Start at `kl_reward_coef`.
 
         Args:
             config: the section `algorithm`; with `kl_target` 0 the weight is fixed.
@@ -642,15 +656,16 @@ class KLController:
         self.horizon = config.kl_horizon
 
     def update(self, kl: float, rollouts: int) -> None:
-        """Steer for the next step.
+        """Adjust the weight for the next step.
 
         Args:
-            kl: of the step, in nats a rollout: the sum over a rollout's chosen tokens, averaged
-                over rollouts. The sum is what the paper steers by; it grows with their length.
-            rollouts: how many that were.
+            kl: the KL of the step in nats per rollout: the sum over a rollout's chosen tokens,
+                averaged over rollouts. The paper uses this sum; it grows with the length of
+                rollouts.
+            rollouts: the number of these rollouts.
 
         Raises:
-            RunStopped: a KL that is no finite number: the reference or the policy is broken.
+            RunStopped: the KL is not finite: the reference or the policy is broken.
         """
         if not math.isfinite(kl):
             raise RunStopped(f"the KL to the reference is {kl}: one of the two models is broken")
@@ -659,19 +674,19 @@ class KLController:
             self.coef *= 1 + error * rollouts / self.horizon
 
     def load(self, coef: float) -> None:
-        """Go on from what `coef` was; a fixed weight stays the config's."""
+        """Continue with the weight of a checkpoint; a fixed weight stays the config's."""
         if self.target:
             self.coef = coef
 
 
 def rollout_kl(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor, kl_type: str) -> float:
-    """The KL to the reference in nats a rollout: summed over its chosen tokens.
+    """Return the KL to the reference in nats per rollout, summed over a rollout's chosen tokens.
 
-    The mean of the rollouts that train; 0 where none does.
+    It is the mean over the rollouts that train; 0 if none does.
 
     Args:
-        batch: says which tokens are chosen.
-        logprobs: (B, T), of the policy that is compared.
+        batch: has the mask of chosen tokens.
+        logprobs: (B, T), of the policy.
         reference_logprobs: (B, T).
         kl_type: the estimator, as `algorithm.kl_type` names it.
     """
@@ -680,11 +695,11 @@ def rollout_kl(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor, kl_ty
     return kl.sum().item() / max(1, int(batch.train.sum()))
 
 
-# --- metrics -----------------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------
 
 
 def target_metrics(batch: Batch, targets: Targets) -> dict[str, float]:
-    """Mean, max and min of what the tokens are told, and how well the critic foresaw it."""
+    """Return mean, max and min of the targets, and how well the critic predicted the returns."""
     mask = batch.action_mask
     if not mask.any():
         return {}

@@ -1,17 +1,17 @@
-"""Causal attention over rows packed side by side, so that none sees another.
+"""Causal attention over packed rows, so that no row attends to another one.
 
-    flat row     P1 A B | P2 C            a prompt stands once before all responses to it
+    flat row     P1 A B | P2 C            a prompt is stored once before all its responses
 
-Two ways lead to the same numbers. *Piece by piece*: every response is asked together with its
-prompt, one call each; right everywhere, and the same bits every time on a CPU. *One call* of a
-kernel that knows sequences of different lengths, on a GPU in half precision: the queries stay where
-they are, cut into sequences, and keys and values are copied so that each response's prompt stands
-before it:
+There are two implementations with the same result. The first calls attention once per response,
+together with its prompt. It works on every device, and on a CPU it gives the same bits every time.
+The second is one call of a kernel for sequences of different lengths, on a GPU in half precision.
+The queries stay where they are, as separate sequences; keys and values are copied, so that each
+response has its prompt in front:
 
     queries      P1 | A    | B    | P2 C
     keys         P1 | P1 A | P1 B | P2 C
 
-What that takes (`Varlen`) is made once for a pack, not in every layer.
+The indices for this (`Varlen`) are computed once per flat row, not in every layer.
 """
 
 from __future__ import annotations
@@ -33,72 +33,72 @@ PACKED = "agentrl_packed"
 """The name under which transformers finds `packed_attention`."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-"""What the kernels of flash-attention take."""
+"""The largest head size of flash-attention's kernels."""
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""What torch may take piece by piece. cuDNN's gradients were found wrong where pieces of one length
-have gradients of different strides coming in (torch 2.11, an H200, bfloat16)."""
+"""The backends that torch may use per response. cuDNN's gradients were wrong for pieces of one
+length whose incoming gradients had different strides (torch 2.11, an H200, bfloat16)."""
 
 
 Kernel = Callable[..., Tensor]
 """(q, k, v, cu_q, cu_k, max_q, max_k, scale, window) -> out.
 
-q and out are (L, heads, d), k and v (K, key-value heads, d). Sequence i has the queries cu_q[i] to
-cu_q[i + 1] and the keys cu_k[i] to cu_k[i + 1], both (sequences + 1,) int32. Its last query sees
-its last key, every query before that one key less; none sees more than `window` keys back, -1 for
-no such limit.
-"""
+q and out are (L, heads, d), k and v are (K, key-value heads, d). Sequence i has the queries cu_q[i]
+to cu_q[i + 1] and the keys cu_k[i] to cu_k[i + 1]; both are (sequences + 1,) int32. The last query
+of a sequence attends to its last key, and every earlier query to one key less. No query attends to
+more than `window` keys back; -1: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Where K keys come from, of L tokens, S of which stand in prompts of several responses."""
+    """Maps K keys to L tokens, S of which are in prompts of several responses."""
 
     source: Tensor
     """(K,) the token of each key."""
     first_key: Tensor
-    """(L,) one key made from each token."""
+    """(L,) one key of each token."""
     shared: Tensor
-    """(S,) the tokens of which there are several keys."""
+    """(S,) the tokens with several keys."""
     copies: Tensor
-    """(S, C) all their keys, filled up with 0."""
+    """(S, C) all keys of these tokens, padded with 0."""
     present: Tensor
-    """(S, C) bool: what is no filling."""
+    """(S, C) bool: False for padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """A layout as a kernel wants it."""
+    """The arguments of a kernel for one layout."""
 
     kernel: Kernel
     dtypes: tuple[torch.dtype, ...]
-    """What the kernel takes."""
+    """The data types that the kernel supports."""
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
-    """Not below the longest sequence; powers of two, that few programs are compiled."""
+    """At least the length of the longest sequence. Powers of two, so that few programs are
+    compiled."""
     sharing: SharedPrompts | None
-    """None: the keys are the tokens as they stand."""
+    """None: the keys are the tokens in their order."""
 
     def supports(self, query: Tensor) -> bool:
-        """Whether the kernel can do it."""
+        """Return whether the kernel supports this query."""
         d = query.shape[-1]
         return query.dtype in self.dtypes and d % 8 == 0 and d <= MAX_HEAD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tokens of the flat row are which piece."""
+    """Where the prompts and responses are in the flat row."""
 
     pieces: list[int]
-    """Their lengths: a prompt, the responses to it, the next prompt, ..."""
+    """The lengths of a prompt, its responses, the next prompt, its responses, ..."""
     responses: list[int]
-    """How many follow each prompt."""
+    """The number of responses of each prompt."""
     varlen: Varlen | None = None
-    """What one call needs, where there is a kernel for it."""
+    """The arguments of the kernel, if there is one."""
 
     def to(self, device: torch.device) -> Layout:
-        """The same, ready for a model on that device."""
+        """Return a copy for a model on the device."""
         kernel = kernel_for(device)
         if kernel is None:
             return replace(self, varlen=None)
@@ -119,31 +119,33 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of every response with its prompt; transformers calls it in every layer.
+    """Compute causal attention of every response with its prompt.
+
+    transformers calls this function in every layer.
 
     Args:
         module: the attention layer.
         query: (1, heads, L, d).
         key: (1, key-value heads, L, d).
-        value: the same.
-        attention_mask: None; the layout says it all.
-        layout: of the L tokens.
-        scaling: of the scores.
-        sliding_window: how far back a token sees, itself included; None for all the way.
-        softcap: refused.
-        s_aux: refused.
+        value: the same shape as `key`.
+        attention_mask: None; the layout replaces it.
+        layout: the layout of the L tokens.
+        scaling: the factor of the scores.
+        sliding_window: how many tokens back a token attends, itself included; None: all.
+        softcap: not supported.
+        s_aux: not supported.
 
     Returns:
         (1, L, heads, d), and None in place of the scores.
 
     Raises:
-        NotImplementedError: the layer wants more than causal attention.
+        NotImplementedError: the layer uses a soft cap or attention sinks.
     """
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with a soft cap or with sinks")
+        raise NotImplementedError("attention with a soft cap or with sinks is not supported")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
-        # Rotary embeddings leave float32 behind where only matrix products are cast.
+        # Autocast converts matrix products only, so rotary embeddings return float32.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if layout.varlen is not None and layout.varlen.supports(query):
@@ -164,10 +166,10 @@ def _attend_varlen(
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index, `SharedPrompts.source`; its gradient is a gather too.
+    """Select rows by `SharedPrompts.source`. The gradient is a gather, too.
 
-    The gradient of torch's own indexing adds into bfloat16 in whatever order threads arrive. Here
-    the copies of a row are summed in float32, in one order.
+    torch's own gradient of indexing adds bfloat16 numbers in whatever order the threads arrive.
+    This one sums the copies of a row in float32, in a fixed order.
     """
 
     @staticmethod
@@ -213,8 +215,8 @@ def _attend_per_response(
     p = 0
     for count in layout.responses:
         for r in range(p + 1, p + 1 + count):
-            # The prompt's queries are asked again with every response: that keeps the square form
-            # that fast kernels know, and costs attention only.
+            # The prompt's queries are computed again with every response. This keeps the square
+            # shape that fast kernels support, and costs attention only.
             q, k, v = (torch.cat([x[p], x[r]], dim=2) for x in (queries, keys, values))
             mask = _window_mask(q.shape[2], window, q.device)
             with sdpa_kernel(SDPA_BACKENDS):
@@ -227,7 +229,7 @@ def _attend_per_response(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a window that does not reach over the whole piece."""
+    """Return the mask of a sliding window; None if the window covers the whole piece."""
     if window is None or length <= window:
         return None
     at = torch.arange(length, device=device)
@@ -241,13 +243,13 @@ def varlen(
     kernel: Kernel,
     dtypes: tuple[torch.dtype, ...] = HALF_DTYPES,
 ) -> Varlen:
-    """What one call of `kernel` needs for a layout, on the device.
+    """Return the arguments of `kernel` for a layout, on the device.
 
-    A prompt and its only response are one sequence, copied nowhere.
+    A prompt with only one response is one sequence with it and is not copied.
     """
     queries, keys = [], []
     source, first_key, shared, copies = [], [], [], []
-    piece = token = key = 0  # where the next ones begin
+    piece = token = key = 0  # the offsets of the next ones
     for count in layout.responses:
         prompt, *responses = layout.pieces[piece : piece + 1 + count]
         piece += 1 + count
@@ -291,7 +293,10 @@ def varlen(
 
 
 def _next_power_of_two(n: int) -> int:
-    """The next one; not too small, as kernels treat a single query as something else."""
+    """Return the next power of two, at least 128.
+
+    Kernels treat a single query as a special case.
+    """
     return max(128, 1 << (n - 1).bit_length())
 
 
@@ -300,10 +305,11 @@ def _next_power_of_two(n: int) -> int:
 
 @cache
 def kernel_for(device: torch.device) -> Kernel | None:
-    """The fastest kernel that is there: flash-attention if it is installed, or torch's own.
+    """Return flash-attention's kernel if it is installed, else torch's own; None if neither fits.
 
-    All versions that are used (flash-attention since 2.1; torch's varlen is one of these) align a
-    mask at the last key, as `Kernel` says; `verify_packing` refuses what would not.
+    All supported versions (flash-attention since 2.1; torch's varlen is one of these) align the
+    mask at the last key, as `Kernel` says. `verify_packing` refuses a model for which this is not
+    so.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -323,7 +329,7 @@ def kernel_for(device: torch.device) -> Kernel | None:
 
 
 HAS_GQA = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether torch's own kernel shares keys between query heads by itself."""
+"""True if torch's own kernel shares keys between query heads."""
 
 
 def torch_kernel(
@@ -337,7 +343,7 @@ def torch_kernel(
     scale: float | None,
     window: int,
 ) -> Tensor:
-    """`Kernel` by `torch.nn.attention.varlen`."""
+    """Run `torch.nn.attention.varlen` as a `Kernel`."""
     more: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
         if HAS_GQA:
@@ -350,7 +356,7 @@ def torch_kernel(
 
 
 def _flash(function: Callable[..., Any]) -> Kernel:
-    """`Kernel` by a function of flash-attention 2 or 3, which share these arguments."""
+    """Return a function of flash-attention 2 or 3 as a `Kernel`; both take these arguments."""
 
     def kernel(*arguments: Any) -> Tensor:
         *sequences, scale, window = arguments

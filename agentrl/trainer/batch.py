@@ -1,6 +1,6 @@
-"""From trajectories to tensors, and which of them an optimizer step is made of.
+"""From trajectories to tensors, and the mini-batches of an optimizer step.
 
-Shapes, here and in all of `agentrl.trainer`:
+Shapes, in this file and in all of `agentrl.trainer`:
 
     B  segments (token rows); a rollout whose history was edited has several
     T  response tokens, sampled and observed, padded on the right
@@ -8,12 +8,13 @@ Shapes, here and in all of `agentrl.trainer`:
     R  rollouts
     G  groups: the rollouts of one sample
     V  vocabulary
-    N  chosen tokens of some rows, flat: what the policy sampled and the loss looks at
+    N  chosen tokens of some rows, flat: the sampled tokens that the loss reads
 
-Baselines, rewards and metrics count rollouts; only here they become segments, and each sampled
-token stands in exactly one row. A step's mini-batches (one optimizer step each) are fixed first, by
-rollouts; only then are they cut into micro-batches by a budget of tokens (`packing.py`), which
-changes nothing but memory: the loss is a sum whose weights hold the mini-batch's denominator.
+Baselines, rewards and metrics count rollouts. Only `collate` turns rollouts into segments, and each
+sampled token is in exactly one row. The mini-batches of a step (one optimizer step each) are fixed
+first, by rollouts. Then they are cut into micro-batches by a budget of tokens (`packing.py`), which
+changes memory and nothing else: the loss is a sum, and its weights contain the denominator of the
+whole mini-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Tokens that a model is run on, and those among them that it is asked about."""
+    """Token rows that a model is run on, and which of their tokens are scored."""
 
     prompt_ids: Tensor
     """(B, P) int64, padded on the left."""
@@ -44,92 +45,95 @@ class TokenRows:
     response_lengths: Tensor
     """(B,) int64."""
     response_mask: Tensor
-    """(B, T) bool: True exactly where the policy sampled the token, or is to."""
+    """(B, T) bool: True for the tokens that the policy sampled, or that it learns to imitate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(TokenRows):
-    """All rollouts of a step. Rows of one rollout are neighbours, rollouts of one group as well."""
+    """All rollouts of a step. Rows of a rollout are adjacent, and so are rollouts of a group."""
 
     rollout_logprobs: Tensor
-    """(B, T) float32: the engine's, of the sampled tokens; 0 elsewhere."""
+    """(B, T) float32: the engine's logprobs of the sampled tokens; 0 elsewhere."""
     versions: Tensor
     """(B, T) int64: the policy version that sampled each token; -1 elsewhere."""
     token_rewards: Tensor
-    """(B, T) float64: turn rewards on each turn's last sampled token, the rest of the rollout's
-    reward where its own conversation ends. Their sum over a rollout is its entry in `rewards`."""
+    """(B, T) float64: rewards of turns at the last sampled token of each turn, the rest of the
+    rollout's reward at the end of its own conversation. The sum over a rollout is its entry in
+    `rewards`."""
     turn: Tensor
-    """(B, T) int64: which of its rollout's turns sampled each token, counted in the order in which
-    they were taken; -1 elsewhere. Rows alone do not tell: a loop that spawned a conversation may go
-    on in a row before it."""
+    """(B, T) int64: the turn of its rollout that sampled each token, numbered in order of time; -1
+    elsewhere. The row is not enough to tell: a loop that spawned a conversation may continue in an
+    earlier row."""
     rewards: Tensor
-    """(R,) float64: the weighted total of each rollout, budget policy included. In float32 a
-    difference of 0.25 between rewards of 17 million would be lost."""
+    """(R,) float64: the weighted total reward of each rollout, after the budget policy. In float32,
+    a difference of 0.25 between rewards of 17 million would be lost."""
     rollout: Tensor
-    """(B,) int64: which rollout a row belongs to, ascending."""
+    """(B,) int64: the rollout of each row, ascending."""
     group: Tensor
-    """(R,) int64: which group a rollout belongs to, ascending."""
+    """(R,) int64: the group of each rollout, ascending."""
     train: Tensor
-    """(R,) bool: False for a rollout that a budget policy masks: out of loss and baseline."""
+    """(R,) bool: False for a rollout that a budget policy masks; it is in neither loss nor
+    baseline."""
     episodes: tuple[str, ...]
-    """(R) the rollouts' episode ids, for messages."""
+    """(R) the episode ids of the rollouts, for messages."""
     baseline: Tensor | None = None
-    """(R,) float64: what the greedy rollout of the same sample earned; None where not every group
+    """(R,) float64: the reward of the greedy rollout of the same sample; None unless every group
     has one."""
 
     call_penalties: Tensor | None = None
-    """(B, T) float64: what the tokens of calls that failed cost (`tools.penalties`), 0 elsewhere;
-    None where no call did."""
+    """(B, T) float64: the penalty of the tokens of failed calls (`tools.penalties`), 0 elsewhere;
+    None if no call failed."""
 
     @property
     def action_mask(self) -> Tensor:
-        """(B, T) bool: the sampled tokens of rollouts that train."""
+        """The sampled tokens of rollouts that train, (B, T) bool."""
         return self.response_mask & self.train[self.rollout][:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an algorithm makes of a batch: all that the loss needs.
+    """What an algorithm computes from a batch: all that the loss needs.
 
-    The loss of a mini-batch is the sum over its tokens of `weights` times the token's loss. What
-    stands outside the batch's `action_mask` is never read. The losses take all in the precision of
-    the logprobs.
+    The loss of a mini-batch is the sum over its tokens of `weights` times the loss of the token.
+    Values outside the batch's `action_mask` are never read. The losses convert all tensors to the
+    precision of the logprobs.
     """
 
     advantages: Tensor
     """(B, T) float64."""
     weights: Tensor
-    """(B, T) float64: aggregation, masks and the whole mini-batch's denominator; 0 off the mask."""
+    """(B, T) float64: aggregation mode, masks and the denominator of the whole mini-batch; 0 off
+    the mask."""
     old_logprobs: Tensor | None
-    """(B, T) float32: the trainer's at the start of the step. None where one mini-batch is all of
-    the batch: its first pass finds the same numbers on its way."""
+    """(B, T) float32: the trainer's at the start of the step. None if one mini-batch is the whole
+    batch: then the first pass of the update gives the same numbers."""
     reference_logprobs: Tensor | None
-    """(B, T) float32 of the reference policy, or None where no KL loss is wanted."""
+    """(B, T) float32 of the reference policy; None without a KL loss."""
     returns: Tensor | None
-    """(B, T) float32 the critic learns, or None without one."""
+    """(B, T) float32, the targets of the critic; None without a critic."""
     values: Tensor | None
-    """(B, T) float32: the critic's at the start of the step, or None without one."""
+    """(B, T) float32: the critic's at the start of the step; None without a critic."""
 
 
 def collate(
     groups: Sequence[Group], pad_id: int, *, turn_weight: float = 0.0, tool_weight: float = 0.0
 ) -> Batch:
-    """Flatten groups of scored trajectories into one batch.
+    """Turn groups of scored trajectories into one batch.
 
     Args:
-        groups: the step's groups, in the order of their rows.
-        pad_id: fills what is no token.
-        turn_weight: what a turn's own reward counts in `Scored.reward`: that share is paid where
-            the turn ends, all else where the loop's own conversation ends.
+        groups: the groups of the step, in the order of their rows.
+        pad_id: the padding token.
+        turn_weight: the weight of a turn's own reward in `Scored.reward`. This share is placed at
+            the end of the turn, the rest at the end of the loop's own conversation.
         tool_weight: the same for rewards of tools.
 
     Raises:
-        RunStopped: no rollout at all; or a reward or a logprob that is not finite, which would
-            silently spoil the weights.
+        RunStopped: there is no rollout, or a reward or a logprob is not finite, which would spoil
+            the weights without any other sign.
     """
     scored = [s for group in groups for s in group.scored]
     if not scored:
-        raise RunStopped("no rollout survived this step: there is nothing to learn from")
+        raise RunStopped("all rollouts of this step were dropped: there is nothing to learn from")
     weights = {"turn": turn_weight, "tool": tool_weight}
     segments = [segment for s in scored for segment in s.trajectory.segments]
     rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
@@ -162,7 +166,7 @@ def collate(
 
 
 def _baseline(groups: Sequence[Group]) -> Tensor | None:
-    """(R,) of each rollout its group's greedy reward; None where one has none."""
+    """Return the greedy reward of each rollout's group, (R,); None if a group has none."""
     rewards = [group.greedy.reward for group in groups for _ in group.scored if group.greedy]
     if len(rewards) < sum(len(group.scored) for group in groups):
         return None
@@ -170,7 +174,7 @@ def _baseline(groups: Sequence[Group]) -> Tensor | None:
 
 
 def _tensor(stream: array[int] | array[float]) -> Tensor:
-    """A token stream without a copy, and without a Python number per token."""
+    """Return a tensor over the array, without a copy and without one Python number per token."""
     dtype = torch.float32 if stream.typecode == "f" else torch.int32
     return torch.frombuffer(stream, dtype=dtype) if stream else torch.empty(0, dtype=dtype)
 
@@ -185,7 +189,7 @@ def _check(batch: Batch) -> None:
     if batch.baseline is not None and not batch.baseline.isfinite().all():
         r = int((~batch.baseline.isfinite()).nonzero()[0])
         raise RunStopped(
-            f"the reward of the greedy rollout beside episode {batch.episodes[r]} is"
+            f"the reward of the greedy rollout in the group of episode {batch.episodes[r]} is"
             f" {batch.baseline[r].item()}"
         )
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
@@ -194,16 +198,16 @@ def _check(batch: Batch) -> None:
 
 
 def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> None:
-    """No NaN and no infinity among logprobs.
+    """Check that logprobs are finite.
 
     Args:
-        batch: says which episode a row is of.
+        batch: names the episode of a row.
         logprobs: (B, T).
-        mask: (B, T) bool, the tokens to look at.
+        mask: (B, T) bool, the tokens to check.
         whose: "engine" or "trainer".
 
     Raises:
-        RunStopped: names the first one's episode and token.
+        RunStopped: one is not; the message names its episode and token.
     """
     not_finite = mask & ~logprobs.isfinite()
     for b, t in not_finite.nonzero().tolist():
@@ -214,10 +218,12 @@ def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> 
 
 
 def check_tokens(rows: TokenRows, vocabulary: int) -> None:
-    """No token that the model has no embedding of: a GPU would die of it without a word.
+    """Check that the model has an embedding for every token.
+
+    Without this check a GPU would fail with an unclear message.
 
     Raises:
-        RunStopped: names the first one's row.
+        RunStopped: it has not; the message names the row of the first such token.
     """
     wide = rows.prompt_ids.shape[1]
     parts = {
@@ -232,13 +238,13 @@ def check_tokens(rows: TokenRows, vocabulary: int) -> None:
             at = t - int((~is_token[b]).sum()) if name == "prompt" else t
             raise RunStopped(
                 f"token {at} of the {name} of row {b} of the batch is {int(ids[b, t])}, but the"
-                f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Are tokenizer"
-                " and model of one family?"
+                f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Does the"
+                " tokenizer belong to the model?"
             )
 
 
 def _turns(trajectory: Trajectory) -> list[Tensor]:
-    """One tensor per segment: which turn each token lies in, or -1."""
+    """Return one tensor per segment: the turn of each token, or -1."""
     which = [torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments]
     for k, turn in enumerate(trajectory.turns):
         which[turn.segment][turn.start : turn.end] = k
@@ -246,11 +252,11 @@ def _turns(trajectory: Trajectory) -> list[Tensor]:
 
 
 def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
-    """Where a rollout's reward is paid: one list of floats per segment.
+    """Return the reward of each token, as one list per segment.
 
-    What no turn earned is paid at the end of the last turn, also where that was spawned: all that
-    was sampled came before it, and has its share in it. What no sampled token can carry (a turn
-    without any) goes there, too; a rollout without sampled tokens carries nothing.
+    What no turn earned is placed at the end of the last turn, even if that turn is in a spawned
+    conversation: all sampled tokens precede it and have a share in it. Rewards of a turn without
+    sampled tokens go there too. A rollout without sampled tokens has no token rewards.
     """
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
     rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
@@ -272,7 +278,7 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
 
 
 def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
-    """(B, T) what each token pays for the calls it helped to write; None where none failed."""
+    """Return the penalty of each token for failed calls, (B, T); None if no call failed."""
     if not any(turn.penalties for s in scored for turn in s.trajectory.turns):
         return None
     rows = []
@@ -288,20 +294,20 @@ def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
 
 
 def _find_last_sampled(segment: Segment, start: int, end: int) -> int:
-    """The last index in [start, end) that the policy sampled, or -1."""
+    """Return the last index in [start, end) that the policy sampled, or -1."""
     return next((i for i in range(end - 1, start - 1, -1) if segment.response_mask[i]), -1)
 
 
 def count_mini_batches(rollouts: int, size: int) -> int:
-    """How many optimizer steps one epoch over `rollouts` takes; size 0 means all in one."""
+    """Return the number of optimizer steps of one epoch over `rollouts`; size 0: one."""
     return max(1, math.ceil(rollouts / size)) if size else 1
 
 
 def assign_mini_batches(rollouts: int, size: int) -> Tensor:
-    """(R,) int64: which mini-batch each rollout is in.
+    """Return the mini-batch of each rollout, (R,) int64.
 
-    Neighbours stay together, in shares as equal as can be: where dropped rollouts leave 65 for
-    mini-batches of 64, a step on one lone rollout would count as much as one on all the others. The
-    rows of a step come shuffled already, so no random number is needed.
+    Adjacent rollouts stay together, in mini-batches of sizes as equal as possible. If dropped
+    rollouts left 65 for mini-batches of 64, a step on the last one alone would count as much as the
+    step on all others. The rows of a step are already shuffled, so no random number is needed.
     """
     return torch.arange(rollouts) * count_mini_batches(rollouts, size) // max(1, rollouts)

@@ -1,19 +1,20 @@
-"""Checkpoints that a kill, a crash or a full disk cannot spoil.
+"""Checkpoints that a kill, a crash or a full disk cannot damage.
 
-A checkpoint is a folder that appears whole or not at all: it is written under a temporary name,
-every file is flushed to the disk, `meta.json` with all sizes and hashes comes last, and one rename
-publishes it. Overwriting a folder in place leaves it unusable in half of all random kills.
+A checkpoint is a folder that appears completely or not at all. It is written under a temporary
+name. Every file is flushed to disk. `meta.json`, with all sizes and hashes, is written last. Then
+one rename publishes the folder. (To overwrite a folder in place leaves it unusable after half of
+all random kills.)
 
     runs/demo/
-      global_step_00000010/                a checkpoint: files of `write`, and meta.json
+      global_step_00000010/                a checkpoint: the files of `write`, and meta.json
       global_step_00000020/
       latest_checkpointed_iteration.txt    20
       .tmp-30-4711/                        being written by process 4711
 
-How a run starts: with the folder's `run_lock` held, `recover`; then `find_checkpoint`, and
-`remove_later_checkpoints` the step it goes on from.
+A run starts with `run_lock` on the folder. Then it calls `recover`, `find_checkpoint`, and
+`remove_later_checkpoints` for the step that it resumes from.
 
-One process works in a folder at a time (`run_lock`), and a run goes on under one config
+One process works in a folder at a time (`run_lock`), and a run resumes under one config
 (`check_resumable`).
 """
 
@@ -44,7 +45,8 @@ from agentrl.trainer.tracking import METRICS
 META = "meta.json"
 LATEST = "latest_checkpointed_iteration.txt"
 KEEP = 2
-"""The newest, and one more: should the newest be damaged on the disk, the run goes back one."""
+"""The number of checkpoints to keep: the newest, and one more in case the newest is damaged on
+disk."""
 
 _NAME = re.compile(r"global_step_(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(\w+)-(\d+)")
@@ -52,12 +54,12 @@ _LEFTOVER = re.compile(r"\.(tmp|old)-(\w+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose files were all there, with the right hashes, when it was found."""
+    """A folder whose files were all there, with the right hashes, when it was read."""
 
     folder: Path
     step: int
     meta: Mapping[str, Any]
-    """What `save_checkpoint` was given, as it comes back from JSON."""
+    """The `meta` of `save_checkpoint`, read back from JSON."""
     skipped: tuple[str, ...] = ()
     """One line for each newer checkpoint that could not be used, with the reason."""
 
@@ -69,16 +71,16 @@ def save_checkpoint(
 
     Args:
         root: the run's folder.
-        step: the step whose end it holds; of a step saved twice the later one stays.
-        write: puts the state into the (empty) folder it is given. Regular files only. Where other
+        step: the step that has ended. If a step is saved twice, the later checkpoint stays.
+        write: writes the state into the (empty) folder that it gets; regular files only. If other
             processes write too, it returns when all are done, or raises.
-        meta: values that JSON can hold; they come back as `Checkpoint.meta`.
+        meta: JSON values, which are returned as `Checkpoint.meta`.
 
     Returns:
-        The folder, `root/global_step_00000010` for step 10.
+        The folder, for example `root/global_step_00000010` for step 10.
 
     Raises:
-        RunStopped: the disk is full or refuses; earlier checkpoints are as they were.
+        RunStopped: the disk is full or refuses to write. Earlier checkpoints have not changed.
     """
     final = _checkpoint_path(root, step)
     staging = root / f".tmp-{step}-{os.getpid()}"
@@ -96,8 +98,8 @@ def save_checkpoint(
         for folder in [f for f in staging.rglob("*") if f.is_dir()] + [staging]:
             _fsync(folder)
         if final.exists():
-            # Between these two renames only `staging` holds this step, complete: `recover`
-            # publishes it, should the process die here.
+            # Between these two renames only `staging` holds this step. It is complete, so
+            # `recover` publishes it if the process dies here.
             shutil.rmtree(_trash_path(final), ignore_errors=True)
             final.rename(_trash_path(final))
         staging.rename(final)
@@ -117,15 +119,15 @@ def save_checkpoint(
 
 
 def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
-    """The checkpoint to go on from. Reads every byte of it, changes nothing.
+    """Return the checkpoint to resume from. This reads every byte of it and changes nothing.
 
     Args:
         root: the run's folder; it need not exist.
-        resume: "auto" for the newest in `root` that verifies, "never", or the path of a checkpoint
-            or of another run's folder.
+        resume: "auto" for the newest valid checkpoint in `root`, "never", or the path of a
+            checkpoint or of another run's folder.
 
     Returns:
-        None for "never", and for "auto" where `root` holds no checkpoint.
+        None for "never", and for "auto" if `root` holds no checkpoint.
 
     Raises:
         ConfigError: `resume` names no usable checkpoint, or every one in `root` is damaged.
@@ -145,10 +147,12 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint's folder, or the newest that verifies in a run's. Reads every byte of it.
+    """Return the checkpoint in a folder, or the newest valid one of a run's folder.
+
+    This reads every byte of it.
 
     Raises:
-        ConfigError: it is neither, or damaged.
+        ConfigError: the path is neither, or the checkpoint is damaged.
     """
     if (path / META).exists():
         try:
@@ -158,13 +162,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir() and _steps(path):
         return _find_newest(path)
     why = f"no {META} in it" if path.is_dir() else "no such folder"
-    raise ConfigError(f"{path} is no checkpoint: {why}")
+    raise ConfigError(f"{path} is not a checkpoint: {why}")
 
 
 def recover(root: Path) -> None:
-    """Clear what killed processes left. Call it first, with the `run_lock` held.
+    """Remove what killed processes left. Call it first, while holding the `run_lock`.
 
-    A complete checkpoint that only lacked its rename is published; the rest is removed.
+    A complete checkpoint that lacks only its rename is published.
     """
     for left in sorted(root.glob(".*")) if root.is_dir() else ():
         match = _LEFTOVER.fullmatch(left.name)
@@ -178,9 +182,9 @@ def recover(root: Path) -> None:
 
 
 def remove_later_checkpoints(root: Path, step: int) -> None:
-    """Remove the checkpoints of later steps: the run goes on from `step` (0: from the start).
+    """Remove the checkpoints of later steps: the run resumes from `step` (0: from the start).
 
-    Without it, those of an abandoned future would be the newest again.
+    Otherwise those of the abandoned steps would be the newest again.
     """
     later = [folder for s, folder in _steps(root).items() if s > step]
     for folder in later:
@@ -189,11 +193,11 @@ def remove_later_checkpoints(root: Path, step: int) -> None:
         _write_latest(root)
 
 
-# -- folders --------------------------------------------------------------------------------------
+# -- folders of checkpoints -----------------------------------------------------------------------
 
 
 def _steps(root: Path) -> dict[int, Path]:
-    """Published checkpoints by step, oldest first, whole or not."""
+    """Return the published checkpoints by step, oldest first, valid or not."""
     by_step = {}
     for folder in root.glob("global_step_*"):
         if (match := _NAME.fullmatch(folder.name)) and folder.is_dir():
@@ -211,12 +215,12 @@ def _find_newest(root: Path) -> Checkpoint:
     raise ConfigError(
         f"no checkpoint in {root} can be used:\n  "
         + "\n  ".join(skipped)
-        + "\nMend one, or start over with trainer.resume=never"
+        + "\nRestore one from a backup, or start over with trainer.resume=never"
     )
 
 
 def _verify(folder: Path) -> Checkpoint:
-    """The checkpoint, or a ValueError that says what is wrong with it."""
+    """Return the checkpoint, or raise a ValueError that says what is wrong with it."""
     try:
         record = json.loads((folder / META).read_bytes())
         step, meta, files = record["step"], dict(record["meta"]), dict(record["files"])
@@ -226,20 +230,20 @@ def _verify(folder: Path) -> Checkpoint:
         raise ValueError(f"{folder / META} cannot be read: {e!r}") from None
     for name, saved in files.items():
         file = folder / name
-        # A link, or a name with `..`, resolves to elsewhere.
+        # A link, or a name with `..`, may lead outside of the folder.
         if file.resolve() != folder.resolve() / name:
-            raise ValueError(f"{folder} is damaged: {name} lies outside of it")
+            raise ValueError(f"{folder} is damaged: {name} is outside of it")
         try:
             same = _file_record(file) == saved
         except OSError as e:
             raise ValueError(f"{folder} is damaged: {name}: {e.strerror}") from None
         if not same:
-            raise ValueError(f"{folder} is damaged: {name} is not what was saved")
+            raise ValueError(f"{folder} is damaged: {name} has changed since it was saved")
     return Checkpoint(folder, step, meta)
 
 
 def _publish_complete(staging: Path) -> None:
-    """Give a checkpoint its name if all but that was done, and nothing else has the name."""
+    """Publish a checkpoint that is complete, unless its step has one already."""
     try:
         step = _verify(staging).step
     except ValueError:
@@ -255,12 +259,12 @@ def _checkpoint_path(root: Path, step: int) -> Path:
 
 
 def _trash_path(final: Path) -> Path:
-    """The name under which a checkpoint waits to be deleted."""
+    """Return the name of a checkpoint until it is deleted."""
     return final.parent / f".old-{final.name}-{os.getpid()}"
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint; a kill midway leaves no half of it under its own name."""
+    """Delete a checkpoint. A kill in between leaves no part of it under its own name."""
     aside = _trash_path(folder)
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
@@ -268,7 +272,7 @@ def _remove(folder: Path) -> None:
 
 
 def _write_latest(root: Path) -> None:
-    """`latest_checkpointed_iteration.txt`, as verl's tools read it."""
+    """Write `latest_checkpointed_iteration.txt`, as verl's tools read it."""
     steps = _steps(root)
     if not steps:
         (root / LATEST).unlink(missing_ok=True)
@@ -280,9 +284,9 @@ def _write_latest(root: Path) -> None:
 
 
 def _is_disk_full(root: Path, error: Exception) -> bool:
-    """Whether that is what safetensors or torch say by exceptions of their own.
+    """Return whether a full disk is the cause of an error of safetensors or torch.
 
-    safetensors quotes the system's words, and removes its file; torch does neither.
+    safetensors quotes the message of the operating system and removes its file; torch does neither.
     """
     return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(root).free < 1 << 20
 
@@ -294,14 +298,14 @@ def _describe_failure(root: Path, step: int, error: Exception) -> str:
     full = isinstance(error, OSError) or _is_disk_full(root, error)
     return (
         f"cannot write the checkpoint of step {step} to {root}: {error} ({free:.0f} MiB free)."
-        f" {intact}. {'Make room and run' if full else 'Run'} the same command again."
+        f" {intact}. {'Free disk space and run' if full else 'Run'} the same command again."
     )
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for file in sorted(folder.rglob("*")):
         if file.is_symlink() or not (file.is_dir() or file.is_file()):
-            raise ValueError(f"a checkpoint holds regular files only, but {file} is none")
+            raise ValueError(f"a checkpoint holds regular files only, but {file} is not one")
         if file == folder / META:
             raise ValueError(f"a checkpoint's own {META} is written last, not by `write`")
         if file.is_file():
@@ -322,7 +326,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Put a file's content, or a folder's names, on the disk: a power cut undoes what is not."""
+    """Flush a file's content, or a folder's names, to disk, so that a power cut cannot undo it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -331,7 +335,7 @@ def _fsync(path: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether another process of that id runs. Our own id is a reused one: we have just begun."""
+    """Return whether another process has that id; our own id was reused."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -341,7 +345,7 @@ def _is_alive(pid: int) -> bool:
     return pid != os.getpid()
 
 
-# --- may this process go on with that run? -----------------------------------------------------
+# --- checks before a run resumes -----------------------------------------------------------------
 
 
 CHANGEABLE_KEYS = frozenset(
@@ -375,25 +379,25 @@ CHANGEABLE_KEYS = frozenset(
         "val.*",
     }
 )
-"""Config keys that a resumed run may change: none of them moves a weight, but by rounding: sums
-are made in another order by other ranks, and by compiled layers."""
+"""Config keys that a resumed run may change. They do not change the weights, except for rounding:
+other ranks and compiled layers sum in another order."""
 
 
 RUN_LENGTH_KEYS = frozenset({"trainer.total_steps", "trainer.total_epochs"})
-"""Config keys that a resumed run may change, too, where the learning rate is the same whatever the
-run's length."""
+"""Config keys that a resumed run may change if the learning rate does not depend on the run's
+length."""
 
 
 def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse to resume under another config: the result would be neither run's.
+    """Check that a run resumes under the same config: otherwise the result would belong to neither.
 
     Args:
         saved_config: the config in the checkpoint, nested.
         config: the present one, nested.
 
     Raises:
-        ConfigError: keys that are not in `CHANGEABLE_KEYS` differ, `RUN_LENGTH_KEYS` among them where
-            `optim.lr_final` is not 1 in both; the message lists each with both values.
+        ConfigError: keys outside of `CHANGEABLE_KEYS` differ; `RUN_LENGTH_KEYS` too, unless
+            `optim.lr_final` is 1 in both. The message lists each with both values.
     """
     saved, now = dict(_flatten(saved_config)), dict(_flatten(config))
     steady = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, now))
@@ -413,40 +417,40 @@ def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -
             "the checkpoint was made with another config:\n"
             + "\n".join(changed)
             + (why if length else "")
-            + "\nTo go on, use the same values; for a new run, give another --output. To start over"
-            " in this folder, say trainer.resume=never: that deletes the run that is in it."
+            + "\nTo resume, use the same values. For a new run, use another --output. To start over"
+            " in this folder, use trainer.resume=never: this deletes the run in it."
         )
 
 
 def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
-    """Refuse to go on from another run's checkpoint as if it were this one's.
+    """Check that a checkpoint belongs to this run.
 
     Args:
-        checkpoint: a trainer's.
-        config: the present one.
+        checkpoint: the checkpoint of a training run.
+        config: the present config.
         rows: the `hash_file` of the present training rows.
 
     Raises:
-        ConfigError: another config or other rows; or a folder that holds another run's record.
+        ConfigError: config or rows differ, or the folder holds the record of another run.
     """
     check_same_run(_fill_defaults(checkpoint.meta["config"]), config.model_dump())
     if checkpoint.meta["rows"] != rows:
         raise ConfigError(
-            f"{config.data.train} holds other rows than when {checkpoint.folder} was saved."
-            " Give the same file, or another --output"
+            f"{config.data.train} has changed since {checkpoint.folder} was saved. Use the"
+            " same file, or another --output"
         )
     folder = Path(config.trainer.output)
     foreign = checkpoint.folder.parent.resolve() != folder.resolve()
     if foreign and (folder / METRICS).exists():
         raise ConfigError(
-            f"trainer.resume={config.trainer.resume} is another run's, but {folder}"
-            " holds the record of one already. Say trainer.resume=auto to go on with"
-            " that, or give another --output"
+            f"trainer.resume={config.trainer.resume} is a checkpoint of another run, but {folder}"
+            " already holds the record of a run. Use trainer.resume=auto to resume that run, or"
+            " another --output"
         )
 
 
 def hash_file(path: str) -> str:
-    """A hash of a file, to know it again; "" for no file."""
+    """Return a hash of a file; "" for no file."""
     if not path:
         return ""
     with open(path, "rb") as f:
@@ -454,10 +458,10 @@ def hash_file(path: str) -> str:
 
 
 def _fill_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config as it was saved, with the keys that have come since: they were at their defaults."""
+    """Return a saved config with the keys that were added since, at their defaults."""
     try:
         return Config.model_validate(saved).model_dump()
-    except ValidationError:  # with keys or values that are gone: they are named as changed
+    except ValidationError:  # the caller reports keys and values that no longer exist
         return saved
 
 
@@ -465,10 +469,10 @@ def _fill_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold a run's folder for this process.
 
-    The kernel frees the lock when the process ends, however it ends.
+    The kernel releases the lock when the process ends, for whatever reason.
 
     Raises:
-        UserError: another process holds the folder; the message says which.
+        UserError: another process holds the folder; the message names it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
@@ -478,7 +482,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             file.seek(0)
             raise UserError(
                 f"{folder} is in use by {file.read().strip() or 'another process'}. Wait until it"
-                " ends, stop it, or give another --output."
+                " ends, stop it, or use another --output."
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -487,7 +491,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys with their values as JSON: what has been through a file equals what has not."""
+    """Yield dotted keys with their values as JSON, the same for a file and for Python values."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -1,13 +1,13 @@
-"""What a step learns from: rows are played until enough of their groups can teach something.
+"""The rollouts of a step: rows are played until enough groups have a learning signal.
 
-    rows ─► a round of groups ─► live ones, until there are `data.batch_size` ─► Played
-                      └────────► dead ones, set aside: their advantages are all exactly 0
+    rows ─► a round of groups ─► live ones, until there are `data.batch_size` ─► StepRollouts
+                      └────────► dead ones, evicted: all their advantages are exactly 0
 
-A step without `algorithm.filter_groups` is one round of `data.batch_size` rows and takes what comes
-of it. With it (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) rows further on take the
-places of dead groups. Which are dead the run's own estimator says, of what is known as soon as a
-group was played: its rewards. An estimator that needs more (a critic's values, a KL in the reward)
-or compares rollouts of different rows is refused beside it (`agentrl.config.checks`).
+A step without `algorithm.filter_groups` is one round of `data.batch_size` rows and uses all groups.
+With it (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) further rows replace dead groups.
+The run's own estimator decides which groups are dead, from what is known when a group is finished:
+its rewards. An estimator that needs more (a critic's values, a KL penalty in the reward) or
+compares rollouts of different rows cannot be combined with it (`agentrl.config.checks`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ log = logging.getLogger("agentrl")
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """All that was played for a step, by what becomes of it; groups in the order of their rows."""
+    """All rollouts of a step; groups in the order of their rows."""
 
     groups: Sequence[Group]
-    """What trains: at most `data.batch_size` live groups; dead ones only where none was live."""
+    """The groups that train: at most `data.batch_size` live ones; dead ones only if none is live.
+    """
     evicted: Sequence[Group]
-    """What does not: dead groups, and live ones of which there were enough already."""
+    """The groups that do not train: dead ones, and live ones beyond `data.batch_size`."""
     position: int
-    """How many rows the run has taken, these included."""
+    """The number of rows that the run has taken, with those of this step."""
     metrics: dict[str, float]
-    """Of trained and evicted rollouts together: rewards mean the same whatever is set aside."""
+    """Metrics over all groups, evicted ones too, so rewards do not depend on which groups are
+    evicted."""
 
     @property
     def greedy(self) -> list[Group]:
@@ -52,7 +54,7 @@ class StepRollouts:
 
 
 class Collector:
-    """Plays a step's rows."""
+    """Plays the rows of a step."""
 
     def __init__(
         self,
@@ -61,13 +63,13 @@ class Collector:
         rollouts: Rollouts,
         collate: Callable[[Sequence[Group]], Batch],
     ):
-        """Nothing is played yet.
+        """Create a collector; nothing is played yet.
 
         Args:
-            config: the run's.
-            rows: all that it trains on.
-            rollouts: who plays.
-            collate: makes a batch, for the estimator to judge.
+            config: the run's config.
+            rows: all training rows.
+            rollouts: plays the rows.
+            collate: makes the batch that the estimator gets.
         """
         self._algorithm = config.algorithm
         self._rows, self._rollouts, self._collate = rows, rollouts, collate
@@ -85,8 +87,8 @@ class Collector:
         """Play rows from a position on.
 
         Args:
-            position: how many rows the run has taken.
-            step: how many steps it has made; keys the random numbers.
+            position: the number of rows that the run has taken.
+            step: the number of steps that it has made; determines the random numbers.
 
         Raises:
             RunStopped: too many rollouts were dropped.
@@ -111,7 +113,7 @@ class Collector:
             groups += new_groups
             live += self._live(new_groups)
             rounds += 1
-        # In the order of rows, not in that in which they were done: short ones have no privilege.
+        # In the order of rows, not in that of completion, so that short rollouts have no advantage.
         chosen = [i for i, lives in enumerate(live) if lives] or list(range(len(groups)))
         chosen = chosen[: self._batch_size]
         evicted = [group for i, group in enumerate(groups) if i not in chosen]
@@ -120,8 +122,8 @@ class Collector:
             metrics |= _filter_metrics(evicted, live, rounds)
         if groups and not any(live):
             log.warning(
-                "step %d: in none of %d groups did rollouts differ in what they earned: there is"
-                " nothing to learn from",
+                "step %d: in all of %d groups the rollouts have equal rewards: there is nothing to"
+                " learn from",
                 step + 1,
                 len(groups),
             )
@@ -129,7 +131,10 @@ class Collector:
         return StepRollouts([groups[i] for i in chosen], evicted, position, metrics)
 
     def _live(self, groups: Sequence[Group]) -> list[bool]:
-        """Which groups have an advantage that is not exactly 0; all, where none is set aside."""
+        """Return which groups have an advantage that is not exactly 0.
+
+        Without `filter_groups` all groups count as live.
+        """
         if not groups or not self._algorithm.filter_groups:
             return [True] * len(groups)
         batch = self._collate(groups)
@@ -140,7 +145,7 @@ class Collector:
 def _filter_metrics(
     evicted: Sequence[Group], live: Sequence[bool], rounds: int
 ) -> dict[str, float]:
-    """How groups were chosen; `evicted_samples` counts rollouts."""
+    """Return the metrics of filtering; `evicted_samples` counts rollouts."""
     return {
         "training/filter_groups/rounds": float(rounds),
         "training/filter_groups/live": float(sum(live)),
@@ -149,11 +154,12 @@ def _filter_metrics(
     }
 
 
-# --- steps without a learning signal -----------------------------------------------------------
+# --- steps without a learning signal -------------------------------------------------------------
 
 
 MAX_DEAD_STEPS = 3
-"""Dead steps in a row before a warning. One or two are chance where batches are small."""
+"""The number of dead steps in a row that causes a warning. With small batches one or two are
+chance."""
 DEAD_STEP = "waste/dead_step"
 """The metric: 1 for a dead step, else 0."""
 DEAD_GROUPS = "waste/dead_group_frac"
@@ -161,15 +167,15 @@ STOP = "stop/"
 
 
 class DeadSteps:
-    """The dead steps of a run so far: several in a row are worth a warning.
+    """Counts the dead steps of a run, and warns about several in a row.
 
     Such a run looks like a slow one. A step is dead if no token has an advantage from the rewards
-    (`has_learning_signal`): all its rollouts are masked by their budget's policy, or all rewards of every
-    group are equal. Then the policy stays, or only a KL or an entropy bonus moves it.
+    (`has_learning_signal`): the budget policy masks all its rollouts, or all rewards of every group
+    are equal. Then the policy does not change, or only a KL or an entropy term moves it.
     """
 
     def __init__(self, record: Iterable[tuple[int, Mapping[str, Any]]]):
-        """Continue a run's record; its steps give no warning again.
+        """Continue a run's record, without repeating its warnings.
 
         Args:
             record: steps with their metrics, as `read_metrics` returns them.
@@ -177,12 +183,12 @@ class DeadSteps:
         self._steps = self._dead = self._in_a_row = 0
         self._has_warned = False
         self._sums: Counter[str] = Counter()
-        """Over the dead steps: the share of dead groups, and of each stop reason."""
+        """Sums over the dead steps: the share of dead groups, and of each stop reason."""
         for _, metrics in record:
             self._add(metrics)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Count a step, and warn at the `MAX_DEAD_STEPS`-th dead one in a row."""
+        """Count a step. Warn if it is dead step number `MAX_DEAD_STEPS` in a row."""
         self._add(metrics)
         if metrics.get(DEAD_STEP) and self._in_a_row == MAX_DEAD_STEPS:
             first = step - MAX_DEAD_STEPS + 1
@@ -194,7 +200,7 @@ class DeadSteps:
             )
 
     def finish(self) -> None:
-        """Log at the end of a run how many steps were dead, if a warning was due or all were."""
+        """Log at the end of a run how many steps were dead, if there was a warning or all were."""
         if self._has_warned or 0 < self._steps == self._dead:
             log.warning(
                 f"%d of %d steps had no learning signal ({DEAD_STEP}): on average %s",
@@ -219,10 +225,10 @@ class DeadSteps:
 
 
 def _explain(sums: Mapping[str, Any], steps: int) -> str:
-    """Return what the rollouts of dead steps have in common, and what may help.
+    """Describe what the rollouts of dead steps have in common, and what may help.
 
     Args:
-        sums: of the metrics of so many steps.
+        sums: the sums of the steps' metrics.
         steps: the number of steps.
     """
     stops = {name: value for name, value in sums.items() if name.startswith(STOP)}

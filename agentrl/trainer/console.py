@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live table in a terminal, one line a step elsewhere."""
+"""The output of a training run: a live table in a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ COLUMNS = (
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("s", "timing_s/step", "{:.1f}"),
 )
-"""Header, metric and format; a metric that a run does not have gets no column."""
+"""Header, metric and format. A metric that a run does not have gets no column."""
 
 TRAJECTORIES = "trajectories"
 CURVE = "curve.svg"
 FINAL = "model"
-"""What a run leaves in its folder, beside `metrics.jsonl`, `config.yaml` and the checkpoints."""
+"""Results in a run's folder, apart from `metrics.jsonl`, `config.yaml` and the checkpoints."""
 
 OUTPUTS = (
     ("learning curve", CURVE),
@@ -43,18 +43,19 @@ OUTPUTS = (
     ("trajectories", TRAJECTORIES),
     ("model", FINAL),
 )
-"""What a run's folder holds for its user."""
+"""The results in a run's folder, with the names that the user sees."""
 
 
 class Console:
-    """Prints a run's progress to one stream. Close it, or use it in a `with`."""
+    """Prints the progress of a run to a stream. Close it, or use it in a `with`."""
 
     def __init__(self, out: TextIO | None = None, live: bool | None = None):
-        """Choose the manner.
+        """Choose the kind of output.
 
         Args:
-            out: where to, standard output by default.
-            live: a table that redraws itself; by default where `out` is a terminal that can.
+            out: the stream; standard output by default.
+            live: print a table that redraws itself; by default if `out` is a terminal that supports
+                it.
         """
         self._out = out or sys.stdout
         can = self._out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -66,7 +67,7 @@ class Console:
         self._start = 0.0
 
     def step(self, step: int, total: int, metrics: Metrics) -> None:
-        """Show a finished step, of `total`."""
+        """Show a finished step, one of `total`."""
         if not self._steps:
             self._first = step - 1
             self._start = time.monotonic() - metrics.get("timing_s/step", 0.0)
@@ -88,19 +89,19 @@ class Console:
             self._print("  ".join([f"validation at step {step}:", *cells]))
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line that stays visible."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
             self._print(text)
 
     def finish(self, folder: Path, history: Sequence[tuple[int, Metrics]], config: Config) -> None:
-        """Say what came out, where everything lies, and what to type next.
+        """Print the results, where they are, and the commands to run next.
 
         Args:
-            folder: the run's.
+            folder: the run's folder.
             history: all steps with their metrics.
-            config: the run's.
+            config: the run's config.
         """
         self.close()
         validated = [(step, _format_scores(metrics)) for step, metrics in history]
@@ -122,7 +123,7 @@ class Console:
         self._print("\n".join(lines))
 
     def close(self) -> None:
-        """Leave the last picture standing. Closing twice does nothing."""
+        """Stop the live table; its last state stays visible. Closing twice does nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -139,7 +140,7 @@ class Console:
     # -- the live table ---------------------------------------------------------------------------
 
     def _redraw(self) -> None:
-        """Start the table with the first thing to show."""
+        """Redraw the table, and start it on first use."""
         if self._live is None:
             import rich.console
             from rich.live import Live
@@ -154,12 +155,12 @@ class Console:
         self._live.refresh()
 
     def _render(self) -> RenderableType:
-        """Drawn by a thread of its own, twice a second: it reads, and never waits."""
+        """Return the table. A separate thread calls this twice a second, so it must not wait."""
         from rich.console import Group
 
         parts: list[Any] = []
         room = self._live.console.size.height if self._live else 24
-        # The first validation stays in view: what the run began with.
+        # The first validation stays visible, to compare with.
         validations = self._validations[:1] + self._validations[1:][-max(1, min(7, room // 4)) :]
         steps = self._steps[-max(3, min(16, room - len(validations) - 12)) :]
         if steps:
@@ -182,21 +183,24 @@ class Console:
         line = Table.grid(padding=(0, 1))
         line.add_row(
             ProgressBar(total=self._total, completed=self._last, width=32),
-            f"{self._last}/{self._total}  {_format_duration(elapsed)} gone, about {_format_duration(remaining)} to go",
+            f"{self._last}/{self._total}  {_format_duration(elapsed)} elapsed, about"
+            f" {_format_duration(remaining)} left",
         )
         return line
 
 
 def next_commands(folder: Path, config: Config) -> list[list[str]]:
-    """What to type next: the run's own config, its trained model, the rows it was validated on.
+    """Return commands to run next, as lists of words.
+
+    They use the run's config, its trained model and its validation rows.
 
     Args:
-        folder: the run's, with its `config.yaml`.
-        config: the run's.
+        folder: the run's folder, with its `config.yaml`.
+        config: the run's config.
     """
     rows = config.data.val or config.data.train
     run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / FINAL)]
-    # A greedy run has nothing to vary: all rollouts of a row are alike.
+    # With greedy sampling all rollouts of a row are the same.
     several = ["val.n=4"] if config.val.temperature > 0 else []
     return [
         ["agentrl", "play", *run, "-n", "3"],
@@ -225,7 +229,7 @@ def _format_cells(metrics: Metrics) -> dict[str, str]:
 
 
 def _format_scores(metrics: Metrics) -> dict[str, str]:
-    """Validation rewards; for a loop that calls tools, with the share of rollouts that did."""
+    """Format validation rewards; for a loop with tools also its share of calls."""
     scores = {}
     for label, key in validation_series(metrics).items():
         score = f"{metrics[key]:.3f}"

@@ -1,7 +1,7 @@
 """The learning curve of a run as an SVG picture, drawn by matplotlib from its `metrics.jsonl`.
 
-The picture has no background and no script. Its colours can be read on white and on black, and its
-text is text.
+The picture has no background and no script. Its colours are readable on white and on black, and its
+text is stored as text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _VALIDATION = re.compile(r"(val|val_greedy)/(?:([^/]+)/)?reward/mean@\d+")
 
 MAX_LINES = 12
 MAX_POINTS = 100
-"""A line is drawn through at most so many points: more would not be seen, and make a large file."""
+"""The largest number of points of a line: more points would not be visible and would make a large
+file."""
 
-# Middle tones: at least 3:1 in contrast to white and to black.
+# The contrast to white and to black is at least 3:1.
 INK = "#7d8590"
 GREY = "#8b949e"
 COLOURS = ("#2f81f7", "#d4702a", "#2da44e", "#a371f7", "#d6498f", "#0e9aa7", "#b58900", "#e5534b")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "agentrl",  # the same numbers make the same file
-    "font.sans-serif": ["DejaVu Sans"],  # which matplotlib brings: no search, short names
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib includes it, so no search is needed
     "font.size": 9,
     "text.parse_math": False,
     "axes.unicode_minus": False,
@@ -49,7 +50,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "ytick.left": False,
 }
-"""What matplotlib is told while it draws a curve."""
+"""matplotlib's parameters for a curve."""
 METADATA = {
     "Title": "Learning curve: reward over training steps",
     **dict.fromkeys(("Creator", "Date", "Format", "Type")),
@@ -59,10 +60,10 @@ Points = list[tuple[float, float]]
 
 
 def validation_series(keys: Iterable[str]) -> dict[str, str]:
-    """The validation metrics among `keys`: label to key, the total first, then loops, then greedy.
+    """Return the validation metrics among `keys` by label: the total, then loops, then greedy.
 
-    Example: `{"validation": "val/reward/mean@1", "react": "val/react/reward/mean@1",
-    "greedy": "val_greedy/reward/mean@1"}`.
+    Example: `{"validation": "val/reward/mean@1", "react": "val/react/reward/mean@1", "greedy":
+    "val_greedy/reward/mean@1"}`.
     """
     total, loops, greedy = {}, {}, {}
     for key in sorted(keys):
@@ -75,19 +76,19 @@ def validation_series(keys: Iterable[str]) -> dict[str, str]:
             loops[agent_name] = key
         elif agent_name is None:
             greedy["greedy"] = key
-    # One loop alone is the total.
+    # With a single loop its metric is the total.
     return total | (loops if len(loops) > 1 or not total else {}) | greedy
 
 
 def write_curve(metrics_path: Path, svg_path: Path) -> None:
     """Draw training and validation rewards over steps.
 
-    The training reward is smoothed, with its raw values as a thin line behind it. Of the series of
-    `validation_series` the first are drawn, up to `MAX_LINES` lines in all.
+    The training reward is smoothed, with its raw values as a thin line behind it. The first of the
+    series of `validation_series` are drawn, up to `MAX_LINES` lines in total.
 
     Args:
-        metrics_path: a run's `metrics.jsonl`; a run without steps gives an empty frame.
-        svg_path: where the picture goes.
+        metrics_path: a run's `metrics.jsonl`; a run without steps gives empty axes.
+        svg_path: the file to write.
     """
     import matplotlib
 
@@ -111,7 +112,7 @@ def _points(steps: Sequence[tuple[int, Mapping[str, float]]], key: str) -> Point
 
 
 def _draw(lines: Mapping[str, Points]) -> Figure:
-    """Return the figure: axes, lines, legend."""
+    """Return the figure with axes, lines and legend."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -120,7 +121,7 @@ def _draw(lines: Mapping[str, Points]) -> Figure:
     figure = Figure(figsize=(7.6, 4.2), dpi=72, layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="reward")
     axes.set_xlim(min(xs), max(*xs, min(xs) + 1))
-    # Rewards of 0 to 1 get that scale, so that pictures of different runs compare.
+    # Rewards from 0 to 1 get that scale, so that curves of different runs are comparable.
     ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(min([0.0, *ys]), max([1.0, *ys]))
     axes.set_yticks(ticks)
     axes.set_ylim(ticks[0], ticks[-1])
@@ -151,7 +152,7 @@ def _draw(lines: Mapping[str, Points]) -> Figure:
 
 
 def _style(label: str, index: int) -> dict[str, Any]:
-    """Colour and stroke of a line: training grey, the total strong, greedy dashed."""
+    """Return colour and stroke of a line: training grey, the total thick, greedy dashed."""
     if label == "training":
         return {"color": GREY, "lw": 2}
     colour = COLOURS[(index - 1) % len(COLOURS)]
@@ -163,7 +164,10 @@ def _style(label: str, index: int) -> dict[str, Any]:
 
 
 def _smooth(points: Points) -> Points:
-    """The mean over a window of about a twentieth of the run, centred, shorter at the ends."""
+    """Return a centred moving mean over about a twentieth of the run.
+
+    The windows are shorter at the ends.
+    """
     half, n = len(points) // 40 + 1, len(points)
     sums = [0.0, *accumulate(y for _, y in points)]
     windows = [(max(0, i - half), min(n, i + half + 1)) for i in range(n)]
@@ -172,7 +176,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _thin(points: Points) -> Points:
-    """At most `MAX_POINTS`: means of neighbours, but the first and the last point as they are."""
+    """Return at most `MAX_POINTS` points: the first, means of neighbours, the last."""
     if len(points) <= MAX_POINTS:
         return points
     import numpy as np
@@ -182,5 +186,5 @@ def _thin(points: Points) -> Points:
 
 
 def _replace_unprintable(text: str) -> str:
-    """Return the text without the characters that XML may not hold."""
+    """Replace the characters that XML does not allow."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

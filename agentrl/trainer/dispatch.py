@@ -1,15 +1,18 @@
-"""How a method is called on all ranks: what each is given, and what comes back.
+"""How a method is called on all ranks: how its arguments are split and its results collected.
 
     class Rank:
         @dispatch(SPLIT)
-        def look(self, share, who): ...    # group.look([share_0, share_1], who) -> [.., ..]
+        def forward(self, share, model): ...
 
         @dispatch(BROADCAST)
-        def descend(self, step): ...       # group.descend(step) -> what rank 0 returned
+        def optimizer_step(self, name, lr): ...
 
-A group has the methods of its ranks, whether they are one object of this process (`rank.LocalRankGroup`) or
-many processes: whoever calls it does not see which. A run that is spread over a cluster gets its
-group from a site.
+    group.forward([share_0, share_1], model)    # a list: the result of each rank
+    group.optimizer_step(name, lr)              # the result of rank 0
+
+A group has the methods of its ranks. The ranks are one object in this process
+(`rank.LocalRankGroup`) or many processes (`agentrl.cluster.group.WorkerGroup`); callers need not
+know which.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ class Dispatch(Enum):
     """How arguments are split and results collected."""
 
     SPLIT = "split"
-    """The first argument is a list with an entry for each rank; so is the result. Further arguments
-    are the same for all."""
+    """The first argument is a list with one entry per rank, and so is the result. Further arguments
+    are the same for all ranks."""
     BROADCAST = "broadcast"
-    """All ranks get the same arguments; the result is rank 0's."""
+    """All ranks get the same arguments. The result is that of rank 0."""
 
 
 SPLIT, BROADCAST = Dispatch.SPLIT, Dispatch.BROADCAST
 
 
 def dispatch(how: Dispatch) -> Callable[[F], F]:
-    """Declare how a method of a rank is called on all of them."""
+    """Declare how a method of a rank is called on all ranks."""
 
     def mark(method: F) -> F:
         method.dispatch = how  # type: ignore[attr-defined]
@@ -50,7 +53,7 @@ def dispatch(how: Dispatch) -> Callable[[F], F]:
 
 
 def dispatched_methods(cls: type) -> dict[str, Dispatch]:
-    """The methods of a class that are called on all ranks, by name."""
+    """Return the methods of a class that are called on all ranks, by name."""
     return {
         name: method.dispatch
         for name in dir(cls)
@@ -59,36 +62,36 @@ def dispatched_methods(cls: type) -> dict[str, Dispatch]:
 
 
 class RankGroup(Protocol):
-    """Ranks, with the methods of theirs that were marked by `dispatch`."""
+    """Ranks, with the methods that they mark by `dispatch`."""
 
     size: int
-    """How many ranks."""
+    """The number of ranks."""
 
     def __getattr__(self, name: str) -> Any: ...
 
     def close(self) -> None:
-        """End them."""
+        """End the ranks."""
         ...
 
 
 class Placement(Protocol):
-    """A part of a cluster that a run has for itself (`agentrl.cluster.open_placement`)."""
+    """The part of a cluster that a run uses (`agentrl.cluster.open_placement`)."""
 
     def start_ranks(self, cls: type, *args: Any, **kwargs: Any) -> RankGroup:
-        """Make an object of a class on each of the learner's places."""
+        """Make an object of a class on each of the learner's devices."""
         ...
 
     def engine_slots(self) -> Sequence[EngineSlot]:
-        """Where servers are started; after `ranks`."""
+        """Return where servers are started. Call it after `start_ranks`."""
         ...
 
 
 def check_single_controller(config: Config, placement: Placement | None) -> None:
-    """A run has one controller, and ranks only where it has a site for them.
+    """Check that this process is the only controller, and that several ranks have a placement.
 
     Raises:
-        ConfigError: this process is one of many that a launcher started; or several ranks are asked
-            for, and there is no site.
+        ConfigError: a launcher started this process as one of many, or the config wants several
+            ranks and there is no placement.
     """
     t = config.trainer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -99,7 +102,7 @@ def check_single_controller(config: Config, placement: Placement | None) -> None
     if placement is None and t.spread:
         raise ConfigError(
             f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node},"
-            f" trainer.ray_address={t.ray_address!r} need a cluster. The command line opens it; in"
-            " Python: `from agentrl.cluster import open_placement`, then `with open_placement(config) as"
-            " placement: Trainer(config, placement=placement).run()`"
+            f" trainer.ray_address={t.ray_address!r} need a cluster. The command line opens it. In"
+            " Python: `from agentrl.cluster import open_placement`, then `with"
+            " open_placement(config) as placement: Trainer(config, placement=placement).run()`"
         )

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that others load: transformers, PEFT, SGLang."""
+"""From a checkpoint to a folder that transformers, PEFT or SGLang loads."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What a folder was made from, and what it is."""
+    """The source and the kind of an exported folder."""
 
     checkpoint: Checkpoint
     base: str
-    """The model that training began with."""
+    """The model that training started from."""
     adapter: bool
-    """A PEFT adapter's folder; else a model's."""
+    """True for a PEFT adapter's folder, False for a model's."""
     lora: bool
-    """An adapter was trained; else all weights."""
+    """True if an adapter was trained, False if all weights were."""
 
 
 def export(
     path: Path, out: Path, *, merge: bool = False, dtype: Precision = "auto", model: str = ""
 ) -> ExportResult:
-    """Make a folder of a checkpoint's policy, with its tokenizer and chat template.
+    """Export a checkpoint's policy to a folder, with its tokenizer and chat template.
 
-    Of a full training it is a model's; of LoRA an adapter's, or with `merge` a model's, merged anew
-    from the base.
+    After full training it is the folder of a model. After LoRA training it is that of an adapter,
+    or with `merge` that of a model, merged into the base.
 
     Args:
-        path: a checkpoint, or a run's folder for the newest that verifies.
-        out: to be made; it appears whole or not at all.
-        merge: put LoRA into the weights.
-        dtype: of a model's weights; "auto": as its base was published, which is what an engine
-            held while it sampled.
-        model: where the model is that training began with, in place of the run's `model.path`.
+        path: a checkpoint, or a run's folder for its newest valid one.
+        out: the folder to make; it appears completely or not at all.
+        merge: merge LoRA into the weights.
+        dtype: the data type of a model's weights; "auto": that of its base, which the engine used
+            for sampling.
+        model: the model that training started from, if it is no longer at the run's `model.path`.
 
     Raises:
-        UserError: `out` exists, no checkpoint or model is where it should be, or they do not fit.
-        RunStopped: the disk is full or refuses.
+        UserError: `out` exists, there is no such checkpoint or model, or they do not fit together.
+        RunStopped: the disk is full or refuses to write.
     """
     if out.exists() or out.is_symlink():
-        raise UserError(f"{out} is there already: name a new folder")
+        raise UserError(f"{out} already exists: name a new folder")
     checkpoint = open_checkpoint(path)
     config = _config_of(checkpoint)
     base = model or config.model.path
@@ -78,8 +78,8 @@ def export(
         if model or Path(base).exists():
             raise
         raise ConfigError(
-            f"{e}\nThe run began with model.path={base!r}. If that is a folder, export from where"
-            " the run was started, or name it: --model FOLDER"
+            f"{e}\nThe run started from model.path={base!r}. If that is a folder, run the export in"
+            " the folder where the run was started, or name the model: --model FOLDER"
         ) from e
     return ExportResult(checkpoint, base, adapter, lora)
 
@@ -89,12 +89,12 @@ def _config_of(checkpoint: Checkpoint) -> Config:
         return Config.model_validate(checkpoint.meta["config"])
     except (KeyError, ValidationError) as e:
         raise ConfigError(
-            f"{checkpoint.folder} holds no config that this version of agentrl reads: {e}"
+            f"{checkpoint.folder} has no config that this version of agentrl can read: {e}"
         ) from e
 
 
 def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Precision) -> Policy:
-    """The policy as it was trained, on the CPU."""
+    """Load the trained policy on the CPU."""
     m = config.model
     loaded = load_causal_lm(base, "auto" if dtype == "auto" else getattr(torch, dtype))
     policy = Policy(loaded, config.rollout.temperature)
@@ -107,11 +107,11 @@ def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Preci
 
 
 def _copy_adapter(adapter: Path, folder: Path, base: str) -> None:
-    """The adapter as it was saved, and where its base is from wherever one looks."""
+    """Copy the saved adapter, with an absolute path of its base."""
     if not adapter.is_dir():
         raise ConfigError(
-            f"training began with the adapter {base!r}, merged: an adapter's folder could only name"
-            " another base. Add --merge for the whole model"
+            f"training started from the adapter {base!r}, which was merged: an adapter's folder"
+            " could only name another base. Add --merge to export the whole model"
         )
     shutil.copytree(adapter, folder, dirs_exist_ok=True)
     file = folder / "adapter_config.json"
@@ -122,7 +122,7 @@ def _copy_adapter(adapter: Path, folder: Path, base: str) -> None:
 
 @contextmanager
 def _atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into that is `out` once all is written."""
+    """Yield a folder to write into, which is renamed to `out` at the end."""
     staging = out.parent / f".tmp-{out.name}-{os.getpid()}"
     try:
         staging.mkdir(parents=True)

@@ -1,17 +1,17 @@
-"""The output layer and the loss head as one: logprobs of chosen tokens from hidden states.
+"""The output layer fused with the loss head: logprobs of chosen tokens from hidden states.
 
-A vocabulary of 152 k makes 0.3 MB of logits for each token in bfloat16, and the plain way holds
-them four times, twice in float32. Here a block of them is held at a time:
+With a vocabulary of 152 k, the logits of one token take 0.3 MB in bfloat16, and the plain
+implementation holds them four times, twice in float32. Here only a block of them is held at a time:
 
     forward     blocks of tokens        logits -> logprob, entropy, log of the sum of exponentials
     backward    blocks of vocabulary    logits again -> their gradient in place -> two products
 
-In the backward pass each block gives its own rows of the weight's gradient in one product over all
-tokens, so that nothing has to be added up there in bfloat16. Where all logits fit into a block
-they are kept instead of made again.
+In the backward pass each block computes its own rows of the weight's gradient in one product over
+all tokens, so nothing is accumulated in bfloat16. If all logits fit into one block, they are kept
+instead of computed again.
 
-liger-kernel's fused loss is not used: none of its versions tells the entropy, and many scale the
-gradients of all tokens by that of the first (its pull request 1298).
+liger-kernel's fused loss is not used: no version of it returns the entropy, and many scale the
+gradients of all tokens by that of the first one (its pull request 1298).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_BYTES = 3 * 2**28
-"""Of logits held at a time on a GPU: products of such blocks still fill it."""
+"""Bytes of logits held at a time on a GPU: products of such blocks still use all of it."""
 CPU_BLOCK_BYTES = 2**28
 TILE = 128
 CPU_TILE = 2**17
-"""Logits worked on at a time on a CPU."""
+"""The number of logits processed at a time on a CPU."""
 MAX_PROGRAMS = 32
-"""Widths that are compiled for; a run meets few, but more than torch's limit of 8."""
+"""The number of widths that are compiled for. A run needs few, but more than torch's limit of 8."""
 
 
 def chosen_logprobs(
@@ -44,22 +44,23 @@ def chosen_logprobs(
     block_bytes: int | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log_softmax(hidden @ weight.T / temperature) at the chosen tokens, and the entropy.
+    """Return log_softmax(hidden @ weight.T / temperature) at the chosen tokens, and the entropy.
 
-    The products are made in the precision of `hidden`, all else in float32 or wider. A layer with
-    a bias is not meant.
+    The products are computed in the precision of `hidden`, the rest in float32 or wider. Output
+    layers with a bias are not supported.
 
     Args:
-        hidden: (N, H) where each token is predicted.
-        weight: (V, H) of the output layer; it gets a gradient if it asks for one.
+        hidden: (N, H), the states that predict the tokens.
+        weight: (V, H) of the output layer; it gets a gradient if it requires one.
         tokens: (N,) the chosen tokens.
-        temperature: the logits are divided by it, as in the engine; never the logprobs.
-        entropy_gradient: whether the entropy carries a gradient.
-        block_bytes: of logits held at a time.
-        fused: whether everything between the products is compiled; None for on a GPU.
+        temperature: divides the logits, as in the engine. Dividing logprobs would be something
+            else.
+        entropy_gradient: True if the entropy has a gradient.
+        block_bytes: bytes of logits held at a time.
+        fused: True if the operations between the products are compiled; None: on a GPU.
 
     Returns:
-        logprobs and entropies, (N,) each.
+        Logprobs and entropies, (N,) each.
     """
     on_gpu = hidden.is_cuda
     if block_bytes is None:
@@ -118,13 +119,13 @@ class _Head(torch.autograd.Function):
         n, vocabulary = len(hidden), len(weight)
         width = ctx.block_size // max(1, n) if ctx.logits is None else vocabulary
         columns = _blocks(vocabulary, width)
-        # One block's product is its sum. Several are added up in float32.
+        # The product of one block is the sum. Those of several blocks are added in float32.
         wide = hidden.dtype if len(columns) == 1 else lse.dtype
         d_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if to_hidden else None
         d_weight = torch.empty_like(weight) if to_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             for block in columns:
-                # What was kept is written over: a second backward pass makes it again.
+                # The logits are overwritten, so a second backward pass computes them again.
                 logits, ctx.logits = ctx.logits, None
                 if logits is None:
                     logits = hidden @ weight[block].t()
@@ -142,10 +143,10 @@ class _Head(torch.autograd.Function):
 
 
 def _blocks(n: int, most: int) -> list[slice]:
-    """0 to n in parts of at most `most`, and of 1 at least.
+    """Return 0 to n in slices of at most `most`, and of at least 1.
 
-    n is halved until that holds: few different widths are few programs to compile. Wide parts are
-    whole tiles of a product, which may make them wider by less than one.
+    n is halved until it fits: few different widths mean few compiled programs. Wide slices are
+    whole tiles of a product, and so may be wider by less than one tile.
     """
     size = n
     while size > max(1, most):
@@ -156,7 +157,7 @@ def _blocks(n: int, most: int) -> list[slice]:
 
 
 def _score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """(N,) logprobs, entropies and logs of the sum of exponentials, of (N, V) logits."""
+    """Return logprobs, entropies and log-sum-exps, (N,) each, of (N, V) logits."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         z = z / temperature
@@ -178,19 +179,19 @@ def _write_gradient(
     of_entropy: Tensor | None,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """Write the gradient of a block of logits over it.
+    """Overwrite a block of logits by their gradient.
 
-    With z = logits / heat, p = exp(z - lse) and H = -sum p log p:
+    With z = logits / temperature, p = exp(z - lse) and H = -sum p log p:
     d logp(a) / dz = [a] - p and dH / dz = -p (log p + H).
 
     Args:
         logits: (N, v).
-        places: (N,) the chosen tokens, counted from the block's first; mostly off it.
+        places: (N,) the chosen tokens as columns of the block; most are outside of it.
         lse: (N,).
         entropy: (N,).
-        of_logprobs: (N,) the gradient that comes in.
-        of_entropy: (N,) or None.
-        heat: the temperature.
+        of_logprobs: (N,) the incoming gradient of the logprobs.
+        of_entropy: (N,) the incoming gradient of the entropies, or None.
+        temperature: divides the logits.
     """
     z = logits.to(lse.dtype)
     if temperature != 1.0:
@@ -198,7 +199,7 @@ def _write_gradient(
     log_p = z - lse[:, None]
     p = log_p.exp()
     is_chosen = torch.arange(logits.shape[1], device=logits.device) == places[:, None]
-    # Before rounding: 1 - p of a sure token would be lost in bfloat16.
+    # Before rounding: in bfloat16 1 - p of a likely token would be 0.
     slope = (is_chosen.to(p.dtype) - p) * of_logprobs[:, None]
     if of_entropy is not None:
         slope = slope - of_entropy[:, None] * p * (log_p + entropy[:, None])
@@ -218,10 +219,11 @@ def _apply(
     rows: tuple[Tensor | None, ...],
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """Call a function of (N, v) logits and (N,) numbers of their rows; its (N,) results.
+    """Call a function of (N, v) logits and (N,) numbers of their rows, and return its (N,) results.
 
-    Compiled it is one kernel, whatever N; a width that is known makes aligned loads and quick
-    divisions. Otherwise it goes some rows at a time on a CPU, so that all between stays in cache.
+    Compiled, it is one kernel for any N; the width is static, which gives aligned loads and fast
+    divisions. Otherwise, on a CPU, it processes some rows at a time, so that intermediate results
+    stay in the cache.
     """
     if fused:
         torch._dynamo.mark_static(logits, 1)

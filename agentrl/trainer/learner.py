@@ -1,20 +1,20 @@
-"""The learner: a policy, what it is compared with, and the optimizer steps.
+"""The learner: the policy, the models that it is compared with, and the optimizer steps.
 
-It is in the controller's process and works on whole batches, (B, T) on the CPU. A batch goes one
-way, from here to the loss:
+It runs in the controller process and works on whole batches, (B, T) tensors on the CPU. The path of
+a batch from here to the loss is:
 
-    Learner.update     mini-batches, one optimizer step each
-    packing.deal       their rows as micro-batches, for each rank
-    Rank.accumulate    loss and gradient of each micro-batch (`losses.py`)
-    Rank.descend       the optimizer step
+    Learner.update           mini-batches: one optimizer step each
+    packing.assign_rows      the rows of a mini-batch as micro-batches, for each rank
+    Rank.forward_backward    loss and gradient of each micro-batch (`losses.py`)
+    Rank.optimizer_step      the optimizer step
 
-The ranks are one or many, in this process or elsewhere. The loss of a mini-batch is a sum over its
-micro-batches and ranks; since `Targets.weights` hold the denominator already, loss and gradient
-depend on neither.
+There are one or several ranks, in this process or in others. The loss of a mini-batch is a sum over
+its micro-batches and ranks. `Targets.weights` already contain the denominator, so loss and gradient
+do not depend on how the rows are split.
 
-Three logprobs are never mixed: the engine's (`Batch.rollout_logprobs`), the trainer's at the start
-of the step (`Targets.old_logprobs`), and the trainer's now. Between the first two stand the
-truncated importance weights, between the last two PPO's ratio.
+There are three logprobs, which are never mixed: those of the engine (`Batch.rollout_logprobs`),
+those of the trainer at the start of the step (`Targets.old_logprobs`), and those of the trainer
+now. The truncated importance weights compare the first two, PPO's ratio compares the last two.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Check = Callable[[Mapping[str, float]], None]
 
 
 class Learner:
-    """The policy that learns, whatever it is spread over."""
+    """The policy that learns, on one rank or many."""
 
     def __init__(
         self,
@@ -67,51 +67,57 @@ class Learner:
         total_steps: int,
         group: RankGroup | None = None,
     ):
-        """Load the model; nothing else is read.
+        """Load the model; no data is read.
 
         Args:
-            model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
-            config: the run's.
-            total_steps: of the run, for the learning rate.
-            group: ranks of that model and config; None: one rank, in this process.
+            model_path: a model or a PEFT adapter; see `load_causal_lm`.
+            config: the run's config.
+            total_steps: the length of the run, for the learning rate.
+            group: ranks of that model and config. None: one rank in this process.
 
         Raises:
-            ConfigError: no such model, no such device, nothing for LoRA to adapt.
+            ConfigError: there is no such model or device, or LoRA has nothing to adapt.
         """
         self.config = config
         self.ranks = group or LocalRankGroup(Rank(model_path, config))
-        """All of them: what each does alike (`save`, `load`, `score`, ...) is called here."""
+        """All ranks. Methods that each rank runs alike (`save`, `load`, `score`, ...) are called on
+        it."""
         self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, LocalRankGroup) else None
-        """The rank in this process, if it is one."""
+        """The rank, if there is one rank and it is in this process."""
         self._total_steps = total_steps
 
-    # --- what a step needs to know before it updates -------------------------------------------
+    # --- forward passes before the update --------------------------------------------------------
 
     def logprobs(self, batch: TokenRows) -> Tensor:
-        """(B, T) float32: the policy's, of every sampled token; 0 elsewhere."""
+        """Return the policy's logprob of every sampled token, (B, T) float32, 0 elsewhere."""
         return self._forward(batch, "policy")
 
     def old_logprobs(self, batch: Batch) -> Tensor | None:
-        """(B, T) `logprobs` for `Targets`, or None where the update finds them on its way.
+        """Return `logprobs` for `Targets`, (B, T), or None if the update computes them itself.
 
-        That is so where the whole batch is one mini-batch, however many epochs: its first pass is
-        made by the same weights. A KL in the reward needs them before.
+        The update computes them if the whole batch is one mini-batch, however many epochs there
+        are: its first pass uses the same weights. A KL penalty in the reward needs them before the
+        update.
         """
         a = self.config.algorithm
         is_one_mini_batch = count_mini_batches(len(batch.rewards), a.mini_batch_size) == 1
         return None if is_one_mini_batch and not a.kl_reward_coef else self.logprobs(batch)
 
     def reference_logprobs(self, batch: Batch) -> Tensor | None:
-        """(B, T) float32: the initial policy's, of every sampled token; None where no KL is wanted.
+        """Return the initial policy's logprobs, (B, T) float32, or None without a KL term.
 
-        With LoRA that is the base with the adapter off; else a frozen copy, loaded at first use.
+        With LoRA the reference is the base model with the adapter disabled. Otherwise it is a
+        frozen copy, loaded on first use.
         """
         a = self.config.algorithm
         uses_kl = a.kl_loss_coef or a.kl_reward_coef
         return self._forward(batch, "reference") if uses_kl else None
 
     def values(self, batch: Batch) -> Tensor | None:
-        """(B, T) float32: the critic's, of the state before a sampled token; None without one."""
+        """Return the critic's values, (B, T) float32, or None without a critic.
+
+        A value is that of the state before a sampled token.
+        """
         return self._forward(batch, "critic") if self.config.algorithm.critic else None
 
     def _forward(self, batch: TokenRows, model: ModelName) -> Tensor:
@@ -121,7 +127,7 @@ class Learner:
             mask, rows_by_rank, self.ranks.forward(shares, model) if any(shares) else []
         )
 
-    # --- the update ----------------------------------------------------------------------------
+    # --- the update ------------------------------------------------------------------------------
 
     def update(
         self,
@@ -132,29 +138,28 @@ class Learner:
         *,
         learn_policy: bool = True,
     ) -> dict[str, float]:
-        """Take the step's optimizer steps: one per mini-batch and epoch.
+        """Run the optimizer steps of the step: one per mini-batch and epoch.
 
-        Rows whose every token has advantage 0 cannot move the policy where neither KL nor entropy
-        is in its loss: they are not run, though the denominator counts them. Metrics of tokens
-        (`entropy`, `ppo_kl`, ...) are means over the tokens that were run.
+        A row whose tokens all have advantage 0 cannot move the policy, unless a KL or an entropy
+        term is in the loss. Such rows are not run, but the denominator counts them. Metrics of
+        tokens (`entropy`, `ppo_kl`, ...) are means over the tokens that were run.
 
         Args:
             batch: the step's rollouts.
-            targets: what the algorithm made of them.
-            step: 1 for the first of the run; sets the learning rate.
-            check: called once, before any weight moves, with the metrics that compare engine and
-                trainer (none where no token was run). What it raises stops the step: nothing of it
-                was learned.
-            learn_policy: False: only the critic learns, and nothing is compared.
+            targets: the targets of that batch.
+            step: the number of the step, from 1; it determines the learning rate.
+            check: called once, before any weight changes, with the metrics that compare engine and
+                trainer (an empty mapping if no token was run). If it raises, no weight has changed.
+            learn_policy: False: only the critic learns, and engine and trainer are not compared.
 
         Returns:
-            Metrics under verl's names, means over the optimizer steps that were made (a norm of 0
-            if none was); `training/rollout_*` and `rollout_corr/*` compare the engine's logprobs
+            Metrics under verl's names, as means over the optimizer steps (a gradient norm of 0 if
+            there was none). `training/rollout_*` and `rollout_corr/*` compare the engine's logprobs
             with the trainer's at the start of the step.
 
         Raises:
-            RunStopped: a logprob of the trainer's at the start of the step is not finite, and no
-                weight has moved; or a loss or gradient is not finite.
+            RunStopped: a logprob of the trainer at the start of the step is not finite (no weight
+                has changed), or a loss or gradient is not finite.
         """
         self.ranks.zero_grad()
         a, mask, old = self.config.algorithm, batch.action_mask, targets.old_logprobs
@@ -168,7 +173,7 @@ class Learner:
         collected: dict[str, list[float]] = defaultdict(list)
         for _, m in product(range(a.ppo_epochs), range(int(mini_batch.max()) + 1)):
             in_mini_batch = mini_batch == m
-            # The policy first: what stops it must find the critic unmoved, too.
+            # The policy first: if it stops the step, the critic must not have changed either.
             if learn_policy:
                 rows = in_mini_batch & is_run
                 rows_by_rank, results = self._forward_backward(
@@ -191,9 +196,9 @@ class Learner:
         return metrics | mismatch | target_metrics(batch, targets)
 
     def _columns(self, loss: LossName, batch: Batch, targets: Targets) -> dict[str, Tensor]:
-        """(B, T) each: the numbers of every token that a loss needs, as far as they are known.
+        """Return the (B, T) tensors that a loss needs, by name.
 
-        Without `old` the logprobs of the first pass are the old ones.
+        Without `old`, the logprobs of the first pass are the old ones.
         """
         a, t = self.config.algorithm, targets
         columns: dict[str, Tensor | None] = {"weights": t.weights}
@@ -208,7 +213,7 @@ class Learner:
     def _compare(
         self, batch: Batch, old: Tensor, mask: Tensor, check: Check | None
     ) -> dict[str, float]:
-        """Compare engine and trainer at the tokens of `mask`, before a weight moves."""
+        """Compare engine and trainer at the tokens of `mask`, before any weight changes."""
         check_logprobs(batch, old, mask, "trainer")
         mismatch = mismatch_metrics(batch, old, mask)
         mismatch |= importance_weight_metrics(batch, old, mask, self.config.algorithm)
@@ -224,10 +229,11 @@ class Learner:
         mask: Tensor,
         columns: Mapping[str, Tensor],
     ) -> tuple[list[list[Tensor]], list[PassResult]]:
-        """Add the gradient of the rows where `rows` (B,) is True to what the ranks hold.
+        """Add the gradient of the rows where `rows` (B,) is True to the gradients of the ranks.
 
         Returns:
-            the rows of each rank's micro-batches, and what each rank counted; nothing for no rows.
+            The rows of each rank's micro-batches, and the result of each rank; both are empty for
+            no rows.
         """
         rows_by_rank, shares = self._make_micro_batches(batch, rows, mask, columns)
         return rows_by_rank, self.ranks.forward_backward(shares, loss) if any(shares) else []
@@ -235,10 +241,13 @@ class Learner:
     def _make_micro_batches(
         self, batch: TokenRows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[list[list[Tensor]], list[list[MicroBatch]]]:
-        """Micro-batches of the rows where `rows` (B,) is True: their numbers, and contents.
+        """Make micro-batches of the rows where `rows` (B,) is True.
+
+        Returns:
+            For each rank the row numbers of its micro-batches, and the micro-batches.
 
         Raises:
-            RunStopped: the model has no such token.
+            RunStopped: a token id is not in the model's vocabulary.
         """
         check_tokens(batch, self._vocabulary)
         budget = self.config.optim.micro_batch_tokens
@@ -254,17 +263,17 @@ class Learner:
     def _optimizer_step(
         self, name: Literal["actor", "critic"], step: int, results: Sequence[PassResult]
     ) -> dict[str, float]:
-        """Move the weights by what the ranks have gathered.
+        """Update the weights with the gradients of the ranks.
 
-        Without any pass the gradient is zero and nothing moves, not even by momentum: what taught
-        nothing changes nothing.
+        Without results no step is made: the gradient is zero, and momentum alone must not move the
+        weights.
 
         Returns:
-            what the passes counted, summed, and the gradient's norm as `grad_norm`; nothing if no
-            step was made.
+            The sums of the results' counts, and the gradient norm as `grad_norm`; empty if no step
+            was made.
 
         Raises:
-            RunStopped: the loss or the gradient is not finite; the weights are as they were.
+            RunStopped: the loss or the gradient is not finite. The weights have not changed.
         """
         if not results:
             return {}
@@ -279,8 +288,8 @@ class Learner:
         if not math.isfinite(counts["grad_norm"]):
             values = ", ".join(f"{key}={value}" for key, value in counts.items())
             raise RunStopped(
-                f"step {step}: the {name}'s loss or gradient is not finite ({values}). This"
-                f" update was not made. {self._explain_failure(name, step)}"
+                f"step {step}: the {name}'s loss or gradient is not finite ({values}). The"
+                f" weights have not changed. {self._explain_failure(name, step)}"
             )
         return dict(counts)
 
@@ -290,32 +299,30 @@ class Learner:
         return learning_rate(peak, o, self._total_steps, step)
 
     def _explain_failure(self, name: str, step: int) -> str:
-        """What may have made a loss that is not finite."""
-        advice = f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure"
-        advice += "; a nan in rollout_logprobs or rewards would have been named before."
+        """Return the likely causes of a loss that is not finite."""
+        advice = f"A lower learning rate (now {self._lr(name, step):g}) usually helps"
+        advice += ". Logprobs of the engine and rewards were checked before and are finite."
         loss = self.config.algorithm.policy_loss
         if name == "actor" and loss not in policy_losses.shipped:
-            return (
-                f"The first suspect is the policy loss {loss!r}, which is your own. Else: {advice}"
-            )
+            return f"The likeliest cause is your own policy loss {loss!r}. Otherwise: {advice}"
         return advice
 
-    # --- what comes out ------------------------------------------------------------------------
+    # --- saving and exporting --------------------------------------------------------------------
 
     @property
     def lora(self) -> bool:
-        """Whether an adapter learns."""
+        """True if an adapter learns, False if all weights do."""
         return self.config.model.lora_rank > 0
 
     def make_update(self, version: int) -> Update:
-        """The policy as it is now, for an engine."""
+        """Return the current policy in the form that an engine takes."""
         adapter = self.ranks.save_adapter if self.lora else None
         return Update(version, self.export, adapter, self.ranks.write_weights)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors of the plain model, for an engine: see `Policy.export`.
+        """Yield the named tensors of the plain model for an engine; see `Policy.export`.
 
-        From ranks elsewhere they come through files.
+        Ranks in other processes pass them through files.
         """
         if self.rank is not None:
             yield from self.rank.policy.export()
@@ -328,7 +335,7 @@ class Learner:
 
     @contextmanager
     def perturbed_adapter(self) -> Iterator[None]:
-        """Within the block the LoRA adapter is another one: see `Policy.perturbed_adapter`."""
+        """Use a perturbed LoRA adapter within the block; see `Policy.perturbed_adapter`."""
         self.ranks.perturb_adapter(self.config.trainer.seed)
         try:
             yield
@@ -337,7 +344,7 @@ class Learner:
 
 
 SUM_METRICS = ("grad_norm", "pg_loss", "kl_loss", "vf_loss")
-"""Counted as sums over the mini-batch; all else as sums over tokens, told as their means."""
+"""Metrics that are sums over the mini-batch. All others are divided by the number of tokens."""
 
 
 def _add_metrics(into: dict[str, list[float]], name: str, counts: dict[str, float]) -> None:
@@ -350,7 +357,7 @@ def _add_metrics(into: dict[str, list[float]], name: str, counts: dict[str, floa
 def _scatter(
     mask: Tensor, rows_by_rank: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """(B, T) of what ranks found at the chosen tokens of their micro-batches; 0 elsewhere."""
+    """Return a (B, T) tensor of the ranks' values at the chosen tokens; 0 elsewhere."""
     kinds = {flat.dtype for share in values for flat in share} | {torch.float32}
     out = torch.zeros(mask.shape, dtype=max(kinds, key=lambda kind: kind.itemsize))
     for share, flats in zip(rows_by_rank, values, strict=False):

@@ -1,11 +1,10 @@
-"""Engine against trainer: how far apart their probabilities of the sampled tokens are.
+"""The mismatch of engine and trainer: how far apart their logprobs of the sampled tokens are.
 
-Both hold the same weights when a step begins, so that what is measured there is different
-arithmetic, and nothing else. More of it means that one of them has other weights, another
-temperature or other tokens before its eyes; then the samples are not the policy's, and learning
-from them goes wrong without a sound.
+Both hold the same weights when a step begins. So the mismatch measured there comes from different
+arithmetic alone. If it grows, one of them has other weights, another temperature or other input
+tokens. Then the samples are not the policy's, and training goes wrong without any other sign.
 
-The tokens were drawn by the engine. So the estimates of a KL here are of KL(engine || trainer).
+The engine sampled the tokens. So the KL estimates here are of KL(engine || trainer).
 """
 
 from __future__ import annotations
@@ -22,37 +21,36 @@ from agentrl.trainer.batch import Batch
 from agentrl.trainer.losses import importance_ratios, k1, k3
 
 MEAN = "rollout_corr/logprob_diff_mean"
-"""The mean of |log p_trainer - log p_engine|: what `MismatchGuard` judges."""
+"""The mean of |log p_trainer - log p_engine|, which `MismatchGuard` checks."""
 
 TURNS = ("turn_1", "turn_2", "turn_3", "turn_4plus")
-"""The turns that have a mean of their own, `MEAN/TURN`; the last is all that come later, too."""
+"""The turns that have a mean of their own, `MEAN/TURN`; the last one includes all later turns."""
 
 
 def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """Compare the trainer's logprobs with the engine's.
 
     Args:
-        batch: has the engine's.
+        batch: has the engine's logprobs.
         old_logprobs: (B, T) the trainer's, at the start of the step.
-        mask: (B, T) bool, the tokens to compare. Elsewhere nothing is read.
+        mask: (B, T) bool, the tokens to compare; nothing else is read.
 
     Returns:
-        Nothing for no token. Else, over the tokens:
+        An empty dictionary for no token. Otherwise, over the tokens:
 
-        - `rollout_corr/logprob_diff_mean`, `_max`: |difference|; its mean also for each of
-          `TURNS`, and for first tokens `after_observation`, where a template, a tool or a user
-          spoke before.
+        - `rollout_corr/logprob_diff_mean`, `_max`: |difference|. The mean also for each of `TURNS`,
+          and for the tokens `after_observation`, which follow a template, a tool or a user.
         - `rollout_corr/kl`, `rollout_corr/k3_kl`: KL(engine || trainer) by two estimators.
-        - `rollout_corr/rollout_is_eff_sample_size`, of importance weights before any cap: the
-          share of tokens that as many equal ones would be worth; and the same of whole rollouts,
-          `rollout_corr/rollout_is_seq_eff_sample_size`.
-        - `training/rollout_probs_diff_*`, of probabilities; `training/rollout_ratio_error_*`,
-          |ratio - 1|.
+        - `rollout_corr/rollout_is_eff_sample_size`: the effective sample size of the importance
+          weights before any cap, as a share of the tokens;
+          `rollout_corr/rollout_is_seq_eff_sample_size`: the same for whole rollouts.
+        - `training/rollout_probs_diff_*`: differences of probabilities;
+          `training/rollout_ratio_error_*`: |ratio - 1|.
     """
     old, engine = old_logprobs[mask].double(), batch.rollout_logprobs[mask].double()
     if not len(old):
         return {}
-    # Flat from here on: rows are as wide as the longest of them.
+    # Flat from here on: rows are padded to the longest one.
     gaps = old - engine
     distances, turn = gaps.abs(), batch.turn[mask]
     metrics = {
@@ -86,15 +84,15 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
 
 
 def _effective_sample_size(log_weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n where one has it all."""
-    weights = (log_weights - log_weights.max()).exp()  # only their proportions matter
+    """Return (sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n if one weight has all."""
+    weights = (log_weights - log_weights.max()).exp()  # the scale does not matter
     return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
 
 
 def importance_weight_metrics(
     batch: Batch, old_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> dict[str, float]:
-    """What the importance weights of a step are, and how many of them are cut.
+    """Return metrics of a step's importance weights and of how many are cut.
 
     Args:
         batch: has the engine's logprobs.
@@ -103,10 +101,10 @@ def importance_weight_metrics(
         config: the section `algorithm`.
 
     Returns:
-        Nothing for no token or no weights. Else, over the tokens, at the level of
+        An empty dictionary for no token or no weights. Otherwise, over the tokens, at the level of
         `algorithm.tis_level` and before the cap: `rollout_corr/rollout_is_mean`, `_max`, `_min`;
-        `rollout_is_ratio_fraction_high`, `_low`, the shares beyond the cap and below its
-        reciprocal; and where these are masked, `rollout_rs_masked_fraction`, the share of both.
+        `rollout_is_ratio_fraction_high`, `_low`, the shares above the cap and below its reciprocal;
+        and if such weights are masked, `rollout_rs_masked_fraction`, the sum of both shares.
     """
     if not config.tis_cap or not mask.any():
         return {}
@@ -114,7 +112,7 @@ def importance_weight_metrics(
     if config.tis_level == "token":
         old, engine = (x[mask] for x in both)
         ratios = importance_ratios(old, engine, torch.ones_like(old, dtype=torch.bool), "token")
-    else:  # sums over rows that observations make wider: in float32 they would round otherwise
+    else:  # float64: float32 sums would depend on the width of the padded rows
         old, engine = (x.double() for x in both)
         ratios = importance_ratios(old, engine, mask, "sequence")[mask].float()
     high = (ratios > config.tis_cap).float().mean().item()
@@ -132,9 +130,9 @@ def importance_weight_metrics(
 
 
 MAX_GROWTH = 10.0
-"""A step's mean difference may be so many times the reference."""
+"""The largest mean difference of a step, as a multiple of the reference."""
 MIN_REFERENCE = 1e-3
-"""Arithmetic may differ by so much, however well engine and trainer agreed at the start."""
+"""The smallest reference: arithmetic may differ by this much even if the start was closer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +144,18 @@ class MismatchGuard:
     """
 
     reference: float
-    """The mean |difference| of logprobs where engine and trainer are known to hold the same."""
+    """The mean |difference| of logprobs at a time when engine and trainer hold the same weights."""
 
     @property
     def limit(self) -> float:
-        """Beyond it a step is refused."""
+        """The largest mean difference that is accepted."""
         return MAX_GROWTH * max(self.reference, MIN_REFERENCE)
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Look at a step's `mismatch_metrics` before anything of it is learned.
+        """Check a step's `mismatch_metrics` before the update.
 
         Raises:
-            RunStopped: the mean difference is beyond the limit, or no number.
+            RunStopped: the mean difference exceeds the limit, or is NaN.
         """
         mean = metrics.get(MEAN, 0.0)
         if mean <= self.limit:
@@ -173,10 +171,10 @@ class MismatchGuard:
         raise RunStopped(
             f"engine and trainer disagree: their logprobs of the tokens sampled in this step differ"
             f" by {mean:.3g} on average, where {self.reference:.3g} was measured at the start"
-            f" (at most {self.limit:.3g} is let pass).{where} Nothing of this step was learned."
+            f" (the limit is {self.limit:.3g}).{where} The step was not trained on."
             " Likely causes, the likeliest first: the engine does not have the trainer's weights"
-            " (a sync that failed or came late); it samples at another temperature, or puts"
-            " other tokens in front (a chat template of its own); it serves another model;"
-            " an option of the engine changes its arithmetic (quantization, a KV cache of fewer"
+            " (a weight sync failed or was late); it samples at another temperature, or prepends"
+            " other tokens (its own chat template); it serves another model;"
+            " an option of the engine changes its arithmetic (quantization, a KV cache with fewer"
             " bits, another attention backend)"
         )

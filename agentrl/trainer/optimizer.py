@@ -1,4 +1,4 @@
-"""Named parameters and the AdamW that moves them: one for the policy, one for a critic."""
+"""AdamW over named parameters: one optimizer for the policy, one for a critic."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentrl.trainer.sharding import full_tensor
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state, write_state
 
 BETAS = (0.9, 0.999)
-"""AdamW's own: memories of 10 and of 1,000 steps."""
+"""AdamW's defaults: averages over about 10 and 1,000 steps."""
 
 
 class Optimizer:
-    """AdamW with clipped gradients."""
+    """AdamW with gradient clipping."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Optimizer:
         accelerator: Accelerator,
         betas: tuple[float, float] = BETAS,
     ):
-        """Set up; nothing is allocated for moments until the first step.
+        """Create the optimizer. Memory for the moments is allocated by the first step.
 
         Args:
-            name: "actor" or "critic"; names its folder.
-            parameters: what learns, by name.
+            name: "actor" or "critic"; the name of its folder in a checkpoint.
+            parameters: the parameters that learn, by name.
             config: the section `optim`.
-            accelerator: does the clipping.
+            accelerator: clips the gradient.
             betas: AdamW's.
         """
         self.name = name
@@ -47,21 +47,21 @@ class Optimizer:
         self._offloads_moments = config.offload == "optimizer" and accelerator.device.type == "cuda"
 
     def step(self, lr: float) -> float:
-        """One optimizer step on the gradient that is there, which is gone then.
+        """Run one optimizer step and drop the gradient.
 
         Args:
             lr: the learning rate.
 
         Returns:
-            the gradient's norm, over all ranks, before clipping. If that is no finite number, the
-            weights are as they were.
+            The gradient norm over all ranks, before clipping. If it is not finite, no weight has
+            changed.
         """
         norm = self._accelerator.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
-        assert norm is not None  # only DeepSpeed keeps it to itself
+        assert norm is not None  # only DeepSpeed returns None
         size = full_tensor(norm).item()
         if math.isfinite(size):
             for group in self._adamw.param_groups:
-                # In a tensor, torchao's; it would not have it replaced.
+                # torchao keeps the learning rate in a tensor, which must not be replaced.
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(lr)
                 else:
@@ -77,7 +77,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def _move_moments(self, device: str) -> None:
-        """The moments, where they wait on the CPU between steps."""
+        """Move the moments to a device, if they are kept on the CPU between steps."""
         if not self._offloads_moments:
             return
         for state in self._adamw.state.values():
@@ -86,7 +86,7 @@ class Optimizer:
                     state[key] = value.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write parameters and moments into `folder/<name>`. With ranks, all call it at once.
+        """Write parameters and moments into `folder/<name>`. All ranks call it at once.
 
         Raises:
             RunStopped: a rank cannot write there.
@@ -94,12 +94,12 @@ class Optimizer:
         write_state(folder / self.name, self._parameters() | self._moments())
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, bit for bit (quantised moments: but for rounding).
+        """Restore what `save` wrote, bit for bit; quantised moments are restored up to rounding.
 
-        With ranks, all call it at once; it may have been written by more of them, or fewer.
+        All ranks call it at once. The number of ranks may differ from that of `save`.
 
         Raises:
-            ConfigError: it is of another model: other names or shapes, or none of these.
+            ConfigError: it belongs to another model (other names or shapes), or nothing was saved.
         """
         folder, ours = folder / self.name, self._parameters()
         moments = check_state(folder, ours, PARAMETER_PREFIX)
@@ -111,7 +111,7 @@ class Optimizer:
         return {PARAMETER_PREFIX + name: p.detach() for name, p in self.parameters.items()}
 
     def _moments(self) -> dict[str, Tensor]:
-        """What AdamW remembers: `exp_avg.<name>`, `exp_avg_sq.<name>` and `step.<name>`."""
+        """Return AdamW's state: `exp_avg.<name>`, `exp_avg_sq.<name>` and `step.<name>`."""
         return {
             f"{kind}.{name}": value
             for name, parameter in self.parameters.items()
@@ -119,9 +119,10 @@ class Optimizer:
         }
 
     def _init_moments(self, names: Collection[str]) -> None:
-        """Moments to be overwritten, of these parameters alone, as AdamW itself makes them.
+        """Allocate the moments of these parameters, to be overwritten.
 
-        Its first step does; it moves the parameters, which are to be overwritten, too.
+        AdamW allocates them in its first step. That step also changes the parameters, which the
+        caller overwrites too.
         """
         self._adamw.state.clear()
         for name in names:
@@ -132,16 +133,16 @@ class Optimizer:
 
 
 def learning_rate(peak: float, config: OptimConfig, total_steps: int, step: int) -> float:
-    """The learning rate of a step.
+    """Return the learning rate of a step.
 
-    It rises to `peak` in `config.lr_warmup_steps`, then falls in a line to `peak * config.lr_final`
+    It rises to `peak` in `config.lr_warmup_steps`, then falls linearly to `peak * config.lr_final`
     at the last of `total_steps`, where it stays.
 
     Args:
-        peak: the highest.
+        peak: the highest learning rate.
         config: the section `optim`.
-        total_steps: of the run.
-        step: 1 for the first.
+        total_steps: the length of the run.
+        step: the number of the step, from 1.
     """
     if step <= config.lr_warmup_steps:
         return peak * step / (config.lr_warmup_steps + 1)
@@ -153,10 +154,10 @@ def learning_rate(peak: float, config: OptimConfig, total_steps: int, step: int)
 def _make_adamw(
     config: OptimConfig, parameters: list[nn.Parameter], betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` names.
+    """Return the optimizer that `optim.name` names.
 
     Raises:
-        ConfigError: its package is not there.
+        ConfigError: its package is not installed.
     """
     if config.name == "adamw":
         return torch.optim.AdamW(

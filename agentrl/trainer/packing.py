@@ -1,19 +1,19 @@
-"""Which rows are run side by side: micro-batches for each rank, and each of them as one flat row.
+"""Packing: the micro-batches of each rank, and each micro-batch as one flat row of tokens.
 
     batch       P1 A     one flat row       P1 A B | P2 C
-                P1 B                         positions 0 1 .. at every P, going on at A, B and C
+                P1 B                         positions 0 1 .. at every P, continued at A, B and C
                 P2 C
 
-There is no padding, and a prompt is run once for all the responses that follow it. Linear layers do
-not care that tokens of several rows stand side by side. Attention does: it is taken piece by piece,
-each response together with its prompt, so that no row sees another. Where prompts are as long as
-responses, as in many groups of tool users, that is half of the work.
+There is no padding, and a prompt is run once for all responses that follow it. Linear layers do not
+mix tokens, so packed rows do not matter to them. Attention does mix tokens: each response attends
+to itself and its own prompt only (`attention.py`). If prompts are as long as responses, as in many
+groups with tools, this saves half of the work.
 
-The rows of an optimizer step are given. How they are dealt out changes memory and time, and no
-result: the loss is a sum, and every row is run once. All ranks run equally many micro-batches,
-since they gather weights and sum gradients together; one that has no row left runs an empty one.
-Each waits for the slowest in every micro-batch, so those are as even as rows allow. Rows of one
-prompt stay neighbours on one rank where they can.
+The rows of an optimizer step are fixed. How they are assigned to ranks and micro-batches changes
+memory and time, but no result: the loss is a sum, and every row is run once. All ranks run the same
+number of micro-batches, since they gather weights and sum gradients together; a rank without rows
+runs an empty micro-batch. In every micro-batch each rank waits for the slowest one, so the
+micro-batches are balanced. Rows with the same prompt stay together on one rank if possible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.trainer.batch import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What a model is run on, and which of its tokens are asked about; L tokens in all."""
+    """The input of a model, L tokens, and which of its tokens are scored."""
 
     input_ids: Tensor
     """(1, L)."""
@@ -39,12 +39,12 @@ class PackedRows:
     """(1, L)."""
     layout: Layout
     states: Tensor
-    """(N,) where each chosen token is predicted: one before its own place."""
+    """(N,) the positions that predict the chosen tokens: one before each token."""
     tokens: Tensor
     """(N,) the chosen tokens, row by row."""
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same there."""
+        """Return a copy on the device."""
         at = {"device": device, "non_blocking": True}
         return PackedRows(
             input_ids=self.input_ids.to(**at),
@@ -57,22 +57,22 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one pass of a model is made on: rows, and numbers for each of their chosen tokens."""
+    """The input of one forward pass: rows, and numbers for each of their chosen tokens."""
 
     packed: PackedRows
     mask: Tensor
-    """(b, A) bool: how the N chosen tokens lie in rows when nothing else is kept of these, each
-    row's moved to its beginning; A is the most that a row has."""
+    """(b, A) bool: how the N chosen tokens are laid out in rows that hold nothing else,
+    left-aligned; A is the largest number of chosen tokens of a row."""
     columns: dict[str, Tensor]
     """(N,) each, by name."""
 
     def rows(self, flat: Tensor) -> Tensor:
-        """(b, A): (N,) laid out by `mask`, 0 off it; the gradient flows back."""
+        """Return (b, A): the (N,) values laid out by `mask`, 0 off it. The gradient flows back."""
         mask = self.mask.to(flat.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same there."""
+        """Return a copy on the device."""
         columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
         return MicroBatch(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
 
@@ -80,15 +80,15 @@ class MicroBatch:
 def make_micro_batch(
     batch: TokenRows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
 ) -> MicroBatch:
-    """Lay rows out for a pass.
+    """Make the input of one forward pass from rows of a batch.
 
-    No rows at all make a pass in which nothing is asked. A rank needs it to keep step with the
-    others.
+    No rows make a pass that scores no token. A rank without rows runs it to stay in step with
+    the others.
 
     Args:
         batch: the batch.
-        rows: (b,) which of its rows, ascending.
-        mask: (B, T) bool, the tokens that are asked about.
+        rows: (b,) row numbers, ascending.
+        mask: (B, T) bool, the tokens to score.
         columns: (B, T) each.
     """
     if not len(rows):
@@ -104,12 +104,12 @@ def make_micro_batch(
 
 
 def pack(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
-    """Lay rows out side by side.
+    """Pack rows into one flat row.
 
     Args:
         batch: the batch.
-        rows: (b,) which of its rows, ascending.
-        mask: (b, T) bool, the tokens of these rows that are asked about.
+        rows: (b,) row numbers, ascending.
+        mask: (b, T) bool, the tokens of these rows to score.
     """
     ids, positions, states = [], [], []
     pieces: list[int] = []
@@ -141,10 +141,10 @@ def pack(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
 
 
 def pack_row(token_ids: Sequence[int]) -> PackedRows:
-    """One row by itself, asked about every token but the first.
+    """Pack a single row, in which every token but the first is scored.
 
     Args:
-        token_ids: two at least.
+        token_ids: at least two.
     """
     ids = torch.tensor(token_ids)
     return PackedRows(
@@ -157,36 +157,36 @@ def pack_row(token_ids: Sequence[int]) -> PackedRows:
 
 
 def has_new_prompt(batch: TokenRows, rows: Tensor) -> Tensor:
-    """(b,) bool: whether a row's prompt is another one than that of the row before it in `rows`."""
+    """Return (b,) bool: True if a row's prompt differs from that of the row before it in `rows`."""
     ids, lengths = batch.prompt_ids[rows], batch.prompt_lengths[rows]
     is_new = torch.ones(len(rows), dtype=torch.bool)
     is_new[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
     return is_new
 
 
-# --- which rows a rank runs, and in which micro-batches -----------------------------------------
+# --- assigning rows to ranks and micro-batches ---------------------------------------------------
 
 MAX_IMBALANCE = 1.03
-"""A share may have so many times the tokens of the mean before a prompt is run in two."""
+"""A rank may have this many times the mean number of tokens before a prompt is run on two ranks."""
 
 
 def assign_rows(batch: TokenRows, rows: Tensor, ranks: int, budget: int) -> list[list[Tensor]]:
-    """Micro-batches for each rank, equally many for all.
+    """Assign rows to ranks and micro-batches; all ranks get the same number of micro-batches.
 
     Args:
         batch: the batch.
-        rows: (b,) int64, ascending: those to run.
-        ranks: how many.
-        budget: tokens of a micro-batch, a prompt counted once for neighbours that share it. A row
-            longer than that goes alone.
+        rows: (b,) int64, ascending: the rows to run.
+        ranks: the number of ranks.
+        budget: the tokens of a micro-batch. A prompt counts once for adjacent rows that share it. A
+            longer row gets a micro-batch of its own.
 
     Returns:
-        rows of each micro-batch, ascending, by rank; nothing for no rows.
+        For each rank the rows of each micro-batch, ascending; empty lists for no rows.
     """
     if not len(rows):
         return [[] for _ in range(ranks)]
     costs = _RowCosts(batch, rows)
-    if ranks == 1:  # nobody waits for it
+    if ranks == 1:  # no other rank waits for it
         pieces_by_rank = [costs.split(costs.rows, budget)]
     else:
         shares_of_rows = _split_evenly(costs, costs.rows, ranks)
@@ -196,7 +196,7 @@ def assign_rows(batch: TokenRows, rows: Tensor, ranks: int, budget: int) -> list
 
 
 class _RowCosts:
-    """What rows cost that are run side by side, in tokens."""
+    """The costs of rows that are packed together, in tokens."""
 
     def __init__(self, batch: TokenRows, rows: Tensor):
         self.rows: list[int] = rows.tolist()
@@ -206,11 +206,11 @@ class _RowCosts:
         self._responses = batch.response_lengths.tolist()
 
     def tokens_of(self, rows: Sequence[int]) -> int:
-        """All of them together, ascending."""
+        """Return the number of tokens of rows, which are ascending."""
         return sum(need for _, _, need in self._needs(rows))
 
     def families(self, rows: Sequence[int]) -> list[list[int]]:
-        """Neighbours that share a prompt."""
+        """Group adjacent rows that share a prompt."""
         groups: list[list[int]] = []
         for row, new, _ in self._needs(rows):
             if new:
@@ -219,7 +219,7 @@ class _RowCosts:
         return groups
 
     def split(self, rows: Sequence[int], most: int) -> list[list[int]]:
-        """Neighbours in pieces of at most `most` tokens; what is longer goes alone."""
+        """Split rows into adjacent pieces of at most `most` tokens; a longer row is one piece."""
         pieces: list[list[int]] = []
         room = 0
         for row, _, need in self._needs(rows):
@@ -231,7 +231,7 @@ class _RowCosts:
         return pieces
 
     def _needs(self, rows: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
-        """Each row, whether its prompt is new, and the tokens that it adds."""
+        """Yield each row, whether its prompt is new, and the number of tokens that it adds."""
         last = 0
         for row in rows:
             new = self._family[row] != last
@@ -240,10 +240,11 @@ class _RowCosts:
 
 
 def _split_evenly(costs: _RowCosts, rows: Sequence[int], shares: int) -> list[list[int]]:
-    """Rows for each rank, or each pass of one, about equally many tokens for all.
+    """Split rows into shares with about the same number of tokens.
 
-    Families stay whole where that is even enough. Else the smallest one of the busiest is halved,
-    again and again; of all these ways the evenest is taken, for a prompt that two run costs twice.
+    Families stay whole if that is even enough. Otherwise the smallest family of the largest share
+    is halved, again and again, and the most even of all these splits is returned: a prompt in two
+    shares is run twice.
     """
     units = [(costs.tokens_of(family), family) for family in costs.families(rows)]
     ways = []
@@ -261,7 +262,10 @@ def _split_evenly(costs: _RowCosts, rows: Sequence[int], shares: int) -> list[li
 
 
 def _assign_largest_first(units: list[tuple[int, list[int]]], shares: int) -> list[list[int]]:
-    """Units of (tokens, rows): the largest first, each to who has least (Graham, 1969)."""
+    """Assign units of (tokens, rows), the largest first, each to the share with the fewest tokens.
+
+    This is the LPT rule (Graham, 1969).
+    """
     loads = [(0, share) for share in range(shares)]
     shares_of_rows: list[list[int]] = [[] for _ in range(shares)]
     for tokens, unit in sorted(units, key=lambda unit: (-unit[0], unit[1])):
@@ -272,10 +276,10 @@ def _assign_largest_first(units: list[tuple[int, list[int]]], shares: int) -> li
 
 
 def _split_into(costs: _RowCosts, rows: list[int], count: int, budget: int) -> list[list[int]]:
-    """Just so many, the longest first; what cannot be cut so often is joined by empty ones.
+    """Split rows into exactly `count` pieces, the longest first; missing ones are empty.
 
-    About equally long, unless that breaks the budget: then neighbours until it is full, and the
-    longest are halved.
+    The pieces have about the same length, unless one of them would exceed the budget. Then adjacent
+    rows fill the pieces up to the budget, and the longest pieces are halved.
     """
     pieces = _split_evenly(costs, rows, count)
     if any(costs.tokens_of(piece) > budget and len(piece) > 1 for piece in pieces):

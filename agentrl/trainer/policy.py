@@ -1,13 +1,14 @@
-"""Causal language models asked about chosen tokens: the policy, and a critic.
+"""Causal language models that score chosen tokens: the policy, and a critic.
 
-A model runs many rows packed into one (`packing.py`), and a row's numbers do not depend on its
-company. The head, by far the widest layer, is applied where a token was chosen and nowhere else.
-Models stay in evaluation mode, also while they learn: dropout would make the probability ratio at
-the first update differ from 1.
+A model runs many rows packed into one (`packing.py`), and the numbers of a row do not depend on the
+other rows. The head is by far the widest layer; it is applied to the states of chosen tokens only.
+Models stay in evaluation mode while they learn: with dropout the probability ratio at the first
+update would differ from 1.
 
-The policy is what learns, and what an engine samples from; with LoRA, over a frozen base. Its
-weights may be spread over ranks (`sharding.py`). Then whatever gathers them (`export`,
-`save_adapter`, `save_pretrained`, `perturbed_adapter`) is called on all ranks at once, and only rank 0 writes.
+The policy is what learns, and what an engine samples from; with LoRA it is an adapter over a frozen
+base. Its weights may be sharded over ranks (`sharding.py`). Then all ranks call the methods that
+gather weights (`export`, `save_adapter`, `save_pretrained`, `perturbed_adapter`) at once, and only
+rank 0 writes.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, resha
 T = TypeVar("T")
 
 PERTURBATION = 0.3
-"""Norm of what a shaken adapter adds to a layer, as a share of the layer's own: about half a nat,
-which is more than training adds, with the rounding errors that belong to it."""
+"""The norm of what a perturbed adapter adds to a layer, relative to that of the layer: about half a
+nat in logprobs. This is more than training adds, with the rounding errors of such a size."""
 ACTOR, CRITIC = "default", "critic"
-"""Names of the LoRA adapters; PEFT writes the one called default as a plain adapter folder."""
+"""Names of the LoRA adapters. PEFT writes the adapter named "default" as a plain adapter folder."""
 
 
 class Policy:
-    """A causal language model that scores its own tokens."""
+    """A causal language model that computes logprobs of tokens."""
 
     def __init__(
         self, model: PreTrainedModel, temperature: float, compute: torch.dtype | None = None
     ):
-        """Use `model`, packed from now on; `add_adapter` makes it a frozen base.
+        """Use `model` with packed rows from now on; `add_adapter` freezes it.
 
         Args:
             model: in evaluation mode.
-            temperature: its logits are divided by it.
-            compute: what it will compute in, where that is not the precision of its weights.
+            temperature: divides the logits.
+            compute: the precision of its passes, if that is not the precision of its weights.
 
         Raises:
-            ConfigError: packed, it would be another model.
+            ConfigError: packing would change the output of the model.
         """
         self.model = model
         self.temperature = temperature
         self.peft: PeftModel | None = None
         head = model.get_output_embeddings()
-        # An adapter on the head or the embeddings would not be published, nor would it learn.
+        # An adapter on the head or the embeddings would be neither trained nor published.
         self._adaptable_modules = [
             name
             for name, module in model.named_modules()
@@ -77,12 +78,12 @@ class Policy:
         entropy_gradient: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of each chosen token, and the entropy where it was chosen, (N,) each.
+        """Return logprob and entropy at each chosen token, (N,) each.
 
         Args:
             packed: the rows.
-            entropy_gradient: whether the entropy carries a gradient.
-            temperature: another than the policy's.
+            entropy_gradient: True if the entropy has a gradient.
+            temperature: replaces the policy's.
         """
         temperature = self.temperature if temperature is None else temperature
 
@@ -95,15 +96,15 @@ class Policy:
     def add_adapter(
         self, name: str, rank: int, alpha: int, target_modules: str | list[str], seed: int
     ) -> None:
-        """Put a LoRA adapter beside the weights, which are frozen from then on.
+        """Add a LoRA adapter, and freeze the weights of the base.
 
-        The adapter has no dropout, as the module says, and starts as zero: the policy is its base.
+        The adapter has no dropout (see above) and starts at zero: the policy equals its base.
 
         Raises:
-            ConfigError: no such modules to adapt.
+            ConfigError: there are no such modules to adapt.
         """
         if isinstance(target_modules, str) and target_modules != "all-linear":
-            # PEFT takes a lone text for a regular expression over whole paths.
+            # PEFT interprets a single string as a regular expression over whole paths.
             target_modules = [target_modules]
         self._check_targets(target_modules)
         config = LoraConfig(
@@ -126,7 +127,7 @@ class Policy:
         self._unfreeze_adapters()
 
     def parameters(self, adapter: str) -> dict[str, nn.Parameter]:
-        """What learns of an adapter by name; without LoRA all weights, whatever it is called."""
+        """Return the trainable parameters of an adapter by name; without LoRA all weights."""
         named = self.model.named_parameters()
         return {n: p for n, p in named if self.peft is None or f".{adapter}." in n}
 
@@ -138,16 +139,16 @@ class Policy:
         if wrong or not target_modules:
             names = sorted({end.rpartition(".")[2] for end in ends})
             raise ConfigError(
-                f"model.lora_target_modules={target_modules!r}: {', '.join(wrong) or 'nothing'} is"
-                f" not to be adapted. Choose all-linear, or from {', '.join(names)}; the output"
-                " layer and the embeddings stay as they are."
+                f"model.lora_target_modules={target_modules!r}: {', '.join(wrong) or 'nothing'}"
+                f" cannot be adapted. Choose all-linear, or from {', '.join(names)}. The output"
+                " layer and the embeddings are never adapted."
             )
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Run with another adapter than the policy's, backward passes too.
+        """Use another adapter than the policy's within the block, in backward passes too.
 
-        None: with every adapter off, as the policy was before it learned anything.
+        None disables all adapters: the model is then the initial policy.
         """
         assert self.peft is not None
         with ExitStack() as stack:
@@ -157,20 +158,20 @@ class Policy:
             else:
                 self.peft.set_adapter(name)
                 stack.callback(self.peft.set_adapter, ACTOR)
-            # What learns are the pieces, not what was gathered of them.
+            # The shards learn, not the gathered weights.
             stack.callback(reshard, self.packed_model)
             yield
 
     def _unfreeze_adapters(self) -> None:
-        """Undo that PEFT freezes the adapters which are not in use."""
+        """Undo that PEFT freezes the adapters which are not active."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name)
 
     @contextmanager
     def perturbed_adapter(self, seed: int) -> Iterator[None]:
-        """Within the block the LoRA adapter is another one, whose output is not zero.
+        """Replace the LoRA adapter within the block by another one, whose output is not zero.
 
-        At the beginning an adapter is zero, and an engine that ignored it would look right.
+        An initial adapter is zero, so an engine that ignored it would not be noticed.
         """
         layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         before = [_lora_b(layer).detach().clone() for layer in layers]
@@ -190,7 +191,7 @@ class Policy:
                     _lora_b(layer).copy_(values)
 
     def save_adapter(self, folder: Path) -> None:
-        """The policy's LoRA adapter, in a folder that PEFT and engines load."""
+        """Save the policy's LoRA adapter to a folder that PEFT and engines load."""
         assert self.peft is not None
         named = self.model.named_parameters()
         adapters = {f"base_model.model.{n}": full_tensor(p).cpu() for n, p in named if "lora_" in n}
@@ -199,17 +200,18 @@ class Policy:
                 self.peft.save_pretrained(
                     str(folder),
                     selected_adapters=[ACTOR],
-                    # Else PEFT asks the hub whether the vocabulary grew, which it did not.
+                    # Otherwise PEFT asks the hub whether the vocabulary has grown.
                     save_embedding_layers=False,
                     state_dict=adapters,
                 )
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine must hold to sample from this policy: tensors of the plain model by name.
+        """Yield the tensors that an engine needs to sample from this policy, by name.
 
-        With LoRA only the adapted weights, each merged anew from the untouched base: adding to and
-        subtracting from the base in place would wear it off. Otherwise all of them. They may be
-        no copies: use them before the next update.
+        With LoRA these are the adapted weights, each merged from the unchanged base: adding to the
+        base in place and subtracting again would accumulate rounding errors. Without LoRA these are
+        all weights. The names are those of the plain model. The tensors may share memory with the
+        model: use them before the next update.
         """
         if self.peft is None:
             yield from ((n, full_tensor(p.detach())) for n, p in self.model.named_parameters())
@@ -222,10 +224,10 @@ class Policy:
                 yield f"{name}.weight", merged.to(weight.dtype)
 
     def save_pretrained(self, folder: Path) -> None:
-        """A folder that transformers loads; with LoRA, one that PEFT loads.
+        """Save to a folder that transformers loads; with LoRA to one that PEFT loads.
 
-        But where the base lies in no folder, being an adapter merged at loading, an adapter's
-        folder could only name another base: then it is the whole model, with LoRA merged.
+        If the base is an adapter that was merged at loading, no path names it, and an adapter's
+        folder could only refer to another base. Then the whole model is saved, with LoRA merged.
         """
         if self.peft is not None and self.model.name_or_path:
             self.save_adapter(folder)
@@ -233,7 +235,10 @@ class Policy:
             self.save_whole(folder)
 
     def save_whole(self, folder: Path) -> None:
-        """The whole model, in a folder that transformers loads; LoRA is merged, as in `export`."""
+        """Save the whole model to a folder that transformers loads.
+
+        LoRA is merged, as in `export`.
+        """
         base = {
             name.replace(".base_layer.", "."): full_tensor(weight.detach()).cpu()
             for name, weight in self.model.named_parameters()
@@ -245,17 +250,17 @@ class Policy:
 
 
 class Critic:
-    """A transformer with a scalar head: the reward still to come, seen from before a token.
+    """A transformer with a scalar head: the expected return of the state before a token.
 
-    The head starts at zero, so the first values are 0 whatever the model says. It computes in
-    float32 or wider: half of a bfloat16's digits are no estimate of a return.
+    The head starts at zero, so the first values are 0. It computes in float32 or wider: a bfloat16
+    has too few digits to estimate a return.
     """
 
     def __init__(self, packed_model: PackedModel):
-        """Build the head.
+        """Make the head.
 
         Args:
-            scorer: has the transformer; its own, or one shared with the policy.
+            packed_model: the transformer; the critic's own, or the one shared with the policy.
         """
         self.packed_model = packed_model
         model = packed_model.model
@@ -267,20 +272,23 @@ class Critic:
         packed_model.value_head = self.head
 
     def decoder_parameters(self) -> dict[str, nn.Parameter]:
-        """The weights of a transformer of its own: all but the output layer, never asked."""
+        """Return the weights of the critic's own transformer.
+
+        The output layer is left out: the critic does not use it.
+        """
         named = self.packed_model.model.get_decoder().named_parameters()
         return {f"model.{name}": parameter for name, parameter in named}
 
     def values(self, packed: PackedRows) -> Tensor:
-        """The value of the state before each chosen token, (N,)."""
+        """Return the value of the state before each chosen token, (N,)."""
         return self.packed_model(packed, self._read)
 
     def _read(self, hidden: Tensor) -> Tensor:
-        # A copy: what leaves a module that is spread over ranks must be no view.
+        # A copy: the output of a sharded module must not be a view.
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).clone()
 
 
-# --- the model below --------------------------------------------------------------------------
+# --- the packed model ----------------------------------------------------------------------------
 
 _SUPPORTED = (
     "Choose a model with causal attention whose logits are the output of its output layer, such as"
@@ -289,21 +297,21 @@ _SUPPORTED = (
 
 
 class PackedModel(nn.Module):
-    """A causal language model and, where there is a critic, its head.
+    """A causal language model and, if there is a critic, its head.
 
-    It is what `sharding.shard` spreads over ranks. So all that reads weights does it within
-    `forward`: there, and nowhere else, they are whole.
+    `sharding.shard` shards this module over ranks. Weights are gathered only within `forward`, so
+    all code that reads them runs there.
     """
 
     def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None):
-        """Use `model`, packed from now on.
+        """Use `model` with packed rows from now on.
 
         Args:
             model: in evaluation mode.
-            compute: what it will compute in, where that is not the precision of its weights.
+            compute: the precision of its passes, if that is not the precision of its weights.
 
         Raises:
-            ConfigError: packed, it would be another model.
+            ConfigError: packing would change the output of the model.
         """
         super().__init__()
         if compute in (None, model.dtype):
@@ -322,26 +330,26 @@ class PackedModel(nn.Module):
         return head
 
     def layers(self) -> list[nn.Module]:
-        """The blocks of the transformer, in their order.
+        """Return the blocks of the transformer, in order.
 
         Raises:
-            ConfigError: it has none that can be found.
+            ConfigError: they cannot be found.
         """
         layers = getattr(self.model.get_decoder(), "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise ConfigError(
-                f"{type(self.model).__name__} has no list of layers, such as Qwen or Llama have:"
-                " it cannot be trained here"
+                f"{type(self.model).__name__} cannot be trained here: it has no list of layers"
+                " such as those of Qwen or Llama"
             )
         return list(layers)
 
     def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
-        """Run the transformer, and `read` (N, H): its states where chosen tokens are predicted."""
+        """Run the transformer, and apply `read` to the states of chosen tokens, (N, H)."""
         return read(hidden_states(self.model, packed))
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """(N, H): what the head reads where each chosen token is predicted."""
+    """Return the states that predict the chosen tokens, (N, H)."""
     output = model.get_decoder()(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -353,12 +361,12 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 
 @torch.no_grad()
 def verify_packing(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention, and prove that its logits stay the same.
+    """Switch a model to packed attention, and check that its logits stay the same.
 
-    The trial packs two rows of one prompt, and compares with one row after the other through the
-    model's own forward. That fails for layers that mix tokens by other means than attention, and
-    for logits that are more than the head's output. If the config has windows of attention, a small
-    copy in which they are short is tried on rows that are longer (`with_short_windows`).
+    The check packs two rows of one prompt, and compares with the model's own forward pass of one
+    row after the other. It fails for layers that mix tokens by other means than attention, and for
+    logits that are more than the output of the head. If the config has attention windows, a small
+    copy with short windows is checked on longer rows (`with_short_windows`).
 
     Raises:
         ConfigError: they do not.
@@ -384,7 +392,7 @@ def _compare_packed(model: PreTrainedModel, half: int) -> str:
 
     Args:
         model: any; it keeps packed attention.
-        half: tokens of the prompt, and of each of both responses.
+        half: the number of tokens of the prompt, and of each of the two responses.
     """
     device, length = model.device, 2 * half
     ids = torch.arange(length, device=device)
@@ -412,21 +420,21 @@ def _compare_packed(model: PreTrainedModel, half: int) -> str:
 
 
 def _find_unsupported(model: PreTrainedModel) -> str:
-    """Return a reason why packing changes the model that a trial of a few tokens misses, or ""."""
+    """Return why packing would change the model in a way that a few tokens do not show, or ""."""
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        return "its output layer has a bias, which the loss head leaves out"
+        return "its output layer has a bias, which the loss head does not support"
     changing = {"dynamic", "longrope"} & set(_rope_types(model.config.get_text_config().to_dict()))
     if changing:
         return (
             f"its rotary positions ({', '.join(changing)}) depend on the longest row of a pass, so"
-            " that a row's logprobs would depend on the rows beside it. Choose a model with other"
-            " ones (default, linear, yarn, llama3)"
+            " a row's logprobs would depend on the other rows. Choose a model with another type"
+            " (default, linear, yarn, llama3)"
         )
     return ""
 
 
 def _rope_types(config: object) -> Iterator[str]:
-    """All that a config says of rotary positions, in whatever place: of layers of a kind, too."""
+    """Yield all types of rotary positions in a config, at any depth."""
     if isinstance(config, dict):
         for key, value in config.items():
             if key in ("rope_type", "type") and isinstance(value, str):
@@ -435,14 +443,14 @@ def _rope_types(config: object) -> Iterator[str]:
                 yield from _rope_types(value)
 
 
-# --- layers with LoRA ----------------------------------------------------------------------------
+# --- LoRA layers ---------------------------------------------------------------------------------
 
 
 def _base_weight(layer: LoraLayer) -> Tensor:
-    """The frozen weights."""
+    """Return the frozen weight."""
     return layer.get_base_layer().weight  # type: ignore[return-value]
 
 
 def _lora_b(layer: LoraLayer) -> Tensor:
-    """The adapter's second matrix, which is zero at the beginning."""
+    """Return the adapter's second matrix, which is initially zero."""
     return layer.lora_B[ACTOR].weight  # type: ignore[return-value]

@@ -1,12 +1,12 @@
-"""Publishing: from the learner to the engine, with the proof that it arrived.
+"""Publishing: sends the policy to the engine, and checks that the engine uses it.
 
-After every update of weights trainer and engine both score one fixed row. Where they hold the same,
-their logprobs differ by what different arithmetic does (0.009 nats on average in bfloat16, 0.02
-with an adapter, 1e-6 in float32), which is measured once, at the start. An engine that stayed
-behind differs from the trainer in the very direction in which the policy moved; one that holds
-something else differs by more than arithmetic did until then. Both are judged only where the policy
-moved further than that noise: at small learning rates a step is less. Where it did not, only a
-difference that no step explains is wrong.
+After every update of weights trainer and engine both score one fixed row, the canary. If they hold
+the same weights, their logprobs differ only by arithmetic: by 0.009 nats on average in bfloat16,
+0.02 with an adapter, 1e-6 in float32. This noise is measured once, at the start. An engine with
+older weights differs from the trainer in the direction in which the policy moved. An engine with
+other weights differs by more than the noise. Both are checked only if the policy moved further than
+the noise, which a step at a small learning rate may not do. Otherwise only a difference that no
+step explains is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.trainer.learner import Learner
 
 
 class Publisher:
-    """The way of the policy to the engine."""
+    """Sends the policy to the engine."""
 
     def __init__(
         self,
@@ -36,16 +36,17 @@ class Publisher:
         noise: float | None = None,
         canary: Mapping[str, Any] | None = None,
     ):
-        """Send nothing yet.
+        """Create a publisher; nothing is sent yet.
 
         Args:
             learner: has the policy.
-            engine: gets it.
-            token_ids: a row that both score after each update, two tokens at least.
-            scores: the logprobs of it by every engine behind `engine`.
-            noise: of the run's beginning, where it goes on from a checkpoint: then an engine that
-                holds the base is not taken for the measure.
-            canary: `canary` of the checkpoint that the run goes on from; older ones have none.
+            engine: receives it.
+            token_ids: the row that both score after each update, at least two tokens.
+            scores: returns the logprobs of the row by every engine behind `engine`.
+            noise: the noise at the start of the run, if it resumes from a checkpoint. Then an
+                engine that holds the base model does not define the noise.
+            canary: `canary` of the checkpoint that the run resumes from; older checkpoints have
+                none.
         """
         self._learner, self._engine = learner, engine
         self._token_ids, self._scores = token_ids, scores
@@ -61,19 +62,19 @@ class Publisher:
 
     @property
     def canary(self) -> dict[str, Any]:
-        """What a run that goes on must know of the publications so far."""
+        """The state of the check, for a checkpoint."""
         assert self._canary is not None, "nothing was published yet"
         return self._canary.state
 
     def publish(self, version: int) -> dict[str, float]:
-        """Hand the policy to the engine; what it samples from now on carries `version`.
+        """Send the policy to the engine. What the engine samples from now on has `version`.
 
         Returns:
-            `timing_s/update_weights` (until the engine could sample), `perf/update_weights_bytes`,
-            and the canary's, with `timing_s/canary`.
+            `timing_s/update_weights` (until the engine can sample), `perf/update_weights_bytes`,
+            and the canary's metrics with `timing_s/canary`.
 
         Raises:
-            RunStopped: the engine did not take it, or does not sample from it.
+            RunStopped: the engine did not accept the policy, or does not sample from it.
         """
         start = time.perf_counter()
         if self._canary is None and self._learner.lora:
@@ -92,54 +93,59 @@ class Publisher:
         }
 
     def _measure_perturbed(self, version: int) -> Canary:
-        """Measured with another adapter: as it begins it is zero, not seen where it is ignored."""
+        """Measure the noise with a perturbed adapter.
+
+        An initial adapter is zero: an engine that ignores it would not be noticed.
+        """
         with self._learner.perturbed_adapter():
             self._send(version)
             canary = Canary.measure(*self._score_both())
-            self._engine.sleep()  # what was shaken is sent to no engine that comes late
+            self._engine.sleep()  # an engine that starts later must not get the perturbed adapter
         return canary
 
     def _send(self, version: int) -> int:
         update = self._learner.make_update(version)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
-            torch.cuda.empty_cache()  # the engine takes its memory back
+            torch.cuda.empty_cache()  # the engine needs the memory
         try:
             return self._engine.publish(update)
         except EngineError as e:
-            raise RunStopped(f"the engine did not take version {version} of the policy: {e}") from e
+            raise RunStopped(
+                f"the engine did not accept version {version} of the policy: {e}"
+            ) from e
 
     def _score_both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logprobs of the row: trainer's, (T - 1,), and each engine's, (engines, T - 1)."""
+        """Return the row's logprobs: (T - 1,) of the trainer, (engines, T - 1)."""
         try:
             scores = self._scores(self._token_ids)
         except EngineError as e:
-            raise RunStopped(f"the engine does not score a row: {e}") from e
+            raise RunStopped(f"the engine cannot score a row: {e}") from e
         return self._learner.ranks.score(self._token_ids), torch.tensor(scores)[:, 1:]
 
 
 NOISE_TOLERANCE = 1.5
-"""Times the noise. Noise may grow with the policy, but not at once: logits that a run sharpens are
-larger, and so are their rounding errors."""
+"""A multiple of the noise. Noise may grow with the policy, but not suddenly: a run sharpens logits,
+and rounding errors grow with them."""
 MIN_MOVEMENT = 3.0
-"""Times the noise: a policy that moved further is told from the last one."""
+"""A multiple of the noise: a policy that moved further can be told from the last one."""
 MAX_NOISE_GROWTH = 3.0
-"""Times the mismatch at the start: more growth is no noise."""
+"""A multiple of the mismatch at the start: larger growth is not noise."""
 FAR_MOVEMENT, ROUNDING_SHARE = 10.0, 0.05
-"""A policy that moves by more than `FAR_MOVEMENT` times the noise at once may bring this share of the rest
-as rounding errors of its own, up to the noise: one of 7 billion new random weights did."""
+"""A policy that moves by more than `FAR_MOVEMENT` times the noise at once may add this share of the
+rest as its own rounding errors, up to the noise. A model of 7 billion new random weights did."""
 MAX_LAG = 0.25
 """The share of the last movement that an engine may lack."""
 MIN_NOISE = 1e-5
-"""The noise of float32, in nats; what is measured at the start may be less by chance."""
+"""The noise of float32, in nats. The value measured at the start may be smaller by chance."""
 MAX_START_MISMATCH = 0.2
-"""Nats at the start: more is no arithmetic, but another model."""
+"""In nats, at the start. A larger difference means another model."""
 
 
 class Canary:
     """The fixed row, as it was scored last."""
 
     def __init__(self, reference: float):
-        """Judge by what was measured at the start.
+        """Use the noise that was measured at the start.
 
         Args:
             reference: mean absolute difference of the logprobs in nats.
@@ -151,36 +157,36 @@ class Canary:
 
     @classmethod
     def measure(cls, trainer: Tensor, engines: Tensor) -> Canary:
-        """Measure at the start, where both hold the same.
+        """Measure the noise at the start, when trainer and engines hold the same weights.
 
         Args:
             trainer: (T,) its logprobs.
             engines: (E, T) those of each engine.
 
         Raises:
-            RunStopped: they are of different models.
+            RunStopped: they hold different models.
         """
         reference = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
         if not reference <= MAX_START_MISMATCH:
             raise RunStopped(
                 f"engine and trainer differ by {reference:.3g} nats a token before the first"
-                f" step, where arithmetic makes at most {MAX_START_MISMATCH:g}. Do they hold the same"
-                " model? Were the weights, or the adapter, taken by the engine?"
+                f" step, where arithmetic explains at most {MAX_START_MISMATCH:g}. Do they hold the"
+                " same model? Did the engine load the weights, or the adapter?"
             )
         return cls(reference)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `load` takes back, in values that JSON can hold."""
+        """The state that `load` restores, in JSON values."""
         return {"noise": self._noise, "last": None if self._last is None else self._last.tolist()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: a later drift is measured from the same logprobs, as it was."""
+        """Restore `state`, so that later drift is measured from the same logprobs."""
         self._noise = state["noise"]
         self._last = None if state["last"] is None else torch.tensor(state["last"])
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
-        """Judge an update.
+        """Check an update.
 
         Args:
             trainer: (T,) its logprobs now.
@@ -188,13 +194,13 @@ class Canary:
             version: for the message.
 
         Returns:
-            In nats: `canary/mismatch` and `canary/drift`, how far the policy moved since an engine
-            was last seen to follow it.
+            In nats: `canary/mismatch`, and `canary/drift`, the distance that the policy moved since
+                an engine was last seen to follow it.
 
         Raises:
-            RunStopped: the engine does not hold what the trainer holds.
+            RunStopped: the engine does not hold the trainer's weights.
         """
-        # The row has another length if a run is resumed with an engine that takes fewer tokens.
+        # The row is shorter if a run resumes with an engine that accepts fewer tokens.
         if self._last is not None and len(self._last) != len(trainer):
             self._last = None
         drift = 0.0 if self._last is None else _distance(trainer, self._last)
@@ -228,22 +234,22 @@ class Canary:
                 f"They lack {lag:.0%} of that movement: the engine still samples from an earlier"
                 " version."
                 if lag > MAX_LAG
-                else "The engine holds something else than any version: other weights, or no"
-                " adapter."
+                else "The engine does not hold any version of the policy: it has other weights, or"
+                " no adapter."
             )
         )
 
 
 def _share(missing: Tensor, movement: Tensor) -> float:
-    """How much of a movement is missing: 0 none, 1 all of it; noise is at right angles to it."""
+    """Return the missing share of a movement, from 0 to 1. Noise is orthogonal to the movement."""
     return (torch.dot(missing, movement) / torch.dot(movement, movement)).item()
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference; NaN where either has one."""
+    """Return the mean absolute difference; NaN if either has a NaN."""
     return (a - b).abs().mean().item()
 
 
 def _max(mismatches: Iterable[float]) -> float:
-    """The largest; NaN where any is, which Python's `max` may pass over."""
+    """Return the largest number; NaN if any is NaN, which Python's `max` may miss."""
     return torch.tensor(list(mismatches)).max().item()

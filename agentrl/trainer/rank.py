@@ -1,7 +1,7 @@
-"""One process's share of the learner: the weights it holds, and passes over what it is given.
+"""A rank: one process of the learner. It holds weights and runs forward and backward passes.
 
-What all ranks do together (gathering weights, summing gradients) happens within these methods, so
-each is called on all ranks at once, with equally many micro-batches (`schedule.py`).
+The methods gather weights and sum gradients over all ranks. So each method is called on all ranks
+at once, with the same number of micro-batches (`packing.py`).
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from agentrl.trainer.sharding import is_rank_zero, open_accelerator, reshard, sh
 ModelName = Literal["policy", "reference", "critic"]
 LossName = Literal["actor", "critic", "sft"]
 ADAPTER_FOLDER = "adapter"
-"""Of what is saved: the folder with the policy's LoRA adapter, as PEFT loads it. It is not there
-where the base has no name, being an adapter merged at loading: no folder could say it."""
+"""The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
+the base is an adapter that was merged at loading: no path names such a base."""
 
 
 @dataclass(slots=True)
 class PassResult:
-    """What a rank found on its way through forward and backward."""
+    """The result of a rank's forward and backward passes."""
 
     counts: dict[str, float] = field(default_factory=dict)
-    """Sums over its micro-batches; `tokens` and `loss` among them."""
+    """Sums over the rank's micro-batches, `tokens` and `loss` among them."""
     logprobs: list[Tensor] = field(default_factory=list)
-    """(N,) of each micro-batch, as they were, where the old ones were not known yet."""
+    """(N,) for each micro-batch: the logprobs before the update, if the micro-batch has no old
+    ones."""
 
 
 class LocalRankGroup:
-    """A group of one rank, in this process."""
+    """A group with one rank, in this process."""
 
     size = 1
 
@@ -69,11 +70,11 @@ class LocalRankGroup:
         return method
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 class Rank:
-    """Owns the weights that learn, or its piece of them."""
+    """Holds the weights that learn, or one shard of them."""
 
     def __init__(
         self,
@@ -84,26 +85,26 @@ class Rank:
         betas: tuple[float, float] = BETAS,
         load: Callable[..., PreTrainedModel] = load_causal_lm,
     ):
-        """Load the model; nothing else is read.
+        """Load the model; no data is read.
 
         Args:
-            model_path: a model's or a PEFT adapter's: see `load_causal_lm`.
-            config: the run's.
-            dtype: of weights and passes, in place of what the device is good for.
+            model_path: a model or a PEFT adapter; see `load_causal_lm`.
+            config: the run's config.
+            dtype: of weights and passes, instead of the default of the device.
             betas: AdamW's.
-            load: what makes a model of path, dtype and device; the same on all ranks.
+            load: makes a model from path, dtype and device; the same on all ranks.
 
         Raises:
-            ConfigError: no such model, no such device, nothing for LoRA to adapt.
+            ConfigError: there is no such model or device, or LoRA has nothing to adapt.
         """
-        logging.disable_progress_bar()  # a bar per model folder says nothing here
+        logging.disable_progress_bar()  # one bar per model folder is noise
         self.config = config
         self._path, self._load = model_path, load
         self.accelerator, self._mesh = open_accelerator(config.trainer.device)
         self.device = self.accelerator.device
         cuda = self.device.type == "cuda"
-        # On a GPU passes are made in bfloat16; what learns is float32, what does not stays as it
-        # was published.
+        # On a GPU passes run in bfloat16. Trainable weights are float32, frozen weights keep the
+        # data type of the files.
         self._compute = torch.bfloat16 if cuda and dtype is None else None
         self._dtype = dtype or ("auto" if cuda else torch.float32)
         self.policy = self._load_policy()
@@ -138,8 +139,7 @@ class Rank:
 
     def _add_adapter(self, name: str) -> None:
         m = self.config.model
-        # Each adapter draws from a seed of its own: two that start alike would be no harm, but a
-        # seed that depends on what was drawn before would be.
+        # Each adapter has its own seed, so it does not depend on earlier random numbers.
         seed = self.config.trainer.seed + (name == CRITIC)
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
@@ -147,17 +147,22 @@ class Rank:
         layers, head = packed_model.layers(), packed_model.value_head
         shard(packed_model, layers, head, self._mesh, self._compute, self.config.optim)
 
-    # --- without learning ----------------------------------------------------------------------
+    # --- forward passes --------------------------------------------------------------------------
 
     @dispatch(BROADCAST)
     def vocabulary(self) -> int:
-        """How many tokens the model has embeddings of."""
+        """Return the number of tokens in the model's vocabulary."""
         return self.policy.model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
 
     @dispatch(SPLIT)
     @torch.no_grad()
     def forward(self, share: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
-        """(N,) float32 or wider of each micro-batch: logprobs of policy or reference, or values."""
+        """Run a model without gradient.
+
+        Returns:
+            For each micro-batch the logprobs of policy or reference, or the critic's values: (N,),
+            float32 or wider.
+        """
         target: Policy | Critic = self.policy
         if model == "critic":
             assert self.critic is not None
@@ -171,26 +176,26 @@ class Rank:
                 ).cpu()
                 for row in (micro.packed.to(self.device) for micro in share)
             ]
-        reshard(target.packed_model)  # its weights may change now
+        reshard(target.packed_model)  # the weights may change from now on
         return results
 
     @dispatch(BROADCAST)
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
-        """(T - 1,) float32: the policy's logprob, at temperature 1, of each token but the first."""
+        """Return the logprob of each token but the first at temperature 1, (T - 1,) float32."""
         row = pack_row(token_ids).to(self.device)
         logprobs, _ = self.policy.logprobs(row, temperature=1.0)
         reshard(self.policy.packed_model)
         return logprobs.float().cpu()
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:
-        """Within it the base that all share with LoRA has the adapter of `model`, or none."""
+        """Return a context manager that switches the shared LoRA base to the adapter of `model`."""
         if self.policy.peft is None or model not in ("critic", "reference"):
             return nullcontext()
         return self.policy.adapter(CRITIC if model == "critic" else None)
 
     def _load_reference(self) -> Policy:
-        """The policy as it was at first: it rounds as the policy does, and holds no more."""
+        """Load the initial policy. It uses the policy's precision, so it rounds in the same way."""
         frozen = self._load_policy()
         frozen.model.requires_grad_(False)
         if self._compute is not None:
@@ -198,16 +203,16 @@ class Rank:
         self._shard(frozen.packed_model)
         return frozen
 
-    # --- learning ------------------------------------------------------------------------------
+    # --- training --------------------------------------------------------------------------------
 
     @dispatch(SPLIT)
     def forward_backward(self, share: Sequence[MicroBatch], loss_name: LossName) -> PassResult:
-        """Add the gradient of some micro-batches' losses to what is there.
+        """Add the gradient of some micro-batches to the gradient of this rank.
 
         Args:
-            share: the micro-batches. If they have no column `old`, the policy is still that of the
-                step's beginning: its logprobs are the old ones, and come back.
-            learns: whose loss: the policy's, the critic's, or that of imitation.
+            share: the micro-batches. Without a column `old` the policy is still that of the start
+                of the step: its logprobs are the old ones and are returned.
+            loss_name: which loss: the policy's, the critic's or that of supervised fine-tuning.
         """
         losses: dict[LossName, Callable[[MicroBatch], tuple[Any, ...]]] = {
             "actor": self._actor_loss, "critic": self._critic_loss, "sft": self._sft_loss
@@ -231,21 +236,21 @@ class Rank:
 
     @dispatch(BROADCAST)
     def optimizer_step(self, name: str, lr: float) -> float:
-        """Take the optimizer's step on the gradient that is there.
+        """Run an optimizer step on the accumulated gradient.
 
         Returns:
-            the gradient's norm before it was clipped. If it is not finite, nothing moved.
+            The gradient norm before clipping. If it is not finite, no weight has changed.
         """
         return self.optimizers[name].step(lr)
 
     @dispatch(BROADCAST)
     def zero_grad(self) -> None:
-        """Drop what gradient there is: what a step that was stopped has left."""
+        """Drop the accumulated gradient, for example of a step that was stopped."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def _actor_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The share of the policy's loss that some rows have; and the logprobs as they are."""
+        """Return the policy loss of a micro-batch, sums for metrics, and the logprobs."""
         a, columns = self.config.algorithm, micro.columns
         logprobs, entropy = self.policy.logprobs(micro.packed, entropy_gradient=a.entropy_coef > 0)
         old = columns.get("old", logprobs.detach())
@@ -266,7 +271,7 @@ class Rank:
         loss_sums["pg_loss"] = (weights * loss).detach().sum()
         if a.kl_loss_coef:
             kl = ESTIMATORS[a.kl_type](logprobs, columns["reference"])
-            if a.tis_cap:  # it is an expectation over what the policy samples now (`ESTIMATORS`)
+            if a.tis_cap:  # the KL is an expectation over the current policy (`ESTIMATORS`)
                 ratios = importance_ratios(
                     rows(logprobs.detach()), rows(columns["rollout"]), mask, "token"
                 )
@@ -278,7 +283,7 @@ class Rank:
         return (weights * loss).sum(), loss_sums, logprobs.detach()
 
     def _critic_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the critic's loss that some rows have."""
+        """Return the critic loss of a micro-batch, and the sums for metrics."""
         assert self.critic is not None
         columns = micro.columns
         values = self.critic.values(micro.packed)
@@ -294,39 +299,39 @@ class Rank:
         }
 
     def _sft_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of -log p that some conversations have (`sft.py`)."""
+        """Return the loss of supervised fine-tuning: the weighted sum of -log p (`sft.py`)."""
         logprobs, _ = self.policy.logprobs(micro.packed)
         return -(micro.columns["weights"] * logprobs).sum(), {
             "tokens": torch.ones_like(logprobs).sum()
         }
 
-    # --- what comes out ------------------------------------------------------------------------
+    # --- saving and exporting --------------------------------------------------------------------
 
     @dispatch(BROADCAST)
     def write_weights(self, folder: Path, dtype: torch.dtype | None = None) -> int:
-        """Write what an engine needs (`Policy.export`) as safetensors; how many bytes it is."""
+        """Write the tensors of `Policy.export` as safetensors, and return their size in bytes."""
         if is_rank_zero():
             check_folder_visible(folder)
             return write_weights(self.policy.export(), folder, dtype)
-        for _ in self.policy.export():  # gathered by all
+        for _ in self.policy.export():  # all ranks take part in gathering
             pass
         return 0
 
     @dispatch(BROADCAST)
     def save_adapter(self, folder: Path) -> None:
-        """See `Policy.save_adapter`."""
+        """Save the policy's LoRA adapter; see `Policy.save_adapter`."""
         if is_rank_zero():
             check_folder_visible(folder)
         self.policy.save_adapter(folder)
 
     @dispatch(BROADCAST)
     def save_pretrained(self, folder: Path) -> None:
-        """See `Policy.save_pretrained`."""
+        """Save the policy; see `Policy.save_pretrained`."""
         self.policy.save_pretrained(folder)
 
     @dispatch(BROADCAST)
     def save(self, folder: Path) -> None:
-        """Write all that `load` needs into an existing folder; with LoRA, `ADAPTER_FOLDER` for PEFT, too.
+        """Write all that `load` needs into an existing folder; with LoRA also `ADAPTER_FOLDER`.
 
         Raises:
             RunStopped: a rank cannot write there.
@@ -338,10 +343,10 @@ class Rank:
 
     @dispatch(BROADCAST)
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, bit for bit, whatever the number of ranks was.
+        """Restore what `save` wrote, bit for bit, for any number of ranks.
 
         Raises:
-            ConfigError: it is of another model or algorithm.
+            ConfigError: it was saved by another model or algorithm.
         """
         for optimizer in self.optimizers.values():
             optimizer.load(folder)
@@ -351,7 +356,7 @@ class Rank:
 
     @dispatch(BROADCAST)
     def perturb_adapter(self, seed: int) -> None:
-        """Make the LoRA adapter another one until `restore_adapter`: see `Policy.perturbed_adapter`."""
+        """Perturb the LoRA adapter until `restore_adapter`; see `Policy.perturbed_adapter`."""
         self._perturbation = self.policy.perturbed_adapter(seed)
         self._perturbation.__enter__()
 
@@ -362,7 +367,10 @@ class Rank:
 
 
 def start_ranks(placement: Placement | None, *args: Any, **kwargs: Any) -> RankGroup:
-    """The ranks of a site; None: one, in this process. The arguments are those of `Rank`."""
+    """Start the ranks of a placement; None: one rank in this process.
+
+    The arguments are those of `Rank`.
+    """
     return (
         placement.start_ranks(Rank, *args, **kwargs)
         if placement

@@ -1,7 +1,8 @@
-"""The reward `reward_model`: a sequence classifier with one output, learned from preferences.
+"""The reward `reward_model`: a sequence classifier with one output, trained on preferences.
 
-It runs in this process, on what waits at the time in one batch, or behind a URL (SGLang's or vLLM's
-`/classify`). Either way its own tokenizer and chat template make the tokens, here.
+It runs in this process, on all waiting rollouts in one batch, or on a server (`/classify` of SGLang
+or vLLM). In both cases this process makes the tokens, with the reward model's own tokenizer and
+chat template.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SERVER_CHOICES = ("sglang", "vllm")
 
 @reward("reward_model")
 class RewardModel:
-    """What a learned reward model says of a rollout; one object serves the whole run."""
+    """Scores rollouts by a reward model. One object serves the whole run."""
 
     def __init__(
         self,
@@ -45,22 +46,22 @@ class RewardModel:
         token_env: str = "",
         timeout_s: float = 30.0,
     ):
-        """Load the tokenizer; weights are loaded when the first rollout is scored.
+        """Load the tokenizer. The weights are loaded when the first rollout is scored.
 
         Args:
-            path: a folder in transformers' format or a hub name: weights and tokenizer, or with
-                `url` the tokenizer alone.
-            url: a server that runs it; empty: this process does.
-            server: what the server is, sglang or vllm.
-            model: its name there (vllm); empty: `path`.
+            path: a folder in transformers' format or a name on the hub. It has weights and
+                tokenizer, or with `url` the tokenizer alone.
+            url: a server that runs the model; empty: this process runs it.
+            server: the kind of server, sglang or vllm.
+            model: the model's name on the server (vllm); empty: `path`.
             show: conversation (all of it), or final_text (the prompt and the last answer).
-            device: where it runs in this process: auto, cpu, cuda, cuda:1, ...
+            device: the device in this process: auto, cpu, cuda, cuda:1, ...
             batch_tokens: most tokens of one forward pass.
             token_env: the environment variable with the server's token.
-            timeout_s: most seconds that a server may take to answer.
+            timeout_s: seconds until the server must answer.
 
         Raises:
-            UserError: no such model, or none with one output.
+            UserError: there is no such model, or it does not have one output.
         """
         for key, value, choices in (
             ("show", show, SHOW_CHOICES),
@@ -68,7 +69,7 @@ class RewardModel:
         ):
             if value not in choices:
                 raise ConfigError(
-                    f"{key}={value!r}: no such choice.{did_you_mean(value, choices)}"
+                    f"{key}={value!r} is not a choice.{did_you_mean(value, choices)}"
                     f" Choices: {', '.join(choices)}"
                 )
         if token_env and token_env not in os.environ:
@@ -82,7 +83,7 @@ class RewardModel:
         self._max_length = _max_length(_load_config(path) if url else _load_checked_config(path))
         self._make_client = partial(HttpClient, url, token=os.environ.get(token_env, ""))
         if url:
-            self._make_client()  # a URL that is none is said before a run
+            self._make_client()  # raises for an invalid URL before the run starts
         self._url = url
         self._client: HttpClient | None = None
         self._model: Any = None
@@ -92,10 +93,10 @@ class RewardModel:
         self._serving: asyncio.Task[None] | None = None
 
     async def __call__(self, trajectory: Trajectory) -> float:
-        """The model's output, as it is.
+        """Return the model's output, unchanged.
 
         Raises:
-            Infrastructure: its server is down or talks nonsense.
+            Infrastructure: the server is down or returns something else.
         """
         self._enter_loop()
         ids = self.ids(trajectory)
@@ -108,10 +109,10 @@ class RewardModel:
         return await future
 
     def ids(self, trajectory: Trajectory) -> list[int]:
-        """The tokens that the model judges: the last ones, where there are too many for it.
+        """Return the tokens that the model scores; if there are too many for it, the last ones.
 
-        Texts cannot spell its control tokens: an answer may not close its own turn and praise
-        itself in the next.
+        Control tokens in texts are broken up: an answer must not close its own turn and praise
+        itself in the next one.
         """
         messages = [m.as_dict() for m in trajectory.messages]
         if self._show == "final_text":
@@ -125,7 +126,7 @@ class RewardModel:
         return self._tokenizer(text, add_special_tokens=False).input_ids[-self._max_length :]
 
     async def close(self) -> None:
-        """Let go of the weights and the connections; a later call takes them up again."""
+        """Release the weights and the connections. A later call loads them again."""
         if self._client is not None:
             await self._client.aclose()
         if self._threads is not None:
@@ -140,7 +141,7 @@ class RewardModel:
             self._threads = Threads(1)
 
     async def _serve(self) -> None:
-        """Score what waits, batch by batch, in the order in which it came."""
+        """Score what waits, batch by batch, in order of arrival."""
         assert self._threads is not None
         while self._waiting:
             batch = self._waiting[: self._count_fitting([ids for ids, _ in self._waiting])]
@@ -155,7 +156,7 @@ class RewardModel:
                     future.set_exception(error) if error else future.set_result(scores[i])
 
     def _count_fitting(self, rows: Sequence[Sequence[int]]) -> int:
-        """How many of the first rows make a batch: padded to the longest, at least one."""
+        """Return how many of the first rows fit into a batch; at least one."""
         longest = 0
         for i, row in enumerate(rows):
             longest = max(longest, len(row))
@@ -168,7 +169,7 @@ class RewardModel:
         if self._model is None:
             self._model = _load(self._path, resolve_device(self._device))
         pad = self._model.config.pad_token_id
-        if pad is None:  # without it the model takes a row's last token for its end, padding too
+        if pad is None:  # without it the model would read the padding as a row's last token
             return [s for row in rows for s in self._forward([row], 0)]
         return self._forward(rows, pad)
 
@@ -187,7 +188,7 @@ class RewardModel:
             body = {"model": self._name, "input": ids, "use_activation": False}
         deadline = time.monotonic() + self._timeout_s
         status, answer = await self._client.request_json(
-            "POST", "/classify", body, deadline=deadline, retries=1, patient=True
+            "POST", "/classify", body, deadline=deadline, retries=1, wait_if_busy=True
         )
         try:
             values = (
@@ -205,14 +206,14 @@ class RewardModel:
 
 
 def _control_tokens(tokenizer: Any) -> list[str]:
-    """Texts that the tokenizer takes for tokens of roles and turns; the longest first."""
+    """Return the texts that the tokenizer reads as tokens of roles and turns, the longest first."""
     added = tokenizer.added_tokens_decoder.values()
     texts = {t.content for t in added if t.special} | {*tokenizer.all_special_tokens}
     return sorted((t for t in texts if len(t) > 1), key=len, reverse=True)
 
 
 def _max_length(config: Any) -> int:
-    """Most tokens that a model takes."""
+    """Return the largest number of tokens that a model accepts."""
     return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
 
 
@@ -224,14 +225,18 @@ def _load_config(path: str) -> Any:
 
 
 def _load_checked_config(path: str) -> Any:
-    """The config of a reward model; what is none is refused."""
+    """Return the config of a reward model.
+
+    Raises:
+        ConfigError: the model is not a reward model.
+    """
     config = _load_config(path)
     made_for = (config.architectures or ["?"])[0]
     if not made_for.endswith("ForSequenceClassification") or config.num_labels != 1:
         raise ConfigError(
-            f"{path!r} is a {made_for} with {config.num_labels} outputs: a reward model that runs"
-            " here is a ...ForSequenceClassification with one (num_labels=1). Others may run behind"
-            " a server: reward.kwargs.url"
+            f"{path!r} is a {made_for} with {config.num_labels} outputs. A reward model in this"
+            " process must be a ...ForSequenceClassification with one output (num_labels=1). Others"
+            " can run on a server: reward.kwargs.url"
         )
     return config
 

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: imitate the assistant in finished conversations.
+"""Supervised fine-tuning (SFT) on the assistant's tokens of finished conversations.
 
-A step's loss is the mean of -log p over the assistant's tokens of its batch, which are exactly the
-tokens that a policy would have sampled: `ChatTemplate.trace` marks them. All else is the learner's:
-packing, micro-batches, LoRA, ranks, the optimizer. A conversation is a row whose prompt ends before
-the first token to imitate.
+The loss of a step is the mean of -log p over the assistant's tokens of its batch. These are exactly
+the tokens that a policy would have sampled: `ChatTemplate.trace` marks them. Packing,
+micro-batches, LoRA, ranks and the optimizer are the learner's. A conversation is a row whose prompt
+ends before its first trained token.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from agentrl.trainer.rank import start_ranks
 from agentrl.trajectory import Message, Role, Sample
 
 WARMUP = 0.03
-"""Share of the steps in which the learning rate rises to its peak."""
+"""The share of steps in which the learning rate rises to its peak."""
 FINAL_LR = 0.1
 """The learning rate at the last step, as a share of the peak."""
 FULL_LR, LORA_LR = 1e-5, 2e-4
-"""The peak, by default: of all weights, of an adapter."""
+"""The default peak learning rates of full and of LoRA training."""
 BETAS = (0.9, 0.95)
-"""AdamW's: a memory of 20 steps for the second moment, since runs are short."""
+"""AdamW's: averages the second moment over 20 steps, since runs are short."""
 SFT_KEYS = (
     "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
     "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
     "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
     "trainer.n_gpus_per_node", "trainer.ray_address",
 )  # fmt: skip
-"""What of a run's config is for imitation, too."""
+"""The config keys of a run that apply to SFT."""
 FLAG_OF_KEY = {
     "optim.lr": "--lr",
     "optim.micro_batch_tokens": "--micro-batch-tokens",
@@ -65,7 +65,7 @@ FLAG_OF_KEY = {
     "trainer.output": "--output",
     "files": "--file",
 }
-"""Keys that the command has a flag for."""
+"""The flags of the command for the other keys."""
 
 
 def make_sft_config(
@@ -79,20 +79,20 @@ def make_sft_config(
     files: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> Config:
-    """The config of an `SFTLearner`: its learning rate warms up, then falls linearly.
+    """Return the config of an `SFTLearner`. Its learning rate rises, then falls linearly.
 
     Args:
-        path: a model's or a PEFT adapter's: a folder, or a name on the hub.
-        steps: of the run.
+        path: a model or a PEFT adapter: a folder, or a name on the hub.
+        steps: the length of the run.
         lr: the peak learning rate; 0: `FULL_LR` or `LORA_LR`.
-        lora_rank: rank of an adapter; its alpha is twice that. 0: all weights learn.
+        lora_rank: the rank of an adapter, whose alpha is twice that. 0: all weights learn.
         micro_batch_tokens: most tokens of one forward pass; the loss does not depend on it.
-        seed: of random weights, an adapter's too.
-        files: the user's, for ranks elsewhere.
+        seed: of random weights, including an adapter's.
+        files: the user's files, for ranks in other processes.
         overrides: texts `a.b.c=1`, of `SFT_KEYS`.
 
     Raises:
-        ConfigError: a key that is not for imitation, or a value that is wrong.
+        ConfigError: a key does not apply to SFT, or a value is wrong.
     """
     for override in overrides:
         if (key := override.partition("=")[0].strip().removeprefix("+")) not in SFT_KEYS:
@@ -118,25 +118,25 @@ def make_sft_config(
 
 def _describe_bad_key(key: str) -> str:
     if flag := FLAG_OF_KEY.get(key):
-        return f"{key} is a flag here: {flag}"
+        return f"{key} is set by the flag {flag}"
     hint = "" if key in FIELDS else did_you_mean(key, (*SFT_KEYS, *FLAG_OF_KEY))
-    return f"{key} is not for imitation.{hint} Choose from {', '.join(SFT_KEYS)}"
+    return f"{key} does not apply to SFT.{hint} Choose from {', '.join(SFT_KEYS)}"
 
 
 class SFTLearner(Learner):
-    """A policy that learns to say what was said."""
+    """A learner for supervised fine-tuning."""
 
     def __init__(self, config: Config, *, fresh: bool = False, placement: Placement | None = None):
         """Load the model.
 
         Args:
-            config: what `make_sft_config` made.
-            fresh: begin from random weights, of the model's shape.
-            site: where the ranks are; None: one, in this process.
+            config: from `make_sft_config`.
+            fresh: start from random weights, in the model's architecture.
+            placement: where the ranks run; None: one rank in this process.
 
         Raises:
-            ConfigError: no such model, or one that cannot be trained here; or several ranks are
-                asked for, and there is no site.
+            ConfigError: there is no such model, it cannot be trained here, or the config wants
+                several ranks and there is no placement.
         """
         check_single_controller(config, placement)
         path, t = config.model.path, config.trainer
@@ -145,17 +145,17 @@ class SFTLearner(Learner):
         super().__init__(path, config, total_steps=t.total_steps, group=group)
 
     def train_step(self, examples: Sequence[Example], step: int) -> float:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
             examples: the batch.
-            step: 1 for the first of the run; sets the learning rate.
+            step: the number of the step, from 1; it determines the learning rate.
 
         Returns:
-            the loss before it, the mean of -log p over the batch's tokens to imitate.
+            The loss before the step: the mean of -log p over the trained tokens of the batch.
 
         Raises:
-            RunStopped: loss or gradient is not finite; the weights are as they were.
+            RunStopped: the loss or the gradient is not finite. The weights have not changed.
         """
         rows = make_rows(examples)
         mask = rows.response_mask
@@ -164,17 +164,17 @@ class SFTLearner(Learner):
         return self._optimizer_step("actor", step, passes)["loss"]
 
     def _explain_failure(self, name: str, step: int) -> str:
-        return f"A lower learning rate (now {self._lr(name, step):g}) is the usual cure."
+        return f"A lower learning rate (now {self._lr(name, step):g}) usually helps."
 
     def fit(
         self,
         source: Iterator[Sequence[Example]],
         report: Callable[[int, float], None] = lambda step, loss: None,
     ) -> None:
-        """The steps of the run.
+        """Run all steps.
 
         Args:
-            source: batches; each makes one optimizer step.
+            source: batches; one per optimizer step.
             report: called after each step with its number, from 1, and its loss.
 
         Raises:
@@ -185,7 +185,7 @@ class SFTLearner(Learner):
 
 
 def make_rows(examples: Sequence[Example]) -> TokenRows:
-    """Rows that ask about the tokens to imitate, of which each example has one at least."""
+    """Return rows in which the trained tokens are scored. Each example has at least one."""
     ids = [torch.tensor(e.ids) for e in examples]
     masks = [torch.tensor(e.mask, dtype=torch.bool) for e in examples]
     starts = [e.mask.index(1) for e in examples]
@@ -200,7 +200,7 @@ def make_rows(examples: Sequence[Example]) -> TokenRows:
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Endless batches: every example once an epoch, each epoch in an order of its own."""
+    """Yield batches without end: each epoch has every example once, in its own order."""
     rng = random.Random(seed)
     order = list(examples)
     while True:
@@ -212,10 +212,10 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
-    """The configuration of a model, or of the one below an adapter; no weights are read.
+    """Return the config of a model, or of the model below an adapter; no weights are read.
 
     Raises:
-        ConfigError: no such model.
+        ConfigError: there is no such model.
     """
     base, _ = base_and_adapters(path)
     try:
@@ -231,34 +231,36 @@ def init_causal_lm(
     *,
     seed: int,
 ) -> PreTrainedModel:
-    """As `load_causal_lm`, but with random weights, which depend on shape and seed alone.
+    """Make a model with random weights, which depend on architecture and seed alone.
+
+    The arguments are those of `load_causal_lm`.
 
     Args:
-        path: whose shape it has.
+        path: the model whose architecture is used.
         dtype: of the weights; "auto": float32.
-        device: where it is put.
+        device: where the model is put.
         seed: of the weights.
 
     Raises:
-        ConfigError: no such model.
+        ConfigError: there is no such model.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
-    model.name_or_path = ""  # these weights lie in no folder, whoever's shape they have
+    model.name_or_path = ""  # no folder holds these weights
     model.to(device, torch.float32 if dtype == "auto" else dtype)
     return model.eval()
 
 
-# -- around the training ---------------------------------------------------------------------------
+# -- progress -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Keep torch to one thread of the processor.
+    """Run the block with torch on one CPU thread.
 
-    For models of half a million weights: a second thread saves a fifth of the time where cores are
-    idle, and doubles it where they are shared.
+    For models of half a million weights, a second thread saves a fifth of the time if cores are
+    idle, and doubles it if they are shared.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -272,7 +274,7 @@ REPORT_SECONDS = 5.0
 
 
 class ProgressPrinter:
-    """A `report` for `SFTLearner.fit`: a line of text every few seconds, and one at the end."""
+    """A `report` for `SFTLearner.fit`: prints a line every few seconds, and one at the end."""
 
     def __init__(self, steps: int, print_line: Callable[[str], None]):
         self._steps = steps
@@ -280,7 +282,7 @@ class ProgressPrinter:
         self._started = self._last_report = time.monotonic()
 
     def __call__(self, step: int, loss: float) -> None:
-        """Say it, if it is time."""
+        """Print a line, if it is time."""
         now = time.monotonic()
         if now - self._last_report >= REPORT_SECONDS or step == self._steps:
             self._last_report = now
@@ -289,12 +291,12 @@ class ProgressPrinter:
             )
 
 
-# --- from the rows of a dataset: conversations as tokens ---------------------------------------
+# --- conversations as tokens ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation as tokens; `mask` is 1 on those to imitate, never on the first.
+    """A conversation as tokens; `mask` is 1 for trained tokens, and never for the first token.
 
     Example: `Example(P + A, [0] * len(P) + [1] * len(A))` for a prompt P and an answer A.
     """
@@ -304,28 +306,29 @@ class Example:
 
 
 def load_examples(path: str, column: str, template: ChatTemplate, max_length: int) -> list[Example]:
-    """The conversations in a column of a dataset.
+    """Return the conversations in a column of a dataset.
 
-    A cell is a list of `{"role", "content"}`, or such a list as JSON. One that begins with an
-    assistant message goes on from the row's prompt, which is shown as the row's agent loop shows
-    it; any other is the whole conversation. Tools that the row names are shown in its prompt.
+    A cell is a list of `{"role", "content"}`, or such a list as JSON. If it begins with an
+    assistant message, it continues the row's prompt, which is shown as the row's agent loop shows
+    it. Otherwise it is the whole conversation. The prompt shows the tools that the row names.
 
     Args:
         path: a .parquet or .jsonl file.
-        column: where the conversations are.
-        template: the model's.
+        column: the column with the conversations.
+        template: the model's chat template.
         max_length: most tokens of a conversation.
 
     Raises:
-        DataError: the file or rows cannot be read, or are too long; all of them at once.
+        DataError: the file or rows cannot be read, or conversations are too long. The message lists
+            all.
     """
     mistakes = Mistakes(path)
     examples = []
     for sample in load_samples(path):
         try:
-            said = _messages(sample.extra.get(column))
-            opening, schemas = _opening(sample, said)
-            ids, mask = template.trace([*opening, *said], schemas)
+            messages = _parse_messages(sample.extra.get(column))
+            opening, schemas = _build_opening(sample, messages)
+            ids, mask = template.trace([*opening, *messages], schemas)
             if len(ids) > max_length:
                 raise ValueError(
                     f"is {len(ids):,} tokens long, more than the model's {max_length:,}"
@@ -340,7 +343,7 @@ def load_examples(path: str, column: str, template: ChatTemplate, max_length: in
     return examples
 
 
-def _messages(cell: Any) -> list[Message]:
+def _parse_messages(cell: Any) -> list[Message]:
     if cell is None:
         raise ValueError("is missing: name the column that holds the conversations with --column")
     if isinstance(cell, str):
@@ -348,8 +351,8 @@ def _messages(cell: Any) -> list[Message]:
             cell = json.loads(cell)
         except json.JSONDecodeError as e:
             raise ValueError(f"is not JSON: {e}") from None
-    for i, said in enumerate(cell if isinstance(cell, list) else ()):
-        if isinstance(said, dict) and said.get("tool_calls"):
+    for i, item in enumerate(cell if isinstance(cell, list) else ()):
+        if isinstance(item, dict) and item.get("tool_calls"):
             raise ValueError(f"message {i}: {CALLS_ARE_TEXT}")
     match cell:
         case [{"role": str(), "content": str()}, *_]:
@@ -357,22 +360,22 @@ def _messages(cell: Any) -> list[Message]:
         case _:
             raise ValueError(f'must be a list of {{"role", "content"}}, not {cell!r:.60}')
     messages = []
-    for i, said in enumerate(cell):
-        match said:
+    for i, item in enumerate(cell):
+        match item:
             case {"role": role, "content": str(content)} if role in get_args(Role):
                 messages.append(Message(role, content))
             case _:
-                raise ValueError(f"message {i} must have a role and a text, not {said!r:.60}")
+                raise ValueError(f"message {i} must have a role and a text, not {item!r:.60}")
     if messages[-1].role != "assistant":
         raise ValueError("must end with an assistant message")
     return messages
 
 
-def _opening(
-    sample: Sample, said: Sequence[Message]
+def _build_opening(
+    sample: Sample, messages: Sequence[Message]
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
     schemas = LocalToolbox().schemas(sample.tools)
-    if said[0].role != "assistant":
+    if messages[0].role != "assistant":
         return (), schemas
     loop: AgentLoop = agent_loops.get(sample.agent_name)
     return loop.opening(sample, schemas)

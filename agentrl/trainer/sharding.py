@@ -1,11 +1,11 @@
-"""Weights spread over ranks by torch's `fully_shard` (FSDP2), the same on GPUs and CPUs.
+"""Sharding weights over ranks with torch's `fully_shard` (FSDP2), the same on GPUs and CPUs.
 
-Every rank holds a piece of every weight, in float32 where it learns, and gathers a layer's pieces
-in the precision it computes in just before the layer runs. Gradients are summed over ranks, never
-averaged: a loss is a sum whose weights hold the whole mini-batch's denominator.
+Every rank holds a shard of every weight, in float32 if the weight learns. Just before a layer runs,
+its shards are gathered in the precision of the computation. Gradients are summed over ranks, not
+averaged: a loss is a sum, and its weights contain the denominator of the whole mini-batch.
 
-Accelerate gives the process's device, precision and clipping. It prepares no model: on a CPU its
-FSDP plugin makes DDP of it without a word.
+Accelerate provides the device of the process, its precision and gradient clipping. It does not
+prepare the model: on a CPU its FSDP plugin would silently use DDP.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ from agentrl.engine.local.load import resolve_device, without_launcher_variables
 from agentrl.errors import ConfigError
 
 MIN_COMPILED_SIZE = 10**8
-"""Weights from which on a run earns back the minute that compiling takes."""
+"""The number of weights from which a run wins back the minute that compiling takes."""
 MAX_COMPILED_VARIANTS = 64
-"""Programs that a layer may be compiled to: with and without a gradient, each adapter or none of
-them, prompts shared or not. Past torch's own limit it would run uncompiled."""
+"""The number of programs that a layer may be compiled to: with and without a gradient, for each
+adapter or none, with shared prompts or without. Beyond torch's own limit it would run uncompiled.
+"""
 MAX_GATHERED_SHARE = 0.25
-"""Weights that take less of a GPU's memory than this stay gathered between forward and backward."""
+"""Weights that take less than this share of a GPU's memory stay gathered between forward and
+backward."""
 
 
 def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
-    """This process's device and precision, and the ranks that weights are spread over.
+    """Return the Accelerator of this process, and the device mesh of all ranks.
 
-    Which rank this is, and of how many, is in the environment, as launchers have it: RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    The environment variables of torch's launchers tell which rank this is: RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
     Args:
         device: auto, cpu or cuda.
 
     Returns:
-        no mesh for one process on a CPU: there is nothing to spread.
+        The mesh is None for a single process on a CPU: there is nothing to shard.
 
     Raises:
-        ConfigError: no such device.
+        ConfigError: there is no such device.
     """
     use_cuda = resolve_device(device) == "cuda"
     if use_cuda and not torch.cuda.is_available():
@@ -68,7 +70,7 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        # Servers that weights are broadcast to run with it, and NCCL reads it once.
+        # Servers that receive weights by broadcast use this value, and NCCL reads it only once.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if (ranks > 1 or use_cuda) and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
@@ -76,7 +78,7 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
         dist.init_process_group(backend, **alone)
     first_device = AcceleratorState._shared_state.get("device")
     if first_device and (first_device.type == "cuda") != use_cuda:
-        # Accelerate holds a process to its first device; there may be a run after another.
+        # Accelerate keeps the first device of a process, but a later run may use another one.
         AcceleratorState._reset_state(reset_partial_state=True)
     with without_launcher_variables():
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision="bf16" if use_cuda else "no")
@@ -93,13 +95,13 @@ def shard(
     compute: torch.dtype | None,
     config: OptimConfig,
 ) -> None:
-    """Make a scorer what `config` says, and spread it over the ranks of `mesh`.
+    """Apply the section `optim` to a model, and shard it over the ranks of `mesh`.
 
     Args:
-        scorer: with all its adapters and heads; its parameters become others.
-        layers: its blocks, each of which is gathered by itself.
-        value_head: computes in the precision of its weights, if there is one.
-        mesh: the ranks; None leaves the weights as they are.
+        packed_model: with all its adapters and heads; its parameters are replaced.
+        layers: its blocks; each is gathered separately.
+        value_head: the critic's head, or None; it computes in the precision of its weights.
+        mesh: the ranks; None: the weights are not sharded.
         compute: the precision of forward and backward passes; None: that of the weights.
         config: the section `optim`: recompute, compile, offload.
     """
@@ -110,7 +112,7 @@ def shard(
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
     for layer in layers:
-        # The layer's own function, and neither what surrounds it nor the hooks upon it.
+        # Only the layer's own function, without its hooks.
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if config.recompute:
@@ -137,13 +139,16 @@ def shard(
     shard_module(packed_model, mp_policy=mp_policy)
     for module in _sharded(packed_model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     local = [n for n, p in packed_model.named_parameters() if not isinstance(p, DTensor)]
-    assert not local, f"not spread over ranks: {local[:3]}"
+    assert not local, f"not sharded: {local[:3]}"
 
 
 def upcast_trainable(packed_model: nn.Module) -> None:
-    """What learns, learns in float32 or wider: updates are far below the steps of a bfloat16."""
+    """Convert trainable weights to float32.
+
+    Updates are far smaller than the steps of a bfloat16.
+    """
     for module in packed_model.modules():
         for name, p in module.named_parameters(recurse=False):
             if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
@@ -152,7 +157,7 @@ def upcast_trainable(packed_model: nn.Module) -> None:
 
 
 def reshard(packed_model: nn.Module) -> None:
-    """Forget gathered weights: who changes the pieces next would not be seen in them."""
+    """Drop gathered weights, so that a change of the shards takes effect."""
     for module in _sharded(packed_model):
         module.reshard()
 
@@ -169,13 +174,13 @@ def _fits_gathered(packed_model: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor: gathered, where it is spread over ranks, by all of them at once."""
+    """Return the full tensor. If it is sharded, all ranks must call this at once."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_full(parameter: Tensor, values: Tensor) -> None:
-    """Overwrite a parameter by the whole of its new values, the same on all ranks."""
+    """Copy a full (unsharded) tensor into a parameter. All ranks call it with the same tensor."""
     if isinstance(parameter, DTensor):
         device = parameter.device_mesh.device_type
         parameter.copy_(
@@ -188,5 +193,5 @@ def copy_full(parameter: Tensor, values: Tensor) -> None:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process writes what all ranks have gathered."""
+    """Return whether this process writes the files of all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0

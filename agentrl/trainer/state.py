@@ -1,9 +1,9 @@
-"""Named tensors on disk, whole or in pieces: safetensors and nothing else.
+"""Named tensors on disk, whole or sharded, as safetensors.
 
-torch's distributed checkpoint does the work. Each rank writes the pieces that it holds, with their
-places in the files' headers, and reads those that it is to hold: what four ranks wrote, two read,
-or one. Of its formats this is the one for safetensors. The others keep an index that is a pickle,
-and to read a pickle is to run what is in it.
+torch's distributed checkpoint does the work. Each rank writes its shards, with their places in the
+headers of the files, and reads the shards that it needs: two ranks, or one, can read what four
+ranks wrote. This uses its safetensors format. Its other formats keep a pickled index, and loading a
+pickle can run code.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from torch.distributed.tensor import DTensor
 from agentrl.errors import ConfigError, RunStopped
 
 PARAMETER_PREFIX = "parameter."
-"""What the names of parameters begin with, beside those of an optimizer's moments."""
+"""The prefix of the names of parameters, to tell them from an optimizer's moments."""
 FILE_BYTES = 2 * 2**30
-"""About the size of a rank's files; so much of what is written is in memory twice."""
+"""The approximate size of a rank's files. While a file is written, its tensors are in memory twice.
+"""
 
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors. With ranks, all call it at once.
+    """Write named tensors. All ranks call it at once.
 
-    Quantised ones are written as numbers: ranks that hold other pieces quantise other blocks.
+    Quantised tensors are written as numbers: ranks with other shards quantise other blocks.
 
     Args:
-        folder: to be made, in one that is there: the same for all ranks, on all machines.
-        tensors: the same names on all ranks; of a DTensor each writes its piece.
+        folder: the folder to make; its parent exists. It is the same for all ranks, on all
+            machines.
+        tensors: the same names on all ranks; of a DTensor each rank writes its shard.
 
     Raises:
         RunStopped: a rank cannot write there.
     """
     if not folder.parent.is_dir():
         raise RunStopped(
-            f"{folder.parent} is not there. trainer.output must lie where the machines of all ranks"
-            " see it"
+            f"{folder.parent} does not exist. trainer.output must be on a file system that the"
+            " machines of all ranks see"
         )
     numbers = {name: _dequantize(tensor).contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), _files_of(numbers), save_distributed=True)
@@ -56,11 +58,12 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite named tensors by what `write_state` wrote. With ranks, all call it at once.
+    """Overwrite named tensors with what `write_state` wrote. All ranks call it at once.
 
     Args:
-        folder: what was written; it may hold more.
-        tensors: of the shapes that were written; DTensors get their pieces, however they were cut.
+        folder: a folder of `write_state`; it may hold more tensors.
+        tensors: tensors with the same shapes as the written ones; DTensors get their shards,
+            however they are sharded.
 
     Raises:
         ConfigError: the files are damaged, or lack a name.
@@ -78,7 +81,7 @@ def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of what `write_state` wrote, by name; {} where it did not.
+    """Return the shapes of what `write_state` wrote, by name; empty if there is no such folder.
 
     Raises:
         ConfigError: the files are damaged.
@@ -91,19 +94,19 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[str]:
-    """Refuse what was written of others than `ours`, which all begin with `prefix`.
+    """Check that the written tensors whose names begin with `prefix` fit `ours`.
 
     Returns:
-        the names that begin otherwise.
+        The written names that do not begin with `prefix`.
 
     Raises:
-        ConfigError: other names or shapes, or nothing at all.
+        ConfigError: other names or shapes were written, or none.
     """
     saved_shapes = shapes_in(folder)
     saved = {name: shape for name, shape in saved_shapes.items() if name.startswith(prefix)}
     if not saved:
         raise ConfigError(
-            f"{folder.parent} holds no {folder.name}: it was saved by a run of another algorithm"
+            f"{folder.parent} has no {folder.name}: a run with another algorithm saved it"
         )
     here = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     for name in sorted(saved.keys() | here.keys()):
@@ -117,7 +120,7 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to."""
+    """Return the number of the file for each tensor, from 1."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     numbers, number, size = {}, 1, 0
     for name, tensor in tensors.items():
@@ -129,12 +132,12 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's piece."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _dequantize(tensor: Tensor) -> Tensor:
-    """The tensor itself, unless it is quantised."""
+    """Return the tensor itself, unless it is quantised."""
     local = _local(tensor)
     if type(local) is Tensor:
         return tensor
@@ -148,17 +151,20 @@ def _dequantize(tensor: Tensor) -> Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    return numbers.cpu()  # on a GPU all of them would take four times what they did
+    return numbers.cpu()  # on a GPU they would take four times their memory
 
 
 @contextmanager
 def _translate_errors(what: str, kind: type[Exception], becomes: type[Exception]) -> Iterator[None]:
-    """Name the rank that failed, and why. What is not of `kind`, Ctrl-C included, stays itself."""
+    """Raise errors of `kind` as `becomes`, with the rank that failed and the reason.
+
+    Other errors stay as they are.
+    """
     error: BaseException | None = None
     where = ""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was said
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says so
             yield
     except CheckpointException as e:
         rank, (error, _) = min(e.failures.items())

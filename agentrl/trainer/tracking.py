@@ -1,9 +1,10 @@
-"""Where a run's numbers go: always to `metrics.jsonl`, and to trackers if asked.
+"""The metrics of a run: always in `metrics.jsonl`, and in trackers if configured.
 
-The file is the record: one line a step, `{"step": 12, "data": {"critic/score/mean": 0.5, ...}}`, on
-the disk before the step's checkpoint is. A resumed run therefore finds every step up to its
-checkpoint, cuts off what lies after it, and writes each later step once more: none is missing, none
-is there twice. TensorBoard and wandb are conveniences; where they fail, training goes on.
+The file is the record of the run. It has one line per step, `{"step": 12, "data":
+{"critic/score/mean": 0.5, ...}}`, which is on disk before the step's checkpoint is. So a resumed
+run finds every step up to its checkpoint, cuts what follows, and writes each later step again: no
+step is missing and none is there twice. TensorBoard and wandb are optional; if they fail, training
+continues.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Data = Mapping[str, float]
 
 
 class Tracker:
-    """Writes one line a step, and tells the trackers."""
+    """Writes one line per step, and passes the metrics to trackers."""
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class Tracker:
         Args:
             folder: the run's folder.
             loggers: any of "tensorboard", "wandb".
-            config: shown by wandb.
-            resumed_step: the step of the checkpoint that the run goes on from: later lines go. A
-                fresh run keeps none.
-            warn: told once for each tracker that fails.
+            config: the config that wandb shows.
+            resumed_step: the step of the checkpoint that the run resumes from; later lines are
+                removed. A fresh run removes all.
+            warn: called once for each tracker that fails.
 
         Raises:
-            ConfigError: an unknown logger, or one that is not installed.
+            ConfigError: a logger is unknown or not installed.
             RunStopped: the folder cannot be written.
         """
         check_loggers(loggers)
@@ -58,13 +59,13 @@ class Tracker:
         self._last = resumed_step
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _keep_until(self._path, resumed_step)
+            _truncate_after(self._path, resumed_step)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as e:
             raise RunStopped(f"cannot write {self._path}: {e.strerror}") from e
         self._sinks: dict[str, Sink] = {}
         for name in loggers:
-            with self._ends_at_a_failure(name):
+            with self._disable_on_error(name):
                 self._sinks[name] = SINKS[name](folder, config or {}, resumed_step)
 
     def log(self, step: int, data: Data) -> None:
@@ -72,11 +73,11 @@ class Tracker:
 
         Args:
             step: later than the last one.
-            data: all numbers of the step, those of its validation too. NaN and infinity become
-                null in the file.
+            data: all numbers of the step and of its validation. NaN and infinity become null in the
+                file.
 
         Raises:
-            RunStopped: the file cannot be written (the disk is full).
+            RunStopped: the file cannot be written, for example because the disk is full.
         """
         if step <= self._last:
             raise ValueError(f"step {step} was logged after step {self._last}")
@@ -93,13 +94,13 @@ class Tracker:
         except OSError as e:
             raise RunStopped(f"cannot write {self._path}: {e.strerror}") from e
         for name, sink in list(self._sinks.items()):
-            with self._ends_at_a_failure(name):
+            with self._disable_on_error(name):
                 sink.log(step, data)
 
     def close(self) -> None:
         """Flush and close everything. Closing twice does nothing."""
         for name, sink in list(self._sinks.items()):
-            with self._ends_at_a_failure(name):
+            with self._disable_on_error(name):
                 sink.close()
         self._sinks = {}
         if self._fd >= 0:
@@ -107,23 +108,23 @@ class Tracker:
             self._fd = -1
 
     @contextmanager
-    def _ends_at_a_failure(self, name: str) -> Iterator[None]:
-        """Warn if a tracker fails in the block, and use it no more."""
+    def _disable_on_error(self, name: str) -> Iterator[None]:
+        """Warn if a tracker fails in the block, and stop using it."""
         try:
             yield
         except Exception as e:
             self._sinks.pop(name, None)
             self._warn(
-                f"{name} failed and gets no more numbers ({type(e).__name__}: {e});"
+                f"{name} failed and gets no more metrics ({type(e).__name__}: {e});"
                 f" {self._path} has them all"
             )
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse trackers that are unknown or not installed, before anything is loaded.
+    """Check that the trackers exist and are installed, before anything is loaded.
 
     Raises:
-        ConfigError: with the choices, or with the command that installs it.
+        ConfigError: the message lists the choices, or the command that installs a tracker.
     """
     for name in names:
         if name not in SINKS:
@@ -132,7 +133,7 @@ def check_loggers(names: Sequence[str]) -> None:
                 f" Choices: {', '.join(SINKS)} ({METRICS} is always written)"
             )
         spec = importlib.util.find_spec(name)
-        # A spec without origin is a mere folder: wandb leaves one of its name where it ran.
+        # A spec without origin is a plain folder: wandb creates a folder named wandb where it runs.
         if spec is None or spec.origin is None:
             raise ConfigError(
                 f"trainer.logger: {name} is not installed: pip install 'agentrl[{name}]'"
@@ -140,15 +141,16 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Steps and their data, in order; a line that a kill cut short is left out.
+    """Return the steps and their metrics, in order.
 
-    A file that does not exist has no steps. Values are numbers, or None for what was not finite.
+    A file that does not exist has no steps. A line that a kill cut short is left out. Values are
+    numbers, or None for what was not finite.
     """
     return [(step, data) for step, data, _ in _lines(path)]
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Cut the file after `step`, and a torn line with it; nothing is ever half rewritten."""
+def _truncate_after(path: Path, step: int) -> None:
+    """Remove all lines after `step`, and an incomplete line. The file is replaced atomically."""
     if not path.exists():
         return
     kept = b"".join(line for s, _, line in _lines(path) if s <= step)
@@ -163,7 +165,10 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any], bytes]]:
-    """The whole lines: step, data and bytes. Each step's first line counts."""
+    """Return step, data and bytes of the complete lines.
+
+    If a step has several lines, the first one counts.
+    """
     if not path.exists():
         return []
     lines: list[tuple[int, dict[str, Any], bytes]] = []
@@ -179,19 +184,19 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any], bytes]]:
 
 
 class Sink(Protocol):
-    """A tracker beside the file. Whatever it raises is reported once, and ends it."""
+    """A tracker. If it raises, the error is reported once and the tracker is not used again."""
 
     def log(self, step: int, data: Data) -> None:
-        """Take the numbers of a step."""
+        """Record the metrics of a step."""
         ...
 
     def close(self) -> None:
-        """Flush, and end."""
+        """Flush and close."""
         ...
 
 
 class _TensorBoard:
-    """Event files in `folder/tensorboard`."""
+    """Writes event files to `folder/tensorboard`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -209,7 +214,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A wandb run named like the folder; `WANDB_PROJECT`, `WANDB_MODE` and the like are obeyed."""
+    """A wandb run named like the folder. Environment variables such as `WANDB_PROJECT` apply."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
         import wandb  # pyright: ignore[reportMissingImports]

@@ -98,7 +98,7 @@ class Trainer:
         check_policy_learns(self.plan)
         check_open_files(self.plan)
         if not config.trainer.val_only and len(self.plan.train) == 0:
-            raise ConfigError("no training rows: give --dataset FILE (data.train)")
+            raise ConfigError("there are no training rows: name a file with --dataset (data.train)")
         self.folder = Path(config.trainer.output)
         Sampling(temperature=config.rollout.temperature).check_trainable()
         self.total_steps = self.plan.total_steps
@@ -133,7 +133,7 @@ class Trainer:
         with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
         targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
-        self._is_consistent = False  # until the update is made
+        self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             metrics = self.learner.update(
                 batch,
@@ -238,7 +238,7 @@ class Trainer:
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self.position / len(self.plan.train)
         metrics |= self.clock.metrics(metrics)
-        # What was learned is not lost with an engine that does not take it.
+        # An engine that fails to load the policy must not cost the trained step.
         self._unfinished, self._is_consistent = metrics, True
         metrics |= self.publisher.publish(self.global_step)
         metrics |= self.engine.metrics()
@@ -281,7 +281,7 @@ class Trainer:
             return f"{failure}the checkpoint cannot be read: {type(e).__name__}: {e}"
         if saved is None:
             return f"{failure}nothing was saved; the same command starts from the beginning"
-        return f"{failure}saved after step {saved.step}; the same command goes on from there"
+        return f"{failure}saved after step {saved.step}; the same command resumes from there"
 
     def _validate(self) -> dict[str, float]:
         self.clock.seconds.pop("testing", None)
@@ -293,7 +293,7 @@ class Trainer:
         self.console.validation(self.global_step, result.metrics)
         return dict(result.metrics)
 
-    # -- beginning and end ------------------------------------------------------------------------
+    # -- opening and finishing --------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
         """Load the model, find the checkpoint to resume from, start the engine and the tools."""
@@ -303,7 +303,7 @@ class Trainer:
         self._rows = hash_file(config.data.train)
         if checkpoint is not None:
             check_resumable(checkpoint, config, self._rows)
-        logging.disable_progress_bar()  # a bar per model folder says nothing here
+        logging.disable_progress_bar()  # one bar per model folder is noise
         self.folder.mkdir(parents=True, exist_ok=True)
         if not config.trainer.val_only:
             (self.folder / "config.yaml").write_text(config.resolved_yaml())
@@ -316,14 +316,14 @@ class Trainer:
         if checkpoint is not None:
             self.learner.ranks.load(checkpoint.folder)
             self.global_step = checkpoint.step
-            # Older ones have neither: every step took a batch, and no weight was steered.
+            # Older checkpoints have neither: every step took one batch, and the weight was fixed.
             before = self.global_step * config.data.batch_size
             self.position = checkpoint.meta.get("position", before)
             self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
             self._unfinished = checkpoint.meta["unfinished"]
             for line in checkpoint.skipped:
                 self.console.note(f"skipped: {line}")
-            self.console.note(f"going on from step {self.global_step} ({checkpoint.folder})")
+            self.console.note(f"resuming from step {self.global_step} ({checkpoint.folder})")
         if config.rollout.name != "local":
             self.console.note(describe_engine(config))
         slots = self.placement.engine_slots() if self.placement else None
@@ -385,7 +385,7 @@ class Trainer:
         """Write the model and the learning curve, and print where the results are."""
         history = read_metrics(self.folder / METRICS)
         if not history:
-            raise RunStopped(f"{self.folder} holds a finished run, but no {METRICS}")
+            raise RunStopped(f"{self.folder} is the folder of a finished run, but has no {METRICS}")
         self.learner.ranks.save_pretrained(self.folder / FINAL)
         self.tokenizer.save_pretrained(self.folder / FINAL)
         write_curve(self.folder / METRICS, self.folder / CURVE)
@@ -398,7 +398,7 @@ def _is_due(step: int, freq: int, last: bool) -> bool:
     return last or (freq > 0 and step % freq == 0)
 
 
-# --- around a step -----------------------------------------------------------------------------
+# --- clock and signals ---------------------------------------------------------------------------
 
 
 class StepClock:
@@ -441,7 +441,7 @@ class Interrupt:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
-        # Signals belong to the main thread; elsewhere (a notebook's worker) they are the host's.
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)
@@ -474,4 +474,4 @@ class Interrupt:
         self.is_urgent, self._is_requested = self._is_requested, True
         if self.is_urgent or self._abandonable:
             raise KeyboardInterrupt
-        print("\nstopping; once more to stop at once", flush=True)
+        print("\nstopping; press Ctrl-C again to stop at once", flush=True)

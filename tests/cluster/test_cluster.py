@@ -186,7 +186,9 @@ def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
 
 def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
     config = load_config(None, ["trainer.n_gpus_per_node=2"])
-    said = r"n_gpus_per_node=2: 2 GPUs are asked for, and none is here\. .* trainer.device=cpu"
+    said = (
+        r"n_gpus_per_node=2: the run needs 2 GPUs, but the cluster has none\. .*trainer.device=cpu"
+    )
     with pytest.raises(ConfigError, match=said), open_placement(config):
         raise AssertionError
     # One that nobody asked for is no reason.
@@ -197,7 +199,7 @@ def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
 def test_what_others_hold_is_waited_for_and_named(cluster):
     held = ResourcePool(1, 3, gpu=False, why="held")
     try:
-        with pytest.raises(ConfigError, match="after 1 s others still hold them"):
+        with pytest.raises(ConfigError, match="but other jobs still use them after 1 s"):
             ResourcePool(1, 4, gpu=False, why="four", seconds=1)
     finally:
         held.close()
@@ -214,7 +216,7 @@ def test_an_address_where_nobody_is_takes_no_minutes():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # and does not listen
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="nobody answers there"):
+        with pytest.raises(ConfigError, match="no process answers there"):
             check_reachable(f"127.0.0.1:{s.getsockname()[1]}")
         assert time.monotonic() - began < 10
 
@@ -331,7 +333,7 @@ def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
         doomed.raising(1, "user")
     assert time.monotonic() - began < 10
     wait_until(lambda: not any(map(alive, pids)))
-    with pytest.raises(RunStopped, match=r"sum: no rank is left: rank 1 .* row 7 is broken"):
+    with pytest.raises(RunStopped, match=r"sum: the ranks have ended: rank 1 .* row 7 is broken"):
         doomed.sum(1)
 
 
@@ -432,7 +434,9 @@ def test_what_is_registered_here_alone_is_refused(one, tmp_path):
 
 
 def test_a_path_that_only_the_controller_has_is_refused():
-    with pytest.raises(ConfigError, match="/nowhere: not there, but on the machine of the run"):
+    with pytest.raises(
+        ConfigError, match="/nowhere: exists on the machine of the run, but not here"
+    ):
         replace(Shipment(), paths=("/nowhere",)).unpack()
 
 
@@ -488,7 +492,7 @@ def test_a_server_that_does_not_start_says_why(cluster, ranks):
 @pytest.mark.parametrize(
     "overrides, gpus, said",
     [
-        (["rollout.engines=3"], (0, 0), "are 3 GPUs, but 2 learn"),
+        (["rollout.engines=3"], (0, 0), "are 3 GPUs, but the learner has 2"),
         (["rollout.tensor_parallel_size=2"], (0, 1), "must be on one machine"),
     ],
 )

@@ -196,7 +196,7 @@ def test_other_numbers_of_ranks_go_on(pair, flags, tmp_path, saved, ranks, capsy
     shutil.rmtree(find_checkpoint(output, "auto").folder)
     assert find_checkpoint(output, "auto").step == 1
     train(flags, output, *overrides, ranks=ranks)
-    assert "going on from step 1" in capsys.readouterr().out
+    assert "resuming from step 1" in capsys.readouterr().out
     assert_same_run(folder / str(saved), output, flags, steps=(2,))
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
     first, *rest = str(stopped.value).splitlines()
     method = {"fatal_within": "accumulate", "fatal_after": "score"}[loss]
     assert re.match(rf"rank 1 of 2 \(process \d+ on .*\), in {method}: its process ended", first)
-    assert rest[-1] == "saved after step 1; the same command goes on from there"
+    assert rest[-1] == "saved after step 1; the same command resumes from there"
     assert ("checkpoint of step 2" in "".join(rest[:-1])) == (loss == "fatal_after")
     assert find_checkpoint(tmp_path, "auto").step == 1
     assert not list(tmp_path.glob(".tmp-*"))
@@ -241,7 +241,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
         command.kill()
     assert command.returncode == 130, said
     saved = find_checkpoint(output, "auto")
-    assert f"saved after step {saved.step}; the same command goes on from there" in said
+    assert f"saved after step {saved.step}; the same command resumes from there" in said
     assert saved.step == read_metrics(output / "metrics.jsonl")[-1][0] > 0
     assert "Traceback" not in said
     ended(children)

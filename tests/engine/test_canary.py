@@ -16,9 +16,9 @@ from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.publisher import (
-    MIN_NOISE,
     MAX_START_MISMATCH,
     MIN_MOVEMENT,
+    MIN_NOISE,
     NOISE_TOLERANCE,
     Canary,
     Publisher,
@@ -120,7 +120,7 @@ def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
 @given(NOISE, st.floats(0.01, 10), st.floats(1.001, 100))
 def test_an_engine_that_is_neither_policy_is_caught_however_small_the_step(noise, drift, further):
     after = moved(ROW, drift * noise)
-    with pytest.raises(RunStopped, match="holds something else"):
+    with pytest.raises(RunStopped, match="does not hold any version"):
         check(canary(noise), after, moved(after, (MIN_MOVEMENT + drift) * noise * further))
 
 
@@ -130,13 +130,13 @@ def test_noise_may_grow_with_the_policy_but_not_at_once():
         policy, noise = moved(policy, 0.25), 1.4 * noise
         check(watch, policy, off(policy, noise))
     policy = moved(policy, 0.25)
-    with pytest.raises(RunStopped, match="holds something else"):
+    with pytest.raises(RunStopped, match="does not hold any version"):
         check(watch, policy, off(policy, 1.6 * noise))
 
 
 def test_noise_does_not_grow_for_ever():
     watch, policy, noise = canary(0.01), ROW, 0.01
-    with pytest.raises(RunStopped, match="holds something else"):
+    with pytest.raises(RunStopped, match="does not hold any version"):
         for _ in range(20):
             policy, noise = moved(policy, 0.25), 1.1 * noise
             check(watch, policy, off(policy, noise))
@@ -154,7 +154,7 @@ def test_an_engine_that_lacks_a_part_of_the_movement_is_caught(noise, part):
 def test_a_run_that_goes_on_is_judged_by_its_beginning():
     """An engine that still holds the base is not taken for the measure."""
     watch = Canary(0.01)
-    with pytest.raises(RunStopped, match="holds something else"):
+    with pytest.raises(RunStopped, match="does not hold any version"):
         check(watch, ROW, moved(ROW, 0.1))
     check(Canary(0.01), ROW, off(ROW, 0.011))
 
@@ -314,5 +314,5 @@ def test_a_sender_that_does_nothing_at_all_stops_the_run(world, monkeypatch):
     _, engine, publisher = world
     publisher.publish(0)
     monkeypatch.setattr(engine._sender, "send", lambda update: 1)
-    with pytest.raises(RunStopped, match=r"did not take version 1 .* weights were '1' .* '0'"):
+    with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)

@@ -25,7 +25,7 @@ CLOSE = 0.1
 
 @pytest.fixture(autouse=True)
 def compiled_however_small(monkeypatch):
-    monkeypatch.setattr(sharding, "COMPILE_FROM", 0)
+    monkeypatch.setattr(sharding, "MIN_COMPILED_SIZE", 0)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,9 @@ def test_packed_attention_is_taken_by_a_kernel(folder, batch, monkeypatch):
     from agentrl.trainer import attention
 
     taken = []
-    slow = attention._piece_by_piece
+    slow = attention._attend_per_response
     monkeypatch.setattr(
-        attention, "_piece_by_piece", lambda *a, **k: taken.append(1) or slow(*a, **k)
+        attention, "_attend_per_response", lambda *a, **k: taken.append(1) or slow(*a, **k)
     )
     assert attention.kernel_for(torch.device("cuda", 0)) is not None
     step(learner_on(folder, "cuda", optim__compile="never"), batch, 1)

@@ -69,7 +69,7 @@ def test_grpo_rloo_and_the_baseline_of_reinforce_plus_plus():
 
 def test_remax_compares_with_the_greedy_rollout():
     batch, keys = world(algorithm__name="remax")
-    with pytest.raises(ConfigError, match="greedy rollout of each prompt, but none was played"):
+    with pytest.raises(ConfigError, match="greedy rollout of each prompt, but the batch has none"):
         told(batch, keys)
     batch = replace(batch, baseline=tensor([2.0, 2.0, 1.0, 1.0]))
     assert told(batch, keys) == [[a] * 3 for a in (1, -2, 1, 0)]
@@ -201,16 +201,16 @@ def test_what_ships_is_what_the_registry_says_does():
 @pytest.mark.parametrize(
     ("returns", "wrong"),
     [
-        (lambda r: r, r"a tensor of shape \(4, 4\), no pair"),
-        (lambda r: None, "None, no pair"),
-        (lambda r: (r, None, {}), "a tuple of 3, no pair"),
+        (lambda r: r, r"a tensor of shape \(4, 4\) instead of a pair"),
+        (lambda r: None, "None instead of a pair"),
+        (lambda r: (r, None, {}), "a tuple of 3 instead of a pair"),
         (lambda r: (r.tolist(), None), "a list of 4 for the advantages"),
         (lambda r: (r, r[0]), r"a tensor of shape \(4,\) for the returns"),
     ],
 )
 def test_what_an_estimator_must_return_is_said(monkeypatch, returns, wrong):
     kind = registry.advantage_estimators
-    monkeypatch.setattr(kind, "_things", dict(kind._things))
+    monkeypatch.setattr(kind, "_entries", dict(kind._entries))
     registry.advantage_estimator("mine")(lambda b, r, v, c: returns(r))
     batch, keys = world(algorithm__adv_estimator="mine")
     said = f"the advantage estimator 'mine' returned {wrong}. It must return .advantages, returns"
@@ -220,7 +220,7 @@ def test_what_an_estimator_must_return_is_said(monkeypatch, returns, wrong):
 
 def test_one_of_your_own(monkeypatch):
     kind = registry.advantage_estimators
-    monkeypatch.setattr(kind, "_things", dict(kind._things))
+    monkeypatch.setattr(kind, "_entries", dict(kind._entries))
 
     @registry.advantage_estimator("half")
     def half(batch, token_rewards, values, config):

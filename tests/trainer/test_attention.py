@@ -161,7 +161,7 @@ def test_the_keys_of_a_shared_prompt_are_copied_and_no_others():
     assert s is not None
     keys = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
     assert s.source.tolist() == keys
-    assert s.source[s.home].tolist() == list(range(12))
+    assert s.source[s.first_key].tolist() == list(range(12))
     assert s.shared.tolist() == [0, 1, 2]
     assert s.copies.tolist() == [[0, 3, 8], [1, 4, 9], [2, 5, 10]]
     assert s.present.all()
@@ -185,7 +185,7 @@ def test_copies_are_summed_in_float32():
     s = varlen(Layout([1] + [1] * n, [n]), CPU, kernel).sharing
     assert s is not None
     x = torch.zeros(n + 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    keys = _Gather.apply(x, s.source, s.home, s.shared, s.copies, s.present)
+    keys = _Gather.apply(x, s.source, s.first_key, s.shared, s.copies, s.present)
     grad = torch.full_like(keys, 1 / 256)
     grad[0] = 1
     keys.backward(grad)
@@ -240,7 +240,7 @@ def test_torchs_own_kernel_is_asked_for_a_causal_mask(monkeypatch):
     q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
     cu = torch.tensor([0, 3], dtype=torch.int32)
     for grouped, heads in ((True, 2), (False, 4)):
-        monkeypatch.setattr("agentrl.trainer.attention.GROUPED", grouped)
+        monkeypatch.setattr("agentrl.trainer.attention.HAS_GQA", grouped)
         torch_kernel(q, k, k, cu, cu, 128, 128, 0.5, -1)
         assert seen["window_size"] == (-1, 0)
         assert seen["scale"] == 0.5

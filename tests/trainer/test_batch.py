@@ -193,7 +193,7 @@ def test_what_is_not_finite_stops_the_run_and_is_named():
         collate([group(scored([bad], 0.0))], PAD)
     with pytest.raises(RunStopped, match="empty prompt"):
         collate([group(scored([segment([], ("A", [2]))], 0.0))], PAD)
-    with pytest.raises(RunStopped, match="no rollout survived"):
+    with pytest.raises(RunStopped, match="all rollouts of this step were dropped"):
         collate([group()], PAD)
 
 

@@ -121,8 +121,8 @@ def climb(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, "optimizer.bin is not what was saved"),
-        (flip, "optimizer.bin is not what was saved"),
+        (truncate, "optimizer.bin has changed since it was saved"),
+        (flip, "optimizer.bin has changed since it was saved"),
         (lose, "optimizer.bin: No such file"),
         (lose_meta, "has no meta.json"),
         (break_meta, "cannot be read"),
@@ -144,7 +144,9 @@ def test_a_damaged_one_is_skipped_with_the_reason(tmp_path, damage, reason):
 
 def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
     flip(save_checkpoint(tmp_path, 1, write, {}))
-    with pytest.raises(ConfigError, match=r"(?s)no checkpoint .*not what was saved.*resume=never"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no checkpoint .*has changed since it was saved.*resume=never"
+    ):
         find_checkpoint(tmp_path, "auto")
 
 

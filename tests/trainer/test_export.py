@@ -145,7 +145,7 @@ def test_nothing_is_overwritten(full, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("out", "link"):
-        with pytest.raises(UserError, match=f"{name} is there already"):
+        with pytest.raises(UserError, match=f"{name} already exists"):
             export(full[0], tmp_path / name)
     assert not list((tmp_path / "out").iterdir())
 
@@ -153,15 +153,15 @@ def test_nothing_is_overwritten(full, tmp_path):
 def test_what_is_no_checkpoint_is_said(tmp_path, full):
     (tmp_path / "empty").mkdir()
     for name, why in (("none", "no such folder"), ("empty", r"no meta\.json in it")):
-        with pytest.raises(ConfigError, match=f"{name} is no checkpoint: {why}"):
+        with pytest.raises(ConfigError, match=f"{name} is not a checkpoint: {why}"):
             export(tmp_path / name, tmp_path / "out")
     shutil.copytree(full[0], tmp_path / "run")
     [file] = (tmp_path / "run" / "global_step_00000001" / "actor").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ConfigError, match=r"actor/.*is not what was saved"):
+    with pytest.raises(ConfigError, match=r"actor/.*has changed since it was saved"):
         export(tmp_path / "run", tmp_path / "out")
     save_checkpoint(tmp_path / "bare", 1, lambda folder: None, {})
-    with pytest.raises(ConfigError, match="holds no config"):
+    with pytest.raises(ConfigError, match="has no config"):
         export(tmp_path / "bare", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

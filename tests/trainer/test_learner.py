@@ -386,10 +386,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
 
 
 def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch, monkeypatch):
-    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
     policy_loss("mine")(lambda logprobs, old, a, mask, config: (logprobs * NAN, {}))
     learner = Learner(folder, config(**FULL, algorithm__policy_loss="mine"), total_steps=1)
-    with pytest.raises(RunStopped, match=r"first suspect is the policy loss 'mine'"):
+    with pytest.raises(RunStopped, match=r"likeliest cause is your own policy loss 'mine'"):
         step(learner, batch)
     learner = Learner(folder, config(**FULL), total_steps=1)
     with pytest.raises(RunStopped, match=r"not made\. A lower learning rate"):
@@ -536,7 +536,7 @@ def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path):
         Learner(folder, config(model__lora_rank=4), total_steps=1).ranks.load(tmp_path)
     with pytest.raises(ConfigError, match="of another model"):
         Learner(folder, config(), total_steps=1).ranks.load(tmp_path)
-    with pytest.raises(ConfigError, match="holds no critic"):
+    with pytest.raises(ConfigError, match="has no critic"):
         Learner(folder, config(model__lora_rank=2, **PPO), total_steps=1).ranks.load(tmp_path)
 
 

@@ -40,8 +40,8 @@ def test_they_are_registered_by_their_names():
 @pytest.mark.parametrize(
     ("made", "wrong"),
     [
-        (lambda x: -x, r"a tensor of shape \(1, 5\), no pair"),
-        (lambda x: (-x, {}, 0), "a tuple of 3, no pair"),
+        (lambda x: -x, r"a tensor of shape \(1, 5\) instead of a pair"),
+        (lambda x: (-x, {}, 0), "a tuple of 3 instead of a pair"),
         (lambda x: (-x.mean(), {}), r"a tensor of shape \(\) for the loss"),
         (lambda x: (-x[:, 1:], {}), r"a tensor of shape \(1, 4\) for the loss"),
         (lambda x: (-x, None), "None for the counts"),
@@ -50,7 +50,7 @@ def test_they_are_registered_by_their_names():
     ],
 )
 def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
-    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: made(logprobs))
     given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
     said = f"the policy loss 'mine' returned {wrong}.* It must return .loss, counts.*here .1, 5."
@@ -59,7 +59,7 @@ def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
 
 
 def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door(monkeypatch):
-    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: logprobs @ old)
     given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
     said = r"the policy loss 'mine' raised RuntimeError: .*\(.*test_losses.py:\d+\)"
@@ -69,7 +69,7 @@ def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door(monkeypatch):
 
 
 def test_a_kl_alone_may_learn(monkeypatch):
-    monkeypatch.setattr(policy_losses, "_things", dict(policy_losses._things))
+    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
     policy_loss("none")(lambda logprobs, old, advantages, mask, config: (old * 0, {}))
     config = AlgorithmConfig(policy_loss="none", kl_loss_coef=0.1)
     mask = torch.ones_like(RATIOS).bool()

@@ -213,7 +213,7 @@ def test_the_guard_lets_pass_ten_times_the_reference_but_no_more():
 def test_engines_that_agree_to_the_bit_are_allowed_some_arithmetic():
     guard = MismatchGuard(reference=1e-8)
     guard.check({MEAN: 0.01})
-    with pytest.raises(RunStopped, match=r"at most 0\.01 is let pass"):
+    with pytest.raises(RunStopped, match=r"the limit is 0\.01"):
         guard.check({MEAN: 0.011})
     with pytest.raises(RunStopped, match="differ by nan"):
         guard.check({MEAN: NAN})
@@ -227,6 +227,6 @@ def test_the_guard_names_the_worst_turn_and_the_causes():
         MismatchGuard(0.009).check(mismatch_metrics(batch, apart(batch, gaps), batch.action_mask))
     said = str(stopped.value)
     assert "largest in turn 4 or later: 0.7" in said
-    assert "Nothing of this step was learned" in said
+    assert "The step was not trained on" in said
     causes = ["weights", "temperature", "another model", "option of the engine"]
     assert sorted(causes, key=said.index) == causes

@@ -84,7 +84,7 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     process.send_signal(signal.SIGKILL)
     process.wait()
     said = run(command, output)
-    assert ("going on from step 2" in said) == (killed_after == 3)
+    assert ("resuming from step 2" in said) == (killed_after == 3)
     assert metrics(output) == metrics(straight)
     assert [step for step, _ in metrics(output)] == list(range(STEPS + 1))
     weights = "model/model.safetensors"
@@ -97,7 +97,7 @@ def test_a_run_that_is_done_is_lengthened(command, tmp_path):
     steady = [*command, "optim.lr_final=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
     steady += ["data.batch_size=2", "rollout.n=2", "val.n=1"]
     run([*steady, "trainer.total_steps=2"], tmp_path / "longer")
-    assert "going on from step 2" in run([*steady, "trainer.total_steps=3"], tmp_path / "longer")
+    assert "resuming from step 2" in run([*steady, "trainer.total_steps=3"], tmp_path / "longer")
     run([*steady, "trainer.total_steps=3"], tmp_path / "straight")
     longer, straight = (dict(metrics(tmp_path / name)) for name in ("longer", "straight"))
     assert longer.keys() == straight.keys() == {1, 2, 3}
@@ -172,7 +172,7 @@ def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "the same command goes on from there" in out
+    assert "the same command resumes from there" in out
     [checkpoint] = output.glob("global_step_*")
     meta = json.loads((checkpoint / "meta.json").read_text())["meta"]
     told = metrics(output)[-1][0] + (meta["unfinished"] is not None)

@@ -291,7 +291,7 @@ def test_the_learning_rate_warms_up_then_falls(folder):
 
 def test_the_second_moment_is_of_short_memory(folder):
     (optimizer,) = imitator(folder).rank.optimizers.values()
-    assert optimizer._adam.defaults["betas"] == (0.9, 0.95)
+    assert optimizer._adamw.defaults["betas"] == (0.9, 0.95)
 
 
 def test_keys_of_learner_and_ranks_are_taken(folder):
@@ -302,13 +302,13 @@ def test_keys_of_learner_and_ranks_are_taken(folder):
         SFTLearner(config)
     for key, flag in FLAG_OF_KEY.items():
         assert key in FIELDS and key not in SFT_KEYS
-        with pytest.raises(ConfigError, match=f"{key} is a flag here: {flag}$"):
+        with pytest.raises(ConfigError, match=f"{key} is set by the flag {flag}$"):
             make_sft_config(folder, steps=10, overrides=[f"{key}=1"])
     with pytest.raises(ConfigError, match=r"imitation\. Did you mean 'optim\.offload'\? Choose"):
         make_sft_config(folder, steps=10, overrides=["optim.ofload=all"])
     for key in ("rollout.n", "optim.critic_lr"):
         with pytest.raises(
-            ConfigError, match=f"{key} is not for imitation. Choose from {SFT_KEYS[0]}"
+            ConfigError, match=f"{key} does not apply to SFT. Choose from {SFT_KEYS[0]}"
         ):
             make_sft_config(folder, steps=10, overrides=[f"{key}=1"])
 
@@ -371,7 +371,7 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
         (("--model", "./nowhere"), "no model folder at ./nowhere"),
         (("--dataset", "no.parquet"), "no such file: no.parquet"),
         (("-f", "no.py"), "no such file: no.py"),
-        (("rollout.n=4",), "rollout.n is not for imitation"),
+        (("rollout.n=4",), "rollout.n does not apply to SFT"),
         (("optim.recompute=maybe",), "optim.recompute"),
     ],
 )

@@ -35,8 +35,8 @@ def spread(monkeypatch) -> list[dict[str, Any]]:
     """Stands for GPUs that are not here: what `fully_shard` was asked for, module by module."""
     asked = []
     monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: asked.append(how))
-    monkeypatch.setattr(sharding, "_fits_whole", lambda scorer, mesh: True)
-    monkeypatch.setattr(sharding, "COMPILE_FROM", 0)
+    monkeypatch.setattr(sharding, "_fits_gathered", lambda scorer, mesh: True)
+    monkeypatch.setattr(sharding, "MIN_COMPILED_SIZE", 0)
     monkeypatch.setattr(torch, "compile", lambda function, **how: partial(_compiled, function))
     return asked
 
@@ -64,7 +64,7 @@ def around(layer: nn.Module) -> list[Any]:
 
 def test_a_small_model_is_not_compiled(spread, monkeypatch):
     """Compiling takes longer than all of its run."""
-    monkeypatch.setattr(sharding, "COMPILE_FROM", 10**6)
+    monkeypatch.setattr(sharding, "MIN_COMPILED_SIZE", 10**6)
     assert [around(layer) for layer in on_gpus(optim())] == [[]] * 2
 
 
@@ -114,10 +114,10 @@ def moves(config: OptimConfig) -> list[str]:
     weight.grad = torch.ones(2)
     optimizer.step(1e-3)
     sent.clear()
-    optimizer._adam.state[weight]["exp_avg"] = torch.zeros(2).as_subclass(Moments)
-    optimizer._adam.state[weight].pop("exp_avg_sq")
+    optimizer._adamw.state[weight]["exp_avg"] = torch.zeros(2).as_subclass(Moments)
+    optimizer._adamw.state[weight].pop("exp_avg_sq")
     for device in ("cuda", "cpu"):
-        optimizer._move(device)
+        optimizer._move_moments(device)
     return sent
 
 
@@ -138,7 +138,7 @@ def test_what_learns_learns_in_float32():
     scorer = PackedModel(tiny_model().bfloat16())
     frozen = scorer.model.get_parameter("model.norm.weight").requires_grad_(False)
     head = scorer.head.weight
-    sharding.learn_in_float32(scorer)
+    sharding.upcast_trainable(scorer)
     assert frozen.dtype == torch.bfloat16
     assert {p.dtype for p in scorer.parameters() if p.requires_grad} == {torch.float32}
     assert scorer.head.weight is head  # tied as before: an optimizer holds the same tensors
@@ -170,5 +170,7 @@ def test_weights_decay_by_their_share():
 def test_a_model_without_layers_to_be_found_is_refused():
     scorer = PackedModel(tiny_model())
     del scorer.model.model.layers  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no list of layers"):
+    with pytest.raises(
+        ConfigError, match="Qwen2ForCausalLM cannot be trained here: it has no list of layers"
+    ):
         sharding.shard(scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig())
