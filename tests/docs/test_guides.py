@@ -60,7 +60,7 @@ def test_snippets_run(page, monkeypatch, tmp_path):
     _leave_trajectories(Path("runs/demo/trajectories"))
     for kind in vars(registry).values():
         if isinstance(kind, registry.Registry):
-            monkeypatch.setattr(kind, "_things", dict(kind._things))
+            monkeypatch.setattr(kind, "_entries", dict(kind._entries))
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):
         exec(compile(block, f"docs/{page}.md", "exec"), space)
@@ -90,6 +90,22 @@ def test_the_metrics_of_rollouts_are_all_explained(tmp_path):
         known = re.sub(r"/(mean|max|min)$", "", name)
         known = known.replace(f"/{sample.agent_name}/", "/AGENT/").replace("stop/done", "stop/R")
         assert f"`{known}" in said, name
+
+
+@pytest.mark.parametrize("page", ["choosing", "debugging", "gpu", "trl"])
+def test_metrics_are_those_of_a_run(page):
+    explained = text("run_folder")
+    families = (
+        "actor|canary|critic|engine|perf|rollout|rollout_corr|stop|timing_s|tool_error|val|waste"
+    )
+    named = [
+        line.split("|", 2)[2] if page == "trl" and line.startswith("|") else line
+        for line in text(page).splitlines()
+    ]
+    for name in re.findall(rf"`((?:{families})/[\w/@]+)`", "\n".join(named)):
+        family = re.sub(r"^(stop|tool_error)/.*", r"\1/", re.sub(r"/(mean|max|min)$", "", name))
+        family = re.sub(r"@\d+$", "@", family)
+        assert f"`{family}" in explained, f"{page}.md: {name}"
 
 
 def test_yaml_snippets_load(tmp_path):
@@ -135,7 +151,7 @@ def test_the_command_for_a_laptop_is_wired(tiny_model):
         [sys.executable, "-m", "agentrl.cli", *words[1:], "--dry-run"],
         cwd=DOCS.parent, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0 and "all is wired." in done.stdout, done.stderr
+    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)
