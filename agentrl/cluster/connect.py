@@ -135,7 +135,7 @@ def _join(ray: Any, address: str) -> Iterator[None]:
                 f"trainer.ray_address={address}: cannot join the cluster: {e}\nThis machine must be"
                 f" part of it (ray start --address=...) and have its token: {TOKEN} is"
                 f" {'set' if os.environ.get(TOKEN) else 'not set'}, {token_path()} is"
-                f" {'a file' if token_path().is_file() else 'no file'}"
+                f" {'there' if token_path().is_file() else 'missing'}"
             ) from None
         try:
             yield

@@ -19,7 +19,7 @@ from agentrl.cluster.group import Failed, return_failure
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_folder_visible, transfer_folder
-from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, EngineSlot, ServerProcess, Start
+from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, EngineSlot, ServerProcess, StartServer
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 HOST_SECONDS = 120.0
@@ -56,7 +56,7 @@ def colocated_slots(
                 " machine. Make trainer.n_gpus_per_node a multiple of it"
             )
         gpus = [gpu for rank in share for gpu in rank.gpus]
-        result.append(_slot_on(share[0].node, gpus, shared=True))
+        result.append(_slot_on(share[0].node, gpus, shares_gpu=True))
     return result
 
 
@@ -77,12 +77,12 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
     return [
-        EngineSlot(list(range(each)), near=False, run=partial(_start_in_actor, o, ()))
+        EngineSlot(list(range(each)), is_local=False, run=partial(_start_in_actor, o, ()))
         for o in options
     ], pool
 
 
-def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> EngineSlot:
+def _slot_on(node: str, gpus: Sequence[str], *, shares_gpu: bool = False) -> EngineSlot:
     """Return a slot on a machine, with GPUs that Ray has given to the ranks."""
     options = {
         "num_cpus": 0,
@@ -90,11 +90,11 @@ def _slot_on(node: str, gpus: Sequence[str], *, shared: bool = False) -> EngineS
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     run = partial(_start_in_actor, options, tuple(gpus))
-    return EngineSlot(list(range(len(gpus))), shared=shared, near=False, run=run)
+    return EngineSlot(list(range(len(gpus))), shares_gpu=shares_gpu, is_local=False, run=run)
 
 
 def _start_in_actor(
-    options: dict[str, Any], gpus: Sequence[str], start: Start
+    options: dict[str, Any], gpus: Sequence[str], start: StartServer
 ) -> tuple[RemoteProcess, bool]:
     """Start a server in an actor of its own; see `Place.run`."""
     host: Any = (
@@ -137,7 +137,7 @@ class RemoteProcess:
         """True if the process and the actor run; does not wait."""
         return not ray.wait([self._end], timeout=0)[0]
 
-    def death(self) -> EngineDead:
+    def death_error(self) -> EngineDead:
         """Return why the process ended."""
         try:
             return _get(self._end, STOP_SECONDS)
@@ -165,31 +165,31 @@ class EngineHost:
 
     @return_failure
     def start(
-        self, start: Start, gpus: Sequence[str], node: str, probe: str
+        self, start: StartServer, gpus: Sequence[str], node: str, probe: str
     ) -> tuple[dict[str, Any], bool]:
         """Start a server.
 
         Args:
-            start: starts it.
+            start: the function that starts it.
             gpus: the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; empty: those that Ray
                 assigned.
             node: the machine of the server's clients. The server listens on the network only if
                 this is another one.
-            probe: a folder such as the clients write for servers to read.
+            probe: a folder of the clients, which the server must be able to read.
 
         Returns:
             The arguments of `RemoteProcess`, and the second result of `start`.
 
         Raises:
-            ConfigError: this machine does not see the folder.
+            ConfigError: this machine cannot read the folder.
             AgentRLError: see `start`.
         """
-        near = ray.get_runtime_context().get_node_id() == node
-        if not near:
+        is_local = ray.get_runtime_context().get_node_id() == node
+        if not is_local:
             check_folder_visible(Path(probe), ray.util.get_node_ip_address())
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        process, word = start(LOOPBACK if near else ray.util.get_node_ip_address())
+        process, word = start(LOOPBACK if is_local else ray.util.get_node_ip_address())
         self._process = process
         names = ("url", "token", "admin_token", "pid")
         return {name: getattr(process, name) for name in names}, word
@@ -199,7 +199,7 @@ class EngineHost:
         assert self._process is not None
         while self._process.running:
             time.sleep(LOOK_SECONDS)
-        return self._process.death()
+        return self._process.death_error()
 
     def stop(self) -> None:
         """Stop the server."""

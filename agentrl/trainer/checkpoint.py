@@ -436,7 +436,7 @@ def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
     check_same_run(_fill_defaults(checkpoint.meta["config"]), config.model_dump())
     if checkpoint.meta["rows"] != rows:
         raise ConfigError(
-            f"{config.data.train} has changed since {checkpoint.folder} was saved. Use the"
+            f"{config.data.train} has other rows than when {checkpoint.folder} was saved. Use the"
             " same file, or another --output"
         )
     folder = Path(config.trainer.output)

@@ -62,7 +62,7 @@ def dispatched_methods(cls: type) -> dict[str, Dispatch]:
 
 
 class RankGroup(Protocol):
-    """Ranks, with the methods that they mark by `dispatch`."""
+    """Ranks of a learner, with those methods that their class marks by `dispatch`."""
 
     size: int
     """The number of ranks."""

@@ -163,7 +163,7 @@ class Policy:
             yield
 
     def _unfreeze_adapters(self) -> None:
-        """Undo that PEFT freezes the adapters which are not active."""
+        """Make all adapters trainable again: PEFT freezes those that are not active."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name)
 
@@ -344,7 +344,7 @@ class PackedModel(nn.Module):
         return list(layers)
 
     def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
-        """Run the transformer, and apply `read` to the states of chosen tokens, (N, H)."""
+        """Run the transformer, and apply `read` to the states of the chosen tokens, (N, H)."""
         return read(hidden_states(self.model, packed))
 
 
@@ -369,7 +369,7 @@ def verify_packing(model: PreTrainedModel) -> None:
     copy with short windows is checked on longer rows (`with_short_windows`).
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the logits change.
     """
     name = type(model).__name__
     if problem := _find_unsupported(model):

@@ -47,8 +47,7 @@ class PassResult:
     counts: dict[str, float] = field(default_factory=dict)
     """Sums over the rank's micro-batches, `tokens` and `loss` among them."""
     logprobs: list[Tensor] = field(default_factory=list)
-    """(N,) for each micro-batch: the logprobs before the update, if the micro-batch has no old
-    ones."""
+    """(N,) for each micro-batch without old logprobs: the logprobs before the update."""
 
 
 class LocalRankGroup:

@@ -65,7 +65,7 @@ FLAG_OF_KEY = {
     "trainer.output": "--output",
     "files": "--file",
 }
-"""The flags of the command for the other keys."""
+"""Flags of `agentrl sft` by the config key that they set."""
 
 
 def make_sft_config(

@@ -36,7 +36,7 @@ from agentrl.engine.local.load import resolve_device, without_launcher_variables
 from agentrl.errors import ConfigError
 
 MIN_COMPILED_SIZE = 10**8
-"""The number of weights from which a run wins back the minute that compiling takes."""
+"""The number of weights from which compiling, which takes a minute, makes a run faster."""
 MAX_COMPILED_VARIANTS = 64
 """The number of programs that a layer may be compiled to: with and without a gradient, for each
 adapter or none, with shared prompts or without. Beyond torch's own limit it would run uncompiled.

@@ -108,7 +108,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def pool(cluster):
-    pool = ResourcePool(1, 2, gpu=False, why="two ranks")
+    pool = ResourcePool(1, 2, gpu=False, request="two ranks")
     yield pool
     pool.close()
 
@@ -124,7 +124,7 @@ def ranks(pool):
 @pytest.fixture
 def doomed(cluster):
     """Two of their own."""
-    pool = ResourcePool(1, 2, gpu=False, why="two ranks")
+    pool = ResourcePool(1, 2, gpu=False, request="two ranks")
     yield WorkerGroup(Adder, pool)
     pool.close()
 
@@ -132,7 +132,7 @@ def doomed(cluster):
 @pytest.fixture
 def one(cluster):
     """A place for one rank."""
-    pool = ResourcePool(1, 1, gpu=False, why="one rank")
+    pool = ResourcePool(1, 1, gpu=False, request="one rank")
     yield pool
     pool.close()
 
@@ -178,9 +178,9 @@ def test_there_is_no_dashboard(cluster):
 def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"so many: 64 CPUs on each of 1 nodes .* are 1\S+ .*: 4"):
-        ResourcePool(1, 64, gpu=False, why="so many")
+        ResourcePool(1, 64, gpu=False, request="so many")
     with pytest.raises(ConfigError, match="1 GPUs on each of 2 nodes are needed"):
-        ResourcePool(2, 1, gpu=True, why="so many")
+        ResourcePool(2, 1, gpu=True, request="so many")
     assert time.monotonic() - began < 2
 
 
@@ -197,18 +197,18 @@ def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
 
 
 def test_what_others_hold_is_waited_for_and_named(cluster):
-    held = ResourcePool(1, 3, gpu=False, why="held")
+    held = ResourcePool(1, 3, gpu=False, request="held")
     try:
         with pytest.raises(ConfigError, match="but other jobs still use them after 1 s"):
-            ResourcePool(1, 4, gpu=False, why="four", seconds=1)
+            ResourcePool(1, 4, gpu=False, request="four", seconds=1)
     finally:
         held.close()
-    ResourcePool(1, 4, gpu=False, why="four", seconds=20).close()
+    ResourcePool(1, 4, gpu=False, request="four", seconds=20).close()
 
 
 @pytest.mark.parametrize("address", ["ray://h:1", "somewhere", ":6379", "h:port"])
 def test_addresses_that_cannot_be(address):
-    with pytest.raises(ConfigError, match="is not auto, nor HOST:PORT"):
+    with pytest.raises(ConfigError, match="is neither auto nor HOST:PORT"):
         check_reachable(address)
 
 
@@ -222,7 +222,7 @@ def test_an_address_where_nobody_is_takes_no_minutes():
 
 
 @pytest.mark.parametrize(
-    "found, said", [("2.51.9", "knows no tokens"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
+    "found, said", [("2.51.9", "has no tokens"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
 )
 def test_ray_must_know_tokens(monkeypatch, found, said):
     def version(name):
@@ -256,7 +256,7 @@ for turn in range(2):
     with open_placement(config) as placement:
         ranks = placement.start_ranks(Adder)
         token = os.environ["RAY_AUTH_TOKEN_PATH"]
-        print("open", os.path.dirname(token), *(p.pid for p in ranks.places), flush=True)
+        print("open", os.path.dirname(token), *(p.pid for p in ranks.workers), flush=True)
         print(ranks.sleep(1), ranks.sum(1), flush=True)
         if turn:
             time.sleep(60)
@@ -327,7 +327,7 @@ def test_what_a_rank_finds(ranks):
 
 
 def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
-    pids = [place.pid for place in doomed.places]
+    pids = [place.pid for place in doomed.workers]
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
         doomed.raising(1, "user")
@@ -369,7 +369,7 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
             "Worker exits with code 2. End of file.",
         ),
         ("Its node\n  was lost. It is so.", "Its node was lost. It is so."),
-        ("Causes: (1) this (2) that", "it does not say how"),
+        ("Causes: (1) this (2) that", "no reason is known"),
     ],
 )
 def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
@@ -378,7 +378,7 @@ def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
 
 def test_a_rank_that_is_killed_stops_the_run(doomed):
     began = time.monotonic()
-    gone = doomed.places[1].pid
+    gone = doomed.workers[1].pid
     with pytest.raises(
         RunStopped, match=rf"rank 1 of 2 \(process {gone} on .* its process ended"
     ) as e:
@@ -389,7 +389,7 @@ def test_a_rank_that_is_killed_stops_the_run(doomed):
 
 def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
     group = WorkerGroup(Adder, one, watchdog_s=0.5, deadline_s=1.5)
-    pid = group.places[0].pid
+    pid = group.workers[0].pid
     with pytest.raises(RunStopped, match=rf"sleep: not done after \d s: rank 0 .*process {pid} "):
         group.sleep(60)
     assert "sleep: not done after" in caplog.text
@@ -444,8 +444,8 @@ def test_a_path_that_only_the_controller_has_is_refused():
 
 
 def test_a_server_beside_the_ranks(cluster, ranks):
-    [first, second] = engines.beside(
-        [replace(place, gpus=(f"GPU-{i}",)) for i, place in enumerate(ranks.places)],
+    [first, second] = engines.colocated_slots(
+        [replace(place, gpus=(f"GPU-{i}",)) for i, place in enumerate(ranks.workers)],
         load_config(None, ["rollout.engines=2"]).rollout,
         cpu=False,
     )
@@ -466,7 +466,7 @@ def test_a_server_beside_the_ranks(cluster, ranks):
 
 
 def test_a_server_ends_with_its_stop_and_with_its_host(cluster, ranks):
-    [place] = engines.beside(ranks.places, load_config(None, []).rollout, cpu=True)
+    [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
     assert (list(place.gpus), place.shared, place.near) == ([], False, False)
     for end in ("stop", "host"):
         server, _ = place.run(start)
@@ -484,7 +484,7 @@ def refusing(host):
 
 
 def test_a_server_that_does_not_start_says_why(cluster, ranks):
-    [place] = engines.beside(ranks.places, load_config(None, []).rollout, cpu=True)
+    [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
     with pytest.raises(ConfigError, match="no such package"):
         place.run(refusing)
 
@@ -498,12 +498,12 @@ def test_a_server_that_does_not_start_says_why(cluster, ranks):
 )
 def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, said):
     places = [
-        replace(place, node=str(node)) for place, node in zip(ranks.places, gpus, strict=True)
+        replace(place, node=str(node)) for place, node in zip(ranks.workers, gpus, strict=True)
     ]
     with pytest.raises(ConfigError, match=said):
-        engines.beside(places, load_config(None, overrides).rollout, cpu=False)
+        engines.colocated_slots(places, load_config(None, overrides).rollout, cpu=False)
 
 
 def test_servers_of_their_own_gpus_need_some(cluster):
     with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
-        engines.elsewhere(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)
+        engines.separate_slots(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)

@@ -111,7 +111,7 @@ def train(flags, output, *overrides, ranks):
             trainer.run()
         finally:
             trainer_ranks = trainer.learner.ranks
-            pids = [place.pid for place in getattr(trainer_ranks, "places", [])]
+            pids = [place.pid for place in getattr(trainer_ranks, "workers", [])]
             assert len(pids) == (ranks if ranks > 1 else 0)
     ended(pids)
 

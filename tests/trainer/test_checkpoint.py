@@ -126,8 +126,8 @@ def climb(folder: Path) -> None:
         (lose, "optimizer.bin: No such file"),
         (lose_meta, "has no meta.json"),
         (break_meta, "cannot be read"),
-        (link, "optimizer.bin lies outside"),
-        (climb, "../x lies outside"),
+        (link, "optimizer.bin is outside"),
+        (climb, "../x is outside"),
     ],
 )
 def test_a_damaged_one_is_skipped_with_the_reason(tmp_path, damage, reason):
@@ -447,7 +447,7 @@ def test_a_changed_config_is_refused_with_the_difference():
         "  trainer.seed: 0 in the checkpoint, not set now",
     ]
     assert "--output" in lines[-1]
-    assert "trainer.resume=never: that deletes the run that is in it" in lines[-1]
+    assert "trainer.resume=never: this deletes the run in it" in lines[-1]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

@@ -125,7 +125,7 @@ def test_where_none_lives_the_batch_is_of_dead_ones_and_it_says_so(caplog):
     played = collect(table, 6, **keys, **FILTER)
     assert rows_of(played.groups) == [0, 1] and rows_of(played.evicted) == [2, 3, 4, 5]
     assert played.metrics["training/filter_groups/live"] == 0
-    assert "in none of 6 groups" in caplog.text
+    assert "in all of 6 groups" in caplog.text
 
 
 def test_groups_that_were_lost_are_neither_dead_nor_alive():

@@ -222,18 +222,18 @@ def said(monkeypatch, capsys):
 def test_the_command(said, lora, random_model, tmp_path):
     root, _ = lora
     told = said(root, tmp_path / "a")
-    assert told == f"{tmp_path / 'a'}: an adapter for {random_model}, as trained to step 1\n"
+    assert told == f"{tmp_path / 'a'}: an adapter for {random_model}, trained for 1 steps\n"
     told = said(root, tmp_path / "b", "--merge", "--dtype", "bfloat16")
-    assert told == f"{tmp_path / 'b'}: a model, as trained to step 1\n"
+    assert told == f"{tmp_path / 'b'}: a model, trained for 1 steps\n"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
     assert said(root, tmp_path / "a").startswith("error: ")
 
 
 def test_what_does_nothing_is_noted(said, lora, full, tmp_path):
     told = said(lora[0], tmp_path / "a", "--dtype", "bfloat16")
-    assert "note: --dtype bfloat16 does nothing without --merge" in told
+    assert "note: --dtype bfloat16 has no effect without --merge" in told
     told = said(full[0], tmp_path / "b", "--merge", "--dtype", "bfloat16")
-    assert "note: --merge does nothing: all weights were trained" in told and "--dtype" not in told
+    assert "note: --merge has no effect: there is no adapter" in told and "--dtype" not in told
 
 
 def test_a_damaged_checkpoint_is_skipped_aloud(said, full, tmp_path):
@@ -243,4 +243,4 @@ def test_a_damaged_checkpoint_is_skipped_aloud(said, full, tmp_path):
     (run / "global_step_00000002" / "meta.json").unlink()
     first, second = said(run, tmp_path / "out").splitlines()
     assert first.startswith("skipped: ") and "global_step_00000002 is incomplete" in first
-    assert second.endswith("a model, as trained to step 1")
+    assert second.endswith("a model, trained for 1 steps")

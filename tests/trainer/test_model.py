@@ -165,7 +165,7 @@ def test_only_the_named_modules_get_an_adapter():
 
 @pytest.mark.parametrize("wrong", ["lm_head", "embed_tokens", "norm", "mlp", "q_porj", "proj"])
 def test_modules_that_could_not_learn_or_be_published_get_no_adapter(wrong):
-    choices = "all-linear, or from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj;"
+    choices = "all-linear, or from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj."
     for targets in (wrong, ["q_proj", wrong]):
         with pytest.raises(ConfigError, match=f"{wrong} cannot be adapted. Choose {choices}"):
             with_adapter(targets=targets)

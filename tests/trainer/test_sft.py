@@ -276,7 +276,7 @@ def test_a_loss_that_is_no_number_stops(folder):
     with torch.no_grad():
         next(iter(learner.rank.policy.model.parameters())).fill_(math.nan)
     before = weights(learner)
-    with pytest.raises(RunStopped, match=r"step 1: .*loss=nan.*lower learning rate.*cure\.$"):
+    with pytest.raises(RunStopped, match=r"step 1: .*loss=nan.*lower learning rate.*helps\.$"):
         learner.fit(batches([example(b"a", b"b")], 1, seed=0))
     after = weights(learner)
     assert all(torch.equal(after[n].nan_to_num(), before[n].nan_to_num()) for n in before)
@@ -304,7 +304,7 @@ def test_keys_of_learner_and_ranks_are_taken(folder):
         assert key in FIELDS and key not in SFT_KEYS
         with pytest.raises(ConfigError, match=f"{key} is set by the flag {flag}$"):
             make_sft_config(folder, steps=10, overrides=[f"{key}=1"])
-    with pytest.raises(ConfigError, match=r"imitation\. Did you mean 'optim\.offload'\? Choose"):
+    with pytest.raises(ConfigError, match=r"SFT\. Did you mean 'optim\.offload'\? Choose"):
         make_sft_config(folder, steps=10, overrides=["optim.ofload=all"])
     for key in ("rollout.n", "optim.critic_lr"):
         with pytest.raises(
@@ -367,7 +367,7 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
     ("change", "said"),
     [
         (("--column", "gold"), "row 0, gold: is missing"),
-        (("--output", "."), "--output . is there already"),
+        (("--output", "."), "--output . already exists"),
         (("--model", "./nowhere"), "no model folder at ./nowhere"),
         (("--dataset", "no.parquet"), "no such file: no.parquet"),
         (("-f", "no.py"), "no such file: no.py"),

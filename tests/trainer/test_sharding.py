@@ -48,7 +48,7 @@ def _compiled(function, *args, **kwargs):
 def on_gpus(config: OptimConfig) -> list[nn.Module]:
     """The layers of a model after `shard`, which finds that nothing was spread here."""
     scorer = PackedModel(tiny_model())
-    with pytest.raises(AssertionError, match="not spread over ranks"):
+    with pytest.raises(AssertionError, match="not sharded"):
         sharding.shard(scorer, scorer.layers(), scorer.value_head, GPUS, torch.bfloat16, config)
     return scorer.layers()
 

@@ -208,7 +208,7 @@ def test_a_live_table(monkeypatch):
     last = shown.splitlines()
     assert any("reward" in line and "tokens/s" in line for line in last)
     assert any("0.400 (98% call)" in line for line in last)
-    assert "30/120" in last[-1] and "to go" in last[-1]
+    assert "30/120" in last[-1] and "left" in last[-1]
 
 
 def test_the_end_says_what_came_out_and_what_to_type(tmp_path):

@@ -241,7 +241,7 @@ def only_those_still_there(batch, token_rewards, values, c):
 def wrong(monkeypatch):
     """Registers an estimator for the length of a test."""
     kind = registry.advantage_estimators
-    monkeypatch.setattr(kind, "_things", dict(kind._things))
+    monkeypatch.setattr(kind, "_entries", dict(kind._entries))
 
     def register(function) -> dict[str, str]:
         registry.advantage_estimator("wrong")(function)
