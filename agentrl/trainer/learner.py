@@ -310,13 +310,13 @@ class Learner:
     # --- saving and exporting --------------------------------------------------------------------
 
     @property
-    def lora(self) -> bool:
+    def has_lora(self) -> bool:
         """True if an adapter learns, False if all weights do."""
         return self.config.model.lora_rank > 0
 
     def make_update(self, version: int) -> Update:
         """Return the current policy in the form that an engine takes."""
-        adapter = self.ranks.save_adapter if self.lora else None
+        adapter = self.ranks.save_adapter if self.has_lora else None
         return Update(version, self.export, adapter, self.ranks.write_weights)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -139,9 +139,9 @@ class Policy:
         if wrong or not target_modules:
             names = sorted({end.rpartition(".")[2] for end in ends})
             raise ConfigError(
-                f"model.lora_target_modules={target_modules!r}: {', '.join(wrong) or 'nothing'}"
-                f" cannot be adapted. Choose all-linear, or from {', '.join(names)}. The output"
-                " layer and the embeddings are never adapted."
+                f"model.lora_target_modules={target_modules!r}:"
+                f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
+                f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
             )
 
     @contextmanager

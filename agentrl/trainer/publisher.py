@@ -77,7 +77,7 @@ class Publisher:
             RunStopped: the engine did not accept the policy, or does not sample from it.
         """
         start = time.perf_counter()
-        if self._canary is None and self._learner.lora:
+        if self._canary is None and self._learner.has_lora:
             self._canary = self._measure_perturbed(version)
         send_start = time.perf_counter()
         sent = self._send(version)

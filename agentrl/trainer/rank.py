@@ -155,7 +155,7 @@ class Rank:
 
     @dispatch(SPLIT)
     @torch.no_grad()
-    def forward(self, share: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
+    def forward(self, micro_batches: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
         """Run a model without gradient.
 
         Returns:
@@ -173,7 +173,7 @@ class Rank:
                 (
                     target.values(row) if isinstance(target, Critic) else target.logprobs(row)[0]
                 ).cpu()
-                for row in (micro.packed.to(self.device) for micro in share)
+                for row in (micro_batch.packed.to(self.device) for micro_batch in micro_batches)
             ]
         reshard(target.packed_model)  # the weights may change from now on
         return results
@@ -205,12 +205,14 @@ class Rank:
     # --- training --------------------------------------------------------------------------------
 
     @dispatch(SPLIT)
-    def forward_backward(self, share: Sequence[MicroBatch], loss_name: LossName) -> PassResult:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_name: LossName
+    ) -> PassResult:
         """Add the gradient of some micro-batches to the gradient of this rank.
 
         Args:
-            share: the micro-batches. Without a column `old` the policy is still that of the start
-                of the step: its logprobs are the old ones and are returned.
+            micro_batches: if they have no column `old`, the policy is still that of the start of
+                the step: its logprobs are the old ones and are returned.
             loss_name: which loss: the policy's, the critic's or that of supervised fine-tuning.
         """
         losses: dict[LossName, Callable[[MicroBatch], tuple[Any, ...]]] = {
@@ -219,9 +221,9 @@ class Rank:
         sums: dict[str, Tensor] = {}
         result = PassResult()
         with self._use_adapter_of(loss_name):
-            for micro in share:
-                loss, loss_sums, *logprobs = losses[loss_name](micro.to(self.device))
-                if "old" not in micro.columns:
+            for micro_batch in micro_batches:
+                loss, loss_sums, *logprobs = losses[loss_name](micro_batch.to(self.device))
+                if "old" not in micro_batch.columns:
                     result.logprobs += logprobs
                 # Not `accelerator.backward`: it divides by process-wide state.
                 loss.backward()
@@ -248,14 +250,16 @@ class Rank:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def _actor_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _actor_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the policy loss of a micro-batch, sums for metrics, and the logprobs."""
-        a, columns = self.config.algorithm, micro.columns
-        logprobs, entropy = self.policy.logprobs(micro.packed, entropy_gradient=a.entropy_coef > 0)
+        a, columns = self.config.algorithm, micro_batch.columns
+        logprobs, entropy = self.policy.logprobs(
+            micro_batch.packed, entropy_gradient=a.entropy_coef > 0
+        )
         old = columns.get("old", logprobs.detach())
         advantages = columns["advantages"].to(logprobs.dtype)
         weights = columns["weights"].to(logprobs.dtype)
-        rows, mask = micro.rows, micro.mask
+        rows, mask = micro_batch.rows, micro_batch.mask
         loss, counts = token_losses(rows(logprobs), rows(old), rows(advantages), mask, a)
         loss = loss[mask]
         loss_sums = {
@@ -281,11 +285,11 @@ class Rank:
             loss = loss - a.entropy_coef * entropy
         return (weights * loss).sum(), loss_sums, logprobs.detach()
 
-    def _critic_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _critic_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the critic loss of a micro-batch, and the sums for metrics."""
         assert self.critic is not None
-        columns = micro.columns
-        values = self.critic.values(micro.packed)
+        columns = micro_batch.columns
+        values = self.critic.values(micro_batch.packed)
         loss, clipped = value_loss(
             values, columns["values"], columns["returns"], self.config.algorithm.value_clip
         )
@@ -297,10 +301,10 @@ class Rank:
             "vpred_mean": values.detach().sum(),
         }
 
-    def _sft_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sft_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of supervised fine-tuning: the weighted sum of -log p (`sft.py`)."""
-        logprobs, _ = self.policy.logprobs(micro.packed)
-        return -(micro.columns["weights"] * logprobs).sum(), {
+        logprobs, _ = self.policy.logprobs(micro_batch.packed)
+        return -(micro_batch.columns["weights"] * logprobs).sum(), {
             "tokens": torch.ones_like(logprobs).sum()
         }
 

@@ -392,7 +392,7 @@ def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch, monkeypatch):
     with pytest.raises(RunStopped, match=r"likeliest cause is your own policy loss 'mine'"):
         step(learner, batch)
     learner = Learner(folder, config(**FULL), total_steps=1)
-    with pytest.raises(RunStopped, match=r"not made\. A lower learning rate"):
+    with pytest.raises(RunStopped, match=r"have not changed\. A lower learning rate"):
         targets = targets_of(learner, batch)
         learner.update(batch, replace(targets, advantages=targets.advantages * NAN), 1)
 

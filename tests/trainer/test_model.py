@@ -169,7 +169,9 @@ def test_modules_that_could_not_learn_or_be_published_get_no_adapter(wrong):
     for targets in (wrong, ["q_proj", wrong]):
         with pytest.raises(ConfigError, match=f"{wrong} cannot be adapted. Choose {choices}"):
             with_adapter(targets=targets)
-    with pytest.raises(ConfigError, match=r"lora_target_modules=\[\]: nothing is"):
+    with pytest.raises(
+        ConfigError, match=r"lora_target_modules=\[\]: an empty list cannot be adapted"
+    ):
         with_adapter(targets=[])
 
 
@@ -391,9 +393,9 @@ def test_an_adapter_without_a_base_that_it_fits_is_refused(tmp_path):
     refused(r"adapter' cannot be merged into .*base', its base: .*layers\.1\..* is in only one")
     for base in (None, str(path)):
         file.write_text(json.dumps(json.loads(written) | {"base_model_name_or_path": base}))
-        refused(r"adapter' does not say which model it is for: base_model_name_or_path is")
+        refused(r"adapter' does not name its base model: base_model_name_or_path is")
     file.write_text("{")
-    refused(r"adapter' has a config PEFT cannot read")
+    refused(r"PEFT cannot read the config of the adapter")
     file.write_text(written)
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
     refused(r"adapter' cannot be merged .*adapter_model.safetensors")
