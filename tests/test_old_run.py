@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.forked_python import run_agentrl
 from torch.testing import assert_close
 
 from agentrl import registry
@@ -41,13 +40,7 @@ def old(tmp_path):
 
 
 def agentrl(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_agentrl(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.forked_python import run_agentrl, run_python
 
 from agentrl import capacity, open_files, registry
 from agentrl.config import Config
@@ -32,7 +33,7 @@ TESTS = Path(__file__).parent
 def limited(
     soft: int, hard: int, *command: str, seconds: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that may have so many files open."""
+    """Run a new Python that may have so many files open; its hard limit can be another one."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.run(
         ["prlimit", f"--nofile={soft}:{hard}", sys.executable, *command],
@@ -44,14 +45,9 @@ def limited(
 
 
 def over_http(folder: Path, limit: int, prompts: int, n: int, seconds: float) -> dict:
-    program, *rest = (
-        str(TESTS / "support" / "rollouts_over_http.py"),
-        str(folder),
-        prompts,
-        n,
-        seconds,
-    )
-    done = limited(limit, limit, program, *map(str, rest), seconds=200)
+    program = TESTS / "support" / "rollouts_over_http.py"
+    env = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = run_python([program, folder, prompts, n, seconds], env=env, open_files=limit)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -92,9 +88,9 @@ def test_a_limit_that_is_too_low_is_said_at_once(tmp_path, command):
     rows.write_text((json.dumps(ROW) + "\n") * 256)
     options = ["--dataset", str(rows), "--model", "tiny", "--file", "shelf:calculator"]
     sizes = ["data.batch_size=256", "rollout.n=8", f"trainer.output={tmp_path / 'run'}"]
-    program = ["-m", "agentrl.cli", command, *options, *sizes[: 3 if command == "train" else 2]]
+    arguments = [command, *options, *sizes[: 3 if command == "train" else 2]]
     began = time.monotonic()
-    done = limited(256, 256, *program, seconds=60)
+    done = run_agentrl(*arguments, open_files=256)
     took = time.monotonic() - began
     print(f"{took:.1f} s")
     assert done.returncode == 1 and took < 5.0
@@ -279,12 +275,12 @@ def run_that_leaks(folder: Path, model: Path, **environment: str):
     rows = folder / "rows.jsonl"
     row = {**ROW, "agent_name": "single_turn", "tools": []}
     rows.write_text((json.dumps(row) + "\n") * 4)
-    done = limited(
-        220, 220, "-m", "agentrl.cli", "train", "--dataset", str(rows), "--model", str(model),
+    done = run_agentrl(
+        "train", "--dataset", str(rows), "--model", str(model),
         "--file", str(folder / "leaks.py"), "reward.function=leaks", "data.batch_size=2",
         "rollout.n=4", "trainer.total_steps=3", "trainer.save_freq=0",
         "rollout.max_turn_tokens=8", "trainer.logger=[]", f"trainer.output={folder / 'run'}",
-        seconds=120, **environment,
+        env={**os.environ, **environment}, open_files=220,
     )  # fmt: skip
     print(done.stdout[-3000:], done.stderr[-3000:])
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -6,23 +6,23 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.forked_python import run_python
 
 from agentrl.cli import main
 
 pytestmark = pytest.mark.usefixtures("shipped_registries")
 
-AGENTRL = [sys.executable, "-m", "agentrl.cli"]
+AGENTRL = ["-m", "agentrl.cli"]
 ASSISTANTS = (Path(__file__).parents[2] / "AGENTS.md").read_text()
 
 
-def run(command, cwd):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (command, done.stdout, done.stderr)
+def run(arguments, cwd):
+    done = run_python(arguments, cwd=cwd)
+    assert done.returncode == 0, (arguments, done.stdout, done.stderr)
     return done.stdout
 
 
@@ -51,7 +51,7 @@ def project(tmp_path_factory, tiny_model):
 def test_its_files(project):
     folder, _ = project
     assert {"env.py", "run.yaml", "test_env.py", "README.md"} <= set(os.listdir(folder))
-    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder)
+    run(["-m", "pytest", "-q", "-p", "no:cacheprovider"], folder)
     assert (folder / "runs/starter/curve.svg").exists()
 
 
@@ -81,7 +81,7 @@ def test_generate_writes_no_file_twice_and_no_other_kind(project):
     (folder / "there.jsonl").write_text("")
     for name, said in (("there.jsonl", "is there already"), ("a.csv", ".parquet or .jsonl")):
         command = [*AGENTRL, "generate", "-c", "run.yaml", "--output", name]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        done = run_python(command, cwd=folder)
         assert done.returncode == 1 and said in done.stderr and "rows x" not in done.stdout
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked_python import run_agentrl
 
 from agentrl import play, registry
 from agentrl.compat.verl.keys import VERL_KEYS
@@ -147,10 +146,7 @@ def test_the_command_for_a_laptop_is_wired(tiny_model):
     (command,) = (b for b in blocks("scaling", "bash") if "--model tiny" in b)
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:2] == ["agentrl", "train"]
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *words[1:], "--dry-run"],
-        cwd=DOCS.parent, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_agentrl(*words[1:], "--dry-run", cwd=DOCS.parent)
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
 
 

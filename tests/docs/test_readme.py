@@ -2,11 +2,10 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked_python import run_agentrl, run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -14,12 +13,6 @@ README = (ROOT / "README.md").read_text()
 
 def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def run(command, folder):
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (command, done.stdout, done.stderr)
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,8 @@ def folder(tmp_path_factory, tiny_model):
     (tmp_path / "my_env.py").write_text("\n".join(extensions))
     for i, block in enumerate(rest):
         (tmp_path / f"block_{i}.py").write_text(block)
-        run([sys.executable, f"block_{i}.py"], tmp_path)
+        done = run_python([f"block_{i}.py"], cwd=tmp_path)
+        assert done.returncode == 0, (block, done.stdout, done.stderr)
     return tmp_path
 
 
@@ -58,7 +52,8 @@ def test_the_commands(folder, tiny_model):
             words.append("--dry-run")  # `make demo` runs it in full
         elif words[1] == "train":
             words += ["trainer.total_steps=1", "data.batch_size=1"]
-        assert run([sys.executable, "-m", "agentrl.cli", *words[1:]], folder)
+        done = run_agentrl(*words[1:], cwd=folder)
+        assert done.returncode == 0 and done.stdout, (command, done.stdout, done.stderr)
 
 
 def test_the_two_commands_are_targets_of_the_makefile():

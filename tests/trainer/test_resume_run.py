@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.forked_python import ForkedPython, run_python
 
 from agentrl import registry
 from agentrl.agent_loops import AgentLoop
@@ -29,7 +28,7 @@ def command(tiny_model, tmp_path_factory):
         table = pq.read_table(ROOT / "datasets" / f"arithmetic_{name}.parquet").slice(0, count)
         pq.write_table(table, folder / f"{name}.parquet")
     return [
-        sys.executable, "-m", "agentrl.cli", "train",
+        "-m", "agentrl.cli", "train",
         "--dataset", str(folder / "train.parquet"),
         "--val-dataset", str(folder / "val.parquet"),
         "--model", "tiny",
@@ -38,10 +37,8 @@ def command(tiny_model, tmp_path_factory):
     ]  # fmt: skip
 
 
-def run(command, output, **kwargs):
-    done = subprocess.run(
-        [*command, "--output", str(output)], capture_output=True, text=True, timeout=240, **kwargs
-    )
+def run(command, output):
+    done = run_python([*command, "--output", output])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -76,7 +73,7 @@ def straight(command, tmp_path_factory):
 @pytest.mark.parametrize("killed_after", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after):
     output = tmp_path / "run"
-    process = subprocess.Popen([*command, "--output", str(output)], stdout=subprocess.DEVNULL)
+    process = ForkedPython([*command, "--output", output])
     deadline = time.monotonic() + 120
     while not (output / "metrics.jsonl").exists() or len(metrics(output)) <= killed_after:
         assert process.poll() is None and time.monotonic() < deadline
@@ -147,9 +144,7 @@ def test_a_finished_run_prints_its_result_again(command, straight):
 
 
 def test_another_config_in_the_same_folder_is_refused(command, straight):
-    done = subprocess.run(
-        [*command, "--output", str(straight), "optim.lr=0.5"], capture_output=True, text=True
-    )
+    done = run_python([*command, "--output", straight, "optim.lr=0.5"])
     assert done.returncode == 1
     assert "optim.lr" in done.stderr and "trainer.resume=never" in done.stderr
     assert "Traceback" not in done.stderr
@@ -158,13 +153,8 @@ def test_another_config_in_the_same_folder_is_refused(command, straight):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        [*command, "--output", str(output), "trainer.total_steps=1000", "trainer.save_freq=0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    endless = ["trainer.total_steps=1000", "trainer.save_freq=0"]
+    process = ForkedPython([*command, "--output", output, *endless], start_new_session=True)
     deadline = time.monotonic() + 120
     while not (output / "metrics.jsonl").exists() or len(metrics(output)) < 3:
         assert process.poll() is None and time.monotonic() < deadline
@@ -183,18 +173,12 @@ def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
 
 def test_two_runs_on_one_folder(command, tmp_path):
     output = tmp_path / "run"
-    first = subprocess.Popen(
-        [*command, "--output", str(output), "trainer.total_steps=1000"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    first = ForkedPython([*command, "--output", output, "trainer.total_steps=1000"])
     try:
         while not (output / ".lock").exists() or not (output / ".lock").read_text():
             assert first.poll() is None
             time.sleep(0.05)
-        second = subprocess.run(
-            [*command, "--output", str(output)], capture_output=True, text=True, timeout=60
-        )
+        second = run_python([*command, "--output", output], timeout=60)
         assert second.returncode == 1
         assert f"process {first.pid}" in second.stderr
     finally:
