@@ -1,10 +1,10 @@
-"""Incidents: from metrics and logs to the service at fault and what befell it, in two turns.
+"""Incidents: find the faulty service and the type of incident in metrics and logs, in two turns.
 
     python examples/aiops/env.py data/aiops_train.jsonl --rows 512 --seed 1 --difficulty 2
 
-First the assistant reasons; then it is asked for JSON and nothing else. The service that cries the
-loudest is seldom the one at fault: others wait for it and log timeouts. The difficulty is how many
-services do.
+In the first turn the assistant reasons, in the second it writes JSON only. The service with the
+most errors is usually not the faulty one: other services wait for that and log timeouts. The
+difficulty is the number of services that wait.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ SYMPTOMS = {
     "bad_deploy": ("errors 0% 41% 43% since version 2.8.1", "TypeError in a handler of 2.8.1"),
     "traffic_spike": ("requests 90/s 850/s 2400/s", "queue full, 412 requests refused"),
 }
-"""By type of incident, what its metrics and its log say."""
+"""By type of incident: its metrics and its log message."""
 ASK = """\
-You are on call. Think aloud in a few sentences: which service is at fault, and what befell it? \
-Give no JSON yet.
+You are on call. Explain in a few sentences which service is at fault and what happened to it. \
+Do not write JSON yet.
 
 {evidence}"""
 NOW = """\
-Now answer with a JSON object and nothing else: {{"service": "...", "incident_type": "..."}}. \
-Types of incidents: {types}."""
+Now answer with only a JSON object: {{"service": "...", "incident_type": "..."}}. \
+Incident types: {types}."""
 MIN_THOUGHT = 40
-"""Characters of reasoning, less is none."""
+"""The minimum number of characters of the reasoning."""
 
 
 @interaction("aiops_report")
 class Report(Interaction):
-    """Hears the reasoning, asks for the report, and has no more to say."""
+    """Asks for the report after the reasoning, then ends the conversation."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.has_asked = False
 
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
-        if self.asked:
+        if self.has_asked:
             return None
-        self.asked = True
+        self.has_asked = True
         return Reply(NOW.format(types=", ".join(SYMPTOMS)))
 
 
 @reward("service_incident")
 def service_incident(trajectory: Trajectory) -> dict[str, float]:
-    """1 where the last of two turns holds one report, and that is service:incident_type."""
-    found = re.findall(r"\{[^{}]*\}", trajectory.final_text)
+    """Return 1 if the second turn contains one report and that is right."""
+    reports = re.findall(r"\{[^{}]*\}", trajectory.final_text)
     right = (
         len(trajectory.turns) == 2
-        and len(found) == 1
-        and reported(found[0]) == trajectory.sample.ground_truth
+        and len(reports) == 1
+        and parse_report(reports[0]) == trajectory.sample.ground_truth
     )
     return {"score": float(right), "acc": float(right)}
 
 
 @reward("json_only")
 def json_only(trajectory: Trajectory) -> float:
-    """1 where the first turn reasons without JSON, and the second is a report and nothing else."""
+    """Return 1 if the first turn reasons without JSON and the second is only a report."""
     if len(trajectory.turns) != 2:
         return 0.0
     first, last = (m.content.strip() for m in trajectory.answers)
     reasons = len(first) >= MIN_THOUGHT and "{" not in first
-    return float(reasons and reported(last) is not None)
+    return float(reasons and parse_report(last) is not None)
 
 
-def reported(text: str) -> str | None:
-    """`service:incident_type` of a report; None of anything else, lists and doubled keys too."""
+def parse_report(text: str) -> str | None:
+    """Return `service:incident_type` of a report; None if the text is anything else."""
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
     except (ValueError, RecursionError):
@@ -94,32 +94,32 @@ def reported(text: str) -> str | None:
 
 
 def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
-    """Rows of a dataset; no incident comes twice."""
+    """Return the rows of a dataset; all incidents are different."""
     rng = random.Random(seed)
-    made: dict[str, dict[str, Any]] = {}
-    while len(made) < count:
+    rows_by_text: dict[str, dict[str, Any]] = {}
+    while len(rows_by_text) < count:
         fault, *others = rng.sample(SERVICES, difficulty + 2)
         kind = rng.choice([*SYMPTOMS])
         text = ASK.format(evidence=evidence(fault, kind, others, rng))
-        made[text] = {
+        rows_by_text[text] = {
             "prompt": text,
             "agent_name": "tool_agent",
             "data_source": "examples/aiops",
             "ground_truth": f"{fault}:{kind}",
             "interaction": "aiops_report",
         }
-    return list(made.values())
+    return list(rows_by_text.values())
 
 
 def evidence(fault: str, kind: str, others: Sequence[str], rng: random.Random) -> str:
-    """Metrics and logs: the fault, a service that is well, and those that wait for the fault."""
+    """Return metrics and logs of the faulty service, a healthy one, and those that wait."""
     metrics, log = SYMPTOMS[kind]
-    well, *waiting = others
-    lines = [f"{fault}: {metrics}", f"{well}: errors 0% 0% 0%"]
+    healthy, *waiting = others
+    lines = [f"{fault}: {metrics}", f"{healthy}: errors 0% 0% 0%"]
     lines += [f"{w}: errors 2% {rng.randint(50, 69)}% {rng.randint(70, 99)}%" for w in waiting]
     logs = [
         (rng.randint(0, 19), f"{fault} {log}"),
-        (rng.randint(20, 59), f"{well} GET /health 200"),
+        (rng.randint(20, 59), f"{healthy} GET /health 200"),
     ]
     for before, w in zip([fault, *waiting], waiting, strict=False):
         logs += [
@@ -127,21 +127,21 @@ def evidence(fault: str, kind: str, others: Sequence[str], rng: random.Random) -
             for _ in range(rng.randint(2, 3))
         ]
     rng.shuffle(lines)
-    told = [f"10:{minute:02d} {text}" for minute, text in sorted(logs)]
-    return "\n".join(["Metrics, three readings each:", *lines, "", "Logs:", *told])
+    texts = [f"10:{minute:02d} {text}" for minute, text in sorted(logs)]
+    return "\n".join(["Metrics, three readings each:", *lines, "", "Logs:", *texts])
 
 
 def gold(row: dict[str, Any]) -> list[str]:
-    """What a policy that is right says, turn by turn: it reads who waits for whom."""
+    """Return the turns of a policy that is right."""
     text = row["prompt"]
     blamed = re.findall(r"waiting for (\w+)", text)
     waits = set(re.findall(r"(\w+) timeout after", text))
     fault = next((b for b in blamed if b not in waits), "")
     for kind, (metrics, _) in SYMPTOMS.items():
         for service in re.findall(rf"^(\w+): {re.escape(metrics)}$", text, re.MULTILINE):
-            fault, found = fault or service, kind
-    report = json.dumps({"service": fault, "incident_type": found})
-    return [f"Others wait for {fault}, and of {fault} itself the metrics say: {found}.", report]
+            fault, incident_type = fault or service, kind
+    report = json.dumps({"service": fault, "incident_type": incident_type})
+    return [f"Others wait for {fault}. The metrics of {fault} show: {incident_type}.", report]
 
 
 if __name__ == "__main__":
@@ -150,6 +150,6 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--difficulty", type=int, default=2)
-    given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed, given.difficulty))
-    print(f"{given.rows} rows: {given.output}")
+    args = parser.parse_args()
+    write_rows(args.output, rows(args.rows, args.seed, args.difficulty))
+    print(f"{args.rows} rows: {args.output}")

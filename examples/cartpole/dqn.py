@@ -2,8 +2,8 @@
 
     python examples/cartpole/dqn.py --steps 40000
 
-The contrast: it learns the worth of actions from any old experience. A language model's policy is
-trained by PPO's relatives instead, for they need no maximum over all that could be said.
+DQN learns the values of actions from old experience. Language models are trained with PPO and
+related algorithms instead, which need no maximum over all possible texts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 MEMORY, BATCH = 20_000, 64
 WARM_UP, EVERY = 1_000, 2  # steps at random; steps between two updates
 GAMMA, LR, TAU = 0.99, 5e-4, 0.005
-EPSILON, EXPLORED = (1.0, 0.04), 10_000  # from, to, within so many steps
+EPSILON, EXPLORED = (1.0, 0.04), 10_000  # first and last value; the number of steps between them
 
 
 def network() -> nn.Sequential:
@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 
 def train(steps: int, seed: int = 0, log: int = 5_000) -> list[tuple[int, float]]:
-    """Train; the mean length of the last 20 episodes after so many steps."""
+    """Train. Return pairs of a step and the mean length of the last 20 episodes."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     chance = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def train(steps: int, seed: int = 0, log: int = 5_000) -> list[tuple[int, float]
     q, target = network(), network()
     target.load_state_dict(q.state_dict())
     optimizer = torch.optim.Adam(q.parameters(), lr=LR)
-    # State, action, reward, next state, whether the pole fell; the oldest are written over.
+    # State, action, reward, next state, whether the pole fell; the oldest entries are overwritten.
     memory = [np.zeros((MEMORY, n), np.float32) for n in (4, 1, 1, 4, 1)]
     lengths, curve = deque(maxlen=20), []
     state, _ = env.reset(seed=seed)
@@ -61,7 +61,7 @@ def train(steps: int, seed: int = 0, log: int = 5_000) -> list[tuple[int, float]
         if step >= WARM_UP and step % EVERY == 0:
             rows = chance.integers(min(step + 1, MEMORY), size=BATCH)
             s, a, r, s2, over = (torch.from_numpy(column[rows]) for column in memory)
-            with torch.no_grad():  # double DQN: one network chooses, the other judges
+            with torch.no_grad():  # Double DQN: one network chooses, the other evaluates.
                 best = q(s2).argmax(1, keepdim=True)
                 goal = r + GAMMA * (1 - over) * target(s2).gather(1, best)
             loss = nn.functional.smooth_l1_loss(q(s).gather(1, a.long()), goal)
@@ -83,6 +83,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
-    given, started = parser.parse_args(), time.monotonic()
-    train(given.steps, given.seed)
+    args, started = parser.parse_args(), time.monotonic()
+    train(args.steps, args.seed)
     print(f"{time.monotonic() - started:.0f} s")

@@ -1,10 +1,10 @@
-"""CartPole as a conversation: the user says how the pole stands, the assistant left or right.
+"""CartPole as a conversation: the user describes the pole, the assistant answers left or right.
 
     python examples/cartpole/env.py data/cartpole_train.jsonl --rows 400 --seed 1
 
-A row is a start: the environment's seed, and what is seen of it first. Its column `trace`, for
-`agentrl sft`, is a game of somebody who looks at the pole one time in four and else pushes at
-random: it shows a model that has never seen the game what one looks like, not how to win it.
+A row is an initial state: the environment's seed and the first observation. Its column `trace`, for
+`agentrl sft`, is a game of a player who pushes at random in three of four steps. It teaches a model
+what a game looks like, but not how to win.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASK = "Keep the pole up: answer left or right."
 
 
 def words(observation: Any) -> str:
-    """Two of the four numbers, and of these the sign: where the pole leans, and where it falls."""
+    """Describe the signs of two of the four numbers: the side of the pole, and its movement."""
     _position, _speed, angle, turning = observation
     return f"leans {side(angle)}, falls {side(turning)}"
 
@@ -36,7 +36,7 @@ def side(value: float) -> str:
 
 @interaction("cartpole")
 class CartPole(GymInteraction):
-    """The game, with its state in words."""
+    """The game with its state in words."""
 
     def describe(self, observation: Any) -> str:
         return words(observation)
@@ -44,13 +44,13 @@ class CartPole(GymInteraction):
 
 @reward("cartpole")
 def steps_up(trajectory: Trajectory) -> dict[str, float]:
-    """The share of GOAL steps that the pole stayed up: the environment pays 1 for each."""
+    """Return the number of steps that the pole stayed up, divided by GOAL."""
     steps = trajectory.turn_rewards("turn")
     return {"score": steps / GOAL, "acc": float(steps >= GOAL), "steps": steps}
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of a dataset; no two begin in the same state."""
+    """Return the rows of a dataset; all initial states are different."""
     return [row(seed * 1_000_000 + i) for i in range(count)]
 
 
@@ -66,27 +66,27 @@ def row(start: int) -> dict[str, Any]:
     }
 
 
-def gold(said: str) -> str:
-    """What a policy that is right answers: push to where it falls."""
-    return said.rpartition(" ")[2]
+def gold(text: str) -> str:
+    """Return the answer of a policy that is right: push to the side to which the pole falls."""
+    return text.rpartition(" ")[2]
 
 
 def habit(start: int, looks: float = LOOKS) -> list[dict[str, str]]:
-    """A game of somebody who looks at the pole in this share of the pushes."""
+    """Return a game of a player who pushes right in the share `looks` of steps, else at random."""
     import gymnasium
 
     chance, env = random.Random(start), gymnasium.make(ENV)
     observation, _ = env.reset(seed=start)
-    said, over = [{"role": "user", "content": f"{ASK}\n{words(observation)}"}], False
-    while not over and len(said) < 2 * GOAL:
-        looked = chance.random() < looks
-        push = gold(said[-1]["content"]) if looked else chance.choice(PUSHES)
+    messages, over = [{"role": "user", "content": f"{ASK}\n{words(observation)}"}], False
+    while not over and len(messages) < 2 * GOAL:
+        looks_now = chance.random() < looks
+        push = gold(messages[-1]["content"]) if looks_now else chance.choice(PUSHES)
         observation, _, fell, late, _ = env.step(PUSHES.index(push))
         over = fell or late
-        said.append({"role": "assistant", "content": push})
-        said.append({"role": "user", "content": words(observation)})
+        messages.append({"role": "assistant", "content": push})
+        messages.append({"role": "user", "content": words(observation)})
     env.close()
-    return said[:-1]
+    return messages[:-1]
 
 
 if __name__ == "__main__":
@@ -94,6 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("output")
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed))
-    print(f"{given.rows} rows: {given.output}")
+    args = parser.parse_args()
+    write_rows(args.output, rows(args.rows, args.seed))
+    print(f"{args.rows} rows: {args.output}")

@@ -1,9 +1,9 @@
-"""PPO on CartPole in plain torch: the textbook's side of the bridge, 8 environments, one process.
+"""PPO on CartPole in plain torch, with 8 environments in one process.
 
     python examples/cartpole/ppo.py --steps 60000
 
-Of `agentrl train` with `algorithm.name=ppo` it is the same algorithm: the states are four numbers
-here and tokens there, an action is one of two here and one of the vocabulary there.
+`agentrl train` with `algorithm.name=ppo` uses the same algorithm. There, the states are tokens
+instead of four numbers, and an action is a token of the vocabulary instead of one of two pushes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def network(out: int, gain: float) -> nn.Sequential:
 
 
 def advantages(rewards: Tensor, values: Tensor, ends: Tensor, last: Tensor) -> Tensor:
-    """Generalized advantage estimation (Schulman et al., 2016); all (T, N), `last` (N,)."""
-    found, ahead, next_value = torch.zeros_like(rewards), torch.zeros_like(last), last
+    """Return GAE advantages (Schulman et al., 2016). All tensors are (T, N), `last` is (N,)."""
+    result, ahead, next_value = torch.zeros_like(rewards), torch.zeros_like(last), last
     for t in reversed(range(len(rewards))):
-        goes_on = 1.0 - ends[t]
-        delta = rewards[t] + GAMMA * next_value * goes_on - values[t]
-        found[t] = ahead = delta + GAMMA * LAM * goes_on * ahead
+        continues = 1.0 - ends[t]
+        delta = rewards[t] + GAMMA * next_value * continues - values[t]
+        result[t] = ahead = delta + GAMMA * LAM * continues * ahead
         next_value = values[t]
-    return found
+    return result
 
 
 def train(steps: int, seed: int = 0, log: int = 10) -> list[tuple[int, float]]:
-    """Train; the mean length of the last 100 episodes after so many steps."""
+    """Train. Return pairs of a step and the mean length of the last 100 episodes."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     envs = gymnasium.make_vec("CartPole-v1", ENVS, vectorization_mode="sync",
@@ -52,7 +52,7 @@ def train(steps: int, seed: int = 0, log: int = 10) -> list[tuple[int, float]]:
     policy, critic = network(2, 0.01), network(1, 1.0)
     parameters = [*policy.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=LR, eps=1e-5)
-    observed, _ = envs.reset(seed=seed)
+    observation, _ = envs.reset(seed=seed)
     lengths, running = deque(maxlen=100), np.zeros(ENVS)
     curve: list[tuple[int, float]] = []
     batches = max(1, steps // (ENVS * HORIZON))
@@ -60,27 +60,27 @@ def train(steps: int, seed: int = 0, log: int = 10) -> list[tuple[int, float]]:
         optimizer.param_groups[0]["lr"] = LR * (1 - batch / batches)
         rows = []
         for _ in range(HORIZON):
-            states = torch.as_tensor(observed, dtype=torch.float32)
+            states = torch.as_tensor(observation, dtype=torch.float32)
             with torch.no_grad():
-                said = torch.distributions.Categorical(logits=policy(states))
-                actions, values = said.sample(), critic(states)[:, 0]
-            observed, reward, terminated, truncated, info = envs.step(actions.numpy())
+                dist = torch.distributions.Categorical(logits=policy(states))
+                actions, values = dist.sample(), critic(states)[:, 0]
+            observation, reward, terminated, truncated, info = envs.step(actions.numpy())
             gain = torch.as_tensor(reward, dtype=torch.float32)
             running += 1
             for i in np.flatnonzero(terminated | truncated):
                 lengths.append(running[i])
                 running[i] = 0
-                if truncated[i]:  # the time was up, not the pole down: what would have come counts
+                if truncated[i]:  # The time is over, but the pole is up: bootstrap.
                     final = torch.as_tensor(info["final_obs"][i], dtype=torch.float32)
                     gain[i] += GAMMA * critic(final).detach()[0]
             ends = torch.as_tensor(terminated | truncated, dtype=torch.float32)
-            rows.append((states, actions, said.log_prob(actions), values, gain, ends))
+            rows.append((states, actions, dist.log_prob(actions), values, gain, ends))
         states, actions, old, values, rewards, ends = map(torch.stack, zip(*rows, strict=True))
         with torch.no_grad():
-            last = critic(torch.as_tensor(observed, dtype=torch.float32))[:, 0]
-        found = advantages(rewards, values, ends, last)
-        returns = found + values
-        flat = [x.flatten(0, 1) for x in (states, actions, old, found, returns)]
+            last = critic(torch.as_tensor(observation, dtype=torch.float32))[:, 0]
+        gae = advantages(rewards, values, ends, last)
+        returns = gae + values
+        flat = [x.flatten(0, 1) for x in (states, actions, old, gae, returns)]
         for _ in range(EPOCHS):
             for rows_ in torch.randperm(ENVS * HORIZON).split(MINIBATCH):
                 s, a, lp, adv, ret = (x[rows_] for x in flat)
@@ -105,6 +105,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    given, started = parser.parse_args(), time.monotonic()
-    train(given.steps, given.seed)
+    args, started = parser.parse_args(), time.monotonic()
+    train(args.steps, args.seed)
     print(f"{time.monotonic() - started:.0f} s")

@@ -1,9 +1,9 @@
-"""Turn GSM8K as published (JSON lines of question and answer) into rows of agentrl.
+"""Convert the published GSM8K (JSON lines with question and answer) to rows of agentrl.
 
     python examples/gsm8k/convert.py train.jsonl data/gsm8k_tool_train.parquet --variant tool
 
-The variants: `tool` may call the calculator, `interaction` has a teacher who lets it try again, and
-`plain` answers at once.
+The variants: `tool` can call the calculator, `interaction` has a teacher who lets the model try
+again, and `plain` has one turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASK = {
 
 
 def row(question: str, answer: str, variant: str, split: str, index: int) -> dict[str, Any]:
-    """One published problem as a row, in verl's columns."""
+    """Return a published problem as a row with verl's columns."""
     truth = plain_number(answer.rpartition("####")[2])
     extra: dict[str, Any] = {
         "split": split,
@@ -50,7 +50,7 @@ def row(question: str, answer: str, variant: str, split: str, index: int) -> dic
 
 
 def problems(path: Path) -> Iterator[tuple[str, str]]:
-    """Question and answer of each line; exits where one is not as published, naming it."""
+    """Yield the question and answer of each line. Exit with a message if a line is malformed."""
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue

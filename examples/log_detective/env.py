@@ -1,10 +1,10 @@
-"""Log detective: who or what is to blame, found with a shell in a folder of logs.
+"""Log detective: find the cause of failures with a shell in a folder of logs.
 
     python examples/log_detective/env.py data/logs.jsonl --rows 256 --seed 1 --difficulty 2
 
-Every row brings logs of its own, of three services that hand requests on. The difficulty is what
-must be put together: 1 counts lines of one file, 2 compares users over all files, 3 follows
-requests from one file into another.
+Every row has its own logs, of three services that forward requests. The difficulty is what must be
+combined: 1 counts lines of one file, 2 compares users over all files, 3 follows requests from one
+file into another.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ load_file("shelf:shell")
 SERVICES = ("gate", "cart", "pay")
 REQUESTS = 60
 PROMPT = (
-    "The folder logs/ holds the logs of the services gate, cart and pay, a line a request.\n"
-    "{question}\nLook with the tools. Answer with the number, user or request alone, behind ####,"
-    " for example: #### u12"
+    "The folder logs/ contains the logs of the services gate, cart and pay, one line per request.\n"
+    "{question}\nUse the tools. End with only the number, user or request after ####, for example:"
+    " #### u12"
 )
 
 
@@ -47,13 +47,13 @@ class Line(NamedTuple):
 
 @reward("log_detective")
 def log_detective(trajectory) -> float:
-    """1 where the last line of the last message is the answer behind ####, and nothing else."""
+    """Return 1 if the last line of the last message is #### and the right answer."""
     lines = trajectory.final_text.strip().splitlines()
     return float(bool(lines) and lines[-1].strip() == f"#### {trajectory.sample.ground_truth}")
 
 
 def logs(rng: random.Random) -> list[Line]:
-    """What the services wrote in an hour; a request that fails goes no further."""
+    """Return the log lines of an hour. A request that fails is not forwarded."""
     lines = []
     users = [f"u{n}" for n in rng.sample(range(10, 100), 12)]
     for number in rng.sample(range(1000, 10_000), REQUESTS):
@@ -69,7 +69,7 @@ def logs(rng: random.Random) -> list[Line]:
 
 
 class Case(NamedTuple):
-    """A question, its answer, and the command that finds it."""
+    """A question, its answer, and a shell command that finds the answer."""
 
     question: str
     answer: str
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 
 def case(lines: list[Line], difficulty: int, service: str) -> Case | None:
-    """A question of that difficulty; None where these logs leave it open."""
+    """Return a question of that difficulty; None if it has no single answer in these logs."""
     failed = [line for line in lines if line.level == "ERROR"]
     if difficulty == 1:
         return Case(
@@ -90,7 +90,7 @@ def case(lines: list[Line], difficulty: int, service: str) -> Case | None:
         if most == second:
             return None
         return Case(
-            "Which user had the most failed requests (ERROR) in all?",
+            "Which user had the most failed requests (ERROR) in total?",
             first,
             "grep -h ERROR logs/*.log | grep -o 'user=[^ ]*' | sort | uniq -c | sort -n | tail -1",
         )
@@ -108,34 +108,34 @@ def case(lines: list[Line], difficulty: int, service: str) -> Case | None:
 
 
 def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
-    """Rows of a dataset."""
+    """Return the rows of a dataset."""
     rng = random.Random(seed)
-    made: list[dict[str, Any]] = []
-    while len(made) < count:
+    dataset: list[dict[str, Any]] = []
+    while len(dataset) < count:
         lines = logs(rng)
-        asked = case(lines, difficulty, rng.choice(SERVICES))
-        if asked is None:
+        question = case(lines, difficulty, rng.choice(SERVICES))
+        if question is None:
             continue
         files = {
             f"logs/{s}.log": "".join(f"{line}\n" for line in lines if line.service == s)
             for s in SERVICES
         }
-        made.append(
+        dataset.append(
             {
-                "prompt": [{"role": "user", "content": PROMPT.format(question=asked.question)}],
+                "prompt": [{"role": "user", "content": PROMPT.format(question=question.question)}],
                 "agent_name": "tool_agent",
                 "data_source": "examples/log_detective",
                 "tools": ["shell"],
                 "tools_kwargs": {"shell": {"create_kwargs": {"files": files}}},
-                "ground_truth": asked.answer,
-                "command": asked.command,
+                "ground_truth": question.answer,
+                "command": question.command,
             }
         )
-    return made
+    return dataset
 
 
 def gold(row: dict[str, Any]) -> list[str]:
-    """What a policy that is right says, turn by turn."""
+    """Return the turns of a policy that is right."""
     return [
         _call("list_files", {}),
         _call("run", {"command": row["command"]}),
@@ -144,8 +144,8 @@ def gold(row: dict[str, Any]) -> list[str]:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
-    called = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{called}\n</tool_call>"
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{text}\n</tool_call>"
 
 
 def main() -> None:
@@ -155,8 +155,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
-    given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed, given.difficulty))
+    args = parser.parse_args()
+    write_rows(args.output, rows(args.rows, args.seed, args.difficulty))
 
 
 if __name__ == "__main__":

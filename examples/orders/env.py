@@ -1,10 +1,10 @@
-"""Orders: questions to the databases of small shops, answered in SQL.
+"""Orders: questions about the databases of small shops, answered with SQL.
 
     python examples/orders/env.py data/orders.jsonl --rows 256 --seed 1 --difficulty 2
 
-The difficulty is how much SQL a question takes: 1 looks up, 2 adds up, 3 compares with
-what others did. The shops are made from a seed when this file is loaded, in `databases/` beside it;
-what is right is computed from the same numbers in Python, so no answer lies in a database.
+The difficulty is the SQL that a question takes: 1 looks up, 2 sums up, 3 compares customers. The
+databases are generated from a seed when this file is loaded, in `databases/` next to it. The right
+answers are computed in Python from the same numbers, so no database contains an answer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GOODS = {
     "tools": ("hammer", "saw", "drill", "file", "clamp", "level", "chisel", "pliers"),
 }
 PROMPT = (
-    "{question}\nAsk the database with the tools. Answer with the number or the name alone, behind"
+    "{question}\nQuery the database with the tools. End with only the number or the name after"
     " ####, for example: #### 12"
 )
 
 
 class Order(NamedTuple):
-    """One line of the table `orders`, as Python knows it."""
+    """A row of the table `orders`, joined with its customer and its good."""
 
     customer: str
     city: str
@@ -48,21 +48,21 @@ class Order(NamedTuple):
 
 
 class Shop(NamedTuple):
-    """What a database holds."""
+    """The tables of a database."""
 
     customers: list[tuple[int, str, str]]
     goods: list[tuple[int, str, int]]
     orders: list[tuple[int, int, int, int]]
 
     def lines(self) -> list[Order]:
-        """The orders with the names behind their numbers."""
+        """Return the orders with names instead of ids."""
         customers = {c: (name, city) for c, name, city in self.customers}
         goods = {g: (name, price) for g, name, price in self.goods}
         return [Order(*customers[c], *goods[g], n) for _, c, g, n in self.orders]
 
 
 def shop(name: str) -> Shop:
-    """The shop of that name: always the same."""
+    """Return the shop of that name; it is always the same."""
     rng = random.Random(f"orders-1-{name}")
     people = [f"{first} {letter}." for first in FIRST for letter in "KMRT"]
     customers = [(i, p, rng.choice(CITIES)) for i, p in enumerate(rng.sample(people, 30), 1)]
@@ -77,7 +77,7 @@ def shop(name: str) -> Shop:
 
 
 def make_databases(folder: Path) -> Path:
-    """The shops as files; those that are there already are left alone."""
+    """Write the shops to files; existing files are kept."""
     folder.mkdir(exist_ok=True)
     for name in SHOPS:
         file = folder / f"{name}.db"
@@ -98,7 +98,7 @@ def make_databases(folder: Path) -> Path:
                 "INSERT INTO orders (id, customer, good, pieces) VALUES (?, ?, ?, ?)", orders
             )
         db.close()
-        os.replace(partial, file)  # another process may be making it as well: it is the same
+        os.replace(partial, file)  # Another process may write the same file.
     return folder
 
 
@@ -107,13 +107,13 @@ load_file("shelf:sql").use_databases(make_databases(HERE / "databases"))
 
 @reward("orders")
 def orders(trajectory) -> float:
-    """1 where the last line of the last message is the answer behind ####, and nothing else."""
+    """Return 1 if the last line of the last message is #### and the right answer."""
     lines = trajectory.final_text.strip().splitlines()
     return float(bool(lines) and lines[-1].strip() == f"#### {trajectory.sample.ground_truth}")
 
 
 class Task(NamedTuple):
-    """A question, its answer, and the SQL that finds it."""
+    """A question, its answer, and the SQL query that finds the answer."""
 
     question: str
     answer: str
@@ -124,12 +124,12 @@ JOINED = "FROM orders o JOIN customers c ON c.id = o.customer JOIN goods g ON g.
 
 
 def task(lines: list[Order], difficulty: int, rng: random.Random) -> Task:
-    """A question of that difficulty with one right answer."""
+    """Return a question of that difficulty with one right answer."""
     while True:
         city, good, least = rng.choice(CITIES), rng.choice(lines).good, rng.randint(2, 5)
-        found = _task(lines, difficulty, rng.randrange(2), city, good, least)
-        if found:
-            return found
+        made = _task(lines, difficulty, rng.randrange(2), city, good, least)
+        if made:
+            return made
 
 
 def _task(
@@ -139,27 +139,27 @@ def _task(
         case 1, 0:
             count = sum(o.good == good and o.pieces >= least for o in lines)
             return Task(
-                f"How many orders of the good {good!r} are of {least} pieces or more?",
+                f"How many orders of the good {good!r} have {least} or more pieces?",
                 str(count),
                 f"SELECT count(*) {JOINED} WHERE g.name = '{good}' AND o.pieces >= {least}",
             )
         case 1, _:
             price = next(o.price for o in lines if o.good == good)
             return Task(
-                f"What do {least} pieces of the good {good!r} cost together?",
+                f"What is the total price of {least} pieces of the good {good!r}?",
                 str(least * price),
                 f"SELECT {least} * price FROM goods WHERE name = '{good}'",
             )
         case 2, 0:
             return Task(
-                f"What did the customers from {city} pay in all, price times pieces?",
+                f"How much did the customers from {city} pay in total (price times pieces)?",
                 str(sum(o.price * o.pieces for o in lines if o.city == city)),
                 f"SELECT sum(g.price * o.pieces) {JOINED} WHERE c.city = '{city}'",
             )
         case 2, _:
             pieces = sum(o.pieces for o in lines if o.good == good and o.city == city)
             return Task(
-                f"How many pieces of the good {good!r} did customers from {city} order in all?",
+                f"How many pieces of the good {good!r} did customers from {city} order in total?",
                 str(pieces),
                 f"SELECT coalesce(sum(o.pieces), 0) {JOINED} WHERE g.name = '{good}'"
                 f" AND c.city = '{city}'",
@@ -172,7 +172,7 @@ def _task(
             if most == second:
                 return None
             return Task(
-                f"Which customer ordered the most pieces of the good {good!r} in all?",
+                f"Which customer ordered the most pieces of the good {good!r} in total?",
                 first,
                 f"SELECT c.name {JOINED} WHERE g.name = '{good}' GROUP BY c.id"
                 " ORDER BY sum(o.pieces) DESC LIMIT 1",
@@ -183,8 +183,8 @@ def _task(
                 paid[o.customer] += o.price * o.pieces
             mean = sum(paid.values()) / len(paid)
             return Task(
-                f"Of the customers with orders from {city}, how many paid more in all than the"
-                " mean of what each customer with orders paid in all?",
+                f"How many customers from {city} paid more in total than the average total of a"
+                " customer with orders?",
                 str(len({o.customer for o in lines if o.city == city and paid[o.customer] > mean})),
                 f"WITH paid AS (SELECT c.id, c.city, sum(g.price * o.pieces) AS p {JOINED}"
                 f" GROUP BY c.id) SELECT count(*) FROM paid WHERE city = '{city}'"
@@ -193,30 +193,30 @@ def _task(
 
 
 def rows(count: int, seed: int, difficulty: int = 2, split: str = "train") -> list[dict[str, Any]]:
-    """Rows of a dataset: of two shops for "train", of the third for "val"."""
+    """Return the rows of a dataset: two shops for "train", the third one for "val"."""
     rng = random.Random(seed)
     shops = SHOPS[:2] if split == "train" else SHOPS[2:]
     lines = {name: shop(name).lines() for name in shops}
-    made = []
+    dataset = []
     for _ in range(count):
         name = rng.choice(shops)
-        asked = task(lines[name], difficulty, rng)
-        made.append(
+        question = task(lines[name], difficulty, rng)
+        dataset.append(
             {
-                "prompt": [{"role": "user", "content": PROMPT.format(question=asked.question)}],
+                "prompt": [{"role": "user", "content": PROMPT.format(question=question.question)}],
                 "agent_name": "tool_agent",
                 "data_source": "examples/orders",
                 "tools": ["sql"],
                 "tools_kwargs": {"sql": {"create_kwargs": {"database": name}}},
-                "ground_truth": asked.answer,
-                "query": asked.query,
+                "ground_truth": question.answer,
+                "query": question.query,
             }
         )
-    return made
+    return dataset
 
 
 def gold(row: dict[str, Any]) -> list[str]:
-    """What a policy that is right says, turn by turn."""
+    """Return the turns of a policy that is right."""
     return [
         _call("sql_schema", {}),
         _call("sql", {"query": row["query"]}),
@@ -225,8 +225,8 @@ def gold(row: dict[str, Any]) -> list[str]:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
-    called = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{called}\n</tool_call>"
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{text}\n</tool_call>"
 
 
 def main() -> None:
@@ -237,8 +237,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", default="train", choices=("train", "val"))
     parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
-    given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed, given.difficulty, given.split))
+    args = parser.parse_args()
+    write_rows(args.output, rows(args.rows, args.seed, args.difficulty, args.split))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Passages: questions about an invented county, whose answers are found by searching.
+"""Passages: questions about an invented county, to be answered by searching.
 
     python examples/passages/env.py data/passages.jsonl --rows 256 --seed 1 --difficulty 2
 
-The difficulty is how many passages a question leads through: 1 is told where it stands, 3 asks for
-the river of the town in which the maker of a thing was born. No model knows any of it beforehand:
-the county is made up, from a seed, and lies in `corpus.jsonl` beside this file (`--corpus` makes
+The difficulty is the number of passages that a question needs: 1 asks for the maker of a thing, 3
+asks for the river of the town in which the maker was born. No model knows the answers: the county
+is generated from a seed. Its passages are in `corpus.jsonl` next to this file (`--corpus` writes
 it).
 """
 
@@ -23,16 +23,13 @@ from agentrl.registry import load_file
 
 HERE = Path(__file__).resolve().parent
 CORPUS = HERE / "corpus.jsonl"
-PROMPT = (
-    "{question}\nLook it up with the tools. Answer with the name alone, behind ####, for example:"
-    " #### Selby"
-)
+PROMPT = "{question}\nUse the tools. End with only the name after ####, for example: #### Selby"
 THINGS = ("clock", "loom", "lantern", "plough", "barometer", "pump", "kiln", "press", "telescope")
 KINDS = ("striking", "folding", "silent", "double", "floating", "twisted", "hollow", "winged")
 
 
 class Town(NamedTuple):
-    """A town and the river on which it lies."""
+    """A town, its river, and facts about it."""
 
     name: str
     river: str
@@ -41,7 +38,7 @@ class Town(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """A person, where they were born, and what they made."""
+    """A person, the town of their birth, and the thing that they made."""
 
     name: str
     town: Town
@@ -50,18 +47,18 @@ class Maker(NamedTuple):
 
 
 def county() -> tuple[list[Town], list[Maker]]:
-    """The towns and people: always the same."""
+    """Return the towns and people; they are always the same."""
     rng = random.Random("passages-1")
     starts = ("Bram", "Cald", "Dorr", "Elm", "Fenn", "Garl", "Hask", "Ing", "Kel", "Lorn", "Mar")
     ends = ("wick", "stead", "holm", "ford", "by", "mere", "combe", "thorpe")
-    named = rng.sample([a + b for a in starts for b in ends], 74)
+    names = rng.sample([a + b for a in starts for b in ends], 74)
     trades = ("glass", "rope", "salt", "paper", "bells", "cheese", "slate", "linen")
     towns = [
         Town(name, f"{river[:-1]}a", rng.randint(1000, 1700), rng.choice(trades))
-        for name, river in zip(named[:24], named[24:48], strict=True)
+        for name, river in zip(names[:24], names[24:48], strict=True)
     ]
     first = ("Ada", "Ivo", "Nell", "Piet", "Runa", "Sten", "Tove", "Ulf", "Vera", "Wim", "Yrsa")
-    people = rng.sample([f"{a} {b}" for a in first for b in named[48:]], 60)
+    people = rng.sample([f"{a} {b}" for a in first for b in names[48:]], 60)
     things = rng.sample([f"{kind} {thing}" for kind in KINDS for thing in THINGS], 60)
     makers = [
         Maker(name, rng.choice(towns), thing, rng.randint(1750, 1900))
@@ -71,9 +68,9 @@ def county() -> tuple[list[Town], list[Maker]]:
 
 
 def corpus() -> list[dict[str, str]]:
-    """The passages: one for each town, person and thing, in an order that tells nothing."""
+    """Return one passage for each town, person and thing, in random order."""
     towns, makers = county()
-    told = [
+    texts = [
         (
             town.name,
             f"{town.name} is a town on the river {town.river}. It was founded in {town.founded} and"
@@ -83,17 +80,17 @@ def corpus() -> list[dict[str, str]]:
     ]
     for maker in makers:
         name, town, thing, year = maker
-        told.append(
+        texts.append(
             (name, f"{name} was born in {town.name} and learned a trade there, like many others.")
         )
-        told.append(
+        texts.append(
             (
                 f"The {thing}",
                 f"The {thing} was made by {name} in {year}. It was shown at fairs and copied soon.",
             )
         )
-    random.Random("order").shuffle(told)
-    return [{"id": f"p{i}", "title": a, "text": b} for i, (a, b) in enumerate(told)]
+    random.Random("order").shuffle(texts)
+    return [{"id": f"p{i}", "title": a, "text": b} for i, (a, b) in enumerate(texts)]
 
 
 load_file("shelf:search").use_corpus(CORPUS)
@@ -101,7 +98,7 @@ load_file("shelf:search").use_corpus(CORPUS)
 
 @reward("passages")
 def passages(trajectory) -> float:
-    """1 where the last line is the answer behind ####; articles, case and stops do not count."""
+    """Return 1 if the last line is #### and the right name, up to articles, case and periods."""
     lines = trajectory.final_text.strip().splitlines()
     if not lines or not lines[-1].strip().startswith("####"):
         return 0.0
@@ -109,29 +106,29 @@ def passages(trajectory) -> float:
 
 
 def plain(name: str) -> str:
-    """A name in small letters, less what does not tell it from others."""
+    """Return a name in lower case, without articles and words such as "river"."""
     words = re.findall(r"\w+", name.lower())
     return " ".join(w for w in words if w not in ("the", "a", "an", "river", "town"))
 
 
 def rows(count: int, seed: int, difficulty: int = 2, split: str = "train") -> list[dict[str, Any]]:
-    """Rows of a dataset: of 45 things for "train", of 15 others for "val"; then they come again."""
+    """Return rows about 45 things for "train", or about 15 others for "val"; they may repeat."""
     rng = random.Random(seed)
     _, makers = county()
     makers = makers[:45] if split == "train" else makers[45:]
     order = [m for _ in range(-(-count // len(makers))) for m in rng.sample(makers, len(makers))]
-    made = []
+    dataset = []
     for maker in order[:count]:
-        asked = {
+        questions = {
             1: (f"Who made the {maker.thing}?", maker.name),
             2: (f"In which town was the maker of the {maker.thing} born?", maker.town.name),
             3: (
-                f"On which river lies the town in which the maker of the {maker.thing} was born?",
+                f"On which river is the town where the maker of the {maker.thing} was born?",
                 maker.town.river,
             ),
         }
-        question, answer = asked[difficulty]
-        made.append(
+        question, answer = questions[difficulty]
+        dataset.append(
             {
                 "prompt": [{"role": "user", "content": PROMPT.format(question=question)}],
                 "agent_name": "tool_agent",
@@ -141,17 +138,17 @@ def rows(count: int, seed: int, difficulty: int = 2, split: str = "train") -> li
                 "path": [f"The {maker.thing}", maker.name, maker.town.name][:difficulty],
             }
         )
-    return made
+    return dataset
 
 
 def gold(row: dict[str, Any]) -> list[str]:
-    """What a policy that is right says, turn by turn."""
+    """Return the turns of a policy that is right."""
     return [*(_call("search", {"query": q}) for q in row["path"]), f"#### {row['ground_truth']}"]
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
-    called = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{called}\n</tool_call>"
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{text}\n</tool_call>"
 
 
 def main() -> None:
@@ -163,9 +160,9 @@ def main() -> None:
     parser.add_argument("--split", default="train", choices=("train", "val"))
     parser.add_argument("--difficulty", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--corpus", action="store_true", help="write the passages instead of rows")
-    given = parser.parse_args()
-    made = corpus() if given.corpus else rows(given.rows, given.seed, given.difficulty, given.split)
-    write_rows(given.output, made)
+    args = parser.parse_args()
+    dataset = corpus() if args.corpus else rows(args.rows, args.seed, args.difficulty, args.split)
+    write_rows(args.output, dataset)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Shopping: what some things cost together, worked out with the calculator.
+"""Shopping: compute the total price of several things with the calculator.
 
     python examples/shopping/env.py data/shopping.jsonl --rows 512 --seed 1 --difficulty 2
 
-The difficulty is how many different things are bought. Two columns are for `agentrl sft`: `gold` is
-right; `trace` is right in one row of four, and else forgets the last thing, takes a wrong operator
-or guesses, so that reinforcement learning has something to do.
+The difficulty is the number of different things. Two columns are for `agentrl sft`: `gold` is
+right; `trace` is right in one of four rows, and otherwise omits the last thing, uses a wrong
+operator or guesses, so that reinforcement learning can improve it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ GOLD_SHARE = 0.25
 
 @reward("shopping")
 def shopping(trajectory) -> float:
-    """1 where the last line of the last message is the right sum behind ####, and nothing else."""
+    """Return 1 if the last line of the last message is #### and the right sum."""
     lines = trajectory.final_text.strip().splitlines()
     return float(bool(lines) and lines[-1].strip() == f"#### {trajectory.sample.ground_truth}")
 
 
 def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
-    """Rows of a dataset; no question comes twice."""
+    """Return the rows of a dataset; all questions are different."""
     rng = random.Random(seed)
-    made: dict[str, dict[str, Any]] = {}
-    while len(made) < count:
+    rows_by_question: dict[str, dict[str, Any]] = {}
+    while len(rows_by_question) < count:
         items = rng.sample(ITEMS, difficulty)
         bought = [(rng.randint(2, 9), item, rng.randint(2, 9)) for item in items]
         listed = ", ".join(f"{n} {item} for {price} coins each" for n, item, price in bought)
         question = f"{rng.choice(NAMES)} buys {listed}. How many coins in all?"
-        made[question] = {
+        rows_by_question[question] = {
             "prompt": [
                 {"role": "system", "content": SYSTEM},
                 {"role": "user", "content": question},
@@ -55,37 +55,37 @@ def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
             "gold": conversation(bought),
             "trace": habit(bought, rng),
         }
-    return list(made.values())
+    return list(rows_by_question.values())
 
 
 def gold(row: dict[str, Any]) -> list[str]:
-    """What a policy that is right says, turn by turn."""
+    """Return the turns of a policy that is right."""
     return [m["content"] for m in row["gold"] if m["role"] == "assistant"]
 
 
 def conversation(
     bought: list[tuple[int, str, int]], sign: str = "*", answer: str = ""
 ) -> list[dict[str, str]]:
-    """Multiply for each thing, add it to what there was, and answer."""
-    said: list[dict[str, str]] = []
+    """Return a conversation that multiplies for each thing, adds up, and answers."""
+    messages: list[dict[str, str]] = []
 
     def compute(a: int, operator: str, b: int) -> int:
         value = {"*": a * b, "+": a + b, "-": a - b}[operator]
         arguments = json.dumps({"expression": f"{a}{operator}{b}"})
         call = f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
-        said.append({"role": "assistant", "content": call})
-        said.append({"role": "tool", "content": str(value)})
+        messages.append({"role": "assistant", "content": call})
+        messages.append({"role": "tool", "content": str(value)})
         return value
 
     total = 0
     for i, (n, _, price) in enumerate(bought):
         cost = compute(n, sign, price)
         total = compute(total, "+", cost) if i else cost
-    return [*said, {"role": "assistant", "content": f"#### {answer or total}"}]
+    return [*messages, {"role": "assistant", "content": f"#### {answer or total}"}]
 
 
 def habit(bought: list[tuple[int, str, int]], rng: random.Random) -> list[dict[str, str]]:
-    """A conversation of a policy that has much to learn."""
+    """Return a conversation of a policy that is often wrong."""
     if rng.random() < GOLD_SHARE:
         return conversation(bought)
     match rng.randrange(3):
@@ -104,8 +104,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--difficulty", type=int, default=2, choices=range(1, len(ITEMS) + 1))
-    given = parser.parse_args()
-    write_rows(given.output, rows(given.rows, given.seed, given.difficulty))
+    args = parser.parse_args()
+    write_rows(args.output, rows(args.rows, args.seed, args.difficulty))
 
 
 if __name__ == "__main__":
