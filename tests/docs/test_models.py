@@ -1,0 +1,84 @@
+"""The table of models in docs/engines.md: which architectures the trainer accepts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from agentrl.errors import ConfigError
+from agentrl.trainer.policy import Policy
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def model(name: str, **keys: object) -> transformers.PreTrainedModel:
+    """A small model with random weights. A text config belongs to the class without "Text"."""
+    config = getattr(transformers, f"{name}Config")(**TINY | keys)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        *((name, {}) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Glm4")),
+        *((name, {}) for name in ("Phi3", "Olmo3", "Exaone4")),
+        ("Qwen3Moe", EXPERTS),
+    ],
+)
+def test_these_are_trained(name, keys):
+    Policy(model(name, **keys), temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("GptOss", EXPERTS),
+        ("Gemma2", {}),
+        ("NemotronH", {}),
+        ("Jamba", EXPERTS),
+        ("GraniteMoeHybrid", {}),
+        ("Qwen3_5Text", {}),
+        ("Qwen3Next", EXPERTS),
+        ("MiniMax", EXPERTS),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("Cohere", {}),
+        ("Cohere2", {}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Phi", {}),
+        ("Phi3", LONGROPE),
+    ],
+)
+def test_these_are_refused(name, keys):
+    with pytest.raises(ConfigError, match="cannot be trained here"):
+        Policy(model(name, **keys), temperature=1.0)
