@@ -35,7 +35,7 @@ def test_reading_an_answer(text, strict, flexible):
 
 def test_an_unknown_method_names_the_choices():
     with pytest.raises(
-        ConfigError, match=r"'stict'. Did you mean 'strict'\? Choices: strict, flex"
+        ConfigError, match=r"'stict' is unknown. Did you mean 'strict'\? Choices: strict, flex"
     ):
         gsm8k_answer("#### 1", "stict")
 

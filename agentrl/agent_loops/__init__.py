@@ -1,4 +1,4 @@
-"""Agent loops: how an episode is played. A row's `agent_name` chooses one."""
+"""Agent loops: the code that plays an episode. A row's `agent_name` chooses one."""
 
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop, agent_loop, react, single_turn, tool_agent

@@ -1,4 +1,4 @@
-"""One attempt at a sample, as all conversations in it share it: budgets, turns, rows, the clock."""
+"""One attempt at a sample: the budgets, turns, rows and time that its conversations share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from inspect import isawaitable
 from typing import Any
 
-from agentrl.agent_loops.context import Row
+from agentrl.agent_loops.context import TokenRow
 from agentrl.chat import (
     ChatTemplate,
     ForeignParser,
@@ -35,51 +35,51 @@ from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What an episode acts in: shared by all episodes of a run."""
+    """What all episodes of a run share: the engine, the chat template, the tools and the config."""
 
     sampler: Sampler
     template: ChatTemplate
     toolbox: Toolbox
     config: Config
-    read: Reader = field(init=False)
-    """Reads tool calls from a turn's text, as `rollout.tool_format` says."""
+    parser: Reader = field(init=False)
+    """Parses the tool calls in a turn's text, as `rollout.tool_format` says."""
 
     def __post_init__(self):
         rollout = self.config.rollout
-        read = open_reader(rollout.tool_format, self.template, rollout.python)
-        object.__setattr__(self, "read", read)
+        parser = open_reader(rollout.tool_format, self.template, rollout.python)
+        object.__setattr__(self, "parser", parser)
 
-    async def calls(self, text: str, schemas: Sequence[Any]) -> list[ToolCall]:
-        """The tool calls in a turn's text."""
-        calls = self.read(text, schemas)
+    async def parse_calls(self, text: str, schemas: Sequence[Any]) -> list[ToolCall]:
+        """Return the tool calls in a turn's text."""
+        calls = self.parser(text, schemas)
         return await calls if isawaitable(calls) else calls
 
-    def fit(self, result: ToolResult) -> ToolResult:
-        """A tool's answer cut to `tools.max_result_tokens`, and saying so."""
+    def truncate(self, result: ToolResult) -> ToolResult:
+        """Return a tool result of at most `tools.max_result_tokens`, with a note if it was cut."""
         tools, template = self.config.tools, self.template
         limit, side = tools.max_result_tokens, tools.truncate
-        shown = truncate(result.content, limit, side, template.encode, template.decode_plain)
-        return result if shown is result.content else replace(result, content=shown)
+        content = truncate(result.content, limit, side, template.encode, template.decode_plain)
+        return result if content is result.content else replace(result, content=content)
 
     def close(self) -> None:
         """End the process of a foreign parser, if there is one."""
-        if isinstance(self.read, ForeignParser):
-            self.read.close()
+        if isinstance(self.parser, ForeignParser):
+            self.parser.close()
 
 
 def load_template(config: Config) -> ChatTemplate:
-    """The policy's chat template, as the run uses it.
+    """Load the policy's tokenizer and return its chat template, with the run's variables.
 
     Raises:
-        UserError: no tokenizer there, a template that no turns can be made with, or variables
-            that it never reads.
+        UserError: there is no tokenizer, or its template cannot render turns, or it does not read
+            some of the variables.
     """
     path = config.model.path
-    return template_of(load_tokenizer(path), config, end_of_turn_ids(path))
+    return make_template(load_tokenizer(path), config, end_of_turn_ids(path))
 
 
-def template_of(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> ChatTemplate:
-    """A tokenizer's chat template, as the run uses it; see `load_template`."""
+def make_template(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> ChatTemplate:
+    """Return a tokenizer's chat template, with the run's variables; raises as `load_template`."""
     variables = config.model.template_kwargs
     check_variables(template_source(tokenizer), variables)
     return ChatTemplate(tokenizer, end_ids, variables=variables, untrusted=config.data.untrusted)
@@ -87,106 +87,115 @@ def template_of(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> 
 
 @dataclass(slots=True)
 class Attempt:
-    """The state that an episode shares with those it spawns."""
+    """One attempt at playing a sample: the state that an episode shares with those it spawns.
+
+    If the infrastructure fails, the sample is played again: that is another attempt, with another
+    `episode_id`.
+    """
 
     world: World
     sample: Sample
     episode_id: str
-    """Unique: a retry is another attempt."""
+    """Unique per attempt."""
     rollout: int
-    """Which of the sample's n rollouts."""
+    """The index of this rollout among the sample's n rollouts."""
     sampling: Sampling
-    """How turns are sampled; how long they are and what ends them is filled in."""
+    """The sampling parameters. `max_tokens` and the stop tokens are filled in."""
     seed: int
-    """With rollout and turn, the only source of randomness."""
+    """The seed of the run. With the rollout and the turn, it is the only source of randomness."""
     messages: list[Message] = field(default_factory=list)
-    """All that was said, in the order in which it was."""
+    """All messages of all conversations, in the order in which they were added."""
     turns: list[Turn] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    sampled: dict[int, array[int]] = field(default_factory=dict)
-    """The ids of messages that were sampled, by `id`; `messages` keeps them alive."""
+    rows: list[TokenRow] = field(default_factory=list)
+    sampled_ids: dict[int, array[int]] = field(default_factory=dict)
+    """The token ids of each sampled message, by `id(message)`; `messages` keeps these alive."""
     tool_calls: int = 0
     spawned: int = 0
     control_token_attempts: int = 0
-    """Control tokens that prompts, tools and interactions spelled out."""
+    """How many control tokens prompts, tools and interactions spelled out."""
     state: str = "opening"
+    """What the attempt waits for, for the watchdog."""
     since: float = field(default_factory=time.monotonic)
+    """The `time.monotonic()` seconds at which `state` was entered."""
     started: float = field(default_factory=time.monotonic)
     limit: TimeLimit = field(init=False)
-    """`rollout.timeout_s`, from `begin` on; waits for a free connection are not counted."""
-    spent: str = ""
-    """The budget that ended it, also where the agent loop went on; or "done" once it is over."""
+    """`rollout.timeout_s` from `start_clock` on. Waits for a free connection do not count."""
+    end_reason: str = ""
+    """The budget that ended the attempt, even if the agent loop went on; "done" after the end."""
     engine: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """An engine answers one request of an episode at a time."""
-    busy: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Tasks within a verb."""
+    """An engine takes one request of an episode at a time."""
+    active_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """The tasks in which a method of an episode (`generate`, `call_tools`, ...) is running."""
 
     def __post_init__(self):
-        self.begin()
+        self.start_clock()
         self.sampling = replace(
             self.sampling,
             max_tokens=self.world.config.rollout.max_turn_tokens,
             stop_ids=self.world.template.stop_ids,
         )
 
-    def begin(self) -> None:
-        """Start or restart the time limit; opening tools does not count."""
+    def start_clock(self) -> None:
+        """Start or restart the time limit. It is restarted after the tools are opened."""
         self.started = time.monotonic()
         self.limit = TimeLimit(self.world.config.rollout.timeout_s)
 
     @property
     def deadline(self) -> float:
-        """The end, in `time.monotonic()` seconds; each wait for a connection extends it."""
+        """The `time.monotonic()` seconds of the end; each wait for a connection makes it later."""
         return self.limit.deadline
 
     def over(self, reason: str) -> EpisodeOver:
-        """End it: whatever the loop does about the exception, no verb works any more."""
-        self.spent = self.spent or reason
-        return EpisodeOver(self.spent)
+        """End the attempt and return the exception to raise.
+
+        Even if the agent loop catches it, every later method raises `EpisodeOver` again.
+        """
+        self.end_reason = self.end_reason or reason
+        return EpisodeOver(self.end_reason)
 
     def check(self) -> None:
-        """Raises EpisodeOver once a budget is spent, or the time is."""
-        if self.spent:
-            raise EpisodeOver(self.spent)
+        """Raise `EpisodeOver` if a budget is exhausted or the time is over."""
+        if self.end_reason:
+            raise EpisodeOver(self.end_reason)
         if time.monotonic() >= self.deadline:
             raise self.over("time")
 
     @contextlib.contextmanager
-    def verb(self) -> Iterator[None]:
-        """A verb is at work in the current task."""
+    def active(self) -> Iterator[None]:
+        """Register the current task as active within this block, so that `end` can cancel it."""
         self.check()
         task = asyncio.current_task()
         assert task
-        outermost = task not in self.busy
-        self.busy.add(task)
+        outermost = task not in self.active_tasks
+        self.active_tasks.add(task)
         try:
             yield
         finally:
             if outermost:
-                self.busy.discard(task)
+                self.active_tasks.discard(task)
 
     async def end(self) -> None:
-        """Nothing is played any more: what a loop has left running is cancelled and waited for."""
-        self.spent = self.spent or "done"
-        left = self.busy - {asyncio.current_task()}
+        """End the attempt: cancel what a loop has left running, and wait until it has stopped."""
+        self.end_reason = self.end_reason or "done"
+        left = self.active_tasks - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def ask(
+    async def sample_turn(
         self, ids: array[int], sampling: Sampling, seed: Sequence[int], until: float = math.inf
     ) -> tuple[Generation, str]:
-        """Let the engine continue a row; what it sampled, cut at a stop text, and its text.
+        """Let the engine continue a row. Return the tokens, cut at a stop text, and their text.
 
         Args:
             ids: the row.
-            sampling: of this turn.
-            seed: with those of the run, row and rollout, the turn's randomness.
-            until: `time.monotonic()` seconds at which to give up before the episode's time is over.
+            sampling: the parameters of this turn.
+            seed: the seed of this turn, in addition to those of the run, the row and the rollout.
+            until: the `time.monotonic()` seconds at which to give up, if before the deadline.
 
         Raises:
             EpisodeOver: "time".
-            EngineError: the engine failed; the episode may be played again.
+            EngineError: the engine failed. The sample may be played again.
         """
         while True:
             deadline = min(until, self.deadline)
@@ -200,21 +209,21 @@ class Attempt:
                 )
                 return cut_at_stop(generation, self.world.template, sampling.stop)
             except EngineError:
-                self.check()  # it was given no more time than the episode has
+                self.check()  # The engine had no more time than the episode has.
                 if time.monotonic() < deadline or min(until, self.deadline) == deadline:
                     raise
-                # A wait for a connection has moved the deadline that the engine was told, and the
-                # engine gave up at the earlier one.
+                # A wait for a connection has made the deadline later than the one that the engine
+                # was asked to keep, so the engine gave up too early. Ask again.
 
     def enter(self, state: str) -> float:
-        """Note what the episode waits for, for the watchdog; returns the last state's seconds."""
+        """Set `state`, for the watchdog. Return the seconds that the last state took."""
         now = time.monotonic()
         seconds = now - self.since
         self.state, self.since = state, now
         return seconds
 
-    def room(self, row: Row, new: int) -> int:
-        """How many tokens may be sampled in a row after `new` observed ones."""
+    def remaining_tokens(self, row: TokenRow, new: int) -> int:
+        """Return how many tokens may be sampled in a row after `new` observed ones."""
         used = sum(map(len, self.rows)) + (len(row) if row.index < 0 else 0)
         return min(
             self.world.config.rollout.max_trajectory_tokens - used - new,
@@ -225,20 +234,19 @@ class Attempt:
 def cut_at_stop(
     generation: Generation, template: ChatTemplate, stop: Sequence[str]
 ) -> tuple[Generation, str]:
-    """A turn up to the token that completes a stop text, and its text up to the end of that.
+    """Cut a turn after the token that completes a stop text. Return it and its text up to there.
 
-    An engine looks for stop texts every so often, and one token may hold the end of a stop text and
-    more. Whatever the policy went on to say (in ReAct, an observation it made up) is not part of
-    the turn: it is neither read nor trained on.
+    An engine checks for stop texts only every few tokens, and one token may hold the end of a stop
+    text and more. What the policy sampled after the stop text (in ReAct, an observation that it
+    made up) is not part of the turn: it is neither parsed nor trained on.
     """
     text = template.decode_turn(generation.token_ids)
     ends = [at + len(s) for s in stop if (at := text.find(s)) >= 0]
     if not ends:
         return generation, text
-    end = min(ends)
-    found = text[:end]
+    text = text[: min(ends)]
     ids = generation.token_ids
-    n = 1 + bisect_left(range(1, len(ids)), True, key=lambda k: found in template.decode(ids[:k]))
+    n = 1 + bisect_left(range(1, len(ids)), True, key=lambda k: text in template.decode(ids[:k]))
     cut = replace(
         generation,
         token_ids=ids[:n],
@@ -246,10 +254,10 @@ def cut_at_stop(
         versions=generation.versions[:n],
         finish_reason="stop",
     )
-    return cut, found
+    return cut, text
 
 
 def mix_seed(*parts: int) -> int:
-    """63 bits that depend on all of `parts`: seeds of turns, rollouts, rows."""
+    """Return a seed of 63 bits that depends on all of `parts`."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1

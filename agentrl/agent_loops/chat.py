@@ -1,4 +1,4 @@
-"""The run's own engine, asked for text: a user who is played by the policy itself."""
+"""`EngineChat`: the run's own engine as a chat model, for users that the policy itself plays."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from agentrl.engine.base import Sampling
 from agentrl.errors import EpisodeOver, Infrastructure
 from agentrl.trajectory import Message
 
-OTHERS = -1
-"""Keys the random numbers of what is asked here, apart from those of the episode's own turns."""
+CHAT_SEED = -1
+"""Part of the seed of each reply, so that it differs from the seeds of the episode's own turns."""
 
 
 class EngineChat:
     """A `Chat` (see `agentrl.http.chat`) with the engine and the chat template of the run.
 
-    Who answers is the policy as it is now, its adapter included. What it says here stands in no
-    row of the episode, and is never trained on.
+    The model that replies is the current policy, with its adapter. Its replies are in no row of the
+    episode and are never trained on.
 
-    It asks under the episode's own id, one request at a time, as a spawned conversation does: an
-    engine that decodes episodes in step with each other would wait for one that waits for another.
+    It uses the episode's own id and sends one request at a time, as a spawned conversation does. An
+    engine that decodes episodes in lockstep would deadlock if an episode waited for another one.
     """
 
     def __init__(self, attempt: Attempt):
         self._attempt = attempt
-        self._asked = 0
+        self._requests = 0
 
     async def __call__(
         self,
@@ -36,34 +36,35 @@ class EngineChat:
         temperature: float = 1.0,
         stop: Sequence[str] = (),
     ) -> str:
-        """See `Chat`; what the model thinks before it answers is left out.
+        """Return the model's reply, without its thinking.
 
         Raises:
-            EpisodeOver: the time is over, or the engine takes no conversation as long as this.
-            Infrastructure: the engine failed, or the model has thought for all of `max_tokens`.
+            EpisodeOver: the time is over, or the conversation is too long for the engine.
+            Infrastructure: the engine failed, or the model used all of `max_tokens` for thinking.
         """
         attempt, template = self._attempt, self._attempt.world.template
-        ids = template.prompt(messages, given=lambda message: False, exact=False)
-        room = attempt.world.sampler.max_length - len(ids)
-        if room < 1:
+        ids = template.prompt(messages, is_from_row=lambda message: False, exact=False)
+        remaining = attempt.world.sampler.max_length - len(ids)
+        if remaining < 1:
             raise EpisodeOver("trajectory_tokens")
         sampling = Sampling(
             temperature=temperature,
-            max_tokens=min(max_tokens, room),
+            max_tokens=min(max_tokens, remaining),
             stop=tuple(stop),
             stop_ids=template.stop_ids,
         )
-        self._asked += 1
+        seed = self._requests, CHAT_SEED
+        self._requests += 1
         async with attempt.engine:
-            _, text = await attempt.ask(ids, sampling, (self._asked - 1, OTHERS), deadline)
+            _, text = await attempt.sample_turn(ids, sampling, seed, deadline)
         for end in sampling.stop:
             text = text.removesuffix(end)
         thinking = template.thinking
-        _, ended, answer = (thinking.opened(ids) + text).rpartition(thinking.end)
-        if ended:
-            return answer.strip()
-        if answer.lstrip().startswith(thinking.begin.strip()):
+        _, has_ended, reply = (thinking.opening(ids) + text).rpartition(thinking.end)
+        if has_ended:
+            return reply.strip()
+        if reply.lstrip().startswith(thinking.begin.strip()):
             raise Infrastructure(
-                f"the policy, asked for a message, thought for all of max_tokens={max_tokens}"
+                f"the policy used all of max_tokens={max_tokens} for thinking and wrote no message"
             )
         return text.strip()

@@ -1,6 +1,6 @@
-"""The context of the policy: a conversation as messages, and the token row that holds it.
+"""The policy's context: a conversation as messages, and the token row that holds it.
 
-A row only grows, and is the one place where a token gets its mask, logprob and version.
+A row only grows. It is the one place where a token gets its mask, logprob and version.
 """
 
 from __future__ import annotations
@@ -13,35 +13,36 @@ from agentrl.chat import ChatTemplate
 from agentrl.errors import EngineError, UserCodeError
 from agentrl.trajectory import Generation, Message, Segment, float_array, token_array
 
-# An array times n is memory copied; a list would be n objects looked at.
+# An array times n copies memory. A list would create n references.
 _SAMPLED, _UNSAMPLED, _NO_VERSION = token_array([1]), token_array([0]), token_array([-1])
 _CERTAIN = float_array([0.0])
 
 
-class Row:
-    """A segment that still grows: a prompt, then sampled and observed tokens in turn."""
+class TokenRow:
+    """A segment that still grows: a prompt, then observed and sampled tokens in turn."""
 
     def __init__(self, prompt: array[int]):
         self.prompt = prompt
         self.ids = token_array(prompt)
-        """Prompt and response in one array, as the engine is asked."""
+        """The prompt and the response in one array: what the engine is asked to continue."""
         self.index = -1
-        """Its place among the trajectory's segments, once something was sampled."""
+        """The index among the trajectory's segments; -1 until something was sampled."""
         self._mask = token_array()
         self._logprobs = float_array()
         self._versions = token_array()
 
     def __len__(self) -> int:
-        """Tokens of the response."""
+        """The number of response tokens."""
         return len(self._mask)
 
     def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
-        """Add what was observed, and what the engine sampled after it: both, or nothing.
+        """Append the observed tokens and the tokens that the engine sampled after them.
 
-        Always checked, at the cost of the new tokens only: the engine continued this very row.
+        It appends both or nothing. It always checks that the engine continued this very row; the
+        cost grows with the new tokens only.
 
         Raises:
-            EngineError: it continued another row, or answered something that cannot be.
+            EngineError: the engine continued another row, or its answer is inconsistent.
         """
         n, prompt = len(generation.token_ids), len(self.ids) + len(delta)
         if generation.prompt_tokens != prompt:
@@ -50,8 +51,8 @@ class Row:
             )
         if not (n == len(generation.logprobs) == len(generation.versions) and 0 < n <= max_tokens):
             raise EngineError(
-                f"the engine answered {n} tokens, {len(generation.logprobs)} logprobs and"
-                f" {len(generation.versions)} versions; at most {max_tokens} were asked for"
+                f"the engine returned {n} tokens, {len(generation.logprobs)} logprobs and"
+                f" {len(generation.versions)} versions; the request was for at most {max_tokens}"
             )
         self.ids.extend(delta)
         self._mask.extend(_UNSAMPLED * len(delta))
@@ -63,7 +64,7 @@ class Row:
         self._versions.extend(generation.versions)
 
     def segment(self) -> Segment:
-        """The row as it stands now, copied: whatever comes later is not in it."""
+        """Return a copy of the row as it is now."""
         return Segment(
             prompt_ids=self.prompt,
             response_ids=self.ids[len(self.prompt) :],
@@ -74,103 +75,105 @@ class Row:
 
 
 class Context:
-    """A conversation that grows, or is edited; what was observed waits for the next turn."""
+    """A conversation that grows or is edited. Observed messages wait for the next turn."""
 
     def __init__(
         self,
         template: ChatTemplate,
         opening: Sequence[Message],
         schemas: Sequence[Any],
-        sampled: dict[int, array[int]],
+        sampled_ids: dict[int, array[int]],
         *,
-        given: Sequence[Message],
+        row_messages: Sequence[Message],
         exact: bool,
     ):
-        """Open it.
+        """Encode the opening.
 
         Args:
-            template: the policy's.
+            template: the policy's chat template.
             opening: the first messages.
             schemas: the tools that the template shows.
-            sampled: by `id`, the ids of all messages that were sampled in this attempt.
-            given: those messages of the opening that are a dataset row's, and may speak of tags.
-            exact: whether an opening is refused that cannot be encoded as the template renders it.
-                What the policy wrote into one is not: the rollout would be lost instead of scored.
+            sampled_ids: the token ids of all messages sampled in this attempt, by `id(message)`.
+            row_messages: the messages of the opening that come from the dataset row; these may
+                contain thinking tags.
+            exact: whether to refuse an opening that cannot be encoded as the template renders it.
+                False for text that the policy wrote: the rollout would be lost instead of scored.
         """
-        self.schemas = schemas
         self.messages: list[Message] = list(opening)
+        self._schemas = schemas
         self._template = template
-        self._sampled = sampled
+        self._sampled_ids = sampled_ids
         self._opening = list(opening)
-        self._given = set(map(id, given))
-        self.row = Row(template.prompt(opening, schemas, self.is_given, exact=exact))
-        self._waiting: list[Message] = []
-        self._edited = False
+        self._row_messages = set(map(id, row_messages))
+        self.row = TokenRow(template.prompt(opening, schemas, self.is_from_row, exact=exact))
+        self._pending: list[Message] = []
+        self._is_edited = False
 
     def observe(self, message: Message) -> None:
-        """Somebody else has spoken."""
+        """Add a message that the policy did not write."""
         self.messages.append(message)
-        self._waiting.append(message)
+        self._pending.append(message)
 
-    def spoke(self, row: Row, message: Message, ids: array[int]) -> None:
-        """The policy has; the ids are in the row already, and so is what waited."""
-        self.row, self._edited = row, False
-        self._waiting.clear()
-        self._sampled[id(message)] = ids
+    def add_turn(self, row: TokenRow, message: Message, ids: array[int]) -> None:
+        """Add the policy's turn. `row` already contains its ids and the pending messages."""
+        self.row, self._is_edited = row, False
+        self._pending.clear()
+        self._sampled_ids[id(message)] = ids
         self.messages.append(message)
 
-    def is_given(self, message: Message) -> bool:
-        """Whether a message is the dataset row's own."""
-        return id(message) in self._given
+    def is_from_row(self, message: Message) -> bool:
+        """Return whether a message comes from the dataset row."""
+        return id(message) in self._row_messages
 
     def edit(self, messages: Sequence[Message]) -> None:
-        """The next turn sees these messages, in a row of its own.
+        """Replace the conversation. The next turn sees these messages, in a row of its own.
 
         Raises:
-            UserCodeError: an assistant message that was not said here, or one at the end.
+            UserCodeError: an assistant message was not sampled in this episode, or is the last one.
         """
         examples = {id(m) for m in self._opening}
         for message in messages:
-            if message.role == "assistant" and id(message) in self._sampled:
-                examples.clear()  # the row's examples stand before whatever was sampled
+            if message.role == "assistant" and id(message) in self._sampled_ids:
+                examples.clear()  # The row's examples must come before any sampled message.
             elif message.role == "assistant" and id(message) not in examples:
                 raise UserCodeError(
-                    "ep.branch takes the very messages that ep.generate() returned in this episode"
-                    " (or that ep.messages holds), and the row's own examples before them. What the"
-                    f" policy did not say goes into a user message: {message.content[:60]!r}"
+                    "ep.branch takes only assistant messages that ep.generate() returned in this"
+                    " episode (or that are in ep.messages), and before them the row's own examples."
+                    " Put text that the policy did not write into a user message:"
+                    f" {message.content[:60]!r}"
                 )
         if not messages or messages[-1].role == "assistant":
             raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
         self.messages = list(messages)
-        self._waiting.clear()
-        self._edited = True
+        self._pending.clear()
+        self._is_edited = True
 
-    def next(self, strip: bool) -> tuple[Row, array[int]]:
-        """The row that the next turn is sampled in, and what is to be added to it before.
+    def next_row(self, strip: bool) -> tuple[TokenRow, array[int]]:
+        """Return the row in which the next turn is sampled, and the tokens to append before it.
 
         Args:
-            strip: earlier thinking goes where the template drops it, and a row begins there.
+            strip: start a new row, without earlier thinking, where the template drops that.
         """
-        if self._edited:
-            return self._anew(strip), token_array()
+        if self._is_edited:
+            return self._new_row(strip), token_array()
         if not len(self.row):
             return self.row, token_array()
-        template, waiting = self._template, self._waiting
-        history = self.messages[: len(self.messages) - len(waiting)]
-        delta = template.delta(history, waiting, self.row.ids[-1])
-        users = any(m.role == "user" for m in waiting)
-        if strip and template.thinking.may_drop(later_user=users):
-            anew = self._anew(strip)
-            if anew.ids != self.row.ids + delta:
-                return anew, token_array()
+        template, pending = self._template, self._pending
+        history = self.messages[: len(self.messages) - len(pending)]
+        delta = template.delta(history, pending, self.row.ids[-1])
+        has_users = any(m.role == "user" for m in pending)
+        if strip and template.thinking.may_drop(later_user=has_users):
+            row = self._new_row(strip)
+            if row.ids != self.row.ids + delta:
+                return row, token_array()
         return self.row, delta
 
-    def _anew(self, strip: bool) -> Row:
-        """A row whose prompt is the conversation as it stands now."""
-        known = self._sampled
+    def _new_row(self, strip: bool) -> TokenRow:
+        """Return a row whose prompt is the conversation as it is now."""
+        known = self._sampled_ids
         sampled = {i: known[id(m)] for i, m in enumerate(self.messages) if id(m) in known}
-        return Row(
+        return TokenRow(
             self._template.conversation(
-                self.messages, self.schemas, sampled, strip=strip, given=self.is_given
+                self.messages, self._schemas, sampled, strip=strip, is_from_row=self.is_from_row
             )
         )

@@ -1,17 +1,18 @@
-"""An attempt at a sample being played: the only mutable noun, and the only writer of tokens.
+"""An episode: one conversation of an attempt, and the only code that appends tokens.
 
-An agent loop sees four verbs: `generate`, `observe`, `call_tools`, `interact`; and two for loops
-that edit their history or run others: `branch`, `spawn`. Tokens, masks, logprobs, budgets,
-truncation and errors are the episode's business. Rows only grow (`context.Row`); a sampled token is
+An agent loop calls four methods: `generate`, `observe`, `call_tools`, `interact`. Loops that edit
+their history or run sub-agents call two more: `branch`, `spawn`. The episode handles tokens, masks,
+logprobs, budgets, truncation and errors. A row only grows (`context.TokenRow`); a sampled token is
 never decoded and encoded again.
 
-What was observed waits until the next `generate`, for three reasons: consecutive tool results are
-rendered as one group, an episode that ends there has no masked tail, and a message that no longer
-fits the budget is not half in the row.
+An observed message waits until the next `generate`, for three reasons: consecutive tool results are
+rendered as one group; an episode that ends there has no masked tail; and a message that no longer
+fits the budget is not cut in half.
 
-A new row begins where the history is no longer what was sampled: after `branch`, for what `spawn`
-returns, and, with `rollout.history_thinking=strip`, where the chat template drops the thinking of
-earlier turns. What earlier rows sampled stands in its prompt and is trained there, not here.
+A new row begins where the history is no longer what was sampled: after `branch`, in a conversation
+that `spawn` returns, and, with `rollout.history_thinking=strip`, where the chat template drops the
+thinking of earlier turns. The tokens that earlier rows sampled are in the prompt of the new row and
+are trained in their own rows only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.agent_loops.attempt import Attempt
-from agentrl.agent_loops.context import Context, Row
+from agentrl.agent_loops.context import Context, TokenRow
 from agentrl.chat import ChatTemplate
 from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
@@ -39,7 +40,7 @@ from agentrl.trajectory import (
 
 
 class Episode:
-    """See the module. Loops read `sample`, `messages`, `turns`, `schemas`."""
+    """A conversation between the policy and its environment, as agent loops see it."""
 
     def __init__(
         self,
@@ -47,47 +48,53 @@ class Episode:
         opening: Sequence[Message],
         schemas: Sequence[Any],
         interaction: Interaction | None = None,
-        thread: int = 0,
+        conversation: int = 0,
     ):
         """Open a conversation.
 
         Args:
-            attempt: what it shares with other conversations of the same attempt.
+            attempt: the state that it shares with the other conversations of the same attempt.
             opening: the first messages, as the agent loop shows them.
-            schemas: the tools the chat template shows.
-            interaction: the row's, if it has one.
-            thread: 0 for the agent loop's own conversation, n for the n-th that it spawned.
+            schemas: the tools that the chat template shows.
+            interaction: the row's interaction, if it has one.
+            conversation: 0 for the agent loop's own conversation, n for the n-th that it spawned.
         """
         self.sample = attempt.sample
-        """The row being played."""
+        """The dataset row."""
         self.episode_id = attempt.episode_id
         """Unique per attempt."""
         self.rollout = attempt.rollout
-        """Which of the sample's n rollouts."""
+        """The index of this rollout among the sample's n rollouts."""
         self.turns = attempt.turns
-        """All turns of the attempt so far."""
+        """All turns of the attempt so far, of all conversations."""
         self.schemas = schemas
         """The tools that the chat template shows."""
         self._attempt = attempt
         self._world = attempt.world
         self._interaction = interaction
-        self._thread = thread
-        template, is_first = self._world.template, thread == 0
+        self._conversation = conversation
+        template, is_first = self._world.template, conversation == 0
         tools = self._world.toolbox.schemas(attempt.sample.tools) if is_first else ()
+        # A tool's description may spell a control token. Then the row's messages that contain it
+        # are not trusted to use it as one.
         spelled = template.control_tokens_of(tools)
-        # What is the row's, and holds no token that a tool's text spells.
-        given = [
+        row_messages = [
             m for m in opening if is_first and not any(token in m.content for token in spelled)
         ]
         self._context = Context(
-            template, opening, schemas, attempt.sampled, given=given, exact=is_first
+            template,
+            opening,
+            schemas,
+            attempt.sampled_ids,
+            row_messages=row_messages,
+            exact=is_first,
         )
-        self._first = self._context.row
-        self._turn, self._spoken = -1, 0
-        """This conversation's last turn, and how many it had."""
-        self._speaks = False
+        self._first_row = self._context.row
+        self._turn_index, self._n_turns = -1, 0
+        """The index of this conversation's last turn, and the number of its turns."""
+        self._is_generating = False
         attempt.messages.extend(opening)
-        self._count(m for m in opening if m.role != "assistant")
+        self._count_control_tokens(m for m in opening if m.role != "assistant")
         attempt.control_token_attempts += template.schema_control_tokens(opening, schemas)
 
     @property
@@ -97,10 +104,10 @@ class Episode:
 
     @property
     def deadline(self) -> float:
-        """When the attempt's time is over, in `time.monotonic()` seconds."""
+        """The `time.monotonic()` seconds at which the attempt's time is over."""
         return self._attempt.deadline
 
-    # -- the verbs --------------------------------------------------------------------------------
+    # -- what agent loops call --------------------------------------------------------------------
 
     async def generate(
         self,
@@ -108,32 +115,32 @@ class Episode:
         stop: str | Sequence[str] = (),
         parse: Callable[[str], list[ToolCall]] | None = None,
     ) -> Message:
-        """Let the policy speak once.
+        """Let the policy write one message.
 
         Args:
-            stop: texts that end the turn; what completes one is sampled and kept, what the engine
-                sampled after it is not.
-            parse: reads the turn's tool calls from its text; by default as `rollout.tool_format`.
+            stop: texts that end the turn. A stop text is part of the turn; tokens that the engine
+                sampled after it are dropped.
+            parse: returns the tool calls in the turn's text; by default as `rollout.tool_format`.
 
         Returns:
-            The assistant's message; its `tool_calls` are what `parse` found.
+            The assistant's message, with its `tool_calls`.
 
         Raises:
-            EpisodeOver: a budget is spent. Loops let it pass.
+            EpisodeOver: a budget is exhausted. A loop should not catch it.
         """
         attempt, rollout = self._attempt, self._world.config.rollout
-        self._not_while_speaking("generate")
-        self._speaks = True
+        self._require_idle("generate")
+        self._is_generating = True
         try:
-            with attempt.verb():
+            with attempt.active():
                 async with attempt.engine:
-                    attempt.check()  # others may have spent the budget meanwhile
+                    attempt.check()  # Another conversation may have used up the budget meanwhile.
                     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-                    return await self._speak(rollout, stops, parse)
+                    return await self._generate(rollout, stops, parse)
         finally:
-            self._speaks = False
+            self._is_generating = False
 
-    async def _speak(
+    async def _generate(
         self,
         rollout: RolloutConfig,
         stop: tuple[str, ...],
@@ -142,32 +149,33 @@ class Episode:
         attempt, template = self._attempt, self._world.template
         if len(attempt.turns) >= rollout.max_turns:
             raise attempt.over("turns")
-        row, delta = self._context.next(strip=rollout.history_thinking == "strip")
-        room = attempt.room(row, len(delta))
-        if room < 1:
+        row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
+        remaining = attempt.remaining_tokens(row, len(delta))
+        if remaining < 1:
             raise attempt.over("trajectory_tokens")
-        max_tokens, prompt = min(room, rollout.max_turn_tokens), row.ids + delta
+        max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
-        seed = (self._spoken, *([self._thread] if self._thread else []))
+        seed = (self._n_turns, *([self._conversation] if self._conversation else []))
         attempt.enter("generate")
-        generation, text = await attempt.ask(prompt, sampling, seed)
+        generation, text = await attempt.sample_turn(prompt, sampling, seed)
         seconds = attempt.enter("loop")
-        opened = "" if parse else template.thinking.opened(prompt)
-        said = opened + text
-        calls = parse(said) if parse else await self._world.calls(said, self.schemas)
+        # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
+        opened = "" if parse else template.thinking.opening(prompt)
+        whole = opened + text
+        calls = parse(whole) if parse else await self._world.parse_calls(whole, self.schemas)
         if opened:
-            calls = _moved(calls, len(opened))
-        # Nothing waits and nothing of the user's runs from here on: all of the turn, or none.
+            calls = _shift_spans(calls, -len(opened))
+        # From here on nothing awaits and no user code runs: the turn is added as a whole.
         start = len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
         if row.index < 0:
             row.index = len(attempt.rows)
             attempt.rows.append(row)
         message = Message("assistant", text, tuple(calls))
-        self._context.spoke(row, message, generation.token_ids)
+        self._context.add_turn(row, message, generation.token_ids)
         index = len(attempt.messages)
         attempt.messages.append(message)
-        self._turn, self._spoken = len(attempt.turns), self._spoken + 1
+        self._turn_index, self._n_turns = len(attempt.turns), self._n_turns + 1
         attempt.turns.append(
             Turn(
                 segment=row.index,
@@ -176,32 +184,34 @@ class Episode:
                 finish_reason=generation.finish_reason,
                 tool_calls=message.tool_calls,
                 generate_seconds=seconds,
-                thread=self._thread,
+                thread=self._conversation,
                 prompt_tokens=generation.prompt_tokens,
                 cached_tokens=generation.cached_tokens,
                 message_index=index,
             )
         )
         if generation.finish_reason == "length":
-            raise attempt.over("turn_tokens" if max_tokens < room else "trajectory_tokens")
+            raise attempt.over("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
         return message
 
     def observe(self, *messages: Message) -> None:
-        """Add messages the policy did not write: the next turn sees them, with mask 0.
+        """Add messages that the policy did not write. The next turn sees them, with mask 0.
 
         Raises:
-            UserCodeError: before the first turn, an assistant message, or no message at all.
+            UserCodeError: it is called before the first turn, or with an assistant message, or with
+                something that is not a message.
         """
         self._attempt.check()
-        self._not_while_speaking("observe")
-        for message in _checked("observe", messages):
-            if message.role not in ("user", "tool") or self._turn < 0:
+        self._require_idle("observe")
+        for message in _require_messages("observe", messages):
+            if message.role not in ("user", "tool") or self._turn_index < 0:
                 raise UserCodeError(
-                    "ep.observe takes what answers a turn (user, tool), after the first"
-                    f" ep.generate(); got a message of role {message.role!r} after"
-                    f" {self._spoken} turns. To begin otherwise: ep.branch, or messages in ep.spawn"
+                    "ep.observe takes messages that answer a turn (role user or tool), after the"
+                    f" first ep.generate(); got a message of role {message.role!r} after"
+                    f" {self._n_turns} turns. To change how a conversation begins, use ep.branch or"
+                    " ep.spawn"
                 )
-        self._count(messages)
+        self._count_control_tokens(messages)
         for message in messages:
             self._context.observe(message)
             self._attempt.messages.append(message)
@@ -209,18 +219,21 @@ class Episode:
     async def call_tools(
         self, answer_as: Callable[[str], Message] | None = None
     ) -> list[ToolResult]:
-        """Run the last turn's tool calls side by side and observe their answers in order.
+        """Run the last turn's tool calls concurrently and observe their results in order.
 
         Args:
-            answer_as: makes the message of one answer; by default a `tool` message.
+            answer_as: makes a message of a result's text; by default a `tool` message.
+
+        Returns:
+            The results, in the order of the calls.
 
         Raises:
-            EpisodeOver: the budget of calls is spent; none of this turn's calls ran.
+            EpisodeOver: the budget of tool calls is exhausted; none of this turn's calls ran.
             Infrastructure: the tool server is down.
         """
-        attempt, at = self._attempt, self._last_turn("call_tools")
+        attempt, at = self._attempt, self._require_turn("call_tools")
         calls = attempt.turns[at].tool_calls
-        with attempt.verb():
+        with attempt.active():
             if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
                 raise attempt.over("tool_calls")
             attempt.tool_calls += len(calls)
@@ -229,7 +242,7 @@ class Episode:
                 calls, self.episode_id, at, self._context.messages
             )
         seconds = attempt.enter("loop")
-        results = [self._world.fit(r) for r in results]
+        results = [self._world.truncate(r) for r in results]
         turn = attempt.turns[at]
         prices, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
         reward = sum(r.reward for r in results if r.reward is not None)
@@ -237,7 +250,7 @@ class Episode:
             turn,
             tool_results=tuple(results),
             tool_seconds=seconds,
-            penalties=penalties_of(turn, results, prices, row, self._world.template),
+            penalties=call_penalties(turn, results, prices, row, self._world.template),
             rewards={**turn.rewards, **({"tool": reward} if reward else {})},
         )
         self.observe(
@@ -249,16 +262,15 @@ class Episode:
         return results
 
     async def interact(self) -> bool:
-        """Hear what the row's interaction has to say about the last turn.
+        """Ask the row's interaction for a reply to the last turn, and observe it.
 
         Returns:
-            True where the talk goes on (its reply waits for the next turn), False where there is no
-            interaction or it is done.
+            True if the conversation goes on; False if there is no interaction, or it is done.
         """
         if self._interaction is None:
             return False
-        self._last_turn("interact")
-        with self._attempt.verb():
+        self._require_turn("interact")
+        with self._attempt.active():
             self._attempt.enter("interaction")
             reply = await respond(self._interaction, tuple(self.messages), self.deadline)
         self._attempt.enter("loop")
@@ -272,8 +284,12 @@ class Episode:
         return True
 
     def reward(self, value: float) -> None:
-        """Give the last turn a reward of its own (weighed by `reward.turn_weight`)."""
-        at = self._last_turn("reward")
+        """Add a reward to the last turn (weighted by `reward.turn_weight`).
+
+        Raises:
+            UserCodeError: `value` is not a finite number, or there is no turn yet.
+        """
+        at = self._require_turn("reward")
         if isinstance(value, str) or not math.isfinite(value):
             raise UserCodeError(f"ep.reward takes a finite number, not {value!r}")
         turn = self._attempt.turns[at]
@@ -281,61 +297,65 @@ class Episode:
         self._attempt.turns[at] = replace(turn, rewards=rewards)
 
     def branch(self, messages: Sequence[Message]) -> None:
-        """Go on from an edited history: the next turn sees these messages, in a row of its own.
+        """Continue from an edited history: the next turn sees these messages, in a new row.
 
             ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
 
         Args:
-            messages: ending with what is to be answered. Assistant messages must be this episode's
-                own; they stand there as they were sampled.
+            messages: the new history. The last message is the one to answer. Assistant messages
+                must be this episode's own; the new row contains the tokens that were sampled.
 
         Raises:
-            UserCodeError: another assistant message, or one at the end.
+            UserCodeError: an assistant message is not this episode's own, or is the last one.
         """
         self._attempt.check()
-        self._not_while_speaking("branch")
-        messages = _checked("branch", messages)
+        self._require_idle("branch")
+        messages = _require_messages("branch", messages)
         known = {id(m) for m in self._attempt.messages}
         self._context.edit(messages)
         new = [m for m in messages if id(m) not in known]
-        self._count(new)
+        self._count_control_tokens(new)
         self._attempt.messages.extend(new)
 
     def spawn(
         self, prompt: str | Sequence[Message], schemas: Sequence[Any] | None = None
     ) -> Episode:
-        """A conversation of its own within this attempt, for a sub-agent.
+        """Return another conversation within this attempt, for a sub-agent.
 
             critic = ep.spawn("Is this right? " + answer.content)
             verdict = await critic.generate()
 
-        It shares the attempt's tools, budgets and reward; its tokens are trained in a row of their
-        own. Several may be played at once.
+        It shares the attempt's tools, budgets and reward. Its tokens are trained in a row of their
+        own. Several conversations may run concurrently.
 
         Args:
-            prompt: the first user message, or all first messages.
-            schemas: the tools it is shown; by default this conversation's.
+            prompt: the text of the first user message, or all first messages.
+            schemas: the tools that it shows; by default those of this conversation.
+
+        Raises:
+            UserCodeError: there is no message, or one is an assistant message.
         """
         opening = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-        opening = _checked("spawn", opening)
+        opening = _require_messages("spawn", opening)
         if not opening:
-            raise UserCodeError("ep.spawn takes a text or messages, not nothing")
+            raise UserCodeError("ep.spawn needs a text or at least one message")
         if any(m.role == "assistant" for m in opening):
             raise UserCodeError(
-                "ep.spawn takes system and user messages: put examples of answers into their text"
+                "ep.spawn takes system and user messages only. Put examples of answers into their"
+                " text"
             )
         self._attempt.spawned += 1
         schemas = self.schemas if schemas is None else schemas
-        return Episode(self._attempt, opening, schemas, thread=self._attempt.spawned)
+        return Episode(self._attempt, opening, schemas, conversation=self._attempt.spawned)
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
-        """The frozen trajectory of what was played; its first row where nothing was sampled."""
+        """Return the finished trajectory. If nothing was sampled, its segment is the first row."""
         attempt = self._attempt
         return Trajectory(
             sample=attempt.sample,
             episode_id=attempt.episode_id,
             rollout=attempt.rollout,
-            segments=tuple(row.segment() for row in attempt.rows or [self._first]),
+            segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
             turns=tuple(attempt.turns),
             messages=tuple(attempt.messages),
             sampling=attempt.sampling.as_dict(),
@@ -345,66 +365,66 @@ class Episode:
             control_token_attempts=attempt.control_token_attempts,
         )
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
-    def _count(self, messages: Iterable[Message]) -> None:
-        """Count the control tokens that others have spelled out."""
-        template, is_given = self._world.template, self._context.is_given
-        attempts = (template.attempts(m, is_given(m)) for m in messages)
+    def _count_control_tokens(self, messages: Iterable[Message]) -> None:
+        """Count the control tokens that messages of others spell out."""
+        template, is_from_row = self._world.template, self._context.is_from_row
+        attempts = (template.count_control_tokens(m, is_from_row(m)) for m in messages)
         self._attempt.control_token_attempts += sum(attempts)
 
-    def _not_while_speaking(self, verb: str) -> None:
-        if self._speaks:
+    def _require_idle(self, method: str) -> None:
+        if self._is_generating:
             raise UserCodeError(
-                f"ep.{verb}: this conversation's ep.generate() has not returned yet. Await it"
+                f"ep.{method}: ep.generate() of this conversation has not returned yet. Await it"
                 " first, or ep.spawn another conversation"
             )
 
-    def _last_turn(self, verb: str) -> int:
-        """This conversation's last turn."""
-        self._not_while_speaking(verb)
-        if self._turn < 0:
-            raise UserCodeError(f"ep.{verb} is about a turn: call ep.generate() first")
-        return self._turn
+    def _require_turn(self, method: str) -> int:
+        """Return the index of this conversation's last turn."""
+        self._require_idle(method)
+        if self._turn_index < 0:
+            raise UserCodeError(f"ep.{method} needs a turn: call ep.generate() first")
+        return self._turn_index
 
 
-def _checked(verb: str, messages: Any) -> list[Message]:
-    """Return the messages that a verb was given, as a list.
+def _require_messages(method: str, messages: Any) -> list[Message]:
+    """Return the arguments of a method as a list of messages.
 
     Raises:
-        UserCodeError: they are none.
+        UserCodeError: something is not a message, or the argument is not a list.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     listed: list[Any] = list(messages) if is_list else [messages]
     for message in listed:
         if not isinstance(message, Message):
             raise UserCodeError(
-                f'ep.{verb} takes messages: Message("user", {message!r:.60}), not {message!r:.60}'
+                f'ep.{method} takes messages: Message("user", {message!r:.60}), not {message!r:.60}'
             )
     if not is_list:
-        raise UserCodeError(f"ep.{verb} takes a list of messages: [{messages!r:.60}]")
+        raise UserCodeError(f"ep.{method} takes a list of messages: [{messages!r:.60}]")
     return listed
 
 
 Penalties = tuple[tuple[int, int, float], ...]
-"""Failed calls: the response tokens [start, end) that wrote each, and its price."""
+"""For each failed call: the response tokens [start, end) that wrote it, and its penalty."""
 
 
-def penalties_of(
+def call_penalties(
     turn: Turn,
     results: Sequence[ToolResult],
     prices: Mapping[str, float],
-    row: Row,
+    row: TokenRow,
     template: ChatTemplate,
 ) -> Penalties:
-    """Return the penalties of a turn's failed calls: response tokens [start, end), and the price.
+    """Return the penalties of a turn's failed calls.
 
     Args:
-        turn: with its calls.
-        results: theirs, in order.
-        prices: by class of failure; a class that is not there costs nothing.
-        row: in which the turn was sampled.
-        template: the policy's.
+        turn: the turn, with its calls.
+        results: the results of the calls, in order.
+        prices: the penalty by error class (`tools.penalties`). Other classes cost nothing.
+        row: the row in which the turn was sampled.
+        template: the policy's chat template.
     """
     failed = [
         (call.span, prices[result.error])
@@ -414,30 +434,31 @@ def penalties_of(
     if not failed:
         return ()
     ids = row.ids[len(row.prompt) + turn.start : len(row.prompt) + turn.end]
-    tokens = [(*_tokens(ids, span, template), price) for span, price in failed]
+    tokens = [(*_token_span(ids, span, template), price) for span, price in failed]
     return tuple((turn.start + a, turn.start + b, price) for a, b, price in tokens)
 
 
-def _moved(calls: Iterable[ToolCall], by: int) -> list[ToolCall]:
-    """The calls of a text, their spans as of one that begins so many characters later."""
+def _shift_spans(calls: Iterable[ToolCall], by: int) -> list[ToolCall]:
+    """Return the calls with the character spans moved by `by`."""
     return [
-        replace(c, span=(max(c.span[0] - by, 0), c.span[1] - by)) if c.span else c for c in calls
+        replace(c, span=(max(c.span[0] + by, 0), c.span[1] + by)) if c.span else c for c in calls
     ]
 
 
-def _tokens(
+def _token_span(
     ids: Sequence[int], span: tuple[int, int] | None, template: ChatTemplate
 ) -> tuple[int, int]:
-    """The tokens that wrote some characters of a turn, those that wrote but a part included.
+    """Return the token span [start, end) that covers a character span of a turn.
 
-    All of the turn where its parser did not tell the characters.
+    A token that wrote only a part of the characters is included. If the parser gave no character
+    span, the token span is the whole turn.
     """
     if span is None:
         return 0, len(ids)
     lengths = range(1, len(ids))
     start, end = span
     text = template.decode(ids)[:end]
-    # A character whose bytes are not all there counts as one, and differs from what it will be.
+    # An incomplete character decodes as one character, and differs from the complete one.
     first = bisect_left(lengths, True, key=lambda n: len(template.decode(ids[:n])) > start)
     last = bisect_left(lengths, True, key=lambda n: template.decode(ids[:n])[:end] == text)
     return first, last + 1

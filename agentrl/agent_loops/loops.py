@@ -1,4 +1,4 @@
-"""Agent loops: what one is, how it is registered, and those that come with agentrl."""
+"""`@agent_loop`, and the agent loops that come with agentrl."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from agentrl import registry
 from agentrl.agent_loops.episode import Episode
 from agentrl.chat import REACT_STOP, parse_react
 from agentrl.errors import RegistryError
-from agentrl.signatures import place
+from agentrl.signatures import identify
 from agentrl.trajectory import Message, Sample
 
 Schemas = Sequence[Mapping[str, Any]]
 Opening = Callable[[Sample, Schemas], tuple[Sequence[Message], Schemas]]
-"""How a loop opens the conversation: the first messages, and the schemas the template shows."""
+"""Returns the first messages of the conversation, and the tool schemas that the template shows."""
 
 
 def plain_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], Schemas]:
-    """The row's prompt as it is, its tools shown by the chat template."""
+    """Return the row's prompt unchanged; the chat template shows the tools."""
     return sample.prompt, schemas
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLoop:
-    """A registered loop."""
+    """A registered agent loop."""
 
     name: str
     target: Callable[[Episode], Awaitable[None]]
     uses_tools: bool
     uses_interaction: bool
-    """A row may carry tools or an interaction only if its loop can use them."""
+    """A row may name tools or an interaction only if its loop can use them."""
     opening: Opening
 
 
@@ -51,26 +51,27 @@ def agent_loop(
             ep.observe(Message("user", "Check your work, then give the final answer."))
             await ep.generate()
 
-    The function itself is returned unchanged.
+    The decorator returns the function unchanged.
 
     Args:
-        name: what rows say in `agent_name`.
+        name: the name that rows have in `agent_name`.
         uses_tools: whether the loop calls `ep.call_tools`.
         uses_interaction: whether the loop calls `ep.interact`.
-        opening: how the loop shows its prompt and tools; by default the chat template does.
+        opening: makes the first messages. By default these are the row's prompt, and the chat
+            template shows the tools.
 
     Raises:
-        RegistryError: the loop is not an async function, or has no name, or one that is taken.
+        RegistryError: the loop is not an async function, or the name is missing or taken.
     """
     if not isinstance(name, str):
         raise RegistryError(
-            f'write @agent_loop("name") above {place(name)}: rows refer to it by name'
+            f'write @agent_loop("name") above {identify(name)}: rows refer to it by name'
         )
 
     def register(loop: Callable[[Episode], Awaitable[None]]):
         if not inspect.iscoroutinefunction(loop):
             raise RegistryError(
-                f"the agent loop {name!r} ({place(loop)}) must be an `async def` function"
+                f"the agent loop {name!r} ({identify(loop)}) must be an `async def` function"
             )
         registry.agent_loops.add(name, AgentLoop(name, loop, uses_tools, uses_interaction, opening))
         return loop
@@ -86,7 +87,7 @@ async def single_turn(ep: Episode) -> None:
 
 @agent_loop("tool_agent")
 async def tool_agent(ep: Episode) -> None:
-    """Generate; run what was called; else hear the interaction; else end."""
+    """Generate; then run the tool calls, or else ask the interaction for a reply, or else end."""
     while True:
         turn = await ep.generate()
         if turn.tool_calls:
@@ -98,22 +99,24 @@ async def tool_agent(ep: Episode) -> None:
 # ReAct (Yao et al., 2022, arXiv 2210.03629): thought, action and observation as plain text.
 #
 # The model writes `Action:` and `Action Input:` and is stopped at `Observation:`, which it sampled
-# itself (mask 1). What follows is a user message with the tool's answer (mask 0), so that the model
-# can never be trained on an observation it made up.
+# itself (mask 1). The next message is a user message with the tool's result (mask 0). So the model
+# is never trained on an observation that it made up.
 
 _FORMAT = """\
-Thought: what to do
-Action: a tool
-Action Input: its arguments as JSON
-Observation: its answer
-... then
-Final Answer: the answer
+Use this format:
+Thought: what to do next
+Action: the name of a tool
+Action Input: the arguments as a JSON object
+Observation: the result of the tool
+... (repeat as needed)
+Final Answer: the final answer
 Tools:
 """
+_NO_ACTION = "Error: no action found. Write 'Action:' and 'Action Input:', or 'Final Answer:'."
 
 
 def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], Schemas]:
-    """The row's prompt with the format and the tools in its system message."""
+    """Return the row's prompt with the format and the tools in its system message."""
     text, prompt = _FORMAT + "\n".join(map(_signature, schemas)), list(sample.prompt)
     if prompt and prompt[0].role == "system":
         prompt[0] = replace(prompt[0], content=f"{prompt[0].content}\n{text}")
@@ -123,7 +126,7 @@ def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], 
 
 
 def _signature(schema: Mapping[str, Any]) -> str:
-    """A tool on one line: `calculator(expression: string): Evaluate an expression.`."""
+    """Return a tool on one line: `calculator(expression: string): Evaluate an expression.`."""
     function = schema["function"]
     arguments = ", ".join(
         f"{name}: {spec.get('type', 'any') if isinstance(spec, Mapping) else 'any'}"
@@ -134,13 +137,13 @@ def _signature(schema: Mapping[str, Any]) -> str:
 
 @agent_loop("react", opening=react_opening)
 async def react(ep: Episode) -> None:
-    """Act until a final answer; then hear the interaction, if there is one."""
+    """Run actions until the final answer; then ask the interaction for a reply, if there is one."""
     while True:
         turn = await ep.generate(stop=(REACT_STOP,), parse=parse_react)
         if turn.tool_calls:
             await ep.call_tools(answer_as=_observation)
         elif turn.content.endswith(REACT_STOP):
-            ep.observe(_observation("no `Action:` was given, so there is nothing to observe"))
+            ep.observe(_observation(_NO_ACTION))
         elif not await ep.interact():
             return
 

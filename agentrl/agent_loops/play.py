@@ -1,4 +1,4 @@
-"""One attempt at a sample, from opening the conversation to cleaning up after it."""
+"""Play one attempt at a sample: open the conversation, run the agent loop, clean up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import Attempt, World, template_of
+from agentrl.agent_loops.attempt import Attempt, World, make_template
 from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
@@ -25,7 +25,7 @@ from agentrl.trajectory import Sample, Trajectory
 log = logging.getLogger("agentrl")
 
 CLEANUP_S = 10.0
-"""How long an ended episode may take to close its tools and its interaction."""
+"""The time that an ended episode has to close its tools and its interaction, in seconds."""
 
 
 async def play_episode(
@@ -38,21 +38,32 @@ async def play_episode(
     seed: int,
     watch: Callable[[Attempt], None] | None = None,
 ) -> Trajectory:
-    """Play one attempt at a sample, whose `begin` was called, to its end.
+    """Play one attempt at a sample to its end and return the trajectory.
+
+    `world.sampler.begin(episode_id)` must have been called.
+
+    Args:
+        world: what the episodes of the run share.
+        sample: the dataset row.
+        episode_id: unique per attempt.
+        rollout: the index of this rollout among the sample's n rollouts.
+        sampling: the sampling parameters.
+        seed: the seed of the run.
+        watch: called with the attempt once it exists, for the watchdog.
 
     Raises:
-        Infrastructure: a machine failed; play again under another id.
+        Infrastructure: a part of the infrastructure failed. Play the sample again, with a new id.
         UserCodeError: the loop, the interaction or a tool's constructor raised.
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     interaction = None
     opened = False
-    playing: Attempt | None = None
+    attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
-        attempt = playing = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
         if watch:
             watch(attempt)
         if sample.tools:
@@ -60,34 +71,33 @@ async def play_episode(
             attempt.enter(f"opening tools {world.toolbox.where}")
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
-            attempt.begin()
+            attempt.start_clock()
         arguments = world.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
         try:
-            # Only what the loop raises of its own is `UserCodeError`.
             async with attempt.limit:
                 with user_code(f"agent loop {loop.name!r}"):
                     await loop.target(episode)
         except EpisodeOver as over:
             stop_reason = over.reason
-        except TimeoutError:  # it waited for something of its own
+        except TimeoutError:  # The loop waited for something of its own.
             stop_reason = "time"
-        stop_reason = attempt.spent or stop_reason
+        stop_reason = attempt.end_reason or stop_reason
         await attempt.end()
         if not attempt.turns and stop_reason == "done":
             raise UserCodeError(
-                f"agent loop {loop.name!r} ended without a turn: write `await ep.generate()`"
+                f"agent loop {loop.name!r} returned without a turn: call `await ep.generate()`"
             )
         if opened:
             opened = False
             tool_reward = await world.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
-        if playing:
-            await playing.end()
+        if attempt:
+            await attempt.end()
         world.sampler.end(episode_id)
-        # Nothing that fails while cleaning up may hide why the episode ended.
+        # An error in the clean-up must not hide the reason why the episode ended.
         try:
             if opened:
                 with contextlib.suppress(Infrastructure, UserCodeError):
@@ -119,25 +129,25 @@ def play(
     config: Config | None = None,
     seed: int = 0,
 ) -> Trajectory:
-    """Play one episode to its end, outside of any run.
+    """Play one episode without a run and return its trajectory.
 
     Args:
-        sample: the row; its loop, tools and interaction must be registered.
-        sampler: a `LocalEngine`, or a `Scripted` one in tests.
-        tokenizer: the policy's.
-        toolbox: by default the registered tools, in process.
-        config: budgets and temperature; by default all defaults.
+        sample: the dataset row. Its loop, tools and interaction must be registered.
+        sampler: a `LocalEngine`, or `Scripted` in tests.
+        tokenizer: the policy's tokenizer.
+        toolbox: the tools; by default the registered ones, in this process.
+        config: the budgets and the temperature; by default the config's defaults.
         seed: the only source of randomness.
     """
     if config is not None:
         configure(config.sandbox)
     config = config or Config()
-    template = template_of(tokenizer, config)
+    template = make_template(tokenizer, config)
     tools = toolbox or LocalToolbox()
     world = World(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
-    played = play_episode(
+    episode = play_episode(
         world,
         sample,
         episode_id=episode_id,
@@ -146,14 +156,14 @@ def play(
         seed=seed,
     )
 
-    async def whole() -> Trajectory:
+    async def play_and_close() -> Trajectory:
         try:
-            return await played
+            return await episode
         finally:
             if toolbox is None:
                 await tools.aclose()
 
     try:
-        return asyncio.run(whole())
+        return asyncio.run(play_and_close())
     finally:
         world.close()

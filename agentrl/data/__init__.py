@@ -1,4 +1,4 @@
-"""Dataset rows: from .parquet and .jsonl files to checked samples, in a resumable order."""
+"""Dataset rows: read .parquet and .jsonl files, check the rows, and order them for training."""
 
 from agentrl.data.check import check_samples, load_checked
 from agentrl.data.files import read_rows, write_rows

@@ -1,4 +1,4 @@
-"""Do rows name things that exist and fit together? Asked before a model is loaded."""
+"""Check that rows name loops, tools and interactions that exist and fit together."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import Any
 
 from agentrl import registry
 from agentrl.data.rows import Mistakes, load_samples
-from agentrl.signatures import INTERACTION_GIVEN, argument_problems, merged_arguments
+from agentrl.signatures import INJECTED_INTO_INTERACTIONS, find_argument_problems, merge_arguments
 from agentrl.trajectory import Sample
 
 Configured = Mapping[str, Mapping[str, Any]]
-"""Arguments of interactions that the config gives (`interaction.kwargs`), by name."""
+"""The config's `interaction.kwargs`: the arguments of interactions, by name."""
 
 
 def check_samples(
     samples: Sequence[Sample], path: str, configured: Configured | None = None
 ) -> None:
-    """Judge samples against what is registered.
+    """Check samples against the registered loops, tools and interactions.
 
     Args:
         samples: the rows.
-        path: where they are from, for messages.
-        configured: arguments of interactions that rows need not give.
+        path: the file of the rows, for messages.
+        configured: the config's `interaction.kwargs`.
 
     Raises:
-        DataError: unknown loops, tools or interactions; tools or an interaction that the row's loop
-            cannot use; arguments that a tool's or interaction's constructor does not take; prompts
-            that nothing can answer. All of them at once.
+        DataError: a row names an unknown loop, tool or interaction; or its loop cannot use its
+            tools or its interaction; or a constructor does not take its arguments; or its prompt
+            is empty or already answered. The message has all mistakes.
     """
     mistakes = Mistakes(path)
-    _judge(samples, mistakes, configured or {})
+    _check_all(samples, mistakes, configured or {})
     mistakes.raise_any()
 
 
 def load_checked(
     path: str, default_agent_name: str = "single_turn", configured: Configured | None = None
 ) -> list[Sample]:
-    """`load_samples` and `check_samples` in one: what either finds is said at once.
+    """Read a dataset's rows and check them: `load_samples` and `check_samples` in one.
 
     Raises:
-        DataError: see both.
+        DataError: as those two. The message has the mistakes of both.
     """
-    return load_samples(path, default_agent_name, partial(_judge, configured=configured or {}))
+    return load_samples(path, default_agent_name, partial(_check_all, configured=configured or {}))
 
 
-def _judge(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
+def _check_all(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
     checks = (_prompt, _loop, _tools, partial(_interaction, configured=configured))
     for sample in samples:
         for check in checks:
@@ -55,70 +55,75 @@ def _judge(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured
                 mistakes.add(sample.row, field, what)
 
 
-Found = Iterator[tuple[str, str]]
-"""Fields and what is wrong with them."""
+Problems = Iterator[tuple[str, str]]
+"""Pairs of a field and what is wrong with it."""
 
 
-def _prompt(sample: Sample) -> Found:
+def _prompt(sample: Sample) -> Problems:
     if not any(m.content.strip() for m in sample.prompt):
         yield "prompt", "is empty"
     elif sample.prompt[-1].role == "assistant":
-        yield "prompt", "ends with an assistant message: there is nothing left to answer"
+        yield "prompt", "ends with an assistant message, so there is nothing to answer"
 
 
-def _loop(sample: Sample) -> Found:
+def _loop(sample: Sample) -> Problems:
     if sample.agent_name not in registry.agent_loops:
-        yield "agent_name", registry.agent_loops.unknown(sample.agent_name)
+        yield "agent_name", registry.agent_loops.explain_unknown(sample.agent_name)
         return
 
     def unusable(name: str) -> list[str]:
         loop = registry.agent_loops.get(name)
         uses = {"tools": loop.uses_tools, "interaction": loop.uses_interaction}
-        return [field for field, used in uses.items() if getattr(sample, field) and not used]
+        return [field for field, is_used in uses.items() if getattr(sample, field) and not is_used]
 
-    if carried := unusable(sample.agent_name):
+    if unused := unusable(sample.agent_name):
         able = [name for name in registry.agent_loops.names() if not unusable(name)]
         yield (
             "agent_name",
-            f"{sample.agent_name!r} cannot use the row's {' and '.join(carried)}. Loops that can:"
-            f" {', '.join(able) or 'none'}. Name one in the row, or for rows that name none in"
-            " data.agent_name",
+            f"{sample.agent_name!r} cannot use the row's {' and '.join(unused)}. Loops that can:"
+            f" {', '.join(able) or 'none'}. Set one as the row's agent_name, or as data.agent_name"
+            " for rows without one",
         )
 
 
-def _tools(sample: Sample) -> Found:
-    offered: Counter[str] = Counter()
+def _tools(sample: Sample) -> Problems:
+    counts: Counter[str] = Counter()
     for name in sample.tools:
         if name not in registry.tools:
-            yield "tools", f"{registry.tools.unknown(name)}. {registry.where_to_load(name)}"
+            yield "tools", f"{registry.tools.explain_unknown(name)}. {registry.where_to_load(name)}"
             continue
         tool = registry.tools.get(name)
-        offered.update(function.name for function in tool.functions)
+        counts.update(function.name for function in tool.functions)
         kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
         if tool.is_class:
-            for problem in argument_problems(tool.target, kwargs, given=tool.made_with):
+            for problem in find_argument_problems(
+                tool.target, kwargs, injected=tool.constructor_injected
+            ):
                 yield "tools_kwargs", f"tool {name!r}: {problem}"
         elif kwargs:
-            yield "tools_kwargs", f"tool {name!r} is a function: only a class takes create_kwargs"
-    for function, count in offered.items():
+            yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
+    for function, count in counts.items():
         if count > 1:
-            yield "tools", f"several of {list(sample.tools)} offer {function!r}. Choose one"
+            yield "tools", f"several of {list(sample.tools)} define {function!r}. Keep one of them"
 
 
-def _interaction(sample: Sample, configured: Configured) -> Found:
+def _interaction(sample: Sample, configured: Configured) -> Problems:
     name = sample.interaction
     if not name:
         return
     if name not in registry.interactions:
-        yield "interaction", registry.interactions.unknown(name) + ". Load its file with --file"
+        yield (
+            "interaction",
+            registry.interactions.explain_unknown(name) + ". Load its file with --file",
+        )
         return
     cls = registry.interactions.get(name)
-    kwargs, problems = merged_arguments(
+    kwargs, problems = merge_arguments(
         f"interaction.kwargs.{name}",
         sample.interaction_kwargs,
         configured.get(name, {}),
         cls.config_only,
     )
-    problems += argument_problems(cls, kwargs, given=INTERACTION_GIVEN)
+    problems += find_argument_problems(cls, kwargs, injected=INJECTED_INTO_INTERACTIONS)
     for problem in problems or cls.problems(kwargs):
         yield "interaction_kwargs", f"interaction {name!r}: {problem}"

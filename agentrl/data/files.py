@@ -1,9 +1,9 @@
-"""Rows on disk, one dictionary each: .parquet and .jsonl.
+"""Read and write rows, one dictionary each, as .parquet and .jsonl.
 
-Parquet has no dictionaries with keys of their own: a column of them comes back with the union of
-all rows' keys, filled with nulls. So `write_rows` writes what would change that way as JSON, and
-notes the columns in the file; `read_rows` reads such columns back exactly. In files from elsewhere
-the null-filled keys are removed where rows differ by nature: below `KWARGS`, and only there.
+A Parquet column of dictionaries gives every row the keys of all rows, with nulls. So `write_rows`
+writes a column that would change that way as JSON and lists it in the file's metadata, and
+`read_rows` restores it exactly. In files that others wrote, null keys are removed only in the
+columns `KWARGS`, where rows usually have different keys.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agentrl.errors import DataError
 from agentrl.registry import did_you_mean
 
 KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs")
-"""Columns whose null-filled keys are removed."""
+"""The columns in which keys with null values are removed."""
 JSON_COLUMNS = b"agentrl.json_columns"
-"""Key of the file's metadata that lists what was written as JSON."""
+"""The key of the file's metadata that lists the columns written as JSON."""
 MAX_BYTES = 2 << 30
-"""The most a file may hold when decoded. Footers can lie, so what comes out is counted."""
+"""The maximum size of a decoded file. Footers can be wrong, so the decoded bytes are counted."""
 BATCH_ROWS = 64
-"""Rows decoded at a time: between two looks at the count."""
+"""The number of rows that are decoded before the size is checked."""
 
 Row = dict[str, Any]
 
@@ -36,10 +36,10 @@ Row = dict[str, Any]
 def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     """Read a .parquet or .jsonl file.
 
-    Keys that are null in a parquet row are left out of it.
+    A row of a parquet file has no keys for its null values.
 
     Raises:
-        DataError: no such file, not one of the two formats, damaged, empty or larger than
+        DataError: the file is missing, damaged, empty, has another format, or has more than
             `max_bytes` when decoded.
     """
     file = Path(path).expanduser()
@@ -47,18 +47,18 @@ def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     if reader is None:
         raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
     if not file.is_file():
-        beside = [f.name for f in file.parent.glob("*")] if file.parent.is_dir() else []
-        hint = did_you_mean(file.name, beside)
-        raise DataError(f"no such file: {path} (looked at {file.resolve()}).{hint}")
+        siblings = [f.name for f in file.parent.glob("*")] if file.parent.is_dir() else []
+        hint = did_you_mean(file.name, siblings)
+        raise DataError(f"no such file: {path} (resolved to {file.resolve()}).{hint}")
     rows: list[Row] = []
     size = 0
     try:
-        for some, read in reader(file):
-            rows += some
+        for batch_rows, read in reader(file):
+            rows += batch_rows
             size += read
             if size > max_bytes:
                 raise DataError(
-                    f"{path}: holds more than {max_bytes >> 20:,} MiB when decoded (at row"
+                    f"{path}: has more than {max_bytes >> 20:,} MiB when decoded (at row"
                     f" {len(rows):,}). Split the file"
                 )
     except OSError as e:
@@ -91,8 +91,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[list[Row], int]]:
 def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
     try:
         with pq.ParquetFile(file) as parquet:
-            ours = (parquet.schema_arrow.metadata or {}).get(JSON_COLUMNS)
-            clean = partial(_decode_json, orjson.loads(ours)) if ours else _without_null_kwargs
+            paths = (parquet.schema_arrow.metadata or {}).get(JSON_COLUMNS)
+            clean = partial(_decode_json, orjson.loads(paths)) if paths else _without_null_kwargs
             for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
                 rows = [{k: v for k, v in r.items() if v is not None} for r in batch.to_pylist()]
                 yield [clean(row) for row in rows], batch.nbytes
@@ -102,7 +102,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
 
 
 def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:
-    """A row of our own writing, with the values at these paths read as JSON."""
+    """Return a row that `write_rows` wrote, with the values at these paths parsed from JSON."""
     for *parents, leaf in paths:
         inner: Any = row
         for parent in parents:
@@ -113,12 +113,12 @@ def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:
 
 
 def _without_null_kwargs(row: Row) -> Row:
-    """A row from elsewhere, without what Parquet added."""
+    """Return a row that others wrote, without the null keys that Parquet added."""
     return {k: _without_nulls(v) if k in KWARGS else v for k, v in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that are null, nor those below which nothing is left."""
+    """Remove keys whose value is null, or is empty after the removal."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if not isinstance(value, dict):
@@ -128,26 +128,26 @@ def _without_nulls(value: Any) -> Any:
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a .parquet or .jsonl file; `read_rows` reads the same rows back.
+    """Write rows to a .parquet or .jsonl file. `read_rows` returns the same rows.
 
-    The file appears under its name when it is complete.
+    The file gets its name only when it is complete.
 
     Raises:
-        DataError: neither format, or a parquet column that holds values of different types.
+        DataError: the format is another one, or a parquet column has values of different types.
     """
     file = Path(path).expanduser()
     writer = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(file.suffix)
     if writer is None:
         raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        writer(partial, rows)
-        os.replace(partial, file)
+        writer(temporary, rows)
+        os.replace(temporary, file)
     except (pa.ArrowException, TypeError) as e:
         raise DataError(f"{path}: cannot be written: {e}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -164,18 +164,20 @@ def _write_parquet(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str]]) -> pa.Array:
-    """A column as it is if Arrow gives it back unchanged, else as JSON."""
-    held = [v for v in values if v is not None]
-    if held and all(isinstance(v, dict) and v and v.keys() == held[0].keys() for v in held):
+    """Return an Arrow column, as JSON if Arrow would not restore the values unchanged."""
+    present = [v for v in values if v is not None]
+    if present and all(
+        isinstance(v, dict) and v and v.keys() == present[0].keys() for v in present
+    ):
         children = [
-            _column((*path, key), [v and v[key] for v in values], encoded) for key in held[0]
+            _column((*path, key), [v and v[key] for v in values], encoded) for key in present[0]
         ]
         nulls = pa.array([v is None for v in values])
-        return pa.StructArray.from_arrays(children, list(held[0]), mask=nulls)
-    nested = any(isinstance(v, dict | list) for v in held)
+        return pa.StructArray.from_arrays(children, list(present[0]), mask=nulls)
+    nested = any(isinstance(v, dict | list) for v in present)
     try:
         array = pa.array(values)
-        if not nested or (array.to_pylist() == values and not _hollow(held)):
+        if not nested or (array.to_pylist() == values and not _has_empty_dict(present)):
             return array
     except pa.ArrowException as e:
         if not nested:
@@ -184,7 +186,7 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
     return pa.array([None if v is None else orjson.dumps(v).decode() for v in values])
 
 
-def _hollow(value: Any) -> bool:
-    """Whether an empty dictionary is somewhere in it, which Parquet cannot hold."""
+def _has_empty_dict(value: Any) -> bool:
+    """Return whether a value contains an empty dictionary, which Parquet cannot store."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value == {} or any(map(_hollow, inner))
+    return value == {} or any(map(_has_empty_dict, inner))

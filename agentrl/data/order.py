@@ -1,4 +1,4 @@
-"""In which order rows are trained on: a pure function of the position in the run."""
+"""The order in which rows are trained on: a pure function of the position in the run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Every row once an epoch, in an order that (seed, epoch) determine.
+    """Every row once per epoch, in an order that depends on the seed and the epoch only.
 
-    A run's whole place in its data is one integer: how many rows it has taken.
+    The position of a run in its data is one integer: the number of rows that it has used.
     """
 
     n_rows: int
@@ -19,7 +19,7 @@ class RowOrder:
     shuffle: bool = True
 
     def take(self, position: int, count: int) -> list[int]:
-        """The rows at [position, position + count) of the endless sequence of epochs.
+        """Return the rows at [position, position + count) of the endless sequence of epochs.
 
         A batch may begin in one epoch and end in the next.
         """
@@ -31,6 +31,6 @@ class RowOrder:
 
 @lru_cache(maxsize=4)
 def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    # `random()` is promised to give the same numbers in every version of Python; `shuffle` is not.
+    # Python guarantees that `random()` returns the same numbers in all versions, but not `shuffle`.
     rng = random.Random(f"{seed} {epoch}")
     return tuple(sorted(range(n), key=lambda _: rng.random()))

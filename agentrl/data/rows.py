@@ -1,7 +1,7 @@
-"""One row of a file to one `Sample`; all that is wrong with rows is said in one error.
+"""Convert each row of a file to a `Sample`. One error lists all mistakes in the rows.
 
-Plain rows hold their fields on top; verl's rows hold them below `extra_info` and `reward_model`.
-Both are read, also mixed, but no field may be given twice with different values.
+Plain rows have their fields at the top level; verl's rows have them in `extra_info` and
+`reward_model`. Both forms are accepted, also mixed, but the two must not contradict each other.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from agentrl.errors import DataError
 from agentrl.trajectory import Message, Role, Sample
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
-"""What `extra_info` holds besides bookkeeping."""
+"""The keys of `extra_info` that are not copied to `Sample.extra`."""
 MEDIA = ("images", "videos", "audios")
 COLUMNS = (
     *("id", "prompt", "agent_name", "data_source", "ground_truth", "reward_model", "extra_info"),
     *("tools", "tools_kwargs", "interaction", "interaction_kwargs", *MEDIA),
 )
-"""The columns that mean something; others are kept in `Sample.extra`."""
+"""The known columns. All others are copied to `Sample.extra`."""
 CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows them"
-"""Said of messages with `tool_calls`: what is imitated or shown is text, as the model writes it."""
+"""The message about `tool_calls`: prompts and examples are text as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
-"""The interaction of verl's rows that name none."""
+"""The interaction of verl's rows that do not name one."""
 SHOWN = 20
-"""How many different mistakes a message lists."""
+"""The maximum number of different mistakes in a message."""
 
 
 class Mistakes:
-    """What was found in the rows of one file. The same mistake in many rows is said once."""
+    """The mistakes in the rows of one file. The same mistake in many rows is listed once."""
 
     def __init__(self, path: str):
         self.path = path
         self._rows: dict[tuple[str, str], list[int]] = {}
 
     def add(self, row: int, field: str, what: str) -> None:
-        """Note that `field` of row `row` (from 0) is wrong, and how to mend it."""
+        """Add a mistake in `field` of row `row` (counted from 0); `what` says how to fix it."""
         self._rows.setdefault((field, what), []).append(row)
 
     @property
     def rows(self) -> set[int]:
-        """The rows that something is wrong with."""
+        """The rows that have mistakes."""
         return {row for rows in self._rows.values() for row in rows}
 
     def raise_any(self) -> None:
-        """Raise what was noted, if anything.
+        """Raise an error if there are mistakes.
 
         Raises:
-            DataError: the first `SHOWN` different mistakes, and how many there are.
+            DataError: it has the first `SHOWN` different mistakes and the number of the others.
         """
         if not self._rows:
             return
@@ -81,10 +81,10 @@ def load_samples(
     Args:
         path: a .parquet or .jsonl file.
         default_agent_name: the loop of rows without `agent_name`.
-        check: notes further mistakes of the rows that are well formed.
+        check: adds the mistakes of rows that are well formed.
 
     Raises:
-        DataError: the file cannot be read, or rows are malformed; all of them at once.
+        DataError: the file cannot be read, or rows have mistakes. The message has all of them.
     """
     mistakes = Mistakes(path)
     samples = [
@@ -95,7 +95,7 @@ def load_samples(
     for sample in samples:
         row = first.setdefault(sample.id, sample.row)
         if row != sample.row:
-            mistakes.add(sample.row, "id", f"{sample.id!r} is row {row}'s id already")
+            mistakes.add(sample.row, "id", f"{sample.id!r} is already the id of row {row}")
     if check:
         malformed = mistakes.rows
         check([s for s in samples if s.row not in malformed], mistakes)
@@ -104,7 +104,7 @@ def load_samples(
 
 
 class _Reader:
-    """Reads one row; what it cannot read goes to the mistakes."""
+    """Converts one row. What it cannot read is added to the mistakes."""
 
     def __init__(self, row: Row, number: int, mistakes: Mistakes):
         self.number = number
@@ -147,10 +147,10 @@ class _Reader:
         )
 
     def id(self) -> str:
-        """The row's own, or its number: verl's `extra_info.index` need not be unique."""
+        """Return the row's id, or its number: verl's `extra_info.index` need not be unique."""
         own = self.row.get("id", self.number)
         if not isinstance(own, str | int):
-            self.wrong("id", f"must be a text or a whole number, not {own!r}")
+            self.wrong("id", f"must be a string or an integer, not {own!r}")
         return str(own)
 
     def prompt(self) -> Iterable[Message]:
@@ -161,7 +161,7 @@ class _Reader:
             for i, message in enumerate(prompt):
                 yield self.message(f"prompt[{i}]", message)
         else:
-            self.wrong("prompt", f"must be a text or a list of messages, not {prompt!r:.60}")
+            self.wrong("prompt", f"must be a string or a list of messages, not {prompt!r:.60}")
 
     def message(self, field: str, message: Any) -> Message:
         if not isinstance(message, dict):
@@ -179,7 +179,7 @@ class _Reader:
                 self.wrong(field, "agentrl trains on text only, but a part is not text")
             content = "".join(str(part.get("text") or "") for part in content)
         if not isinstance(content, str):
-            self.wrong(field, f"content must be a text, not {content!r:.60}")
+            self.wrong(field, f"content must be a string, not {content!r:.60}")
             content = ""
         return Message(role, content)
 
@@ -188,13 +188,13 @@ class _Reader:
         if names is None:
             return tuple(tools_kwargs)
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            self.wrong("tools", f"must be a list of names, not {names!r:.60}")
+            self.wrong("tools", f"must be a list of strings, not {names!r:.60}")
             return ()
         if len(set(names)) < len(names):
-            self.wrong("tools", f"{names} holds a name twice")
+            self.wrong("tools", f"{names} has a name twice")
         for name in tools_kwargs:
             if name not in names:
-                self.wrong("tools_kwargs", f"{name!r} is not among the row's tools {names}")
+                self.wrong("tools_kwargs", f"{name!r} is not one of the row's tools {names}")
         return tuple(names)
 
     def check_tool_kwargs(self, tool: str, kwargs: Any) -> None:
@@ -219,7 +219,7 @@ class _Reader:
                 self.wrong("interaction", "is missing, but there are interaction_kwargs")
             name = DEFAULT_INTERACTION
         if name is not None and not isinstance(name, str):
-            self.wrong("interaction", f"must be a name, not {name!r:.60}")
+            self.wrong("interaction", f"must be a string, not {name!r:.60}")
         return str(name or ""), kwargs
 
     # -- fields in general ------------------------------------------------------------------------
@@ -227,11 +227,11 @@ class _Reader:
     def text(self, field: str, default: str) -> str:
         value = self.row.get(field, default)
         if not isinstance(value, str):
-            self.wrong(field, f"must be a text, not {value!r:.60}")
+            self.wrong(field, f"must be a string, not {value!r:.60}")
         return str(value)
 
     def mapping(self, field: str, value: Any) -> Row:
-        """A mapping, also one that was written as JSON."""
+        """Return a mapping, which may also be JSON text."""
         if value is None:
             return {}
         if isinstance(value, str):
@@ -246,18 +246,18 @@ class _Reader:
         return value
 
     def either(self, plain: str, verl: str) -> Any:
-        """A field on top of the row or, by verl's name, below `extra_info`."""
+        """Return a field of the row or, under verl's name, of `extra_info`."""
         return self.same(plain, self.row.get(plain), self.extra.get(verl))
 
     def same(self, field: str, plain: Any, verl: Any) -> Any:
-        """Whichever is given."""
+        """Return the value of the two that is not None; add a mistake if they differ."""
         if plain is not None and verl is not None and plain != verl:
-            self.wrong(field, f"is given twice: {plain!r:.60} and, verl's way, {verl!r:.60}")
+            self.wrong(field, f"has two values: {plain!r:.60} and, in verl's place, {verl!r:.60}")
         return verl if plain is None else plain
 
-    def refuse_near_misses(self, prefix: str, given: Row, known: Iterable[str]) -> None:
-        """A misspelt column must not pass for a column of the user's own."""
-        for name in given:
+    def refuse_near_misses(self, prefix: str, row: Row, known: Iterable[str]) -> None:
+        """Add a mistake for each misspelled column, which would be taken for one of the user's."""
+        for name in row:
             if name not in known:
                 for meant in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
                     self.wrong(f"{prefix}{name}", f"did you mean {meant!r}? Rename the column")

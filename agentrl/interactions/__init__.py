@@ -1,4 +1,4 @@
-"""The other side of a conversation: `Interaction`, `Reply`, and the ones that come with agentrl."""
+"""Interactions reply to the policy as a user: `Interaction`, `Reply`, and the shipped ones."""
 
 from agentrl.interactions.base import (
     Interaction,

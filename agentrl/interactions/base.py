@@ -1,8 +1,8 @@
-"""The other side of a conversation: a teacher, a customer, an examiner.
+"""`Interaction`: the other side of a conversation, such as a teacher, a customer or an examiner.
 
-An interaction hears the assistant out and answers as a user, until it has no more to say. There is
-one object per episode, made from the row's `interaction_kwargs` and the config's
-`interaction.kwargs`; its state is plain attributes.
+An interaction replies to the assistant as a user, until it ends the conversation. Each episode has
+its own object, made with the row's `interaction_kwargs` and the config's `interaction.kwargs`. Its
+state is plain attributes.
 """
 
 from __future__ import annotations
@@ -21,58 +21,59 @@ from agentrl.errors import DataError, EpisodeOver, RegistryError, UserCodeError,
 from agentrl.http.chat import Chat
 from agentrl.http.time_limit import TimeLimit
 from agentrl.registry import interactions
-from agentrl.signatures import INTERACTION_GIVEN, location, merged_arguments, place
+from agentrl.signatures import INJECTED_INTO_INTERACTIONS, identify, locate, merge_arguments
 from agentrl.trajectory import Message, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the interaction says to the assistant's last message.
+    """An interaction's reply to the assistant's last message.
 
     Example: `Reply("Not quite. Try again.")`, or `Reply("Right.", score=1.0, done=True)`.
     """
 
     content: str
-    """The next user message. Not shown to the model where `done` is true."""
+    """The next user message. The model does not see it if `done` is true."""
     score: float = 0.0
-    """What the assistant's last turn earned: its "turn" reward."""
+    """The "turn" reward of the assistant's last turn."""
     done: bool = False
-    """The episode ends here."""
+    """Whether the conversation ends here."""
 
 
 class Interaction(ABC):
-    """Base of all interactions; subclasses need only `respond`.
+    """The base class of interactions. A subclass must define `respond`.
 
-    The constructor's arguments are the row's `interaction_kwargs` and what `interaction.kwargs`
-    holds for it, by name; none is given twice. A constructor with a parameter named `sample` is
-    given the row itself there, one with `chat` the run's own engine (`agentrl.http.chat.Chat`).
+    The constructor's arguments are the row's `interaction_kwargs` and the config's
+    `interaction.kwargs.NAME`; an argument may be in only one of them. agentrl fills in two
+    parameters if the constructor has them: `sample` is the dataset row, and `chat` is the run's own
+    engine (`agentrl.http.chat.Chat`).
     """
 
     config_only: ClassVar[tuple[str, ...]] = ()
-    """Arguments that no row may give: a dataset does not choose where requests go."""
+    """Arguments that a row must not set: a dataset does not choose where requests are sent."""
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
-        """What is wrong with arguments that fit the constructor: asked before a model is loaded.
+        """Return problems with the arguments' values. It is called before a model is loaded.
 
         Args:
-            kwargs: the row's and the config's in one.
+            kwargs: the arguments of the row and the config. They fit the constructor's signature.
         """
         return ()
 
     @abstractmethod
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
-        """Answer the assistant's last message.
+        """Reply to the assistant's last message.
 
         Args:
-            messages: the conversation so far, prompt included.
+            messages: the conversation so far, with the prompt.
 
         Returns:
-            The reply, or None to end the talk without a score.
+            The reply, or None to end the conversation without a score.
         """
 
     async def close(self) -> None:
-        """Free what the episode held. Called once, however the episode ends."""
+        """Free the episode's resources. It is called once, however the episode ends."""
         return None
 
 
@@ -80,32 +81,32 @@ I = TypeVar("I", bound=type[Interaction])  # noqa: E741
 
 
 def interaction(name: str) -> Callable[[I], I]:
-    """Register an `Interaction` under the name that rows use; the class stays as it is.
+    """Register an `Interaction` under the name that rows use. The class is returned unchanged.
 
     Raises:
-        RegistryError: not an `Interaction`, or its methods are not async, or the name is taken.
+        RegistryError: it is not an `Interaction`, its methods are not async, or the name is taken.
     """
     if not isinstance(name, str):
         raise RegistryError(
-            f'write @interaction("name") above {place(name)}: rows refer to it by name'
+            f'write @interaction("name") above {identify(name)}: rows refer to it by name'
         )
 
     def register(cls: I) -> I:
         if not (isinstance(cls, type) and issubclass(cls, Interaction)):
             raise RegistryError(
-                f"@interaction({name!r}) is for subclasses of Interaction, not {place(cls)}"
+                f"@interaction({name!r}) is for subclasses of Interaction, not {identify(cls)}"
             )
         for method in ("respond", "close"):
             function = inspect.getattr_static(cls, method)
             if not inspect.iscoroutinefunction(function):
-                where = location(function if inspect.isfunction(function) else cls)
+                where = locate(function if inspect.isfunction(function) else cls)
                 raise RegistryError(
                     f"{cls.__qualname__}.{method} ({where}) must be `async def`: many episodes"
                     " share a thread"
                 )
         if inspect.isabstract(cls):
             raise RegistryError(
-                f"{cls.__qualname__} ({location(cls)}) lacks"
+                f"{cls.__qualname__} ({locate(cls)}) must define"
                 " `async def respond(self, messages) -> Reply | None`"
             )
         return interactions.add(name, cls)
@@ -118,33 +119,33 @@ def build_interaction(
     configured: Mapping[str, Mapping[str, Any]] | None = None,
     chat: Chat | None = None,
 ) -> Interaction | None:
-    """The episode's own interaction, or None where the row has none.
+    """Make the interaction of an episode; return None if the row has none.
 
     Args:
-        sample: the row.
+        sample: the dataset row.
         configured: the config's `interaction.kwargs`.
-        chat: the run's engine, for an interaction that wants one.
+        chat: the run's engine, for an interaction that has a parameter `chat`.
 
     Raises:
-        RegistryError: no interaction of that name.
-        DataError: an argument that the row may not give, or that the config gives, too.
-        UserCodeError: its constructor raised.
+        RegistryError: there is no interaction with that name.
+        DataError: the row sets an argument that it must not set, or that the config also sets.
+        UserCodeError: the constructor raised.
     """
     name = sample.interaction
     if not name:
         return None
     cls = interactions.get(name)
     config = (configured or {}).get(name, {})
-    merged, problems = merged_arguments(
+    merged, problems = merge_arguments(
         f"interaction.kwargs.{name}", sample.interaction_kwargs, config, cls.config_only
     )
     if problems:
         raise DataError(f"row {sample.id!r}, interaction_kwargs: {'; '.join(problems)}")
-    # Copied deep: the rollouts of one row must not share a list that one of them changes.
+    # A deep copy: the rollouts of one row must not share a list that one of them changes.
     kwargs = copy.deepcopy(merged)
-    given = dict(zip(INTERACTION_GIVEN, (sample, chat), strict=True))
-    takes = inspect.signature(cls).parameters
-    kwargs |= {name: value for name, value in given.items() if name in takes}
+    injected = dict(zip(INJECTED_INTO_INTERACTIONS, (sample, chat), strict=True))
+    parameters = inspect.signature(cls).parameters
+    kwargs |= {name: value for name, value in injected.items() if name in parameters}
     with user_code(f"interaction {name!r} of sample {sample.id!r}: its constructor"):
         return cls(**kwargs)
 
@@ -152,22 +153,22 @@ def build_interaction(
 async def respond(
     interaction: Interaction, messages: Sequence[Message], deadline: float
 ) -> Reply | None:
-    """`interaction.respond(messages)`, with every mistake of its code laid at its door.
+    """Call `interaction.respond(messages)` and check the reply.
 
     Args:
-        interaction: the episode's.
+        interaction: the episode's interaction.
         messages: the conversation so far.
-        deadline: `time.monotonic()` seconds at which the wait ends.
+        deadline: the `time.monotonic()` seconds at which to stop waiting.
 
     Raises:
-        EpisodeOver: "time", the deadline passed.
-        UserCodeError: it raised, or returned something else than a `Reply` or None.
-        Infrastructure: as it raised it: the episode is played again.
+        EpisodeOver: "time": the deadline has passed.
+        UserCodeError: it raised, or returned something other than a `Reply` or None.
+        Infrastructure: it raised this itself. The sample is played again.
     """
     named = f"interaction {type(interaction).__qualname__}"
     try:
         async with TimeLimit(deadline - time.monotonic()):
-            # Inside of the deadline, so that a TimeoutError of the user's stays the user's.
+            # Inside the time limit, so that a TimeoutError of the user's code is an error of it.
             with user_code(f"{named}: respond"):
                 reply = await interaction.respond(messages)
     except TimeoutError:
@@ -177,7 +178,7 @@ async def respond(
     if not isinstance(reply, Reply):
         raise UserCodeError(
             f"{named}: respond returned {reply!r} ({type(reply).__name__});"
-            " it must return Reply(content, score=0.0, done=False), or None to end the talk"
+            " it must return Reply(content, score=0.0, done=False), or None to end the conversation"
         )
     if not isinstance(reply.content, str):
         raise UserCodeError(f"{named}: the content of {reply!r} must be a string")

@@ -1,4 +1,4 @@
-"""A teacher who checks a word problem's answer and lets the assistant try again."""
+"""A teacher who checks the answer to a word problem and lets the assistant try again."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agentrl.trajectory import Message
 
 RIGHT = "Correct."
 WRONG = "{answer} is not correct. Check your work and try again."
-UNREADABLE = "I see no answer. End with '#### ' and the number, for example '#### 12'."
+NO_ANSWER = "I see no answer. End with '#### ' and the number, for example '#### 12'."
 
 
 @interaction("gsm8k")
 class Gsm8kInteraction(Interaction):
-    """Says whether the assistant's last message is right, reading it as the gsm8k grader does.
+    """Checks the assistant's last message as the gsm8k grader does.
 
-    Right: score 1 and the end. Wrong: score 0, a word on what was wrong, and another attempt, up to
-    `max_attempts` in all.
+    A right answer has score 1 and ends the conversation. A wrong answer has score 0, and the
+    assistant may try again, up to `max_attempts` answers.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class Gsm8kInteraction(Interaction):
 
         Args:
             ground_truth: the right number.
-            query: the question; kept for rows that carry it, never said.
-            max_attempts: how many answers are heard.
-            method: "strict" (`#### 12`) or "flexible" (the last number); the grader's default is
-                strict too.
+            query: the question. verl's rows contain it; it is not used.
+            max_attempts: the number of answers that the assistant may give.
+            method: "strict" (`#### 12`) or "flexible" (the last number). The grader's default is
+                also strict.
         """
         if max_attempts < 1:
             raise ValueError(f"max_attempts={max_attempts} must be at least 1")
@@ -43,11 +43,11 @@ class Gsm8kInteraction(Interaction):
         self.attempts = 0
 
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
-        """Judge the last assistant message."""
-        said = [m.content for m in messages if m.role == "assistant"]
-        answer = gsm8k_answer(said[-1], self.method) if said else None
+        """Check the last assistant message."""
+        texts = [m.content for m in messages if m.role == "assistant"]
+        answer = gsm8k_answer(texts[-1], self.method) if texts else None
         if answer is not None and same_number(answer, self.ground_truth):
             return Reply(RIGHT, score=1.0, done=True)
         self.attempts += 1
-        content = UNREADABLE if answer is None else WRONG.format(answer=answer)
+        content = NO_ANSWER if answer is None else WRONG.format(answer=answer)
         return Reply(content, done=self.attempts >= self.max_attempts)

@@ -1,6 +1,7 @@
-"""A Gymnasium environment as a conversation: observations are what the user says, actions answers.
+"""`GymInteraction`: a Gymnasium environment as a conversation.
 
-gymnasium is an extra (`pip install "agentrl[gym]"`), imported when an environment is first needed.
+The user's messages are observations, the assistant's messages are actions. gymnasium is an optional
+dependency (`pip install "agentrl[gym]"`). It is imported when an environment is first needed.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from agentrl.trajectory import Message, Sample
 from agentrl.workers import PerLoop, Threads
 
 MAX_THREADS = 64
-"""Environments of a process that step at once; more wait."""
+"""The number of environments of a process that step concurrently; the others wait."""
 CLOSE_S = 5.0
-"""How long a closing waits for a step that is still at work."""
+"""The seconds that `close` waits for a step that is still running."""
 
 T = TypeVar("T")
 
 
 @interaction("gym")
 class GymInteraction(Interaction):
-    """Plays an environment of Gymnasium whose actions and observations can be written.
+    """Plays a Gymnasium environment whose actions and observations can be written as text.
 
-    Each answer is read as an action, the step's reward is the turn's score, and the next
-    observation is the reply. All rollouts of a row begin in the same state, as their comparison
-    wants it, and meet the same chances: both come from the row's seed.
+    Each assistant message is parsed as an action. The reward of the step is the score of the turn,
+    and the next observation is the reply. All rollouts of a row use the row's seed, so they begin
+    in the same state and their rewards can be compared.
 
-    The row's prompt shows the first observation: `GymInteraction.first` says what to write there.
-    For other words, derive from this class, override `describe` or `read`, and register it under
-    another name.
+    The row's prompt must contain the first observation, which `GymInteraction.first` returns. To
+    change the texts, derive a class, override `describe` or `read`, and register it under another
+    name.
     """
 
     config_only = ("envs", "env_kwargs")
@@ -52,21 +53,22 @@ class GymInteraction(Interaction):
         max_steps: int = 0,
         invalid_penalty: float = 0.0,
     ):
-        """Choose the environment of one episode; it is made with the first answer.
+        """Choose the environment of one episode. It is made at the first assistant message.
 
         Args:
-            sample: the row.
+            sample: the dataset row.
             envs: the environments that rows may name.
-            env_id: which of them; may be left out where there is one.
-            env_kwargs: arguments of `gymnasium.make`.
-            seed: of the reset; by default the row's number.
-            reset_options: `options` of the reset.
-            actions: names of discrete actions, in order; by default actions are numbers.
-            observations: names of an observation's numbers or parts, or of its values.
-            max_steps: after so many answers the episode ends; 0: when the environment says so.
-            invalid_penalty: taken off for an answer that holds no action.
+            env_id: one of them; optional if there is only one.
+            env_kwargs: the arguments of `gymnasium.make`.
+            seed: the seed of `reset`; by default the row's number.
+            reset_options: the `options` of `reset`.
+            actions: the names of discrete actions, in order; by default actions are numbers.
+            observations: the names of the parts of an observation, or of the values of a
+                `Discrete` one.
+            max_steps: the number of steps after which the episode ends; 0: the environment decides.
+            invalid_penalty: the penalty for a message without a valid action.
         """
-        self._env_id = chosen(env_id, envs)
+        self._env_id = choose_env(env_id, envs)
         self._env_kwargs = dict(env_kwargs or {})
         self._seed = sample.row if seed is None else seed
         self._reset_options = dict(reset_options) if reset_options else None
@@ -74,51 +76,51 @@ class GymInteraction(Interaction):
         self._left = max_steps or -1
         self._invalid_penalty = invalid_penalty
         self._lock = threading.Lock()
-        """A step that nobody awaits any more may still be at work."""
+        """A step whose episode has ended may still run in its thread."""
         self.env: Any = None
-        """The environment, once it is made."""
+        """The environment; None until it is made."""
 
     @classmethod
     def first(cls, seed: int, *, envs: Sequence[str], **kwargs: Any) -> str:
-        """The first observation of an episode with this seed: for the prompt of its row.
+        """Return the first observation of an episode with this seed, for the prompt of its row.
 
         Args:
-            seed: the row's.
-            envs: see the constructor.
-            kwargs: its other arguments.
+            seed: the row's seed.
+            envs: as in the constructor.
+            kwargs: other arguments of the constructor.
         """
-        one = cls(sample=Sample("", ()), envs=envs, seed=seed, **kwargs)
+        episode = cls(sample=Sample("", ()), envs=envs, seed=seed, **kwargs)
         try:
-            return one.describe(one._begin())
+            return episode.describe(episode._reset())
         finally:
-            one._end()
+            episode._close()
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
-        """See `Interaction`: makes the environment and looks at its spaces, once for each kind."""
+        """Make the environment and check its spaces, once for each set of arguments."""
         kind = {k: v for k, v in kwargs.items() if k not in ("seed", "reset_options")}
         key = f"{cls.__module__}.{cls.__qualname__} {kind!r}"
-        if key not in _KNOWN:
-            _KNOWN[key] = _look(cls, kind)
-        return _KNOWN[key]
+        if key not in _problems:
+            _problems[key] = _check_env(cls, kind)
+        return _problems[key]
 
     def describe(self, observation: Any) -> str:
-        """An observation as the policy reads it."""
+        """Return the text of an observation."""
         return _spaces().describe(self.env.observation_space, observation, self.observations)
 
     def read(self, text: str) -> Any:
-        """The action that an answer holds, or None; what was thought before it is left out."""
+        """Return the action in an assistant message without its thinking, or None."""
         return _spaces().read_action(self.env.action_space, text, self.actions)
 
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
-        """Take the step that the assistant's last message asks for."""
+        """Step the environment with the action in the assistant's last message."""
         return await _in_thread(partial(self._step, messages[-1].content))
 
     async def close(self) -> None:
         """Close the environment."""
-        await _in_thread(self._end)
+        await _in_thread(self._close)
 
-    def _begin(self) -> Any:
+    def _reset(self) -> Any:
         self.env = _spaces().make(self._env_id, disable_env_checker=True, **self._env_kwargs)
         observation, _ = self.env.reset(seed=self._seed, options=self._reset_options)
         return observation
@@ -126,19 +128,19 @@ class GymInteraction(Interaction):
     def _step(self, text: str) -> Reply:
         with self._lock:
             if self.env is None:
-                self._begin()
+                self._reset()
             self._left -= 1
             env: Any = self.env
             action = self.read(without_thoughts(text))
             if action is None:
                 how = _spaces().how_to_act(env.action_space, self.actions)
-                said = f"I see no action in that. Answer with {how}."
-                return Reply(said, -self._invalid_penalty, done=self._left == 0)
+                content = f"Error: no valid action found. Reply with {how}."
+                return Reply(content, -self._invalid_penalty, done=self._left == 0)
             observation, reward, terminated, truncated, _ = env.step(action)
             done = bool(terminated or truncated or self._left == 0)
             return Reply(self.describe(observation), float(reward), done)
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if self._lock.acquire(timeout=CLOSE_S):
             try:
                 if self.env is not None:
@@ -147,18 +149,18 @@ class GymInteraction(Interaction):
                 self._lock.release()
 
 
-def chosen(env_id: str, envs: Sequence[str]) -> str:
-    """The environment to play.
+def choose_env(env_id: str, envs: Sequence[str]) -> str:
+    """Return the id of the environment to play.
 
     Raises:
-        ValueError: it is not among those that the config allows.
+        ValueError: it is not one of those that the config allows.
     """
     if env_id in envs:
         return env_id
     if not env_id and len(envs) == 1:
         return envs[0]
-    said = f"env_id={env_id!r} is not among them" if env_id else "env_id must say which"
-    raise ValueError(f"envs={list(envs)}: {said}")
+    problem = f"env_id={env_id!r} is not one of them" if env_id else "env_id must name one of them"
+    raise ValueError(f"envs={list(envs)}: {problem}")
 
 
 def _spaces() -> Any:
@@ -169,17 +171,17 @@ def _spaces() -> Any:
     return spaces
 
 
-_KNOWN: dict[str, list[str]] = {}
-"""The problems of each kind of environment, found once: rows differ in their seeds alone."""
+_problems: dict[str, list[str]] = {}
+"""The problems of each set of arguments. Rows usually differ in their seeds only."""
 
 
-def _look(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str]:
+def _check_env(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str]:
     spaces = _spaces()
     envs = kwargs["envs"]
     if isinstance(envs, str) or not all(isinstance(e, str) for e in envs):
-        return [f"envs={envs!r} must be a list of names of environments"]
+        return [f"envs={envs!r} must be a list of environment ids"]
     try:
-        env_id = chosen(kwargs.get("env_id", ""), envs)
+        env_id = choose_env(kwargs.get("env_id", ""), envs)
     except ValueError as e:
         return [str(e)]
     try:
@@ -199,5 +201,5 @@ _threads = PerLoop(lambda: Threads(MAX_THREADS), Threads.close)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """`function()` in a thread of the event loop's own: no environment holds up other episodes."""
+    """Call a function in a thread, so that an environment does not block other episodes."""
     return await _threads.get().run(function)

@@ -1,4 +1,4 @@
-"""A user played by a language model: a customer with a goal of their own."""
+"""`SimulatedUser`: a user with a goal, played by a language model."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from agentrl.answers import without_thoughts
 from agentrl.errors import ConfigError, Infrastructure
 from agentrl.http.chat import Chat, OpenAIChat
-from agentrl.http.client import split
+from agentrl.http.client import parse_base_url
 from agentrl.interactions.base import Interaction, Reply, interaction
 from agentrl.trajectory import Message, Role, Sample
 
 DONE = "###DONE###"
-"""What the model writes when its user has nothing more to say."""
+"""The text that the model writes when the user is done."""
 ROLE = """\
-You play a user who talks to an assistant. Write only what this user says next, in a few plain \
-sentences. Stay in the role: do not help the assistant, do not make up facts that are not given \
-here, and tell what you know when you are asked for it.
-{persona}What you want: {goal}
-When you have it, or will clearly not get it, write {done} and nothing else."""
-GREETING = "Hello! What can I do for you?"
-"""Said by the assistant before the row's prompt, so that roles alternate as templates want it."""
+You play a user who talks to an assistant. Write only the user's next message, in a few plain \
+sentences. Stay in this role: do not help the assistant, do not invent facts that are not stated \
+here, and share what you know only when the assistant asks for it.
+{persona}Your goal: {goal}
+When you have reached your goal, or clearly cannot reach it, write {done} and nothing else."""
+GREETING = "Hello! How can I help you?"
+"""The assistant's first message, before the row's prompt: chat templates need alternating roles."""
 
 
 @interaction("simulated_user")
 class SimulatedUser(Interaction):
-    """Answers as a user with a persona and a goal, until that user is done.
+    """Replies as a user with a persona and a goal, until that user is done.
 
-    The model sees the talk from the user's side: the row's prompt is what it has said, the
-    assistant's words are said to it. It sees no system message, no tool call and no tool's result.
-    It gives no score: whether the goal was reached is for a reward to say.
+    The model sees the conversation with the roles exchanged: the row's prompt is its own message,
+    the assistant's messages are the user's. It sees no system message, no tool call and no tool
+    result. It gives no score; a reward function decides whether the goal was reached.
     """
 
     config_only = ("url", "model", "token_env", "max_tokens", "temperature", "timeout_s")
@@ -54,45 +54,45 @@ class SimulatedUser(Interaction):
         """Make the user of one episode.
 
         Args:
-            sample: the row; its prompt is how the talk begins.
-            chat: the run's engine, asked where there is no `url`.
-            goal: what the user wants, and what they know: all that the model may tell.
-            persona: who they are and how they speak.
-            max_turns: how often they answer; then the talk is over.
-            url: of a server that speaks OpenAI's API, up to and with `/v1`.
-            model: its name there.
-            token_env: the environment variable that holds the server's token.
-            max_tokens: most tokens of an answer.
-            temperature: of its sampling.
-            timeout_s: most seconds that one answer may take.
+            sample: the dataset row. Its prompt is the user's first message.
+            chat: the run's engine, used if there is no `url`.
+            goal: what the user wants and knows. The model must not say anything else.
+            persona: who the user is and how they write.
+            max_turns: the number of replies; then the conversation ends.
+            url: the URL of an OpenAI-compatible server, with `/v1` at its end.
+            model: the name of the model at the server.
+            token_env: the environment variable that contains the server's token.
+            max_tokens: the maximum number of tokens of a reply.
+            temperature: the sampling temperature.
+            timeout_s: the time limit of a reply, in seconds.
         """
-        self._served = OpenAIChat(url, model, os.environ.get(token_env, "")) if url else None
-        self._chat: Chat = self._served or chat
-        self._asking = {"max_tokens": max_tokens, "temperature": temperature}
+        self._client = OpenAIChat(url, model, os.environ.get(token_env, "")) if url else None
+        self._chat: Chat = self._client or chat
+        self._sampling = {"max_tokens": max_tokens, "temperature": temperature}
         self._timeout_s = timeout_s
         self._left = max_turns
-        persona = f"Who you are: {persona}\n" if persona else ""
-        self._talk = [
+        persona = f"Your persona: {persona}\n" if persona else ""
+        self._messages = [
             Message("system", ROLE.format(persona=persona, goal=goal, done=DONE)),
-            *_turned(sample.prompt),
+            *_with_roles_exchanged(sample.prompt),
         ]
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterator[str]:
-        """See `Interaction`."""
+        """Return problems with the arguments' values."""
         url, model, token_env = (kwargs.get(k, "") for k in ("url", "model", "token_env"))
         key = "interaction.kwargs.simulated_user"
         try:
             if url:
-                split(url)
+                parse_base_url(url)
         except ConfigError as e:
             yield f"{key}.url: {e}/v1"
         if bool(url) != bool(model):
-            yield f"{key}.url={url!r} and {key}.model={model!r} go together: give both or neither"
+            yield f"{key}.url={url!r} and {key}.model={model!r} go together: set both or neither"
         if token_env and not url:
-            yield f"{key}.token_env={token_env!r} is for a url. Leave it out"
+            yield f"{key}.token_env={token_env!r} needs a url. Remove it"
         if token_env and token_env not in os.environ:
-            yield f"{key}.token_env: there is no variable {token_env!r} in the environment"
+            yield f"{key}.token_env: there is no environment variable {token_env!r}"
         if not str(kwargs["goal"]).strip():
             yield "argument 'goal' is empty: say what the user wants"
         for name in ("max_turns", "max_tokens", "timeout_s"):
@@ -101,43 +101,47 @@ class SimulatedUser(Interaction):
                 yield f"argument {name!r} must be a number above 0, not {value!r}"
 
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
-        """Hear the assistant's last message and answer it.
+        """Reply to the assistant's last message.
 
         Raises:
-            Infrastructure: the model did not answer: the episode is played again.
+            Infrastructure: the model gave no reply. The sample is played again.
         """
         if self._left < 1:
             return None
         self._left -= 1
-        heard = without_thoughts(messages[-1].content).strip()
-        self._talk.append(Message("user", heard or "(says nothing)"))
+        message = without_thoughts(messages[-1].content).strip()
+        self._messages.append(Message("user", message or "(no message)"))
         deadline = time.monotonic() + self._timeout_s
-        answer = await self._chat(tuple(self._talk), deadline=deadline, **self._asking)
-        said, done, _ = _said(answer).partition(DONE)
-        self._talk.append(Message("assistant", said.strip()))
-        return Reply(said.strip(), done=bool(done) or not said.strip())
+        text = await self._chat(tuple(self._messages), deadline=deadline, **self._sampling)
+        reply, done, _ = _without_thinking(text).partition(DONE)
+        self._messages.append(Message("assistant", reply.strip()))
+        return Reply(reply.strip(), done=bool(done) or not reply.strip())
 
     async def close(self) -> None:
         """Close the connection to the model's server."""
-        if self._served:
-            await self._served.aclose()
+        if self._client:
+            await self._client.aclose()
 
 
-def _turned(prompt: Sequence[Message]) -> Iterator[Message]:
-    """The prompt from the user's side, without what is not said between the two."""
+def _with_roles_exchanged(prompt: Sequence[Message]) -> Iterator[Message]:
+    """Yield the user and assistant messages of the prompt, each with the other role."""
     roles: dict[str, Role] = {"user": "assistant", "assistant": "user"}
-    turned = [Message(roles[m.role], m.content) for m in prompt if m.role in roles]
-    if turned and turned[0].role == "assistant":
+    messages = [Message(roles[m.role], m.content) for m in prompt if m.role in roles]
+    if messages and messages[0].role == "assistant":
         yield Message("user", GREETING)
-    yield from turned
+    yield from messages
 
 
-def _said(answer: str) -> str:
-    """An answer without the thinking before it."""
-    said = without_thoughts(answer)
-    if said == answer and said.lstrip().startswith("<think>"):
+def _without_thinking(text: str) -> str:
+    """Return a reply without the thinking before it.
+
+    Raises:
+        Infrastructure: the reply is an unfinished thought.
+    """
+    reply = without_thoughts(text)
+    if reply == text and reply.lstrip().startswith("<think>"):
         raise Infrastructure(
-            "the simulated user's model thought for all of its tokens: set"
-            " interaction.kwargs.simulated_user.max_tokens higher, or have it not think"
+            "the simulated user's model used all of its tokens for thinking: raise"
+            " interaction.kwargs.simulated_user.max_tokens, or turn its thinking off"
         )
-    return said
+    return reply

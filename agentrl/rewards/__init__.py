@@ -1,4 +1,4 @@
-"""What an episode was worth: `@reward`, the graders that come with agentrl, and the `Scorer`."""
+"""Rewards: `@reward`, the graders that come with agentrl, and the `Scorer`."""
 
 from agentrl.rewards import code, gsm8k, judge, math, math_dapo, search_qa
 from agentrl.rewards.base import Grader, reward

@@ -1,16 +1,15 @@
 """A reward: a plain function of the trajectory, or verl's `compute_score`.
 
-The two are told apart by their parameters. A function with a parameter `solution_str`, or one that
-takes keywords only (`**kwargs`), is a `compute_score`; any other is called with the trajectory.
+The parameters decide which of the two a function is. A function with a parameter `solution_str`, or
+with `**kwargs` only, is a `compute_score`; any other function is called with the trajectory.
 
-What the arguments of `compute_score(data_source, solution_str, ground_truth, extra_info=None,
-**kwargs)` hold here:
+The arguments of `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`
+are these:
 
-- `solution_str`: what the assistant wrote, turns joined by newlines; never tool or user text.
-- `extra_info`: the row's `extra`, and `num_turns`, `turn_scores` (one per assistant turn, 0.0 where
-  there was none), `tool_rewards` (one per tool call that returned a reward), `stop_reason`,
-  `messages` (the whole conversation, `{"role", "content"}` each) and `final_text` (the assistant's
-  last message).
+- `solution_str`: the assistant's text, turns joined by newlines; no tool or user text.
+- `extra_info`: the row's `extra`, and `num_turns`, `turn_scores` (one per assistant turn, 0.0 by
+  default), `tool_rewards` (one per tool call that returned a reward), `stop_reason`, `messages`
+  (the whole conversation as `{"role", "content"}`) and `final_text` (the assistant's last message).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, RegistryError, UserCodeError, UserError, user_code
 from agentrl.registry import rewards
 from agentrl.rewards.executor import RewardExecutor, RewardTimeout
-from agentrl.signatures import argument_problems, place
+from agentrl.signatures import find_argument_problems, identify
 from agentrl.trajectory import Trajectory
-from agentrl.workers import check_reachable
+from agentrl.workers import locate_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +41,7 @@ POSITIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class RewardOptions:
-    """How a reward is run: the arguments of `@reward`."""
+    """The arguments of `@reward`: how a reward is run."""
 
     process: bool = False
     group: bool = False
@@ -63,41 +62,42 @@ def reward(
     bounded: bool = False,
     sandbox: bool = False,
 ) -> Callable[[F], F]:
-    """Register a reward under the name that `reward.function` uses; the function stays as it is.
+    """Register a reward under the name that `reward.function` uses. It is returned unchanged.
 
         @reward("exact")
         def exact(trajectory):
             return float(trajectory.final_text.strip() == trajectory.sample.ground_truth)
 
-    It returns a number, or a mapping with "score" and other numbers (they become metrics). It may
-    be `async def`, or a class: then one object, made with `reward.kwargs`, judges the whole run,
-    and its `close`, if it has one, is called at the end.
+    It returns a number, or a mapping with "score" and other numbers (these become metrics). It may
+    be an `async def` function or a class. Of a class, one object, made with `reward.kwargs`, is
+    used for the whole run; its `close`, if it has one, is called at the end.
 
     Args:
-        name: what the config calls it.
-        process: run it in a process that is killed at the deadline `reward.timeout_s`: for what may
-            hang without ever giving way, crash, or eat all memory.
-        group: it is called with the list of a sample's trajectories, and returns as many scores.
-        late: the score of a rollout for which it was killed at the deadline, if that is the
-            answer's doing; None: the rollout is judged again, then dropped. Needs `process`.
-        bounded: it is async and keeps deadlines of its own: `reward.timeout_s`, which also counts
-            the waiting for a place to work in, is not for it.
-        sandbox: it runs code in `agentrl.sandbox.current()`, which is tried before the run starts.
+        name: the name in the config.
+        process: run it in a process that is killed at the deadline `reward.timeout_s`. Use this for
+            a function that may hang in C code, crash, or use up the memory.
+        group: it is called with the list of a sample's trajectories and returns a score for each.
+        late: the score of a rollout if the function was killed at the deadline because of the
+            answer. None: the rollout is scored again, then dropped. Needs `process`.
+        bounded: it is async and has its own deadlines. `reward.timeout_s` does not apply to it,
+            because that includes the wait for a free slot.
+        sandbox: it runs code in `agentrl.sandbox.current()`. The sandbox is tested before the run
+            starts.
 
     Raises:
-        RegistryError: the name is taken.
+        RegistryError: the name is taken, or the options contradict each other.
     """
     if not isinstance(name, str):
         raise RegistryError(
-            f'write @reward("name") above {place(name)}: the config refers to it by name'
+            f'write @reward("name") above {identify(name)}: the config refers to it by name'
         )
 
     def register(function: F) -> F:
-        said = f"the reward {name!r} ({place(function)})"
+        label = f"the reward {name!r} ({identify(function)})"
         if process and inspect.isclass(function):
-            raise RegistryError(f"{said} is a class: process=True is for functions")
+            raise RegistryError(f"{label} is a class: process=True is for functions")
         if late is not None and not process:
-            raise RegistryError(f"{said} has late={late}, which needs process=True")
+            raise RegistryError(f"{label} has late={late}, which needs process=True")
         if process or group or bounded or sandbox:
             options = RewardOptions(process, group, late, bounded, sandbox)
             setattr(function, _OPTIONS, options)
@@ -107,7 +107,7 @@ def reward(
 
 
 class Grader:
-    """A reward with its `reward.kwargs`, proven to fit each other, ready to be called."""
+    """A reward function with its `reward.kwargs`, checked against its signature."""
 
     def __init__(
         self,
@@ -120,14 +120,15 @@ class Grader:
         """Check the function's parameters.
 
         Args:
-            name: what messages call it.
-            function: a function, or a class that is made with `kwargs`.
+            name: the name in messages.
+            function: a function, or a class, which is called with `kwargs`.
             kwargs: further arguments, by name.
-            executor: where it runs.
-            key: the config key that holds `kwargs`, for messages.
+            executor: runs the function.
+            key: the config key of `kwargs`, for messages.
 
         Raises:
-            ConfigError: it takes no trajectory, or not these arguments; all problems at once.
+            ConfigError: the function cannot take a trajectory, or does not take these arguments.
+                The message has all problems.
         """
         self.name = name
         self.function: Callable[..., Any] = function
@@ -137,26 +138,26 @@ class Grader:
         self._executor = executor or RewardExecutor(RewardConfig())
         self._key = key
         if inspect.isclass(function):
-            self._refuse(argument_problems(function, self.kwargs))
+            self._raise_problems(find_argument_problems(function, self.kwargs))
             try:
                 with user_code(f"the constructor of the reward {name!r}"):
                     made: Any = function(**self.kwargs)
             except UserCodeError as e:
-                raise _said_by_itself(e) from None
-            self.function, given = made, {}
+                raise _user_error(e) from None
+            self.function, bound = made, {}
         else:
-            given = self.kwargs
+            bound = self.kwargs
         parameters = inspect.signature(self.function).parameters
         kinds = [p.kind for p in parameters.values()]
         self.is_compute_score = "solution_str" in parameters or set(kinds) == {VAR_KEYWORD}
-        self._takes = [n for n in ARGUMENTS if n in parameters or VAR_KEYWORD in kinds]
+        self._arguments = [n for n in ARGUMENTS if n in parameters or VAR_KEYWORD in kinds]
         home = getattr(function, "__module__", None) or ""
-        ours = home.startswith("agentrl.")
-        pools = ["pool"] if ours and "pool" in parameters else []
+        is_ours = home.startswith("agentrl.")
+        pools = ["pool"] if is_ours and "pool" in parameters else []
         if self.is_compute_score and not options.group:
-            problems = argument_problems(self.function, given, [*ARGUMENTS, *pools])
+            problems = find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
         elif kinds and kinds[0] in POSITIONAL:
-            problems = argument_problems(self.function, given, [*parameters][:1])
+            problems = find_argument_problems(self.function, bound, [*parameters][:1])
         else:
             first = "list of trajectories" if options.group else "trajectory"
             verls = "" if options.group else f", or verl's {', '.join(ARGUMENTS)}"
@@ -164,17 +165,21 @@ class Grader:
                 f"its parameters are ({', '.join(parameters)}), but it must take the {first} first"
                 f"{verls}"
             ]
-        self._refuse(problems)
-        self._given = {**given, **dict.fromkeys(pools, self._executor.pool)}
+        self._raise_problems(problems)
+        self._bound = {**bound, **dict.fromkeys(pools, self._executor.pool)}
         if options.process:
-            check_reachable(self.function)
-        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
-        self._waits = inspect.iscoroutinefunction(called)
-        # Ours are known to be quick where they do not say otherwise, late by the answer's doing.
-        self._late = 0.0 if ours and options.process and options.late is None else options.late
-        self._inline = ours and not self._waits and not options.process
+            locate_function(self.function)
+        is_object = not inspect.isroutine(self.function)
+        target = type(self.function).__call__ if is_object else self.function
+        self._is_async = inspect.iscoroutinefunction(target)
+        # agentrl's own functions run on the event loop if they are neither async nor in a process:
+        # they are fast. If one in a process times out, the answer is the cause.
+        self._timeout_score = options.late
+        if is_ours and options.process and options.late is None:
+            self._timeout_score = 0.0
+        self._runs_inline = is_ours and not self._is_async and not options.process
 
-    def _refuse(self, problems: Sequence[str]) -> None:
+    def _raise_problems(self, problems: Sequence[str]) -> None:
         if problems:
             raise ConfigError(
                 f"the reward {self.name!r} cannot be called with {self._key}={self.kwargs}: "
@@ -182,92 +187,92 @@ class Grader:
             )
 
     async def grade(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """The outcome reward, and the other numbers that the function returned.
+        """Return the outcome reward and the other numbers that the function returned.
 
         Raises:
-            UserCodeError: the function raised, or returned no finite number.
-            Infrastructure: as the function raised it (a judge is down), or it did not end in time.
+            UserCodeError: the function raised, or did not return a finite number.
+            Infrastructure: the function raised this (a judge is down), or did not return in time.
             GraderCrash: its process died.
         """
-        named = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
+        label = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
         args = () if self.is_compute_score else (trajectory,)
-        given = {n: ARGUMENTS[n](trajectory) for n in self._takes} if not args else {}
+        kwargs = {n: ARGUMENTS[n](trajectory) for n in self._arguments} if not args else {}
         try:
-            returned = await self._called(named, args, given)
+            returned = await self._call(label, args, kwargs)
         except RewardTimeout:
-            if self._late is None:
+            if self._timeout_score is None:
                 raise
-            return self._late, {"grader_timeout": 1.0}
-        score, metrics = read_score(named, returned)
-        return score, metrics if self._late is None else {**metrics, "grader_timeout": 0.0}
+            return self._timeout_score, {"grader_timeout": 1.0}
+        score, metrics = parse_score(label, returned)
+        return score, metrics if self._timeout_score is None else {**metrics, "grader_timeout": 0.0}
 
     async def compare(
         self, trajectories: Sequence[Trajectory]
     ) -> list[tuple[float, dict[str, float]]]:
-        """As `grade`, of a sample's trajectories by a reward that sees all of them."""
-        named = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
-        returned = await self._called(named, [list(trajectories)], {})
+        """Return what `grade` returns for each of a sample's trajectories, by one call with all."""
+        label = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
+        returned = await self._call(label, [list(trajectories)], {})
         try:
             scores = [] if isinstance(returned, (Mapping, str)) else [*returned]
         except TypeError:
             scores = []
         if len(scores) != len(trajectories):
             raise UserCodeError(
-                f"{named} returned {returned!r:.200}: it must return as many scores as it was given"
-                f" trajectories, {len(trajectories)}"
+                f"{label} returned {returned!r:.200}: it must return one score for each of the"
+                f" {len(trajectories)} trajectories"
             )
-        return [read_score(named, score) for score in scores]
+        return [parse_score(label, score) for score in scores]
 
     async def grade_text(self, text: str, ground_truth: Any) -> dict[str, float]:
-        """What a `compute_score` makes of this text: its score and its other numbers.
+        """Call a `compute_score` with this text; return its score and its other numbers.
 
         Raises:
-            UserError: as it raised it.
-            Infrastructure: it did not end in time, or its process died.
+            UserError: the function raised this.
+            Infrastructure: it did not return in time, or its process died.
         """
-        named = f"the grader {self.name!r}"
+        label = f"the grader {self.name!r}"
         known = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
-        given = {n: known[n] for n in self._takes if n in known}
+        kwargs = {n: known[n] for n in self._arguments if n in known}
         try:
-            score, metrics = read_score(named, await self._called(named, (), given))
+            score, metrics = parse_score(label, await self._call(label, (), kwargs))
         except UserCodeError as e:
-            raise _said_by_itself(e) from None
+            raise _user_error(e) from None
         return {"score": score, **metrics}
 
     async def close(self) -> None:
-        """Close an object that a class made for this run."""
+        """Close the object, if the reward is a class."""
         close = getattr(self.function, "close", None)
         if close is not None and not inspect.isroutine(self.function):
             with user_code(f"close of the reward {self.name!r}"):
-                closed = close()
-                if inspect.isawaitable(closed):
-                    await closed
+                awaitable = close()
+                if inspect.isawaitable(awaitable):
+                    await awaitable
 
-    async def _called(self, named: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        given = {**given, **self._given}
-        if self._inline or self.options.bounded:
-            with user_code(named):
-                returned = self.function(*args, **given)
+    async def _call(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = {**kwargs, **self._bound}
+        if self._runs_inline or self.options.bounded:
+            with user_code(label):
+                returned = self.function(*args, **kwargs)
                 return await returned if inspect.isawaitable(returned) else returned
         if self.options.process:
-            return await self._executor.call_in_process(named, self.function, args, given)
-        return await self._executor.call(named, self.function, args, given, self._waits)
+            return await self._executor.call_in_process(label, self.function, args, kwargs)
+        return await self._executor.call(label, self.function, args, kwargs, self._is_async)
 
 
-def _said_by_itself(error: UserCodeError) -> Exception:
-    """What says itself what the user should mend, in place of a bug."""
+def _user_error(error: UserCodeError) -> Exception:
+    """Return the `UserError` that user code raised, which says how to fix it, or else `error`."""
     return error.__cause__ if isinstance(error.__cause__, UserError) else error
 
 
-def read_score(named: str, returned: Any) -> tuple[float, dict[str, float]]:
-    """The score, and what else a mapping holds of finite numbers (text is left aside).
+def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
+    """Return the score and the other finite numbers of what a reward returned.
 
     Raises:
-        UserCodeError: no score, or one that is not a finite number; it says what came.
+        UserCodeError: there is no score, or it is not a finite number.
     """
     if isinstance(returned, Mapping):
         if "score" not in returned:
-            raise UserCodeError(f'{named} returned no "score", only {sorted(map(str, returned))}')
+            raise UserCodeError(f'{label} returned no "score", only {sorted(map(str, returned))}')
         metrics = {str(k): _number(v) for k, v in returned.items() if k != "score"}
         score = returned["score"]
     else:
@@ -275,14 +280,14 @@ def read_score(named: str, returned: Any) -> tuple[float, dict[str, float]]:
     number = _number(score)
     if not math.isfinite(number):
         raise UserCodeError(
-            f"{named} returned {score!r} ({type(score).__name__}); it must be a finite number,"
+            f"{label} returned {score!r} ({type(score).__name__}); it must be a finite number,"
             ' or a mapping with one under "score"'
         )
     return number, {k: v for k, v in metrics.items() if math.isfinite(v)}
 
 
 def _number(value: Any) -> float:
-    """`value` as a float (numpy's and torch's scalars too); NaN where it is none."""
+    """Return `value` as a float (also a NumPy or torch scalar); NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -290,7 +295,7 @@ def _number(value: Any) -> float:
 
 
 def extra_info(trajectory: Trajectory) -> dict[str, Any]:
-    """The row's `extra` with what happened in the episode."""
+    """Return the row's `extra` and facts about the episode."""
     return {
         **trajectory.sample.extra,
         "num_turns": num_turns(trajectory),
@@ -314,10 +319,10 @@ ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
 
 
 def num_turns(trajectory: Trajectory) -> int:
-    """Assistant turns + user turns + 1, as verl counts them.
+    """Return assistant turns + user turns + 1, as verl counts them.
 
-    A user turn is what answers an assistant turn: an interaction's reply, or the results of all the
-    calls of one turn. The 1 stands for the prompt.
+    A user turn is an interaction's reply, or the results of all calls of one assistant turn. The 1
+    stands for the prompt.
 
     Example: call a tool, read its result, answer: 2 + 1 + 1 = 4.
     """

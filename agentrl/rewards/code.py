@@ -1,7 +1,7 @@
-"""The grader of programming problems: the last program in the answer, against a row's test cases.
+"""The grader of programming problems: run the last program in the answer on a row's test cases.
 
-The program runs in the sandbox, once for each test (`code_harness`). Its output is compared here:
-the expected output never enters the sandbox, so nothing in there can read it or forge a comparison.
+The program runs in the sandbox, once per test (`code_harness`). Its output is compared here. The
+expected output never enters the sandbox, so a program cannot read it or forge a comparison.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from agentrl.sandbox.box import GONE
 from agentrl.workers import PerLoop
 
 FIRST = 10
-"""Tests that are run first; for a share, only these count. Some problems have hundreds."""
+"""The number of tests that are run first. A partial score counts only these."""
 MOST_LATE = 2
-"""Tests that may run out of time before the rest is given up."""
+"""The number of tests that may time out before the rest is skipped."""
 LEAST_OUTPUT = 65_536
 START_SECONDS = 10.0
 """Time in which the harness starts if the sandbox works. If a harness had less time and did not
@@ -44,51 +44,52 @@ _HARNESS = Path(__file__).with_name("code_harness.py").read_text("utf-8")
 
 @reward("code", bounded=True, sandbox=True)
 class Code:
-    """Judges a run's programs."""
+    """Grades the programs of a run."""
 
     def __init__(self, continuous: bool = True, seconds: float = 5.0, total_seconds: float = 30.0):
-        """How to judge.
+        """Check the settings.
 
         Args:
-            continuous: where not all tests pass, score the share of the first ten that do; else 0.
-            seconds: for each test.
-            total_seconds: for all of them.
+            continuous: if not all tests pass: True scores the share of the first ten that pass,
+                False scores 0.
+            seconds: the time limit of a test.
+            total_seconds: the time limit of all tests together.
 
         Raises:
-            ConfigError: impossible times.
+            ConfigError: the time limits contradict each other.
         """
         if not 0 < seconds <= total_seconds:
             raise ConfigError(
-                f"reward.kwargs: seconds={seconds} for a test must be above 0 and at most"
-                f" total_seconds={total_seconds}, for all of them"
+                f"reward.kwargs: seconds={seconds} (of a test) must be above 0 and at most"
+                f" total_seconds={total_seconds} (of all tests)"
             )
         self._continuous = continuous
         self._seconds = seconds
         self._total_seconds = total_seconds
-        # As many as there are cores: with more at once, a test's seconds are too short for some.
+        # One program per core: with more at once, some would exceed the time limit of a test.
         self._turns = PerLoop(lambda: asyncio.Semaphore(len(os.sched_getaffinity(0))))
 
     async def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
         """Run the last program of the text against the test cases.
 
         Args:
-            solution_str: what the assistant wrote.
+            solution_str: the assistant's text.
             ground_truth: the test cases, see `code_tests.read_tests`.
 
         Returns:
-            `score`; `acc`: 1.0 where all tests pass, else 0.0; `timeout` and `crash`: 1.0 where a
-            test ended so.
+            `score`; `acc`: 1.0 if all tests pass, else 0.0; `timeout` and `crash`: 1.0 if a test
+            timed out or crashed, else 0.0.
 
         Raises:
-            DataError: test cases that cannot be read.
-            SandboxError: nothing can be run.
+            DataError: the test cases cannot be read.
+            SandboxError: the sandbox cannot run programs.
         """
         tests, program = read_tests(ground_truth), last_program(solution_str)
         async with self._turns.get():
             end = time.monotonic() + self._total_seconds
-            ended = first = await self._run(program, tests.some(0, FIRST), end, self._continuous)
+            ended = first = await self._run(program, tests.select(0, FIRST), end, self._continuous)
             if not any(first):
-                ended = [*first, *await self._run(program, tests.some(FIRST, None), end, False)]
+                ended = [*first, *await self._run(program, tests.select(FIRST, None), end, False)]
         passed = not any(ended)
         share = first.count("") / len(first) if self._continuous else 0.0
         return {
@@ -106,12 +107,12 @@ class Code:
 
         Args:
             program: the solution.
-            tests: those to run.
-            end: when all must be done.
-            go_on: past one that failed.
+            tests: the tests to run.
+            end: the `time.monotonic()` seconds at which to stop.
+            go_on: whether to continue after a test that failed.
 
         Raises:
-            SandboxError: nothing can be run.
+            SandboxError: the sandbox cannot run programs.
         """
         count = at_once = len(tests.inputs)
         ended: list[str] = []
@@ -123,7 +124,7 @@ class Code:
             left = end - time.monotonic()
             if left <= 0:
                 return ended + ["time"] * (count - len(ended))
-            some = tests.some(len(ended), len(ended) + at_once)
+            some = tests.select(len(ended), len(ended) + at_once)
             done = await self._run_harness(program, some, left, crash, late)
             if done.stdout.startswith(READY):
                 ended += _endings(done, some)
@@ -168,16 +169,16 @@ class Code:
 
 
 def last_program(text: str) -> str:
-    """The last fenced block of Python, or of nothing in particular; without one, all of the text.
+    """Return the last code block of Python, or without a language; or else the whole text.
 
-    A block that never closes reaches to the end of the text.
+    A block that is not closed extends to the end of the text.
     """
     blocks = [code for kind, code in _FENCED.findall(text) if kind.strip().lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
 
 def _frame(value: Any) -> str:
-    """A value as the harness reads it."""
+    """Encode a value for the harness: its length in 10 characters, then JSON."""
     text = json.dumps(value)
     return f"{len(text):10}{text}"
 
@@ -209,13 +210,13 @@ def _endings(done: Completed, tests: Tests) -> list[str]:
 
 
 def _most(outputs: Sequence[Any]) -> int:
-    """Bytes that a test may put out: a round number, which says little of what is expected."""
+    """Return the output limit in bytes: rounded, so that it reveals little of the right output."""
     longest = max(len(str(output).encode("utf-8", "replace")) for output in outputs)
     return max(LEAST_OUTPUT, 2 << longest.bit_length())
 
 
 def problem_of(ground_truth: Any) -> str:
-    """Why nothing could be judged by this ground truth; "" where all is well."""
+    """Return why a ground truth is unusable; "" if it can be read."""
     try:
         read_tests(ground_truth)
     except DataError as e:

@@ -1,6 +1,6 @@
-"""Test cases of programming problems: reading them from a row, and comparing what came out.
+"""Test cases of programming problems: read them from a row, and compare outputs.
 
-Both happen outside of the sandbox. What a program should print never enters it.
+Both happen outside the sandbox. The expected output never enters it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from agentrl.errors import DataError
 
 CLOSE = Decimal("1e-5")
-"""How far a number with a fraction may be off, as a share of the right one."""
+"""The relative tolerance for numbers with a fraction."""
 
-# As decimals, since as a float `1e999` is infinite, the same as any other number that is too large.
+# Numbers are compared as decimals: as floats, `1e999` and all other huge numbers would be infinite.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?")
 _WIDE = Context(prec=28, Emin=MIN_EMIN, Emax=MAX_EMAX)
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -26,43 +26,43 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """The tests of one problem: what goes in, and what should come out."""
+    """The tests of one problem: inputs and expected outputs."""
 
     inputs: tuple[Any, ...]
-    """What the program reads, or the list of the function's arguments."""
+    """Per test: the stdin of the program, or the list of the function's arguments."""
     outputs: tuple[Any, ...]
-    """What the program should print, or the function return."""
+    """Per test: the expected stdout of the program, or value of the function."""
     fn_name: str = ""
-    """The function to call; "" for a program that reads and prints."""
+    """The function to call; "" for a program that reads stdin and prints."""
 
-    def some(self, start: int, stop: int | None) -> Tests:
-        """Those from `start` to before `stop`."""
+    def select(self, start: int, stop: int | None) -> Tests:
+        """Return the tests [start, stop)."""
         return replace(self, inputs=self.inputs[start:stop], outputs=self.outputs[start:stop])
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    r"""The tests in a ground truth: a mapping, or its JSON.
+    r"""Return the tests in a ground truth, which is a mapping or its JSON.
 
         {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}
         {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}
 
-    Arguments may also be text with one JSON value per line (LiveCodeBench's way).
+    Arguments may also be text with one JSON value per line, as in LiveCodeBench.
 
     Raises:
-        DataError: it holds something else; the message says what.
+        DataError: it has another form. The message says what is wrong.
     """
     return _read(ground_truth) if isinstance(ground_truth, str) else _tests(ground_truth)
 
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Tests:
-    """As `read_tests`; all rollouts of a row read the same."""
+    """Parse JSON as `read_tests` does; cached, because all rollouts of a row have the same."""
     try:
         return _tests(json.loads(text))
     except (ValueError, RecursionError) as e:
         if isinstance(e, DataError):
             raise
-        raise DataError(f"test cases that are no JSON: {e}") from e
+        raise DataError(f"test cases are not valid JSON: {e}") from e
 
 
 def _tests(cases: Any) -> Tests:
@@ -77,7 +77,7 @@ def _tests(cases: Any) -> Tests:
         raise DataError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     fn_name = cases.get("fn_name") or ""
     if not isinstance(fn_name, str) or (fn_name and not fn_name.isidentifier()):
-        raise DataError(f"fn_name={fn_name!r} is no name of a function")
+        raise DataError(f"fn_name={fn_name!r} is not a valid function name")
     if not fn_name:
         return Tests(tuple(map(_lines, inputs)), tuple(map(_lines, outputs)))
     pairs = [_arguments(*pair) for pair in zip(inputs, outputs, strict=True)]
@@ -88,25 +88,25 @@ def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _arguments(given: Any, returned: Any) -> tuple[list[Any], Any]:
-    if isinstance(given, str):
+def _arguments(arguments: Any, returned: Any) -> tuple[list[Any], Any]:
+    if isinstance(arguments, str):
         try:
-            return [json.loads(line) for line in given.split("\n")], json.loads(returned)
+            return [json.loads(line) for line in arguments.split("\n")], json.loads(returned)
         except (ValueError, TypeError) as e:
-            raise DataError(f"arguments that are text must be a JSON value per line: {e}") from e
-    if not isinstance(given, list | tuple):
-        raise DataError(f"a function's inputs must be lists of its arguments, not {given!r:.40}")
-    return list(given), returned
+            raise DataError(f"arguments as text must have one JSON value per line: {e}") from e
+    if not isinstance(arguments, list | tuple):
+        raise DataError(f"a function's input must be a list of arguments, not {arguments!r:.40}")
+    return list(arguments), returned
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program printed what it should: lines without the blanks around and between words.
+    """Return whether a program printed the expected lines, apart from extra spaces and empty lines.
 
-    Where a line should be a number with a fraction, one that is nearly it will do.
+    A number with a fraction may differ by the tolerance `CLOSE`.
     """
-    said, right = _words(printed), _words(expected)
-    return len(said) == len(right) and all(
-        a == b or _close(a, b) for a, b in zip(said, right, strict=True)
+    own, right = _words(printed), _words(expected)
+    return len(own) == len(right) and all(
+        a == b or _close(a, b) for a, b in zip(own, right, strict=True)
     )
 
 
@@ -114,20 +114,20 @@ def _words(text: str) -> list[str]:
     return [words for line in text.splitlines() if (words := " ".join(line.split()))]
 
 
-def _close(said: str, right: str) -> bool:
-    if not (_NUMBER.fullmatch(said) and _NUMBER.fullmatch(right)):
+def _close(own: str, right: str) -> bool:
+    if not (_NUMBER.fullmatch(own) and _NUMBER.fullmatch(right)):
         return False
     if _INTEGER.fullmatch(right):
-        return not _INTEGER.fullmatch(said) and Decimal(said) == Decimal(right)
-    off = _WIDE.subtract(Decimal(said), Decimal(right)).copy_abs()
+        return not _INTEGER.fullmatch(own) and Decimal(own) == Decimal(right)
+    off = _WIDE.subtract(Decimal(own), Decimal(right)).copy_abs()
     return off <= max(_WIDE.multiply(CLOSE, Decimal(right)).copy_abs(), CLOSE * CLOSE)
 
 
 def same_value(returned: str, expected: Any) -> bool:
-    """Whether a function returned what it should: `returned` is the JSON of its value.
+    """Return whether a function returned the expected value; `returned` is JSON.
 
-    As in APPS, the expected value may stand in a list of its own; it is alone there, or every list
-    would be the same as its first element.
+    As in APPS, the expected value may be wrapped in a list. That list must have one element, or
+    every list would equal its first element.
     """
     try:
         value = json.loads(returned)

@@ -1,4 +1,4 @@
-"""Which reward judges a row: the one that the config names, else the grader of `data_source`."""
+"""Find the reward of a row: the one that the config names, or the grader of its `data_source`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ GRADERS = {
     "taco": "code",
     "searchR1_*": "search_qa",
 }
-"""data_source -> the registered `compute_score` that judges its rows; `*` is any ending."""
+"""data_source -> the name of the `compute_score` that grades its rows. `*` matches any ending."""
 
 UNGRADED = {
-    "numina_*": "verl's prime_math is not part of agentrl; `reward.function=math` judges answers in"
+    "numina_*": "verl's prime_math is not part of agentrl; `reward.function=math` grades answers in"
     " \\boxed{...}",
-    "hiyouga/geometry3k": "its questions are pictures, which agentrl does not show to models",
+    "hiyouga/geometry3k": "its questions are images, which agentrl does not support",
 }
-"""data_sources that verl has a grader for and agentrl has none, and what to do instead."""
+"""data_source -> what to do about rows that verl has a grader for and agentrl has not."""
 
 GOLD: Mapping[str, Callable[..., str]] = {
     "gsm8k": lambda truth, **_: f"#### {plain_number(truth)}",
@@ -46,13 +46,13 @@ GOLD: Mapping[str, Callable[..., str]] = {
     ),
     "search_qa": lambda truth, **_: f"<answer>{''.join(right_answers(truth)[:1])}</answer>",
 }
-"""Per grader, the shortest text that deserves full marks, of a ground truth and reward.kwargs."""
+"""Per grader: makes the shortest text with full marks, from a ground truth and `reward.kwargs`."""
 
 PROBLEMS: Mapping[str, Callable[[Any], str]] = {
     "code": code.problem_of,
     "math": math.problem_of,
 }
-"""Per grader that would have to run something to mark a text: why a ground truth is of no use."""
+"""Per grader that would have to run programs: returns why a ground truth is unusable, or ""."""
 
 
 def grader_of(
@@ -61,19 +61,19 @@ def grader_of(
     executor: RewardExecutor | None = None,
     key: str = "reward.kwargs",
 ) -> Grader:
-    """The grader that comes with agentrl for rows of `data_source`.
+    """Return the grader that agentrl ships for rows of `data_source`.
 
     Raises:
-        DataError: there is none; the message says how to give one.
+        DataError: there is none. The message says how to set one.
         ConfigError: it does not take these `reward.kwargs`.
     """
     name = _entry(GRADERS, data_source)
     if not name:
-        said = f"no grader for data_source {data_source!r}" if data_source else "no data_source"
+        problem = f"no grader for data_source {data_source!r}" if data_source else "no data_source"
         instead = _entry(UNGRADED, data_source)
         hint = f" {instead}." if instead else did_you_mean(data_source, GRADERS)
         raise DataError(
-            f"{said}.{hint} Known: {', '.join(GRADERS)}. Or set"
+            f"{problem}.{hint} Known: {', '.join(GRADERS)}. Or set"
             f" reward.function to a registered reward ({', '.join(rewards.names())}) or to your own"
             " (path.py:function)"
         )
@@ -85,15 +85,15 @@ def _boxed(truth: Any) -> str:
 
 
 def _entry(table: Mapping[str, str], data_source: str) -> str:
-    """The value of the first key that fits, or ""."""
+    """Return the value of the first key that matches, or ""."""
     return next((v for k, v in table.items() if fnmatchcase(data_source, k)), "")
 
 
 def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
-    """The function behind `reward.function`: a registered name, or `path.py:function`.
+    """Return the function that `reward.function` names: a registered name, or `path.py:function`.
 
     Raises:
-        ConfigError: no such reward; the message lists what there is.
+        ConfigError: there is no such reward. The message lists the choices.
         UserError: the file is missing or does not load.
     """
     path, _, attribute = name.rpartition(":")
@@ -110,7 +110,7 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
         raise ConfigError(f"{key}={name!r} must name its function: {name}:FUNCTION")
     if name not in rewards:
         raise ConfigError(
-            f"{key}={name!r}: {rewards.unknown(name)}. Others are named by their file"
+            f"{key}={name!r}: {rewards.explain_unknown(name)}. Others are named by their file"
             " (path.py:function), or registered by a file listed in `files`"
         )
     return rewards.get(name)

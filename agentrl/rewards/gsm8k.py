@@ -16,23 +16,23 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, float]:
-    """Compare the answer at the end of the text with the right one: as strings, "17" is not "17.0".
+    """Compare the answer at the end of the text with the right one. "17" is not "17.0".
 
     Args:
-        solution_str: what the assistant wrote; its last 300 characters count.
+        solution_str: the assistant's text. Its last 300 characters count.
         ground_truth: the right number.
         method: "strict" reads the last `#### x`, "flexible" the last number.
-        format_score: for a wrong answer in the right form (0.1 in verl's documentation).
-        score: for a right answer.
+        format_score: the score of a wrong answer in the right form (0.1 in verl's documentation).
+        score: the score of a right answer.
 
     Returns:
-        `score`: `score`, `format_score`, or 0 where there is no answer; `acc`: 1.0 for a right
-        answer, else 0.0.
+        `score`: `score`, `format_score`, or 0 if there is no answer; `acc`: 1.0 for a right answer,
+        else 0.0.
 
     Raises:
-        ConfigError: an unknown method.
+        ConfigError: `method` is unknown.
     """
     answer = gsm8k_answer(solution_str, method)
     right = answer is not None and same_number(answer, ground_truth)
-    earned = score if right else 0.0 if answer is None else format_score
-    return {"score": earned, "acc": float(right)}
+    points = score if right else 0.0 if answer is None else format_score
+    return {"score": points, "acc": float(right)}

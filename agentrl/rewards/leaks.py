@@ -1,9 +1,8 @@
-r"""Whether a model is told its answers: a reward that can be had by copying teaches copying.
+r"""Warn about rows that show the model the right answer: then it learns to copy.
 
-Looked for in what the model reads before it says anything, its prompt and the descriptions of its
-tools: the row's ground truth, and the same in the form that a grader looks for (`#### 12`,
-`\boxed{12}`). A ground truth of a few characters stands in many a question by chance, so it only
-counts in such a form.
+The prompt and the descriptions of the tools are searched for the row's ground truth, alone and in
+the forms that graders read (`#### 12`, `\boxed{12}`). A ground truth of a few characters occurs in
+many questions by chance, so it counts only in such a form.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from agentrl.answers import plain_number, without_signs
 from agentrl.trajectory import Sample
 
 FORMS = ("#### {}", "\\boxed{{{}}}", "\\fbox{{{}}}", "Answer: {}", "<answer>{}</answer>")
-"""What graders read answers from."""
+"""The forms of an answer that graders read."""
 SHORT = 4
-"""A ground truth with fewer characters says nothing where it stands alone."""
+"""A ground truth with fewer characters counts only in one of the forms."""
 PLAIN_SHARE = 0.2
-"""Of rows in which it stands as it is: questions name things that may be the answer."""
+"""Warn if more than this share of rows contains the ground truth alone. Some questions name it."""
 FORM_SHARE = 0.05
-"""Of rows in which it stands as an answer: a few-shot example may happen to have the same one."""
+"""Warn if more than this share of rows contains it in a form. Few-shot examples may, by chance."""
 
 
-def leaks(
-    samples: Sequence[Sample], shown: Callable[[Sample], str], file: str = ""
+def find_leaks(
+    samples: Sequence[Sample], tool_texts: Callable[[Sample], str], file: str = ""
 ) -> Iterator[str]:
-    """What to warn of in these rows, a message for each kind of leak.
+    """Yield a warning for each kind of leak in these rows.
 
     Args:
         samples: the rows of a file.
-        shown: what a row's model reads of its tools.
-        file: its name, for the messages.
+        tool_texts: returns the texts that describe a row's tools to the model.
+        file: the name of the file, for the messages.
     """
     truths = [(s, truth) for s in samples if (truth := _truth(s))]
     places: tuple[tuple[str, Callable[[Sample], str]], ...] = (
         ("the prompt", lambda s: "\n".join(m.content for m in s.prompt)),
-        ("the descriptions of the tools", shown),
+        ("the descriptions of the tools", tool_texts),
     )
     where = f"{file}: " if file else ""
     for place, read in places:
@@ -46,28 +45,28 @@ def leaks(
             text = without_signs(read(sample))
             if truth not in text:
                 continue
-            form = next((f.format(truth) for f in FORMS if _stands(f.format(truth), text)), "")
+            form = next((f.format(truth) for f in FORMS if _occurs(f.format(truth), text)), "")
             if form:
                 as_answer.append((sample, form))
-            elif len(truth) >= SHORT and _stands(truth, text):
+            elif len(truth) >= SHORT and _occurs(truth, text):
                 plain.append((sample, truth))
         if len(as_answer) > FORM_SHARE * len(truths):
             sample, form = as_answer[0]
             yield (
-                f"{where}{place} of {_share(as_answer, truths)} (first: row {sample.row}) has the"
-                f" right answer in the form that graders look for, {form!r:.80}: a model earns the"
+                f"{where}{place} of {_share(as_answer, truths)} (first: row {sample.row}) contains"
+                f" the right answer in a form that graders read, {form!r:.80}: a model gets the"
                 " reward by copying it"
             )
         elif len(plain) > PLAIN_SHARE * len(truths):
             sample, truth = plain[0]
             yield (
-                f"{where}{place} of {_share(plain, truths)} (first: row {sample.row}) has the"
-                f" row's own ground truth, {truth!r:.80}: is that meant?"
+                f"{where}{place} of {_share(plain, truths)} (first: row {sample.row}) contains"
+                f" the row's ground truth, {truth!r:.80}. Check whether this is intended"
             )
 
 
 def _truth(sample: Sample) -> str:
-    """The ground truth as text; nothing where it is none of one line."""
+    """Return the ground truth as text; "" if it is not a text of one line or a number."""
     truth = sample.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         return ""
@@ -75,8 +74,8 @@ def _truth(sample: Sample) -> str:
     return "" if "\n" in text else text
 
 
-def _stands(words: str, text: str) -> bool:
-    """Whether the words stand in the text, and not within longer ones."""
+def _occurs(words: str, text: str) -> bool:
+    """Return whether the words occur in the text, and not as a part of longer words."""
     if words not in text:
         return False
     before = r"(?<![\w.])" if words[:1].isalnum() else ""
@@ -84,5 +83,5 @@ def _stands(words: str, text: str) -> bool:
     return re.search(before + re.escape(words) + after, text) is not None
 
 
-def _share(found: Sequence[object], rows: Sequence[object]) -> str:
-    return f"{len(found)} of {len(rows)} rows" if len(rows) > 1 else "the row"
+def _share(leaks: Sequence[object], rows: Sequence[object]) -> str:
+    return f"{len(leaks)} of {len(rows)} rows" if len(rows) > 1 else "the row"

@@ -1,12 +1,12 @@
-r"""The grader of MATH's rows (arXiv:2103.03874): the last `\boxed{...}` against the right answer.
+r"""The grader of MATH (arXiv:2103.03874): compare the last `\boxed{...}` with the right answer.
 
-First by spelling, as verl does, right here; then, where that does not settle it, by algebra in a
-worker process with a deadline.
+It first compares spellings, as verl does. If they differ, it compares by algebra (Math-Verify), in
+a worker process with a deadline.
 
-Algebra is not asked what would take for ever, is said in words, or is of another kind: sympy
-computes what it reads, and on what a model wrote it may do so until it is killed, which costs
-seconds and a worker. Math-Verify takes a pair for a set of two, and leaves out the base of a
-number: that is seen here.
+Algebra is skipped for expressions that could take forever, for answers in words, and for answers of
+another kind. sympy evaluates what it parses, and some expressions of a model run until the worker
+is killed, which costs seconds. Math-Verify also treats a pair as a set of two and ignores the base
+of a number, so both are checked here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from agentrl.answers import as_text, boxed_answer
 from agentrl.errors import ConfigError, GraderCrash
 from agentrl.rewards.base import reward
-from agentrl.rewards.math_text import normal_form, other_name, same_text, tokens_of
+from agentrl.rewards.math_text import has_other_name, normal_form, same_text, tokens_of
 from agentrl.workers import Processes, WorkerDied
 
 SECONDS = 5.0
-"""For algebra on one answer; what takes longer is not the same."""
+"""The time limit for algebra on one answer. An answer that takes longer is wrong."""
 LONGEST = 500
-"""Characters of an answer; the longest of MATH-500 has 159."""
+"""The maximum length of an answer in characters. The longest of MATH-500 has 159."""
 DEEPEST = 16
-"""Brackets within brackets."""
+"""The maximum depth of nested brackets."""
 DIGITS = 4
-"""Of a number in an exponent, or before a `!`."""
+"""The maximum number of digits of an exponent, or of a number before `!`."""
 
 _OPEN, _CLOSE = frozenset("{(["), frozenset("})]")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)(?=\{)|[{}()\s]")
@@ -40,21 +40,21 @@ _BASE = re.compile(r"[0-9A-Z]+_\{?(\d+)\}?")
 _LOOSE = frozenset(
     ("<", ">", r"\lt", r"\gt", r"\le", r"\ge", r"\leq", r"\geq", r"\cup", r"\cap", r"\setminus")
 )
-"""Signs of a set that may as well be written in another way, which algebra knows."""
+"""Signs of a set that can also be written in another way. Algebra compares these."""
 
 
 @reward("math", bounded=True)
 class Math:
-    """Judges a run's answers."""
+    """Grades the answers of a run."""
 
     def __init__(self, verify: bool = True):
-        """Look for what is needed.
+        """Import Math-Verify if it is needed.
 
         Args:
-            verify: also by algebra; False: by spelling alone, verl's scores.
+            verify: whether to compare by algebra, too. False gives verl's scores.
 
         Raises:
-            ConfigError: Math-Verify is missing.
+            ConfigError: Math-Verify is not installed.
         """
         self._equivalent: Callable[[str, str], bool] | None = None
         if verify:
@@ -63,7 +63,7 @@ class Math:
             except ImportError as e:
                 raise ConfigError(
                     f"the grader 'math' needs Math-Verify ({e}): pip install 'agentrl[math]', or"
-                    " compare by spelling alone, as verl does: reward.kwargs.verify=false"
+                    " compare spellings only, as verl does: reward.kwargs.verify=false"
                 ) from e
             self._equivalent = equivalent
 
@@ -73,55 +73,58 @@ class Math:
         """Compare the last box with the right answer.
 
         Args:
-            solution_str: what the assistant wrote.
+            solution_str: the assistant's text.
             ground_truth: the right answer.
-            pool: where algebra is done.
+            pool: returns the worker processes for algebra.
 
         Returns:
-            `score` and `acc`: 1.0 for a right answer, else 0.0; `grader_timeout`: 1.0 where algebra
-            did not end in time.
+            `score` and `acc`: 1.0 for a right answer, else 0.0; `grader_timeout`: 1.0 if algebra
+            did not end in time, else 0.0.
 
         Raises:
             GraderCrash: the worker died.
         """
         answer, truth = boxed_answer(solution_str), as_text(ground_truth)
-        right, late = answer is not None and same_text(answer, truth), False
-        if answer and not right and not other_kind(answer, truth):
+        right, is_late = answer is not None and same_text(answer, truth), False
+        if answer and not right and not is_other_kind(answer, truth):
             right = same_words(answer, truth)
-            hopeless = any(too_hard(text) or has_words(text) for text in (answer, truth))
-            if self._equivalent and not right and not hopeless:
+            skip = any(is_too_hard(text) or has_words(text) for text in (answer, truth))
+            if self._equivalent and not right and not skip:
                 try:
                     right = await pool().call(self._equivalent, answer, truth, seconds=SECONDS)
                 except TimeoutError:
-                    late = True
+                    is_late = True
                 except WorkerDied as e:
                     raise GraderCrash(
                         f"Math-Verify on {answer!r:.200} and {truth!r:.200}: {e}"
                     ) from e
-        return {"score": float(right), "acc": float(right), "grader_timeout": float(late)}
+        return {"score": float(right), "acc": float(right), "grader_timeout": float(is_late)}
 
 
 def problem_of(ground_truth: Any) -> str:
-    """Why no answer could match this ground truth; "" where one can: its own text in a box."""
+    """Return why no answer can match this ground truth; "" if its own text in a box matches."""
     truth = as_text(ground_truth)
     own = boxed_answer(rf"\boxed{{{truth}}}")
     if own is not None and same_text(own, truth):
         return ""
-    return "give it the final answer alone"
+    return "it must be the final answer only"
 
 
-def too_hard(text: str) -> bool:
-    """Whether algebra on it may explode: too long, too deep, a tower of powers, a huge factorial.
+def is_too_hard(text: str) -> bool:
+    """Return whether algebra on a text may take forever.
 
-    Example: `9^{9^{9}}`, `2^{100000}` and `10^9!` are; `e^{x^2}` is not, since sympy leaves powers
-    of a letter as they are.
+    That is so if it is too long or too deeply nested, or has a tower of powers or a huge factorial.
+
+    Example: `9^{9^{9}}`, `2^{100000}` and `10^9!` are too hard. `e^{x^2}` is not, because sympy
+    does not evaluate powers of a symbol.
     """
     if len(text) > LONGEST:
         return True
     depth = 0
-    exponents: list[int] = []  # how deep each exponent that has not ended began
-    due = bare = ended = False  # an exponent must begin; is one without brackets; ended just now
-    digits, before = 0, ""  # of the number that is being read; the token before
+    exponents: list[int] = []  # the depth at which each open exponent began
+    # An exponent must begin now; is open without brackets; ended at this token.
+    due = bare = ended = False
+    digits, before = 0, ""  # the digits of the current number; the token before
     for token in tokens_of(text.replace("**", "^")):
         if token.isspace():
             continue
@@ -156,47 +159,47 @@ def too_hard(text: str) -> bool:
 
 
 def has_words(text: str) -> bool:
-    r"""Whether it is said in words: to algebra, "listen" is a product, and the same as "silent"."""
+    r"""Return whether a text has words. For algebra, "listen" is a product equal to "silent"."""
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
 
 
 def same_words(answer: str, truth: str) -> bool:
-    r"""Whether the two are the same but for capitals, brackets and `\text{...}`.
+    r"""Return whether the two differ only in capitals, brackets and `\text{...}`.
 
-    Words alone, or a letter: without its brackets, `2^{3}4` would be `2^{34}`.
+    This applies to words and to a single letter only: without brackets, `2^{3}4` equals `2^{34}`.
     """
-    said, right = (_WRAPPER.sub("", normal_form(text)).casefold() for text in (answer, truth))
-    if not said or said != right or _FORMULA.search(right):
+    own, right = (_WRAPPER.sub("", normal_form(text)).casefold() for text in (answer, truth))
+    if not own or own != right or _FORMULA.search(right):
         return False
     return has_words(truth) or not _NUMBERS.search(right)
 
 
-def other_kind(answer: str, truth: str) -> bool:
-    r"""Whether one is in order and the other is not, or in another way.
+def is_other_kind(answer: str, truth: str) -> bool:
+    r"""Return whether the two cannot be equal because they are of different kinds.
 
-    `(1,2)` is not `[1,2)`, `\{1,2\}` or `1,2`. So are `x=5` and `y=5`, or `17_8` and `17_9`.
+    `(1,2)` is not `[1,2)`, `\{1,2\}` or `1,2`; `x=5` is not `y=5`; `17_8` is not `17_9`.
     """
-    if other_name(answer, truth):
+    if has_other_name(answer, truth):
         return True
-    said, right = (normal_form(text) for text in (answer, truth))
-    bases = _BASE.fullmatch(said), _BASE.fullmatch(right)
+    own, right = (normal_form(text) for text in (answer, truth))
+    bases = _BASE.fullmatch(own), _BASE.fullmatch(right)
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return True
-    tokens = [tokens_of(text) for text in (said, right)]
+    tokens = [tokens_of(text) for text in (own, right)]
     return _LOOSE.isdisjoint(tokens[0] + tokens[1]) and _ordered(tokens[0]) != _ordered(tokens[1])
 
 
 def _ordered(tokens: list[str]) -> set[str]:
-    """The brackets, as `[)`, around what is a list in itself: the text, or elements of its list."""
+    """Return the brackets, such as `[)`, of the text if it is a list, or of its elements."""
     for i in range(len(tokens) - 1, -1, -1):
         if tokens[i] in ("=", r"\in"):
             tokens = tokens[i + 1 :]
             break
     if tokens[:1] == [r"\{"] and tokens[-1:] == [r"\}"]:
         tokens = tokens[1:-1]
-    found: set[str] = set()
-    depth, start, inner = 0, 0, False  # inner: a comma stands directly in the element's brackets
-    closed = -1  # where the first bracket of the element ended
+    brackets: set[str] = set()
+    depth, start, inner = 0, 0, False  # inner: a comma is directly inside the element's brackets
+    closed = -1  # the index at which the element's first bracket ends
     for i, token in enumerate([*tokens, ","]):
         if token in _OPEN or token == r"\{":
             depth += 1
@@ -206,8 +209,8 @@ def _ordered(tokens: list[str]) -> set[str]:
                 closed = i
         elif token == "," and (depth <= 0 or i == len(tokens)):
             if inner and closed == i - 1 and tokens[start] in ("(", "["):
-                found.add(tokens[start] + tokens[closed])
+                brackets.add(tokens[start] + tokens[closed])
             start, inner, closed = i + 1, False, -1
         elif token == "," and depth == 1:
             inner = True
-    return found
+    return brackets

@@ -1,7 +1,7 @@
-r"""The grader of DAPO's and AIME's rows (arXiv:2503.14476), with verl's signature and scores.
+r"""The grader of DAPO and AIME (arXiv:2503.14476), with verl's signature and scores.
 
-An answer is compared as text, after the normalisation of Minerva (Lewkowycz et al., 2022,
-arXiv:2206.14858, appendix D.1): units, filler words and signs of LaTeX are left out.
+Answers are compared as text after Minerva's normalization (Lewkowycz et al., 2022,
+arXiv:2206.14858, appendix D.1), which removes units, filler words and LaTeX signs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from agentrl.answers import as_text, boxed_answer, named_answer
 from agentrl.rewards.base import reward
 
 BOX_TAIL = 100
-"""Characters at the end of the text in which a box is looked for, as in verl."""
+"""The number of characters at the end of the text that are searched for a box, as in verl."""
 LONGEST = 1000
-"""A longer text is no final answer, and stays as it is."""
+"""A text with more characters is not a final answer. It is not normalized."""
 
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
@@ -41,27 +41,27 @@ def compute_score(
     r"""Compare the answer at the end of the text with the right one.
 
     Args:
-        solution_str: what the assistant wrote; its last 300 characters count.
+        solution_str: the assistant's text. Its last 300 characters count.
         ground_truth: the right answer.
-        strict_box_verify: read `\boxed{...}` in the last 100 characters alone, and compare it
-            letter by letter; else the last line that says `Answer: ...`, or, without one, the box.
+        strict_box_verify: True: compare `\boxed{...}` in the last 100 characters, without
+            normalization. False: compare the last line with `Answer: ...`, or else the box.
 
     Returns:
-        `score`: 1.0 or -1.0; `acc`: 1.0 for a right answer, else 0.0; `pred`: what was read.
+        `score`: 1.0 or -1.0; `acc`: 1.0 for a right answer, else 0.0; `pred`: the answer.
     """
     truth = as_text(ground_truth)
     boxed = boxed_answer(solution_str[-BOX_TAIL:])
     if strict_box_verify:
         pred, right = boxed, bool(boxed) and boxed == truth
     else:
-        said = named_answer(solution_str)
-        pred = minerva(said if said is not None else boxed or "")
+        named = named_answer(solution_str)
+        pred = minerva(named if named is not None else boxed or "")
         right = bool(pred) and pred == minerva(truth)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred or ""}
 
 
 def minerva(answer: str) -> str:
-    r"""The answer in Minerva's spelling.
+    r"""Return the answer after Minerva's normalization.
 
     Example: `minerva(r"x = $1,000$ dollars")` is "1000".
     """

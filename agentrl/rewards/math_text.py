@@ -1,10 +1,10 @@
-r"""One form for the many ways to write the same answer in LaTeX: `\dfrac12`, `1/2`, `0.5`.
+r"""One normal form for the ways to write an answer in LaTeX: `\dfrac12`, `1/2`, `0.5`.
 
-The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), as verl compares by, but here they
-work on LaTeX's own tokens, so that `\leftarrow` does not lose its `\left`. What two texts have in
-common after them is spelling; what only algebra can tell is `agentrl.rewards.math_algebra`'s.
+The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), which verl uses, too. Here they
+work on LaTeX tokens, so that `\leftarrow` does not lose its `\left`. They compare spellings only;
+`agentrl.rewards.math_algebra` compares by algebra.
 
-One pass over the tokens each: the time grows with the length alone, and nothing is recursive.
+Each rule is one pass over the tokens. The time is linear, and nothing is recursive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MINUS_INSIDE = re.compile(r"\\frac\{-([0-9]+)\}(\{[0-9]+\})")
 _UNSEEN = frozenset(
     (r"\!", r"\,", r"\;", r"\:", r"\left", r"\right", r"\displaystyle", "$", r"\$", "%", r"\%")
 )
-"""Spacing and sizes, and signs of units: an answer means the same without them."""
+"""Spacing, sizes and signs of units. They do not change the meaning of an answer."""
 _BLANK = frozenset(("\\ ", "\\\n", r"\quad", r"\qquad", "~"))
 _FRACTIONS = frozenset((r"\tfrac", r"\dfrac", r"\cfrac"))
 _DEGREES = (["^", "{", r"\circ", "}"], ["^", r"\circ"], [r"\degree"])
@@ -31,49 +31,49 @@ _ARGUMENTS = {r"\frac": 2, r"\sqrt": 1}
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether the two have the same normal form; nothing is the same as an empty answer.
+    """Return whether the two have the same normal form. An empty answer equals nothing.
 
-    `x = 5` is 5, but not `y = 5`.
+    `x = 5` equals 5, but not `y = 5`.
     """
     normal = normal_form(answer)
-    return bool(normal) and normal == normal_form(truth) and not other_name(answer, truth)
+    return bool(normal) and normal == normal_form(truth) and not has_other_name(answer, truth)
 
 
-def other_name(answer: str, truth: str) -> bool:
-    """Whether they tell of two unknowns: `x = 5` and `y = 5`."""
-    said, right = (_named(_plain(text))[0] for text in (answer, truth))
-    return bool(said and right) and said != right
+def has_other_name(answer: str, truth: str) -> bool:
+    """Return whether the two name different unknowns: `x = 5` and `y = 5`."""
+    own, right = (_split_name(_plain(text))[0] for text in (answer, truth))
+    return bool(own and right) and own != right
 
 
 def normal_form(text: str) -> str:
-    r"""The text in its one spelling. Idempotent, never raises, in linear time.
+    r"""Return the normal form of a text. Idempotent; never raises; in linear time.
 
     Example: `normal_form(r"x = \dfrac 12 \text{ cm}")` is `\frac{1}{2}`.
     """
-    normal = _spelled(text)
-    if _ROWS.search(text) and not _ROWS.search(normal):  # the matrix was in what was cut off
-        normal = _spelled(normal)
+    normal = _normalize(text)
+    if _ROWS.search(text) and not _ROWS.search(normal):  # The removed part contained the matrix.
+        normal = _normalize(normal)
     return normal
 
 
-def _spelled(text: str) -> str:
-    _, tokens = _named(_plain(text))
+def _normalize(text: str) -> str:
+    _, tokens = _split_name(_plain(text))
     while tokens and tokens[-1] == ".":
         tokens.pop()
-    return _whole(_join(_with_braces(_with_zeros(tokens))))
+    return _rewrite_fraction(_join(_with_braces(_with_zeros(tokens))))
 
 
 def _plain(text: str) -> list[str]:
-    """Its tokens without what does not change what it means."""
-    if not _ROWS.search(text):  # a doubled backslash is an escape too many, not a matrix's row
+    """Return the tokens of a text without those that do not change its meaning."""
+    if not _ROWS.search(text):  # Without a matrix, a double backslash is one escape too many.
         text = re.sub(r"\\+", r"\\", text)
     tokens = [r"\frac" if t in _FRACTIONS else t for t in tokens_of(text) if t not in _UNSEEN]
     tokens = [t for t in _without_unit(tokens) if not _is_blank(t)]
     return list(_without_degrees(tokens))
 
 
-def _named(tokens: list[str]) -> tuple[str, list[str]]:
-    r"""The unknown before the only `=`, `x`, `AB` or `\theta`, and what it is; 3 is no unknown."""
+def _split_name(tokens: list[str]) -> tuple[str, list[str]]:
+    r"""Split at the only `=`, if an unknown such as `x`, `AB` or `\theta` is before it."""
     if tokens.count("=") == 1 and (at := tokens.index("=")) <= 2:
         name, rest = tokens[:at], tokens[at + 1 :]
         if all(token.lstrip("\\").isalpha() for token in name):
@@ -82,7 +82,7 @@ def _named(tokens: list[str]) -> tuple[str, list[str]]:
 
 
 def tokens_of(text: str) -> list[str]:
-    r"""LaTeX's tokens: `\word`, a backslash with what it escapes, or a single character."""
+    r"""Return LaTeX's tokens: `\word`, a backslash with one character, or a single character."""
     return _TOKEN.findall(text)
 
 
@@ -91,7 +91,7 @@ def _is_blank(token: str) -> bool:
 
 
 def _without_unit(tokens: list[str]) -> list[str]:
-    r"""`5 \text{ cm}^2` without its unit; `5 \text{ or } 6` and `\text{ east}` have none."""
+    r"""Remove a unit: `5 \text{ cm}^2` has one, `5 \text{ or } 6` and `\text{ east}` have none."""
     something = False
     for i, token in enumerate(tokens):
         if something and token == r"\text" and tokens[i + 1 : i + 3] == ["{", " "]:
@@ -113,7 +113,7 @@ def _without_degrees(tokens: list[str]) -> Iterator[str]:
 
 
 def _with_zeros(tokens: Iterable[str]) -> Iterator[str]:
-    """`.5` as `0.5`, where a number can begin."""
+    """Write `.5` as `0.5` at places where a number can begin."""
     for before, token in pairwise(["", *tokens]):
         if token == "." and before in _OPENING:
             yield "0"
@@ -121,9 +121,9 @@ def _with_zeros(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def _with_braces(tokens: Iterable[str]) -> Iterator[str]:
-    r"""`\frac12` and `\sqrt3` with the braces that TeX adds in its mind."""
-    missing = 0  # arguments that the last command still waits for
-    outer: list[int] = []  # the same of the commands around each open brace
+    r"""Add the braces that are optional in TeX: `\frac12`, `\sqrt3`."""
+    missing = 0  # the arguments that the last command still needs
+    outer: list[int] = []  # for each open brace, the same of the command around it
     for token in tokens:
         if token == "{":
             outer.append(max(0, missing - 1))
@@ -144,7 +144,7 @@ def _with_braces(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def _join(tokens: Iterable[str]) -> str:
-    r"""The text of the tokens, with a space only where it parts a command from a letter."""
+    r"""Join the tokens, with a space between a command and a letter."""
     text: list[str] = []
     for before, token in pairwise(["", *tokens]):
         if before[:1] == "\\" and before[1:2].isalpha() and token[:1].isalpha():
@@ -153,8 +153,8 @@ def _join(tokens: Iterable[str]) -> str:
     return "".join(text)
 
 
-def _whole(text: str) -> str:
-    r"""What is only done to an answer that is nothing else: `0.5`, `-1/2`, `\frac{-1}{2}`."""
+def _rewrite_fraction(text: str) -> str:
+    r"""Rewrite an answer that is only `0.5`, a fraction such as `-1/2`, or `\frac{-1}{2}`."""
     if text == "0.5":
         return r"\frac{1}{2}"
     if slash := _SLASH.fullmatch(text):

@@ -1,7 +1,8 @@
-"""From a trajectory to the number that trains: outcome, turn and tool rewards, weights, budgets.
+"""`Scorer`: from a trajectory to the reward that trains.
 
-The outcome comes from one reward function, or from several and their weights. A penalty for length
-is no part of how good an answer is: only rollouts that train pay it.
+The reward is the weighted sum of outcome, turn and tool rewards, changed by the budget policy. The
+outcome comes from one reward function or is a weighted sum of several. The penalty for long
+rollouts applies to training only, because it does not measure how good an answer is.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from agentrl.rewards.graders import GOLD, PROBLEMS, find_reward, grader_of
 from agentrl.trajectory import Sample, Scored, Trajectory
 from agentrl.workers import run_all
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 BudgetPolicy = Mapping[str, str | float]
-"""stop_reason -> what becomes of the reward (a number is subtracted); others keep theirs."""
+"""stop_reason -> "zero", "mask", "keep" (the default), or a number to subtract from the reward."""
 BY_SOURCE = "grader"
-"""In `reward.functions`: the grader of the row's data_source."""
+"""The name in `reward.functions` for the grader of the row's data_source."""
 
 Score = tuple[float, dict[str, float]]
-"""A reward, and the other numbers that its function returned."""
+"""A reward and the other numbers that its function returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the functions that the outcome is made of."""
+    """One term of the outcome: a reward function with its weight."""
 
     name: str
-    """As metrics have it."""
+    """The name in metrics."""
     weight: float
     grader: Grader | None
-    """None: that of the row's data_source."""
+    """None: the grader of the row's data_source."""
 
 
 class Scorer:
@@ -59,11 +60,11 @@ class Scorer:
         Args:
             config: the section `reward`.
             budget_policy: `rollout.budget_policy`.
-            max_trajectory_tokens: `rollout.max_trajectory_tokens`, at whose end overlong rollouts
-                are.
+            max_trajectory_tokens: `rollout.max_trajectory_tokens`, the limit for overlong rollouts.
 
         Raises:
-            UserError: no such reward, or it does not take its arguments; all problems at once.
+            UserError: there is no such reward, or it does not take its arguments. The message has
+                all problems.
         """
         self._config = config
         self._budget_policy = budget_policy or {}
@@ -73,31 +74,32 @@ class Scorer:
             "turn": config.turn_weight,
             "tool": config.tool_weight,
         }
-        self._warned: set[str] = set()
+        self._warned_sources: set[str] = set()
         self._executor = RewardExecutor(config)
         self._by_source: dict[str, Grader] = {}
         if config.functions:
-            self._parts = self._composed(config)
+            self._parts = self._make_parts(config)
             self._kwargs, self._key = config.kwargs.get(BY_SOURCE, {}), f"reward.kwargs.{BY_SOURCE}"
         else:
             self._kwargs, self._key = config.kwargs, "reward.kwargs"
-            grader = self._made(config.function, config.kwargs) if config.function else None
+            grader = self._make_grader(config.function, config.kwargs) if config.function else None
             self._parts = [_Part(config.function, 1.0, grader)]
-        self.by_data_source = any(p.grader is None for p in self._parts)
-        """Whether rows are judged by the grader of their `data_source`, also or alone."""
-        self.compares = any(p.grader and p.grader.options.group for p in self._parts)
+        self.uses_data_source = any(p.grader is None for p in self._parts)
+        """Whether a term of the outcome is the grader of the row's `data_source`."""
+        self.has_group_reward = any(p.grader and p.grader.options.group for p in self._parts)
         """Whether a reward needs all trajectories of a sample at once."""
 
     def grader(self, data_source: str) -> Grader:
-        """What judges rows of `data_source`: `reward.function`, else the grader known for it.
+        """Return the grader of rows of `data_source`.
 
-        Of several functions, the grader, or the first where it is none of them.
+        That is `reward.function`, or the grader that agentrl ships for the data source. If
+        `reward.functions` does not include the latter, it is the first of them.
 
         Raises:
-            DataError: no grader for it; the message says how to give one.
+            DataError: there is no grader. The message says how to set one.
             ConfigError: the grader does not take `reward.kwargs`.
         """
-        if not self.by_data_source:
+        if not self.uses_data_source:
             grader = self._parts[0].grader
             assert grader is not None
             return grader
@@ -108,13 +110,13 @@ class Scorer:
         return self._by_source[data_source]
 
     def graders(self, data_source: str) -> list[Grader]:
-        """All that judges rows of `data_source`; raises as `grader` does."""
+        """Return all graders of rows of `data_source`; raises as `grader` does."""
         return [p.grader or self.grader(data_source) for p in self._parts]
 
-    def said(self, data_source: str) -> str:
-        """What judges rows of `data_source`, for people: names, and weights where there are."""
+    def describe(self, data_source: str) -> str:
+        """Return the names and weights of the graders of `data_source`, for people to read."""
         if not self._config.functions:
-            kind = "grader" if self.by_data_source else "reward"
+            kind = "grader" if self.uses_data_source else "reward"
             return f"{kind} {self.grader(data_source).name}"
         listed = [
             f"{p.weight:g} x {self.grader(data_source).name if p.grader is None else p.name}"
@@ -123,23 +125,23 @@ class Scorer:
         return f"reward {' + '.join(listed)}"
 
     async def score(self, trajectory: Trajectory, *, trains: bool = True) -> Scored:
-        """Outcome, turn and tool rewards, and their weighted sum under the budget policy.
+        """Return the outcome, turn and tool rewards, and their sum under the budget policy.
 
         Args:
-            trajectory: what was played.
-            trains: take off what it costs to be overlong, the source `overlong`; scores of a
-                validation are of the answers alone.
+            trajectory: a finished rollout.
+            trains: subtract the penalty for overlong rollouts (the source `overlong`). Validation
+                does not.
 
         Raises:
-            UserCodeError: the reward raised or returned no finite number: stop the run.
-            Infrastructure: as the reward raised it, or it did not end in time.
+            UserCodeError: a reward raised, or did not return a finite number. The run must stop.
+            Infrastructure: a reward raised this, or did not return in time.
         """
         return (await self.score_all([trajectory], trains=trains))[0]
 
     async def score_all(
         self, trajectories: Sequence[Trajectory], *, trains: bool = True
     ) -> list[Scored]:
-        """As `score`, of the trajectories of one sample; what compares them sees all of these."""
+        """Score the trajectories of one sample. A group reward is called with all of them."""
         by_part = await run_all([self._scores(part, trajectories) for part in self._parts])
         outcomes = [self._sum(scores) for scores in zip(*by_part, strict=True)]
         return [
@@ -148,7 +150,7 @@ class Scorer:
         ]
 
     async def close(self) -> None:
-        """Close what rewards hold, threads and processes; scoring on opens it again."""
+        """Close the rewards, threads and processes. Later scoring opens them again."""
         try:
             graders = [p.grader for p in self._parts if p.grader]
             await run_all([g.close() for g in (*graders, *self._by_source.values())])
@@ -156,25 +158,25 @@ class Scorer:
             self._executor.close()
 
     def stop(self) -> None:
-        """End threads and processes, from whatever thread. Idempotent."""
+        """End the threads and processes. It may be called from any thread. Idempotent."""
         self._executor.close()
 
     def _total(
         self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
     ) -> Scored:
-        earned = {
+        rewards = {
             "outcome": outcome,
             "turn": trajectory.turn_rewards("turn"),
             "tool": trajectory.turn_rewards("tool") + trajectory.tool_reward,
         }
-        for source, value in earned.items():
+        for source, value in rewards.items():
             if not math.isfinite(value):
                 raise UserCodeError(
                     f"the {source} rewards of sample {trajectory.sample.id!r} sum to {value}:"
                     " they must be finite numbers"
                 )
-        self._warn_unused(earned)
-        total = sum(self._weights[source] * value for source, value in earned.items())
+        self._warn_unused(rewards)
+        total = sum(self._weights[source] * value for source, value in rewards.items())
         policy = self._budget_policy.get(trajectory.stop_reason, "keep")
         if policy == "zero":
             total = 0.0
@@ -183,18 +185,18 @@ class Scorer:
         buffer, penalty = self._config.overlong_buffer, self._config.overlong_penalty
         if trains and buffer:
             sampled = trajectory.sampled_tokens
-            earned["overlong"] = overlong(sampled, self._max_tokens, buffer, penalty)
-            total += earned["overlong"]
-        return Scored(trajectory, earned, total, metrics, masked=policy == "mask")
+            rewards["overlong"] = overlong(sampled, self._max_tokens, buffer, penalty)
+            total += rewards["overlong"]
+        return Scored(trajectory, rewards, total, metrics, masked=policy == "mask")
 
-    def _warn_unused(self, earned: Mapping[str, float]) -> None:
-        """Say once per source that its rewards train nothing."""
-        for source, value in earned.items():
-            if value and not self._weights[source] and source not in self._warned:
-                self._warned.add(source)
-                logger.warning(
-                    "%s rewards were earned, but reward.%s_weight is 0: they are kept in the"
-                    " trajectory and do not train. Set the weight to use them.",
+    def _warn_unused(self, rewards: Mapping[str, float]) -> None:
+        """Warn once per source that its rewards have no effect on training."""
+        for source, value in rewards.items():
+            if value and not self._weights[source] and source not in self._warned_sources:
+                self._warned_sources.add(source)
+                log.warning(
+                    "rollouts have %s rewards, but reward.%s_weight is 0: the rewards are stored"
+                    " and do not train. Set the weight to use them.",
                     source,
                     source,
                 )
@@ -219,14 +221,14 @@ class Scorer:
                     metrics[f"{part.name}/{name}"] = value
         return total, metrics
 
-    def _composed(self, config: RewardConfig) -> list[_Part]:
+    def _make_parts(self, config: RewardConfig) -> list[_Part]:
         problems, parts = [], []
         for name in config.kwargs:
             if name not in config.functions:
                 problems.append(
                     f"reward.kwargs.{name}: no such function in reward.functions."
-                    f"{did_you_mean(name, config.functions)} With several functions reward.kwargs"
-                    f" has the arguments by function: {', '.join(config.functions)}"
+                    f"{did_you_mean(name, config.functions)} With reward.functions, the keys of"
+                    f" reward.kwargs are functions: {', '.join(config.functions)}"
                 )
             elif not isinstance(config.kwargs[name], dict):
                 problems.append(
@@ -238,14 +240,14 @@ class Scorer:
             name = function.rpartition(":")[2]
             if name in names or name == "acc":
                 problems.append(
-                    f"reward.functions: {name!r} would be two metrics of one name. Give the"
-                    " function another name"
+                    f"reward.functions: {name!r} would be the name of two metrics. Rename the"
+                    " function"
                 )
             names.add(name)
             kwargs = config.kwargs.get(function, {})
             try:
-                ours = function == BY_SOURCE or not isinstance(kwargs, dict)
-                grader = None if ours else self._made(function, kwargs, function)
+                by_source = function == BY_SOURCE or not isinstance(kwargs, dict)
+                grader = None if by_source else self._make_grader(function, kwargs, function)
                 parts.append(_Part(name, weight, grader))
             except UserError as e:
                 problems.append(str(e))
@@ -253,23 +255,24 @@ class Scorer:
             raise ConfigError("\n".join(problems))
         return parts
 
-    def _made(self, name: str, kwargs: dict, part: str = "") -> Grader:
+    def _make_grader(self, name: str, kwargs: dict, part: str = "") -> Grader:
         key = f"reward.kwargs.{part}" if part else "reward.kwargs"
         where = "reward.functions" if part else "reward.function"
         return Grader(name, find_reward(name, where), kwargs, self._executor, key)
 
 
 def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), times `penalty`.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), times `penalty`.
 
         0                                            up to limit - buffer sampled tokens
         -penalty * (sampled - (limit - buffer)) / buffer     within the buffer
         -penalty                                     from limit on
 
     Args:
-        sampled: tokens that the policy sampled: what tools and users said is not its doing.
-        limit: tokens that cost the whole penalty.
-        buffer: the last so many of them cost a share; at least 1.
+        sampled: the number of tokens that the policy sampled; text of tools and users is not
+            penalized.
+        limit: the number of tokens from which on the whole penalty applies.
+        buffer: the number of tokens before the limit over which the penalty grows; at least 1.
         penalty: at least 0.
     """
     over = sampled - (limit - buffer)
@@ -281,21 +284,22 @@ make_scorer = Scorer
 
 
 def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:
-    """Refuse rows that nothing can judge, before anything is played; all of them at once.
+    """Raise `DataError` if rows cannot be graded. It is called before anything is played.
 
-    Where the grader goes by `data_source`, it grades each row's own ground truth: a row where that
-    falls short of full marks could not be solved by a model either.
+    A grader that is chosen by `data_source` grades each row's own ground truth. If that does not
+    get full marks, no model can solve the row.
 
     Args:
         samples: the rows of one file.
-        scorer: the run's.
-        file: its name, for the message.
+        scorer: the run's scorer.
+        file: the name of the file, for the message.
 
     Raises:
-        DataError: rows without a grader, or with a ground truth that theirs cannot read.
-        ConfigError: `reward.kwargs` that a grader does not take.
+        DataError: rows have no grader, or a ground truth that their grader cannot read. The message
+            has all of them.
+        ConfigError: a grader does not take `reward.kwargs`.
     """
-    if not scorer.by_data_source:
+    if not scorer.uses_data_source:
         return
     by_source: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -305,23 +309,23 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
         try:
             grader = scorer.grader(data_source)
         except DataError as e:
-            problems.append(f"{_some(rows)}: {e}")
+            problems.append(f"{_list_rows(rows)}: {e}")
             continue
-        wrong = _unsolvable(rows, grader)
-        if wrong:
-            why = PROBLEMS.get(grader.name, lambda _: "give it the final answer alone")
-            truth = wrong[0].ground_truth
+        unsolvable = _find_unsolvable(rows, grader)
+        if unsolvable:
+            why = PROBLEMS.get(grader.name, lambda _: "it must be the final answer only")
+            truth = unsolvable[0].ground_truth
             problems.append(
-                f"{_some(wrong)}: the grader {grader.name!r} cannot read"
+                f"{_list_rows(unsolvable)}: the grader {grader.name!r} cannot read"
                 f" ground_truth={truth!r:.200}: {why(truth)}"
             )
-    scorer.stop()  # processes that graded; the run, if there is one, starts its own
+    scorer.stop()  # The run starts its own processes.
     if problems:
         raise DataError("\n".join(f"{file}: {p}" if file else p for p in problems))
 
 
-def _unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
-    """The rows whose own ground truth falls short of full marks, or blows its grader up."""
+def _find_unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
+    """Return the rows whose own ground truth does not get full marks."""
     if grader.name in PROBLEMS:
         return [row for row in rows if PROBLEMS[grader.name](row.ground_truth)]
 
@@ -333,17 +337,17 @@ def _unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
             return False
         return marks["acc"] == 1.0
 
-    async def all_of_them() -> list[bool]:
+    async def solve_all() -> list[bool]:
         return await asyncio.gather(*map(solves, rows))
 
-    # In a thread of its own: whoever asks may have a running event loop.
+    # In a separate thread, because the caller may be on a running event loop.
     with ThreadPoolExecutor(1) as thread:
-        solved = thread.submit(asyncio.run, all_of_them()).result()
-    return [row for row, right in zip(rows, solved, strict=True) if not right]
+        solved = thread.submit(asyncio.run, solve_all()).result()
+    return [row for row, is_right in zip(rows, solved, strict=True) if not is_right]
 
 
-def _some(rows: list[Sample]) -> str:
-    """`row 3`, or `rows 3, 5, 8, ... (120 in all)`."""
+def _list_rows(rows: list[Sample]) -> str:
+    """Return `row 3`, or `rows 3, 5, 8, ... (120 in all)`."""
     listed = ", ".join(str(s.row) for s in rows[:3])
     more = f", ... ({len(rows)} in all)" if len(rows) > 3 else ""
     return f"row{'s' * (len(rows) > 1)} {listed}{more}"

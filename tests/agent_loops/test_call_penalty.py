@@ -14,8 +14,8 @@ from support.learner_world import group, scored, segment, turn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl import ToolError, agent_loop, play, registry, tool
-from agentrl.agent_loops.context import Row
-from agentrl.agent_loops.episode import _tokens, penalties_of
+from agentrl.agent_loops.context import TokenRow
+from agentrl.agent_loops.episode import _token_span, call_penalties
 from agentrl.chat.formats import FORMATS, parse_react
 from agentrl.config import Config
 from agentrl.metrics import rollout_metrics
@@ -190,8 +190,8 @@ def test_tokens_that_wrote_but_a_part_count(text, data):
     end = data.draw(st.integers(start + 1, len(text)))
     before, through = len(text[:start].encode()), len(text[:end].encode())
     ids = pairs(text)
-    assert _tokens(ids, (start, end), Pairs()) == (before // 2, (through + 1) // 2)
-    assert _tokens(ids, None, Pairs()) == (0, len(ids))
+    assert _token_span(ids, (start, end), Pairs()) == (before // 2, (through + 1) // 2)
+    assert _token_span(ids, None, Pairs()) == (0, len(ids))
 
 
 # -- an episode -----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_tokens_that_wrote_but_a_part_count(text, data):
 
 @pytest.fixture
 def tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
 
     @tool
     def ok(x: int = 0) -> str:
@@ -264,12 +264,12 @@ def test_penalties_are_stored(tools, tmp_path):
 
 
 def test_a_turn_whose_parser_does_not_tell_pays_with_all_of_it():
-    row = Row(token_array([1]))
+    row = TokenRow(token_array([1]))
     row.ids.extend([10, 11, 12])
     spoken = turn(0, 1, 3)
     spoken = replace(spoken, tool_calls=(ToolCall("f", "", error="?"),))
     results = [ToolResult("", False, None, "bad_call")]
-    assert penalties_of(spoken, results, {"bad_call": 1.0}, row, Pairs()) == ((1, 3, 1.0),)
+    assert call_penalties(spoken, results, {"bad_call": 1.0}, row, Pairs()) == ((1, 3, 1.0),)
 
 
 # -- what the loss is told ------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_multi_byte_tokens_of_a_real_tokenizer():
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     ids = bpe.encode("a€b").ids
-    assert _tokens(ids, (1, 2), bpe) == (1, 4)
+    assert _token_span(ids, (1, 2), bpe) == (1, 4)
 
 
 def test_penalties_lie_in_the_row_of_their_turn():
@@ -329,7 +329,7 @@ def test_penalties_lie_in_the_row_of_their_turn():
 
 
 def test_a_conversation_that_was_spawned_pays_in_its_own_row(tools, monkeypatch):
-    monkeypatch.setattr(registry.agent_loops, "_things", dict(registry.agent_loops._things))
+    monkeypatch.setattr(registry.agent_loops, "_entries", dict(registry.agent_loops._entries))
 
     @agent_loop("asks_another")
     async def asks_another(ep):

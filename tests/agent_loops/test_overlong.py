@@ -105,5 +105,5 @@ def test_only_training_pays():
 
 def test_a_buffer_of_more_than_there_is_is_refused():
     tree = {"rollout": {"max_trajectory_tokens": 19}, "reward": {"overlong_buffer": 20}}
-    with pytest.raises(ValueError, match="every rollout would be overlong"):
+    with pytest.raises(ValueError, match="every rollout would get a penalty"):
         Config.model_validate(tree)

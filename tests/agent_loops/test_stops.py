@@ -157,7 +157,7 @@ def test_react_never_trains_on_an_observation_it_made_up():
 
 def test_react_is_told_that_it_gave_no_action():
     t = react(["Thought: hm\nObservation: 13", "Final Answer: 12"])
-    assert "no `Action:`" in t.messages[-2].content and t.final_text == "Final Answer: 12"
+    assert "no action found" in t.messages[-2].content and t.final_text == "Final Answer: 12"
 
 
 def test_one_stop_text_may_be_a_text():
@@ -178,7 +178,7 @@ def test_a_loop_that_never_speaks_is_a_mistake():
     async def forgets(ep):
         pass
 
-    with pytest.raises(UserCodeError, match="ended without a turn"):
+    with pytest.raises(UserCodeError, match="returned without a turn"):
         play(Sample("s", (ASK,), agent_name="forgets_to_await"), Scripted([], BYTES), BYTES)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl import play, registry
-from agentrl.compat.verl.adapters import as_result, name_of
+from agentrl.compat.verl.adapters import convert_result, interaction_name
 from agentrl.compat.verl.bases import ToolResponse
 from agentrl.compat.verl.stand_in import _Finder
 from agentrl.config import RewardConfig
@@ -30,8 +30,8 @@ HERE = Path(__file__).parents[1] / "fixtures" / "verl"
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch):
     """Neither registered names nor modules nor the finder outlive a test."""
-    monkeypatch.setattr(registry.tools, "_things", {})
-    monkeypatch.setattr(registry.interactions, "_things", dict(registry.interactions._things))
+    monkeypatch.setattr(registry.tools, "_entries", {})
+    monkeypatch.setattr(registry.interactions, "_entries", dict(registry.interactions._entries))
     before, path, finders = set(sys.modules), list(sys.path), list(sys.meta_path)
     yield
     for name in set(sys.modules) - before:
@@ -157,15 +157,15 @@ async def test_functions_are_tools():
     ],
 )
 def test_what_tools_return(returned, content, reward):
-    result = as_result(returned, "here")
+    result = convert_result(returned, "here")
     assert (result.content, result.reward) == (content, reward)
 
 
 def test_what_tools_may_not_return():
     with pytest.raises(UserError, match="images"):
-        as_result(ToolResponse(image=["picture"]), "here")
+        convert_result(ToolResponse(image=["picture"]), "here")
     with pytest.raises(TypeError, match="tuple of 4"):
-        as_result(("x", 1, {}, 2), "here")
+        convert_result(("x", 1, {}, 2), "here")
 
 
 def test_a_tool_may_have_messages_of_its_own(tmp_path):
@@ -215,7 +215,7 @@ def test_the_tutorials_interaction_says_whether_it_is_right():
     [("a.b.Gsm8kInteraction", "gsm8k"), ("WeatherInteraction", "weather"), ("a.Other", "other")],
 )
 def test_names_as_verl_gives_them(class_name, name):
-    assert name_of(class_name) == name
+    assert interaction_name(class_name) == name
 
 
 # -- rows and rewards -----------------------------------------------------------------------------
@@ -292,11 +292,11 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
     ("text", "message"),
     [
         ("- name: my_loop\n  _target_: a.b.Loop\n", r"agent loops of verl's.*docs/verl.md"),
-        ("model: {path: tiny}\n", "no file of verl's tools or interactions.*--config"),
+        ("model: {path: tiny}\n", "not a file of verl's tools or interactions.*--config"),
         ("tools: [{config: {}}]\n", r"tools\[0\] needs a class_name"),
         ("tools: [{class_name: no_such.Tool, config: {}}]\n", "no_such.*does not load"),
         ("tools: [{class_name: bad.Missing, config: {}}]\n", "Missing"),
-        ("tools: [{class_name: bad.Plain, config: {}}]\n", "no tool of verl's.*async def create"),
+        ("tools: [{class_name: bad.Plain, config: {}}]\n", "not a tool of verl's.*async def create"),
         ("tools: [{class_name: bad.Bare, config: {}}]\n", "has no schema"),
         ("tools: [{class_name: bad.Bare, config: {type: mcp}}]\n", r"mcp\+http"),
         ("tools: [{class_name: bad.Bare, config: {scope: run}}]\n", "scope='run'"),
@@ -304,11 +304,11 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
         ("tools: [{class_name: bad.Bare, tool_schema: {function: 3}}]\n", "tool_schema"),
         ("tools: [{class_name: bad.Loop, config: {}}]\n", "agent loop"),
         ("tools: [{class_name: bad.Odd, config: {}}]\n", "cannot be made: KeyError"),
-        ("interaction: [{class_name: bad.Plain}]\n", "no interaction of verl's"),
+        ("interaction: [{class_name: bad.Plain}]\n", "not an interaction of verl's"),
         ("interaction: [{class_name: bad.I}, {class_name: bad.I}]\n", "two interactions"),
         (
             "tools: [&t {class_name: bad.Bare, tool_schema: {function: {name: x}}}, *t]\n",
-            "two tools are called 'x'",
+            "two tools have the name 'x'",
         ),
         ("tools: {class_name: x}\n", "needs a list"),
         ("tools: [\n", "cannot be read as YAML"),

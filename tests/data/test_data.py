@@ -24,7 +24,7 @@ from agentrl.trajectory import Message, Sample
 @pytest.fixture(autouse=True)
 def tools(monkeypatch):
     """Two function tools and a class tool, registered for the test alone."""
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
 
     @tool
     def add(a: int, b: int) -> int:
@@ -284,7 +284,7 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     message, grown = done.stdout.splitlines()
-    assert "holds more than 32 MiB when decoded" in message
+    assert "has more than 32 MiB when decoded" in message
     unit = 1 if sys.platform == "darwin" else 1024
     assert int(grown) * unit < 180 << 20
 
@@ -295,10 +295,10 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": 3}, "prompt: must be a text or a list of messages, not 3"),
+        ({"prompt": 3}, "prompt: must be a string or a list of messages, not 3"),
         ({"prompt": ["hi"]}, 'prompt[0]: must be {"role": ..., "content": ...}'),
         ({"prompt": [{"role": "bot", "content": "x"}]}, "role 'bot' must be one of system, user"),
-        ({"prompt": [{"role": "user", "content": 5}]}, "content must be a text, not 5"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "content must be a string, not 5"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
             "a part is not text",
@@ -306,11 +306,11 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
         ({"prompt": "a", "images": ["x.png"]}, "images: agentrl trains on text only"),
         ({"prompt": "a", "agentname": "react"}, "did you mean 'agent_name'?"),
         ({"prompt": "a", "extra_info": {"tool_kwargs": {}}}, "did you mean 'tools_kwargs'?"),
-        ({"prompt": "a", "tools": "add"}, "tools: must be a list of names, not 'add'"),
-        ({"prompt": "a", "tools": ["add", "add"]}, "holds a name twice"),
+        ({"prompt": "a", "tools": "add"}, "tools: must be a list of strings, not 'add'"),
+        ({"prompt": "a", "tools": ["add", "add"]}, "has a name twice"),
         (
             {"prompt": "a", "tools": ["add"], "tools_kwargs": {"search": {}}},
-            "'search' is not among the row's tools ['add']",
+            "'search' is not one of the row's tools ['add']",
         ),
         (
             {"prompt": "a", "tools_kwargs": {"add": {"x": 1}}},
@@ -325,11 +325,11 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
         ({"prompt": "a", "interaction_kwargs": {"ground_truth": 1}}, "interaction: is missing"),
         (
             {"prompt": "a", "ground_truth": "1", "reward_model": {"ground_truth": "2"}},
-            "ground_truth: is given twice",
+            "ground_truth: has two values",
         ),
         ({"prompt": "a", "extra_info": [1]}, "extra_info: must be a mapping, not [1]"),
-        ({"prompt": "a", "id": [1]}, "id: must be a text or a whole number"),
-        ({"prompt": "a", "data_source": 1}, "data_source: must be a text, not 1"),
+        ({"prompt": "a", "id": [1]}, "id: must be a string or an integer"),
+        ({"prompt": "a", "data_source": 1}, "data_source: must be a string, not 1"),
     ],
 )
 def test_malformed_rows(tmp_path, row, said):
@@ -408,11 +408,11 @@ def test_two_tools_that_offer_the_same_function(tmp_path):
             return line
 
     path = jsonl(tmp_path, {"prompt": "a", "tools": ["notebook", "diary"]})
-    assert "['notebook', 'diary'] offer 'write'" in refused(path, check=True)
+    assert "['notebook', 'diary'] define 'write'" in refused(path, check=True)
 
 
 def test_a_tool_on_the_shelf_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     rows = [{"prompt": "a", "tools": [name]} for name in ("calculator", "../calculator", "other")]
     said = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
     assert said[0].endswith("Registered: none. Load its file with --file shelf:calculator")
@@ -421,7 +421,7 @@ def test_a_tool_on_the_shelf_is_named(tmp_path, monkeypatch):
 
 def test_duplicate_ids_are_refused(tmp_path):
     path = jsonl(tmp_path, *({"id": i, "prompt": "a"} for i in ("x", "y", "x")))
-    assert "row 2, id: 'x' is row 0's id already" in refused(path)
+    assert "row 2, id: 'x' is already the id of row 0" in refused(path)
 
 
 def test_all_mistakes_come_at_once_and_each_kind_once(tmp_path):

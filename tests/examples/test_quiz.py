@@ -26,7 +26,7 @@ HERE = Path(__file__).parents[2] / "examples" / "quiz"
 @pytest.fixture
 def env(monkeypatch):
     for kind in (registry.interactions, registry.rewards):
-        monkeypatch.setattr(kind, "_things", dict(kind._things))
+        monkeypatch.setattr(kind, "_entries", dict(kind._entries))
     return registry.load_file(str(HERE / "env.py"))
 
 

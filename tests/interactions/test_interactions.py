@@ -38,7 +38,7 @@ from agentrl.interactions import (
 )
 from agentrl.plan import describe_run, make_plan
 from agentrl.rewards.gsm8k import compute_score
-from agentrl.signatures import argument_problems
+from agentrl.signatures import find_argument_problems
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample
@@ -124,7 +124,7 @@ def test_an_unknown_name_gets_the_right_ones():
 @pytest.fixture
 def registered(monkeypatch):
     """`registered(cls)` registers a class for the length of a test, and names it in a row."""
-    monkeypatch.setattr(registry.interactions, "_things", dict(registry.interactions._things))
+    monkeypatch.setattr(registry.interactions, "_entries", dict(registry.interactions._entries))
 
     def register(cls, **kwargs) -> Sample:
         name = cls.__name__.lower()
@@ -171,13 +171,17 @@ def test_a_constructor_that_raises_names_the_sample_and_the_line():
 
 
 def test_argument_problems():
-    assert argument_problems(Gsm8kInteraction, {"ground_truth": "12"}, given=("sample",)) == []
-    assert argument_problems(Gsm8kInteraction, {"grond_truth": "12"}, given=("sample",)) == [
+    assert (
+        find_argument_problems(Gsm8kInteraction, {"ground_truth": "12"}, injected=("sample",)) == []
+    )
+    assert find_argument_problems(
+        Gsm8kInteraction, {"grond_truth": "12"}, injected=("sample",)
+    ) == [
         "missing argument 'ground_truth'",
         "unknown argument 'grond_truth'. Did you mean 'ground_truth'?"
         " It takes: ground_truth, query, max_attempts, method",
     ]
-    assert argument_problems(Silent, {"x": 1}, given=("sample",)) == [
+    assert find_argument_problems(Silent, {"x": 1}, injected=("sample",)) == [
         "unknown argument 'x'. It takes: no arguments"
     ]
 
@@ -186,9 +190,9 @@ def test_argument_problems_knows_sample_and_open_ends():
     class Open(Silent):
         def __init__(self, sample, **rest): ...
 
-    assert argument_problems(Open, {"anything": 1}, given=("sample",)) == []
-    assert argument_problems(Open, {"sample": 1}, given=("sample",)) == [
-        "argument 'sample' is agentrl's to give: leave it out"
+    assert find_argument_problems(Open, {"anything": 1}, injected=("sample",)) == []
+    assert find_argument_problems(Open, {"sample": 1}, injected=("sample",)) == [
+        "argument 'sample' is passed by agentrl: remove it"
     ]
 
 
@@ -214,7 +218,7 @@ class Lacking(Interaction):
     [
         (Sync, r"Sync.respond \(.*test_interactions.py:\d+\) must be `async def`"),
         (SyncClose, r"SyncClose.close \(.*test_interactions.py:\d+\) must be `async def`"),
-        (Lacking, r"Lacking \(.*test_interactions.py:\d+\) lacks `async def respond"),
+        (Lacking, r"Lacking \(.*test_interactions.py:\d+\) must define `async def respond"),
         (Reply, r"is for subclasses of Interaction, not Reply, .*base.py:\d+"),
         (len, "is for subclasses of Interaction, not <built-in"),
     ],
@@ -313,12 +317,12 @@ def test_the_config_gives_what_rows_leave_out(registered):
         (
             {"url": "http://mine"},
             {},
-            r"'url' is for the config alone \(interaction.kwargs.shop.url\)",
+            r"'url' can only be set in the config \(interaction.kwargs.shop.url\)",
         ),
         (
             {"item": "tea"},
             {"url": "u", "item": "milk"},
-            "'item' is given twice: 'tea' in the row and 'milk' in interaction.kwargs.shop.item",
+            "'item' is set twice: 'tea' in the row and 'milk' in interaction.kwargs.shop.item",
         ),
         ({"item": "tea"}, {}, "missing argument 'url'"),
         ({}, {"url": "u", "itme": 1}, "unknown argument 'itme'. Did you mean 'item'?"),
@@ -333,7 +337,7 @@ def test_arguments_that_do_not_go_together(registered, row_gives, config_gives, 
 
 
 def test_an_unchecked_row_is_refused_as_it_is_played(registered):
-    with pytest.raises(DataError, match="row 'r7', interaction_kwargs: argument 'url' is for the"):
+    with pytest.raises(DataError, match="row 'r7', interaction_kwargs: argument 'url' can only be set in the config"):
         build_interaction(registered(Shop, url="http://mine"), {})
 
 
@@ -363,7 +367,7 @@ def test_a_plan_says_what_the_config_has_wrong(tmp_path):
     assert "interaction.kwargs: no interaction named 'gsm9k'. Did you mean 'gsm8k'" in str(
         caught.value
     )
-    assert "'query' is given twice: 'a' in the row" in str(caught.value)
+    assert "'query' is set twice: 'a' in the row" in str(caught.value)
 
 
 # -- in an episode ---------------------------------------------------------------------------------

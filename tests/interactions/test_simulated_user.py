@@ -180,7 +180,7 @@ def test_max_turns_of_its_own():
 
 
 def test_a_model_that_only_thinks_is_not_its_users_doing():
-    said = pytest.raises(Infrastructure, match="max_tokens higher")
+    said = pytest.raises(Infrastructure, match="raise interaction.kwargs.simulated_user.max_tokens")
     with serving(lambda messages: "<think>so long") as server, said:
         play(ROW, Scripted(["a"], TOKENIZER), TOKENIZER, config=with_server(server.url))
 
@@ -306,21 +306,21 @@ def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("row", "config", "says"),
     [
-        ({"goal": "g", "url": "http://x"}, {}, r"'url' is for the config alone \(interaction"),
-        ({"goal": "g", "token_env": "HOME"}, {}, "'token_env' is for the config alone"),
-        ({"goal": "g"}, {"goal": "h"}, "'goal' is given twice: 'g' in the row and 'h' in"),
+        ({"goal": "g", "url": "http://x"}, {}, r"'url' can only be set in the config \(interaction"),
+        ({"goal": "g", "token_env": "HOME"}, {}, "'token_env' can only be set in the config"),
+        ({"goal": "g"}, {"goal": "h"}, "'goal' is set twice: 'g' in the row and 'h' in"),
         ({}, {}, "missing argument 'goal'"),
-        ({"goal": "g", "chat": 1}, {}, "'chat' is agentrl's to give"),
+        ({"goal": "g", "chat": 1}, {}, "'chat' is passed by agentrl"),
         ({"goal": " "}, {}, "'goal' is empty"),
         ({"goal": "g", "max_turns": 0}, {}, "'max_turns' must be a number above 0, not 0"),
-        ({"goal": "g"}, {"url": "http://127.0.0.1:1/v1"}, "give both or neither"),
+        ({"goal": "g"}, {"url": "http://127.0.0.1:1/v1"}, "set both or neither"),
         ({"goal": "g"}, {"url": "localhost:1", "model": "m"}, "not a server's URL: 'localhost:1'"),
         (
             {"goal": "g"},
             {"url": "http://h/v1", "model": "m", "token_env": "NO_SUCH_TOKEN"},
-            "there is no variable 'NO_SUCH_TOKEN' in the environment",
+            "there is no environment variable 'NO_SUCH_TOKEN'",
         ),
-        ({"goal": "g"}, {"token_env": "HOME"}, "is for a url. Leave it out"),
+        ({"goal": "g"}, {"token_env": "HOME"}, "needs a url. Remove it"),
     ],
 )
 def test_arguments_are_checked_before_a_model_is_loaded(row, config, says):
@@ -331,7 +331,7 @@ def test_arguments_are_checked_before_a_model_is_loaded(row, config, says):
 
 def test_a_row_cannot_point_an_episode_at_a_url_unchecked_either():
     row = replace(ROW, interaction_kwargs={"goal": "g", "url": "http://127.0.0.1:9/v1"})
-    with pytest.raises(DataError, match="config alone"):
+    with pytest.raises(DataError, match="only be set in the config"):
         play(row, Scripted(["Hi"], TOKENIZER), TOKENIZER)
 
 

@@ -84,14 +84,14 @@ def test_a_megabyte_of_fences_takes_no_time():
     [
         (None, "must be a mapping, not NoneType"),
         ("[1]", "must be a mapping, not list"),
-        ("print(1)", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("print(1)", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ({"inputs": ["1"]}, 'a list under "outputs"'),
         ({"inputs": [], "outputs": []}, 'a list under "inputs" with at least one'),
         ({"inputs": ["1"], "outputs": ["1", "2"]}, "1 inputs, but 2 outputs"),
-        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}, "fn_name='a b' is no name"),
-        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "lists of its arguments, not 1"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "a JSON value per line"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}, "fn_name='a b' is not a valid"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "list of arguments, not 1"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "one JSON value per line"),
     ],
 )
 def test_rows_with_test_cases_that_cannot_be_read_are_refused(truth, why):
@@ -114,7 +114,7 @@ def test_layouts_of_test_cases():
 
 
 def test_impossible_times_are_refused_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"seconds=5 for a test must be .* total_seconds=1"):
+    with pytest.raises(ConfigError, match=r"seconds=5 \(of a test\) must be .* total_seconds=1"):
         make_scorer(RewardConfig(function="code", kwargs={"seconds": 5, "total_seconds": 1}))
 
 

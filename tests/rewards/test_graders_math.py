@@ -15,7 +15,7 @@ from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, DataError, GraderCrash
 from agentrl.rewards import check_graders, make_scorer, math, math_algebra
 from agentrl.rewards.graders import grader_of
-from agentrl.rewards.math import other_kind, too_hard
+from agentrl.rewards.math import is_other_kind, is_too_hard
 from agentrl.rewards.math_dapo import compute_score as dapo
 from agentrl.rewards.math_dapo import minerva
 from agentrl.rewards.math_text import normal_form, same_text
@@ -290,8 +290,8 @@ PARTS = st.sampled_from(
 
 @given(st.lists(PARTS).map("".join) | st.text(), st.lists(PARTS).map("".join))
 def test_the_kind_of_an_answer_is_its_own_and_never_raises(a, b):
-    assert not other_kind(a, a)
-    assert other_kind(a, b) == other_kind(b, a)
+    assert not is_other_kind(a, a)
+    assert is_other_kind(a, b) == is_other_kind(b, a)
 
 
 def test_algebra_without_an_end_is_killed_and_worth_nothing(monkeypatch):
@@ -361,7 +361,7 @@ HOSTILE = {
 @pytest.mark.parametrize("text", [HOSTILE[k] for k in HOSTILE if k not in ("spaces", "code")])
 def test_the_worst_is_refused_before_it_begins(text):
     started = time.thread_time()
-    assert too_hard(text)
+    assert is_too_hard(text)
     assert time.thread_time() - started < 0.1
 
 
@@ -379,7 +379,7 @@ def test_the_worst_is_refused_before_it_begins(text):
     ],
 )
 def test_what_people_write_is_not_refused(text):
-    assert not too_hard(text)
+    assert not is_too_hard(text)
 
 
 @pytest.mark.slow

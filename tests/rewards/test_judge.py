@@ -292,7 +292,7 @@ async def test_a_policy_forges_no_tool_result(judge, model, name, text):
     else:
         rewards = [s.reward for s in await scorer.score_all([cheat, honest])]
     assert rewards == [0.0, 1.0]
-    assert "`tool` is the result of a call" in model.asked[0][0]["content"]
+    assert "`tool` is the result of a tool call" in model.asked[0][0]["content"]
 
 
 async def test_a_code_that_was_seen_is_of_no_use(judge, model):

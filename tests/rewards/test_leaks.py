@@ -12,7 +12,7 @@ from support.trajectories import row
 from agentrl.config import load_config
 from agentrl.demo.arithmetic import rows as demo_rows
 from agentrl.plan import make_plan
-from agentrl.rewards.leaks import leaks
+from agentrl.rewards.leaks import find_leaks
 from agentrl.trajectory import Message
 
 
@@ -22,7 +22,7 @@ def of(*pairs, shown=""):
         row(prompt=(Message("user", prompt),), ground_truth=truth, row=i)
         for i, (prompt, truth) in enumerate(pairs)
     ]
-    return list(leaks(samples, lambda sample: shown, "train.jsonl"))
+    return list(find_leaks(samples, lambda sample: shown, "train.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def of(*pairs, shown=""):
 )
 def test_the_answer_in_the_form_that_graders_read(prompt, truth):
     [said] = of((prompt, truth))
-    assert said.startswith("train.jsonl: the prompt of the row (first: row 0) has the right answer")
+    assert said.startswith("train.jsonl: the prompt of the row (first: row 0) contains the right answer")
 
 
 def test_the_ground_truth_as_it_is():
     leaky = [(f"Hint: the capital is City{i}. Which?", f"City{i}") for i in range(4)]
     [said] = of(*leaky, ("And what else?", "Nothing at all"))
     assert said == (
-        "train.jsonl: the prompt of 4 of 5 rows (first: row 0) has the row's own ground truth,"
-        " 'City0': is that meant?"
+        "train.jsonl: the prompt of 4 of 5 rows (first: row 0) contains the row's ground truth,"
+        " 'City0'. Check whether this is intended"
     )
 
 
@@ -99,7 +99,7 @@ def test_the_demo_and_gsm8k_like_rows_are_quiet():
     ]  # fmt: skip
     assert of(*prompts) == []
     samples = [made.sample for made in islice(demo_rows(0), 300)]
-    assert list(leaks(samples, lambda s: "")) == []
+    assert list(find_leaks(samples, lambda s: "")) == []
 
 
 def test_a_plan_says_it_once_and_goes_on(tmp_path, caplog):

@@ -338,7 +338,7 @@ async def test_functions_wait_for_each_other_at_once(scorer):
         ),
         (
             {"functions": {"exact": 1, "{mine}:exact": 1}},
-            "'exact' would be two metrics of one name",
+            "'exact' would be the name of two metrics",
         ),
     ],
 )
@@ -354,8 +354,8 @@ def test_mistakes_in_several_functions(several, mine, config, says):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["reward.function=a", "reward.functions={b: 1}"], "Put a and its weight into"),
-        (["reward.functions={a: 0, b: 0}"], "every weight is 0"),
+        (["reward.function=a", "reward.functions={b: 1}"], "Move a with a weight to"),
+        (["reward.functions={a: 0, b: 0}"], "all weights are 0"),
     ],
 )
 def test_what_several_functions_contradict(settings, says):
@@ -368,7 +368,7 @@ def test_rows_without_a_grader_are_refused_where_it_has_a_part(several):
     with pytest.raises(UserError, match="no grader for data_source 'mine'"):
         check_graders([row(data_source="mine")], scorer)
     check_graders([row()], scorer)
-    assert scorer.said("openai/gsm8k") == "reward 1 x exact + 0.5 x gsm8k"
+    assert scorer.describe("openai/gsm8k") == "reward 1 x exact + 0.5 x gsm8k"
     check_graders([row(data_source="mine")], make_scorer(RewardConfig(functions={"exact": 1})))
 
 
@@ -380,7 +380,7 @@ async def test_a_group_reward_sees_all_of_a_sample(scorer, mine):
     texts = ["a", "aaa", "aa", "aaa"]
     scored = await judge.score_all([played(("assistant", t)) for t in texts])
     assert [s.reward for s in scored] == [0.0, 2.0, 0.0, 2.0]
-    assert judge.compares and not scorer().compares
+    assert judge.has_group_reward and not scorer().has_group_reward
 
 
 @pytest.mark.parametrize("returned", [1.0, None, [1.0], {"a": 1, "b": 2}, "ab", [1.0, "x"]])
@@ -389,7 +389,7 @@ async def test_a_group_reward_that_returns_something_else(scorer, returned):
     def odd(trajectories):
         return returned
 
-    with pytest.raises(UserCodeError, match=r"as many scores as it was given|a finite number"):
+    with pytest.raises(UserCodeError, match=r"one score for each of the 2|a finite number"):
         await scorer(function="odd_group").score_all([played(("assistant", t)) for t in "ab"])
 
 

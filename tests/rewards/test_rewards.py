@@ -42,7 +42,7 @@ def score(trajectory: Trajectory, policy=None, **config: Any) -> Scored:
 @pytest.fixture
 def registered(monkeypatch):
     """`registered(f)` registers a function for the length of a test and returns its name."""
-    monkeypatch.setattr(registry.rewards, "_things", dict(registry.rewards._things))
+    monkeypatch.setattr(registry.rewards, "_entries", dict(registry.rewards._entries))
 
     def register(function) -> str:
         name = getattr(function, "__name__", "odd")
@@ -227,8 +227,8 @@ def demanding(trajectory, threshold):
     [
         (by_any_name, {"bonis": 1}, "unknown argument 'bonis'. Did you mean 'bonus'?"),
         (demanding, {}, "missing argument 'threshold'"),
-        (demanding, {"trajectory": 1}, "argument 'trajectory' is agentrl's to give"),
-        (by_solution, {"solution_str": "x"}, "argument 'solution_str' is agentrl's to give"),
+        (demanding, {"trajectory": 1}, "argument 'trajectory' is passed by agentrl"),
+        (by_solution, {"solution_str": "x"}, "argument 'solution_str' is passed by agentrl"),
         (no_parameters, {}, "its parameters are (), but it must take the trajectory first, or"),
         (keyword_only, {}, "its parameters are (bonus), but it must take the trajectory first"),
     ],
@@ -246,7 +246,7 @@ def test_unknown_kwargs_of_a_grader_are_refused_before_anything_runs():
 
 
 def test_a_wrong_value_of_a_graders_kwargs_is_found_by_the_check():
-    with pytest.raises(ConfigError, match=r"'stict'. Did you mean 'strict'"):
+    with pytest.raises(ConfigError, match=r"'stict' is unknown. Did you mean 'strict'"):
         check_graders([row()], make_scorer(RewardConfig(kwargs={"method": "stict"})))
 
 
@@ -431,7 +431,7 @@ async def test_scores_that_no_weight_uses_are_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         for _ in range(3):
             await scorer.score(rich())
-    assert [r.getMessage().split(",")[0] for r in caplog.records] == ["turn rewards were earned"]
+    assert [r.getMessage().split(",")[0] for r in caplog.records] == ["rollouts have turn rewards"]
     assert "reward.turn_weight is 0" in caplog.text
 
 

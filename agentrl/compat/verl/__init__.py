@@ -1,11 +1,11 @@
-"""verl's tools and interactions, and the YAML files that name them, run as they are.
+"""Run verl's tools and interactions, and the YAML files that name them, unchanged.
 
-Nothing of verl need be installed. A file that imports from it finds the names below; one that
-imports anything else is told so (`stand_in`). Where verl is installed, its own classes are used.
+verl need not be installed. Then a user file can import the names below from `verl...`; any other
+name is refused with a message (`stand_in`). If verl is installed, its own classes are used.
 
     --file tools.yaml            verl's tool_config_path
-    --file interactions.yaml     its interaction_config_path
-    --file my_tools.py           its function_tool_path: `@function_tool`
+    --file interactions.yaml     verl's interaction_config_path
+    --file my_tools.py           verl's function_tool_path: `@function_tool`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""verl's tools and interactions as agentrl's: what the registry holds of one object of theirs."""
+"""Adapt verl's tools and interactions to agentrl's, and register them."""
 
 from __future__ import annotations
 
@@ -16,92 +16,92 @@ from agentrl.registry import tools
 from agentrl.signatures import KEYWORD
 from agentrl.tools import Tool, ToolFunction
 from agentrl.tools import tool as decorate
-from agentrl.tools.schema import adopt
+from agentrl.tools.schema import parameters_from_schema
 from agentrl.trajectory import Message, Sample, ToolResult
 
 C = TypeVar("C")
 SCOPES = ("trajectory", "episode", "call")
 
 
-def register_tool(theirs: Any, where: str) -> str:
-    """Register one object of verl's `BaseTool`, or of what looks like one; its name.
+def register_tool(verls: Any, where: str) -> str:
+    """Register an object of verl's `BaseTool`, or one with the same methods; return its name.
 
-    `config.scope: call` makes and releases an instance for every call, as verl does; by default an
-    instance lives for the episode.
+    With `config.scope: call`, an instance is created and released for every call, as in verl. By
+    default an instance exists for the whole episode.
 
     Raises:
-        UserError: no tool of verl's, or one without a schema; or a scope that there is not.
+        UserError: it lacks a method or a schema, or its scope is unknown.
         RegistryError: another tool has the name.
     """
-    _require_methods(theirs, "tool", ("create", "execute", "release"), where)
-    config = theirs.config if isinstance(getattr(theirs, "config", None), Mapping) else {}
+    _require_methods(verls, "a tool", ("create", "execute", "release"), where)
+    config = verls.config if isinstance(getattr(verls, "config", None), Mapping) else {}
     scope = config.get("scope", "trajectory")
     if scope not in SCOPES:
-        raise UserError(f"{where}: scope={scope!r}: choose one of {', '.join(SCOPES)}")
-    schema = _plain_schema(theirs.get_openai_tool_schema(), where)
+        raise UserError(f"{where}: scope={scope!r} must be one of {', '.join(SCOPES)}")
+    schema = _plain_schema(verls.get_openai_tool_schema(), where)
     name = schema["function"]["name"]
-    parameters = adopt(schema["function"]["parameters"], name, where)
+    parameters = parameters_from_schema(schema["function"]["parameters"], name, where)
     timeout = float(config.get("timeout", 0) or 0) or 30.0
-    # What the model may be called to fill in is the model's.
-    free = "messages" not in parameters.schema.get("properties", {})
+    # If the schema has a parameter `messages`, the model sets it. Else the conversation is passed.
+    takes_messages = "messages" not in parameters.schema.get("properties", {})
     function = ToolFunction(
         name=name,
         attribute="execute",
         schema=schema,
         parameters=parameters,
         is_async=True,
-        injected=("messages",) if free else (),
+        injected=("messages",) if takes_messages else (),
     )
     record = Tool(
         name,
-        _class_of(theirs, name, not free),
+        _make_class(verls, name, takes_messages),
         (function,),
         timeout=timeout,
         scope="call" if scope == "call" else "episode",
         hooks=("reward", "close"),
-        made_with=("sample",),
+        constructor_injected=("sample",),
     )
     tools.add(name, record)
     return name
 
 
-def _require_methods(theirs: Any, kind: str, methods: Sequence[str], where: str) -> None:
+def _require_methods(verls: Any, kind: str, methods: Sequence[str], where: str) -> None:
     for method in methods:
-        if not inspect.iscoroutinefunction(getattr(theirs, method, None)):
+        if not inspect.iscoroutinefunction(getattr(verls, method, None)):
             raise UserError(
-                f"{where}: {type(theirs).__qualname__} is no {kind} of verl's: it needs"
+                f"{where}: {type(verls).__qualname__} is not {kind} of verl's: it must define"
                 f" `async def {method}`"
             )
 
 
 def register_function(function: Callable[..., Any], name: str, schema: Any) -> None:
-    """Register what verl's `@function_tool` decorates."""
+    """Register a function that verl's `@function_tool` decorates."""
     where = f"@function_tool at {getattr(function, '__qualname__', function)!r}"
 
     @functools.wraps(function)
-    async def waiting(*args: Any, **kwargs: Any) -> ToolResult:
-        return as_result(await function(*args, **kwargs), where)
+    async def call_async(*args: Any, **kwargs: Any) -> ToolResult:
+        return convert_result(await function(*args, **kwargs), where)
 
     @functools.wraps(function)
-    def plain(*args: Any, **kwargs: Any) -> ToolResult:
-        return as_result(function(*args, **kwargs), where)
+    def call_plain(*args: Any, **kwargs: Any) -> ToolResult:
+        return convert_result(function(*args, **kwargs), where)
 
-    call = waiting if inspect.iscoroutinefunction(function) else plain
-    written = None if schema is None else _plain_schema(schema, where)
-    if written and name:
-        written["function"]["name"] = name
-    decorate(name="" if written else name, schema=written)(call)
+    call = call_async if inspect.iscoroutinefunction(function) else call_plain
+    converted = None if schema is None else _plain_schema(schema, where)
+    if converted and name:
+        converted["function"]["name"] = name
+    decorate(name="" if converted else name, schema=converted)(call)
 
 
-def as_result(returned: Any, where: str) -> ToolResult:
-    """What verl's tools return: a response, or a tuple of it, a reward and metrics.
+def convert_result(returned: Any, where: str) -> ToolResult:
+    """Convert what a tool of verl's returned: a response, or (response[, reward[, metrics]]).
 
-    A reward of 0, which verl's tools return where they mean none, is none. Metrics are verl's own
-    affair there, too; they are dropped.
+    A reward of 0 becomes None, because verl's tools return 0 if they have no reward. Metrics are
+    dropped.
 
     Raises:
-        TypeError: a tuple of another length.
-        UserError: images or videos.
+        TypeError: the tuple has another length.
+        UserError: the response has images or videos.
     """
     reward = None
     if isinstance(returned, tuple):
@@ -109,10 +109,10 @@ def as_result(returned: Any, where: str) -> ToolResult:
             raise TypeError(
                 f"{where} returned a tuple of {len(returned)}: (response[, reward[, metrics]])"
             )
-        returned, earned, *_ = *returned, None
-        reward = None if earned is None else float(earned)
+        returned, value, *_ = *returned, None
+        reward = None if value is None else float(value)
     if getattr(returned, "image", None) or getattr(returned, "video", None):
-        raise UserError(f"{where} answered with images or videos; agentrl trains on text")
+        raise UserError(f"{where} returned images or videos; agentrl trains on text only")
     if isinstance(returned, str):
         text = returned
     elif hasattr(returned, "text"):
@@ -125,64 +125,66 @@ def as_result(returned: Any, where: str) -> ToolResult:
 
 
 def _plain_schema(schema: Any, where: str) -> dict[str, Any]:
-    """A schema of verl's as OpenAI writes it, without what is not said."""
+    """Convert a schema of verl's to OpenAI's form, without its unset fields."""
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_none=True)
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
-            f"{where}: no tool schema: expected {{type: function, function: {{name, description,"
-            f" parameters}}}}, got {schema!r:.200}"
+            f"{where}: the tool schema must be {{type: function, function: {{name, description,"
+            f" parameters}}}}, not {schema!r:.200}"
         )
     function = {k: v for k, v in function.items() if k != "strict"}
     function.setdefault("parameters", {"type": "object", "properties": {}})
     return {"type": "function", "function": function}
 
 
-def _class_of(theirs: Any, name: str, messages_are_the_models: bool) -> type:
-    """A class whose objects are one episode's share of verl's tool.
+def _make_class(verls: Any, name: str, takes_messages: bool) -> type:
+    """Make a class whose objects are instances of a tool of verl's, one per episode.
 
     Args:
-        theirs: verl's tool.
-        name: what it is called.
-        messages_are_the_models: it has a parameter of that name, so that the conversation is not
-            told.
+        verls: the tool of verl's.
+        name: its name.
+        takes_messages: whether the conversation is passed to it.
     """
     where = f"the tool {name!r}"
 
-    class Share:
+    class Instance:
         sample: Sample
         instance_id: str
 
-        # `create` is async: calling the class gives what is awaited for the object.
+        # `create` is async, so calling the class returns a coroutine that returns the object.
         def __new__(cls, sample: Sample, **create_kwargs: Any) -> Any:
-            return cls._begin(sample, create_kwargs)
+            return cls._create(sample, create_kwargs)
 
         @classmethod
-        async def _begin(cls, sample: Sample, create_kwargs: dict[str, Any]) -> Any:
-            share = object.__new__(cls)
-            given = str(uuid4())
-            begun = await theirs.create(given, **_both_ways(theirs.create, create_kwargs))
-            # A pair, or, in older tools, the id alone.
-            share.instance_id = (begun[0] if isinstance(begun, tuple) else begun) or given
-            share.sample = sample
-            return share
+        async def _create(cls, sample: Sample, create_kwargs: dict[str, Any]) -> Any:
+            instance = object.__new__(cls)
+            default_id = str(uuid4())
+            created = await verls.create(
+                default_id, **_create_arguments(verls.create, create_kwargs)
+            )
+            # Older tools return the id, newer ones a pair of it and a response.
+            new_id = created[0] if isinstance(created, tuple) else created
+            instance.instance_id = new_id or default_id
+            instance.sample = sample
+            return instance
 
         async def execute(self, /, **parameters: Any) -> ToolResult:
-            messages = () if messages_are_the_models else parameters.pop("messages", ())
-            told = self._agent_data(messages)
-            returned = await theirs.execute(self.instance_id, parameters, agent_data=told)
-            return as_result(returned, where)
+            messages = parameters.pop("messages", ()) if takes_messages else ()
+            agent_data = self._agent_data(messages)
+            returned = await verls.execute(self.instance_id, parameters, agent_data=agent_data)
+            return convert_result(returned, where)
 
         async def reward(self) -> float:
-            if not hasattr(theirs, "calc_reward"):
+            if not hasattr(verls, "calc_reward"):
                 return 0.0
-            earned = await theirs.calc_reward(self.instance_id)
-            # Some of verl's own return what they found, or nothing.
-            return float(earned) if isinstance(earned, int | float) else 0.0
+            value = await verls.calc_reward(self.instance_id)
+            # Some tools of verl's return something else, or nothing.
+            return float(value) if isinstance(value, int | float) else 0.0
 
         async def close(self) -> None:
-            await theirs.release(self.instance_id)
+            await verls.release(self.instance_id)
 
         def _agent_data(self, messages: tuple[Message, ...]) -> SimpleNamespace:
             return SimpleNamespace(
@@ -192,48 +194,50 @@ def _class_of(theirs: Any, name: str, messages_are_the_models: bool) -> type:
                 extra_fields=dict(self.sample.extra),
             )
 
-    Share.__signature__ = _signature(theirs.create)  # type: ignore[attr-defined]
-    return _called_like(theirs, Share)
+    Instance.__signature__ = _signature(verls.create)  # type: ignore[attr-defined]
+    return _named_like(verls, Instance)
 
 
 def _signature(create: Callable[..., Any]) -> inspect.Signature:
-    """Return what the class takes: `sample`, and of the row what `create` takes, see `_both_ways`.
+    """Return the signature of the class: `sample`, and the row's arguments that `create` takes.
 
-    So a row that lacks an argument is refused before a model is loaded.
+    With it, a row that lacks an argument is refused before a model is loaded.
     """
     every = inspect.signature(create).parameters.values()
-    taken = [p for p in every if p.kind in KEYWORD and p.name != "instance_id"]
-    named = [p.replace(kind=p.KEYWORD_ONLY) for p in taken if p.name != "create_kwargs"]
+    accepted = [p for p in every if p.kind in KEYWORD and p.name != "instance_id"]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in accepted if p.name != "create_kwargs"]
     sample = inspect.Parameter("sample", inspect.Parameter.KEYWORD_ONLY)
-    is_open = len(named) < len(taken) or any(p.kind is p.VAR_KEYWORD for p in every)
+    is_open = len(parameters) < len(accepted) or any(p.kind is p.VAR_KEYWORD for p in every)
     rest = [inspect.Parameter("create_kwargs", inspect.Parameter.VAR_KEYWORD)] if is_open else []
-    return inspect.Signature([sample, *(p for p in named if p.name != "sample"), *rest])
+    return inspect.Signature([sample, *(p for p in parameters if p.name != "sample"), *rest])
 
 
-def _both_ways(create: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]) -> dict:
-    """The row's create_kwargs as `create` takes them: by name, or as verl of late has it, whole."""
+def _create_arguments(
+    create: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]
+) -> dict:
+    """Return the row's create_kwargs by name, or, as newer verl does, as one argument."""
     parameters = inspect.signature(create).parameters.values()
     both = {"create_kwargs": kwargs, **kwargs}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return both
-    named = {p.name for p in parameters if p.kind in KEYWORD} - {"instance_id"}
-    return {k: v for k, v in both.items() if k in named}
+    names = {p.name for p in parameters if p.kind in KEYWORD} - {"instance_id"}
+    return {k: v for k, v in both.items() if k in names}
 
 
 # -- interactions ---------------------------------------------------------------------------------
 
 
-def register_interaction(theirs: Any, name: str, where: str) -> None:
-    """Register one object of verl's `BaseInteraction`, or of what looks like one.
+def register_interaction(verls: Any, name: str, where: str) -> None:
+    """Register an object of verl's `BaseInteraction`, or one with the same methods.
 
     Raises:
-        UserError: it has not verl's methods.
+        UserError: it lacks a method.
         RegistryError: another interaction has the name.
     """
-    _require_methods(theirs, "interaction", ("start_interaction", "generate_response"), where)
+    _require_methods(verls, "an interaction", ("start_interaction", "generate_response"), where)
 
-    class Share(Interaction):
-        """One episode's share of verl's interaction."""
+    class Instance(Interaction):
+        """An instance of an interaction of verl's, for one episode."""
 
         def __init__(self, **kwargs: Any):
             self._kwargs = {"name": name, **kwargs}
@@ -241,9 +245,10 @@ def register_interaction(theirs: Any, name: str, where: str) -> None:
 
         async def respond(self, messages: Sequence[Message]) -> Reply:
             if not self._id:
-                given = str(uuid4())
-                self._id = await theirs.start_interaction(given, **self._kwargs) or given
-            answer = await theirs.generate_response(
+                default_id = str(uuid4())
+                new_id = await verls.start_interaction(default_id, **self._kwargs)
+                self._id = new_id or default_id
+            answer = await verls.generate_response(
                 self._id, [m.as_dict() for m in messages], **self._kwargs
             )
             if not isinstance(answer, tuple) or len(answer) != 4:
@@ -255,25 +260,25 @@ def register_interaction(theirs: Any, name: str, where: str) -> None:
             return Reply(content, score=float(score or 0.0), done=bool(done))
 
         async def close(self) -> None:
-            finalize = getattr(theirs, "finalize_interaction", None)
+            finalize = getattr(verls, "finalize_interaction", None)
             if self._id and finalize:
-                # Older ones are not told which episode is meant.
-                takes = inspect.signature(finalize).parameters
-                await finalize(*([self._id] if takes else []))
+                # Older interactions have no parameter for the id.
+                parameters = inspect.signature(finalize).parameters
+                await finalize(*([self._id] if parameters else []))
 
-    interaction(name)(_called_like(theirs, Share))
+    interaction(name)(_named_like(verls, Instance))
 
 
-def name_of(class_name: str) -> str:
-    """The name that verl gives an interaction whose YAML file gives it none.
+def interaction_name(class_name: str) -> str:
+    """Return verl's name of an interaction that has no name in the YAML file.
 
     Example: `Gsm8kInteraction` is "gsm8k".
     """
     return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
 
 
-def _called_like(theirs: Any, share: type[C]) -> type[C]:
-    """Give the class the name and the module of verl's own, for messages."""
-    share.__name__ = share.__qualname__ = type(theirs).__name__
-    share.__module__ = type(theirs).__module__
-    return share
+def _named_like(verls: Any, adapter: type[C]) -> type[C]:
+    """Set the name and the module of an adapter class to those of verl's class, for messages."""
+    adapter.__name__ = adapter.__qualname__ = type(verls).__name__
+    adapter.__module__ = type(verls).__module__
+    return adapter

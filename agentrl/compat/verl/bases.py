@@ -1,4 +1,4 @@
-"""What verl's users derive from, decorate with and return (`verl.tools`, `verl.interactions`)."""
+"""verl's base classes, its tool decorator and its response type, for user files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.errors import UserError
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
-    """A parameter."""
+    """The schema of a parameter."""
 
     model_config = ConfigDict(extra="allow")
     type: str | list[str]
@@ -21,7 +21,7 @@ class OpenAIFunctionPropertySchema(BaseModel):
 
 
 class OpenAIFunctionParametersSchema(BaseModel):
-    """All parameters."""
+    """The schema of all parameters."""
 
     model_config = ConfigDict(extra="allow")
     type: str = "object"
@@ -30,7 +30,7 @@ class OpenAIFunctionParametersSchema(BaseModel):
 
 
 class OpenAIFunctionSchema(BaseModel):
-    """A function."""
+    """The schema of a function."""
 
     name: str
     description: str = ""
@@ -41,33 +41,33 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """What the model is shown of a tool."""
+    """The schema of a tool, as the model sees it."""
 
     type: str = "function"
     function: OpenAIFunctionSchema
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. agentrl trains on text: a response with images or videos is refused."""
+    """A tool's response. agentrl trains on text: images and videos are refused."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it holds nothing."""
+        """Return whether the response is empty."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it holds text and nothing else."""
+        """Return whether the response has text and nothing else."""
         return bool(self.text) and not self.image and not self.video
 
 
 class BaseTool:
-    """verl's base of tools: one object per process, told which episode is meant by an id.
+    """verl's base class of tools: one object per process, with an instance id per episode.
 
-    Of an episode agentrl calls `create` once, `execute` for each call, `calc_reward` once at the
-    end, and `release` always.
+    In an episode, agentrl calls `create` once, `execute` for each call, `calc_reward` once at the
+    end, and `release` in any case.
     """
 
     def __init__(
@@ -78,55 +78,55 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """What the model is shown; for tools whose YAML file does not say it."""
+        """Return the tool's schema, for tools without one in the YAML file."""
         if schema := getattr(self, "tool_schema", None):
             return schema
         raise UserError(
-            f"{type(self).__qualname__} has no schema: give tool_schema in the YAML file, or define"
+            f"{type(self).__qualname__} has no schema: set tool_schema in the YAML file, or define"
             " get_openai_tool_schema"
         )
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-        """Begin an episode."""
+        """Begin an episode: return its instance id and a response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Answer a call: the response, its reward, and metrics."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no execute")
+        """Run a call: return the response, its reward and metrics."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """What the episode's state is worth at its end."""
+        """Return the reward of the episode's final state."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Free what the episode held."""
+        """Free the resources of the episode."""
 
 
 class BaseInteraction:
-    """verl's base of interactions: one object per process, told which episode is meant by an id."""
+    """verl's base class of interactions: one object per process, an instance id per episode."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin an episode."""
+        """Begin an episode: return its instance id."""
         return instance_id or str(uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the assistant: whether it is over, what is said, the turn's score, and more."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no generate_response")
+        """Reply to the assistant: return (is done, the reply, the turn's score, more)."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define generate_response")
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
-        """For subclasses to call; nobody else does, in verl as well as here."""
+        """Return a score. Only subclasses call it, in verl and in agentrl."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
-        """Free what the episode held."""
+        """Free the resources of the episode."""
 
 
 def function_tool(
@@ -136,11 +136,11 @@ def function_tool(
 ) -> Any:
     """Verl's decorator: `@function_tool`, `@function_tool("name")`, `@function_tool(schema=...)`.
 
-    The function is a tool like any `@tool`: its schema comes from signature and docstring, of which
-    no part need be there.
+    The function becomes a tool as with `@tool`: the schema comes from the signature and the
+    docstring, which are both optional.
 
     Raises:
-        UserError, RegistryError: see `agentrl.tool`.
+        UserError, RegistryError: as `agentrl.tool`.
     """
     from agentrl.compat.verl.adapters import register_function
 

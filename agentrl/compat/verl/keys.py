@@ -1,4 +1,4 @@
-"""verl's config keys (`keys.yaml`): what a message says to a user who types one of them."""
+"""verl's config keys (`keys.yaml`), and the messages about them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ VERL_KEYS: dict[str, str] = {
 """verl's dotted key -> what to do instead."""
 
 _SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
-"""Sections that only verl has."""
+"""The sections that only verl has."""
 
 
 def explain_key(path: str, mappings: Collection[str] = ()) -> str:
-    """Return what to say about a key of verl's, or one below it; "" if verl has no such key.
+    """Return the message about a key of verl's or one below it; "" if verl has no such key.
 
     Args:
         path: the key.
-        mappings: agentrl's keys below which users put keys of their own.
+        mappings: the keys of agentrl that are mappings, below which users put their own keys.
     """
     above, below = path, ""
     while above and above not in VERL_KEYS:
@@ -40,7 +40,7 @@ def explain_key(path: str, mappings: Collection[str] = ()) -> str:
 
 
 def explain_value(path: str, value: object) -> str:
-    """Return what to say about a value of verl's under a key that agentrl has, too; else ""."""
+    """Return the message about a value that only verl has, under a key of both; else ""."""
     if path in ("trainer.save_freq", "trainer.test_freq") and value == -1:
         return "verl's -1 is 0 here"
     if path == "trainer.logger" and "console" in (value if isinstance(value, list) else [value]):

@@ -1,6 +1,6 @@
-"""What comes with verl and user files name: graders, and the tool and interaction of GSM8K.
+"""Parts of verl that user files import: graders, and the tool and interaction of GSM8K.
 
-Graders have verl's names and return what verl's do.
+The graders have verl's names and return what verl's graders return.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from agentrl.compat.verl.bases import (
     ToolResponse,
 )
 from agentrl.rewards.graders import grader_of
-from agentrl.rewards.gsm8k import compute_score as graded_gsm8k
+from agentrl.rewards.gsm8k import compute_score as grade_gsm8k
 from agentrl.rewards.math_dapo import compute_score as math_dapo
 from agentrl.rewards.math_text import same_text
-from agentrl.rewards.search_qa import compute_score as graded_search_qa
+from agentrl.rewards.search_qa import compute_score as grade_search_qa
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rollout_trace_op(function: F) -> F:
-    """Verl's tracing decorator: agentrl traces episodes itself."""
+    """Return the function unchanged; in verl, this decorator traces calls."""
     return function
 
 
 def gsm8k(*args: Any, **kwargs: Any) -> float:
-    """`gsm8k.compute_score`: a number, where agentrl's grader returns a mapping."""
-    return graded_gsm8k(*args, **kwargs)["score"]
+    """`gsm8k.compute_score`: it returns a number; agentrl's grader returns a mapping."""
+    return grade_gsm8k(*args, **kwargs)["score"]
 
 
 extract_solution = gsm8k_answer
@@ -40,37 +40,37 @@ extract_solution = gsm8k_answer
 
 
 def math_reward(solution_str: str, ground_truth: Any) -> float:
-    """`math_reward.compute_score`: by spelling alone, as verl has it; 1.0 or 0.0."""
+    """`math_reward.compute_score`: it compares spellings only and returns 1.0 or 0.0."""
     answer = boxed_answer(solution_str)
     return float(answer is not None and same_text(answer, as_text(ground_truth)))
 
 
 def search_qa(solution_str: str, ground_truth: Any) -> float:
-    """`search_r1_like_qa_em.compute_score`: a number, as `gsm8k`."""
-    return graded_search_qa(solution_str, ground_truth)["score"]
+    """`search_r1_like_qa_em.compute_score`: it returns a number."""
+    return grade_search_qa(solution_str, ground_truth)["score"]
 
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> Any:
-    """`reward_score.default_compute_score`: by the grader of the data source.
+    """`reward_score.default_compute_score`: grade by the grader of the data source.
 
     Raises:
-        NotImplementedError: none that answers at once, as verl has it.
+        NotImplementedError: the grader is not a plain function.
     """
-    at_once: dict[str, Callable[..., Any]] = {
+    plain: dict[str, Callable[..., Any]] = {
         "gsm8k": gsm8k,
         "math": math_reward,
         "math_dapo": math_dapo,
         "search_qa": search_qa,
     }
     name = grader_of(data_source, {}).name
-    if name not in at_once:
+    if name not in plain:
         raise NotImplementedError(
             f"default_compute_score({data_source!r}): the grader {name!r} cannot be called from a"
-            f" function; leave reward.function empty to use it. Here: {', '.join(at_once)}"
+            f" function. Leave reward.function empty to use it. Choices: {', '.join(plain)}"
         )
-    return at_once[name](solution_str, ground_truth)
+    return plain[name](solution_str, ground_truth)
 
 
 RIGHT = "Your response is correct!"
@@ -101,7 +101,7 @@ class _Checks:
 
 
 class Gsm8kTool(BaseTool):
-    """Checks an answer that the model hands in; one that is no better than the last costs 0.05."""
+    """Checks an answer. An answer that is not better than the last one costs 0.05."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
@@ -112,23 +112,23 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin an episode; the ground truth by name, or within `create_kwargs`."""
-        given = kwargs.get("create_kwargs") or {}
-        truth = given.get("ground_truth") if ground_truth is None else ground_truth
+        """Begin an episode. The ground truth is an argument or in `create_kwargs`."""
+        create_kwargs = kwargs.get("create_kwargs") or {}
+        truth = create_kwargs.get("ground_truth") if ground_truth is None else ground_truth
         return self._checks.begin(instance_id, truth), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Check an answer."""
+        """Check an answer and return its score as text."""
         answer = str(parameters.get("answer", ""))
         last = self._checks.score(instance_id)
         reward = self._checks.score(instance_id, answer)
-        earned = 0.0 if reward > last else -0.05
-        return ToolResponse(text=f"Current parsed {answer=} {reward=}"), earned, {}
+        penalty = 0.0 if reward > last else -0.05
+        return ToolResponse(text=f"Current parsed {answer=} {reward=}"), penalty, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """What the last answer is worth."""
+        """Return the score of the last answer."""
         return self._checks.score(instance_id)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -137,7 +137,7 @@ class Gsm8kTool(BaseTool):
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Says whether the assistant's last message is right, until it is."""
+    """Tells the assistant whether its last message is right, until it is right."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -152,13 +152,13 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Judge the last assistant message."""
-        said = [m["content"] for m in messages if m["role"] == "assistant"]
-        score = self._checks.score(instance_id, said[-1] if said else "")
+        """Check the last assistant message."""
+        texts = [m["content"] for m in messages if m["role"] == "assistant"]
+        score = self._checks.score(instance_id, texts[-1] if texts else "")
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
-        """What the last answer is worth."""
+        """Return the score of the last answer."""
         return self._checks.score(instance_id)
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Modules named `verl...` for files that import from verl where it is not installed."""
+"""Modules named `verl...`, for user files that import verl where it is not installed."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _PACKAGES = {
 
 
 _LOOPS = {"verl.experimental", "verl.workers"}
-"""Where agent loops are had from."""
+"""Packages from which user files import the base class of agent loops."""
 
 
 def is_missing(error: ModuleNotFoundError) -> bool:
-    """Whether it is verl that an import did not find, and nobody stands in for it yet."""
+    """Return whether an import failed because verl is missing and `stand_in` was not called."""
     return (error.name or "").partition(".")[0] == "verl" and not _stands_in()
 
 
 def stand_in() -> None:
-    """From now on `import verl...` finds what agentrl has of it, unless verl is installed."""
+    """Make `import verl...` find agentrl's stand-ins, unless verl is installed."""
     if not _stands_in():
-        sys.meta_path.append(_Finder())  # the last: an installed verl is found before
+        sys.meta_path.append(_Finder())  # Last, so that an installed verl is found first.
 
 
 def _stands_in() -> bool:
@@ -59,9 +59,9 @@ def _stands_in() -> bool:
 
 
 class _Finder(Loader):
-    """Finds the modules of the table, and says of others that they are not there.
+    """Finds and loads the modules of the table; raises `UserError` for other modules of verl.
 
-    It is also their loader: it makes an empty module, whose names come as they are asked for.
+    A module is empty. Its names are looked up when they are used.
     """
 
     def find_spec(
@@ -71,17 +71,17 @@ class _Finder(Loader):
             return None
         parent = sys.modules.get("verl")
         if parent is not None and not isinstance(parent, _Module):
-            return None  # verl itself is installed
+            return None  # verl is installed.
         if name in _LOOPS:
             raise UserError(
-                f"`import {name}...`: agent loops of verl's keep token ids themselves, which"
-                " agentrl does for them. docs/verl.md shows how one becomes an `@agent_loop`."
+                f"`import {name}...`: agent loops of verl's keep token ids, which agentrl does"
+                " itself. docs/verl.md shows how to rewrite one as an `@agent_loop`."
             )
         if name not in _NAMES and name not in _PACKAGES:
             known = ", ".join(sorted(_NAMES))
             raise UserError(
-                f"`import {name}`: verl is not installed, and agentrl stands in for these of its"
-                f" modules only: {known}. docs/verl.md says what to write in place of others."
+                f"`import {name}`: verl is not installed, and agentrl replaces only these of its"
+                f" modules: {known}. docs/verl.md says what to write instead of others."
             )
         return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
 
@@ -93,7 +93,7 @@ class _Finder(Loader):
 
 
 class _Module(ModuleType):
-    """A module whose names are looked up in agentrl when they are used."""
+    """A module that looks its names up in agentrl when they are used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -104,8 +104,8 @@ class _Module(ModuleType):
         if name not in ours:
             known = ", ".join(ours) or "nothing"
             raise UserError(
-                f"`from {self.__name__} import {name}`: agentrl's stand-in for verl has {known}"
-                " there. docs/verl.md says what to write in place of the rest."
+                f"`from {self.__name__} import {name}`: agentrl's stand-in for this module has"
+                f" only {known}. docs/verl.md says what to write instead of the rest."
             )
         home = bases if hasattr(bases, ours[name]) else importlib.import_module(_SHIPPED)
         return getattr(home, ours[name])
