@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from support.forked_python import run_agentrl
+from typer.main import get_command
 
 from agentrl import play, registry
+from agentrl.cli import app
 from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.metrics import rollout_metrics
@@ -107,8 +109,9 @@ def test_metrics_are_those_of_a_run(page):
         assert f"`{family}" in explained, f"{page}.md: {name}"
 
 
-def test_yaml_snippets_load(tmp_path):
-    for i, block in enumerate(blocks("rewards", "yaml")):
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_snippets_load(page, tmp_path):
+    for i, block in enumerate(blocks(page, "yaml")):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block)
         load_config(str(file))
@@ -140,6 +143,26 @@ def test_commands_load(page, tmp_path):
         given = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
         config = load_config(str(tmp_path / "run.yaml"), given)
         assert not without_effect(config), command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_these_options(page):
+    """All commands in shell blocks and indented lines: their names, options and config keys."""
+    indented = re.findall(r"^ {4}(.*(?:\\\n.*)?)$", text(page), re.MULTILINE)
+    shell = "\n".join([*blocks(page, "bash"), *indented]).replace("\\\n", " ")
+    for line in (line for line in shell.splitlines() if line.startswith("agentrl ")):
+        words = shlex.split(line, comments=True)[1:]
+        command = get_command(app)
+        while isinstance(getattr(command, "commands", None), dict):
+            assert words[0] in command.commands, f"{page}.md: {line}"
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        for word in words:
+            if re.match(r"--?[a-z]", word):
+                assert word in options, f"{page}.md: {line}"
+            elif key := re.match(r"([a-z]+\.[\w.]+)=", word):
+                section, _, leaf = key[1].partition(".")
+                assert f"{section}.{leaf.split('.')[0]}" in FIELDS, f"{page}.md: {line}"
 
 
 def test_the_command_for_a_laptop_is_wired(tiny_model):
