@@ -91,7 +91,7 @@ def make_plan(config: Config) -> Plan:
         UserError: the message lists all mistakes.
     """
     if not config.data.train and not config.data.val:
-        raise ConfigError("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
+        raise ConfigError("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     problems: list[str] = []
 
     def attempt(work: Callable[[], T]) -> T | None:
@@ -113,7 +113,7 @@ def make_plan(config: Config) -> Plan:
             ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
             *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
         ]
-        problems += [f"{key}: {kind.unknown(n)}" for key, kind, n in named if n not in kind]
+        problems += [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in named if n not in kind]
     rollout = config.rollout
     scorer = attempt(
         partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)

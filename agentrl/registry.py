@@ -1,7 +1,7 @@
-"""Names to things: tools, agent loops, interactions, rewards and algorithms register by decorator.
+"""Registries of tools, agent loops, interactions, rewards and algorithms, by name.
 
-A dataset row only ever names an entry; code is loaded from the files the user lists, never from a
-row.
+Decorators register them. A dataset row can only refer to a registered name. Code is loaded from the
+files that the user lists, never from a row.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest choice, or an empty string."""
+    """Return ` Did you mean 'x'?` for the closest choice, or an empty string."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class Registry(Generic[T]):
-    """A dictionary of named things that answers a wrong name with the right ones.
+    """A dictionary of named entries whose error messages list the known names.
 
-    Things that are heavy to import (those that need torch) can be known before they are defined:
-    `shipped` are their names, `home` is the module or package that defines them when it is
-    imported, which `get` does.
+    Shipped entries that are slow to import (because they need torch) are imported by `get` when
+    they are needed: `shipped` are their names, and `home` is the module or package that defines
+    them.
     """
 
     def __init__(
@@ -49,70 +49,69 @@ class Registry(Generic[T]):
         self.aliases = dict(aliases or {})
         self.shipped = frozenset(shipped)
         self._home = home
-        self._things: dict[str, T] = {}
+        self._entries: dict[str, T] = {}
 
-    def add(self, name: str, thing: T) -> T:
-        """Register `thing`; the same definition loaded twice replaces itself.
+    def add(self, name: str, entry: T) -> T:
+        """Register an entry. The same definition may be registered again.
 
         Raises:
-            RegistryError: another definition holds the name, or one that is shipped does.
+            RegistryError: the name belongs to another definition or to a shipped one.
         """
-        module = getattr(thing, "__module__", "")
+        module = getattr(entry, "__module__", "")
         if name in self.shipped and not f"{module}.".startswith(f"{self._home}."):
             raise RegistryError(
-                f"{_origin(thing)} is named like the {self.kind} {name!r} that is there already."
-                " Give it another name."
+                f"{_origin(entry)} has the name of the shipped {self.kind} {name!r}. Rename it."
             )
-        held = self._things.get(name)
-        if held is not None and _origin(held) != _origin(thing):
+        present = self._entries.get(name)
+        if present is not None and _origin(present) != _origin(entry):
             raise RegistryError(
-                f"two definitions of the {self.kind} {name!r}: {_origin(held)} and"
-                f" {_origin(thing)}. Rename one of them."
+                f"two definitions of the {self.kind} {name!r}: {_origin(present)} and"
+                f" {_origin(entry)}. Rename one of them."
             )
-        self._things[name] = thing
-        return thing
+        self._entries[name] = entry
+        return entry
 
     def get(self, name: str) -> T:
-        """The thing of that name or alias.
+        """Return the entry of that name or alias.
 
         Raises:
-            RegistryError: no such name; the message lists the choices.
+            RegistryError: the name is unknown; the message lists the known names.
         """
         name = self.canonical(name)
-        if name in self.shipped and name not in self._things:
+        if name in self.shipped and name not in self._entries:
             importlib.import_module(self._home)
         try:
-            return self._things[name]
+            return self._entries[name]
         except KeyError:
-            raise RegistryError(self.unknown(name)) from None
+            raise RegistryError(self.explain_unknown(name)) from None
 
     def canonical(self, name: str) -> str:
-        """The registered name behind an alias."""
+        """Return the registered name of an alias, or the name itself."""
         return self.aliases.get(name, name)
 
-    def unknown(self, name: str) -> str:
-        """The message for a name that is not registered."""
+    def explain_unknown(self, name: str) -> str:
+        """Return the error message for a name that is not registered."""
         names = self.names()
-        listed = ", ".join(names) if names else "none"
+        choices = ", ".join(names) if names else "none"
         suggestion = did_you_mean(name, [*names, *self.aliases])
-        return f"no {self.kind} named {name!r}.{suggestion} Registered: {listed}"
+        return f"no {self.kind} named {name!r}.{suggestion} Registered: {choices}"
 
     def names(self) -> list[str]:
-        """All registered names, sorted, without aliases."""
-        return sorted({*self._things, *self.shipped})
+        """Return all registered names, sorted, without aliases."""
+        return sorted({*self._entries, *self.shipped})
 
     def __contains__(self, name: str) -> bool:
         name = self.canonical(name)
-        return name in self._things or name in self.shipped
+        return name in self._entries or name in self.shipped
 
 
-def _origin(thing: Any) -> str:
-    """Where a definition stands: file and qualified name."""
-    thing = getattr(thing, "target", thing)
-    code = getattr(thing, "__code__", None)
-    module = sys.modules.get(getattr(thing, "__module__", ""), None)
+def _origin(entry: Any) -> str:
+    """Return file and qualified name of a definition."""
+    entry = getattr(entry, "target", entry)
+    code = getattr(entry, "__code__", None)
+    module = sys.modules.get(getattr(entry, "__module__", ""), None)
     file = code.co_filename if code else getattr(module, "__file__", "?")
-    return f"{file}:{getattr(thing, '__qualname__', repr(thing))}"
+    return f"{file}:{getattr(entry, '__qualname__', repr(entry))}"
 
 
 tools: Registry[Any] = Registry("tool")
@@ -159,10 +158,11 @@ def policy_loss(name: str) -> Callable[[F], F]:
         def reinforce(logprobs, old_logprobs, advantages, mask, config):
             return -advantages * logprobs, {}
 
-    See `agentrl.trainer.losses` for what it is given and returns. The function stays as it is.
+    `agentrl.trainer.losses` documents its arguments and its result. The decorator returns the
+    function unchanged.
 
     Raises:
-        RegistryError: the name is taken, or is no text.
+        RegistryError: the name belongs to another definition, or is not a string.
     """
     return _decorator(policy_losses, name)
 
@@ -170,7 +170,7 @@ def policy_loss(name: str) -> Callable[[F], F]:
 def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F]:
     if not isinstance(name, str):
         raise RegistryError(
-            f'write the {kind.kind}\'s decorator with a name, ("name"): the config refers to it so'
+            f'the decorator of the {kind.kind} needs a name, ("name"): the config refers to it'
         )
 
     def register(function: F) -> F:
@@ -183,35 +183,35 @@ def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F
 SHELF = "shelf:"
 YAML = (".yaml", ".yml")
 VERL, MCP = "agentrl.compat.verl", "agentrl.tools.mcp.source"
-"""Above this room: imported where a file needs them."""
+"""Modules above this one in the import order; they are imported when a file needs them."""
 
 
 def shelf_folder() -> Path:
-    """Where the ready tools lie: in the package when installed, beside it in a checkout."""
+    """Return the folder of the shipped tools: in the installed package or in the checkout."""
     here = Path(__file__).parent
     installed = here / "_shelf"
     return installed if installed.is_dir() else here.parent / "tools_registry"
 
 
 def where_to_load(*names: str) -> str:
-    """What to do for names that no loaded file defines; whose file is on the shelf is named."""
+    """Return advice for names that no loaded file defines; it names shipped tool files."""
     on_shelf = [n for n in names if n.isidentifier() and (shelf_folder() / f"{n}.py").is_file()]
     return " ".join(["Load its file with --file", *(SHELF + name for name in on_shelf[:1])])
 
 
 def resolve_file(name: str) -> Path:
-    """The path of a user file, or of a tool on the shelf for `shelf:NAME`.
+    """Return the path of a user file, or of the shipped tool `shelf:NAME`.
 
     Raises:
-        UserError: no such file, or not a Python file.
+        UserError: the file does not exist, or is neither a Python nor a YAML file.
     """
     if name.startswith(SHELF):
         stem = name[len(SHELF) :]
-        ready = sorted(p.stem for p in shelf_folder().glob("*.py"))
-        if stem not in ready:
+        shipped = sorted(p.stem for p in shelf_folder().glob("*.py"))
+        if stem not in shipped:
             raise UserError(
-                f"no tool file {name!r} on the shelf.{did_you_mean(stem, ready)}"
-                f" Ready: {', '.join(SHELF + r for r in ready)}"
+                f"no shipped tool file {name!r}.{did_you_mean(stem, shipped)}"
+                f" Shipped: {', '.join(SHELF + s for s in shipped)}"
             )
         return shelf_folder() / f"{stem}.py"
     path = Path(name).expanduser().resolve()
@@ -223,20 +223,20 @@ def resolve_file(name: str) -> Path:
 
 
 def load_file(name: str) -> Any:
-    """Run a user file once, so that its decorators register what it defines; returns the module.
+    """Run a user file once, so that its decorators register its definitions; return the module.
 
-    A YAML file is verl's, of tools or interactions: what it names is registered; a name with `mcp+`
-    is that of a server of tools.
+    A YAML file is one of verl's that lists tools or interactions, which are registered. A name that
+    starts with `mcp+` is the address of an MCP server of tools.
 
     Raises:
-        UserError: the file is missing or does not run; the message names the line.
+        UserError: the file is missing or raises an error; the message names the line.
     """
     if name.startswith("mcp+"):
         return importlib.import_module(MCP).load(name)
     path = resolve_file(name)
     if path.suffix in YAML:
         return importlib.import_module(VERL).load_yaml(path)
-    # The same name in every process: what one pickles, another looks for by it.
+    # The name is the same in every process, so that processes can unpickle each other's objects.
     module_name = (
         f"agentrl_user_{path.stem}_{blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     )
@@ -254,12 +254,12 @@ def load_file(name: str) -> Any:
     except Exception as e:
         del sys.modules[module_name]
         line = _line_in(path, e)
-        raise UserError(f"{name}{line} does not load: {type(e).__name__}: {e}") from e
+        raise UserError(f"{name}{line} cannot be loaded: {type(e).__name__}: {e}") from e
     return module
 
 
 def _run(loader: Loader, module: ModuleType) -> None:
-    """Run a module's file; what it misses of verl, agentrl stands in for."""
+    """Run a module's file, with a substitute for verl if it imports verl and verl is missing."""
     try:
         loader.exec_module(module)
     except ModuleNotFoundError as e:
@@ -273,7 +273,7 @@ def _run(loader: Loader, module: ModuleType) -> None:
 
 
 def _line_in(path: Path, error: Exception) -> str:
-    """`:LINE` of the last frame of `error` in the file, or nothing."""
+    """Return `:LINE` of the last frame of `error` in the file, or an empty string."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,9 @@
-"""Plays episodes: one asyncio loop in one thread, on which every client lives.
+"""Play episodes on one asyncio event loop in one thread, which all clients share.
 
-`Rollouts.collect` is the synchronous door: samples in, groups of scored trajectories out. It owns
-the failure policy: what the model does wrong is data; what a machine does wrong is played again
-and then dropped, never rewarded with 0; what user code does wrong is shown, and stops the run when
-it is more than a stray case.
+`Rollouts.collect` is its synchronous interface: it takes samples and returns groups of scored
+trajectories. It also implements the failure policy. The model's mistakes are part of the
+trajectory. After an infrastructure failure the episode is retried and then dropped, never rewarded
+with 0. Errors in user code are shown, and stop the run if there are many.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from agentrl.workers import run_all
 
 log = logging.getLogger("agentrl")
 
-ATTEMPTS = 3
-"""An episode that a machine failed is played again, twice at most."""
+MAX_ATTEMPTS = 3
+"""An episode is retried at most twice after infrastructure failures."""
 MIN_SURVIVORS = 0.75
-"""A group needs this share of its rollouts, or its baseline would be noise."""
+"""The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
-"""A step that loses more than this share of its rollouts stops the run."""
+"""The largest share of dropped rollouts in a step; with more the run stops."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Play:
-    """A rollout to be played."""
+    """A rollout to play."""
 
     sample: Sample
     rollout: int
@@ -59,33 +59,33 @@ class _Play:
     sampling: Sampling
     seed: int
     trains: bool
-    """Whether its reward is one that trains."""
+    """True if the policy is trained on it, so that its reward includes training penalties."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """A rollout that was lost, and by what."""
+    """A rollout that was dropped, and why."""
 
     cause: str
 
 
 class Rollouts:
-    """The synchronous door to episodes."""
+    """Play episodes from synchronous code."""
 
     def __init__(self, world: World, scorer: Scorer, *, seed: int):
-        """Start the loop's thread.
+        """Start the thread of the event loop.
 
         Args:
-            world: engine, template, toolbox, config.
-            scorer: turns trajectories into rewards.
-            seed: the run's.
+            world: engine, template, toolbox and config.
+            scorer: computes the rewards of trajectories.
+            seed: the seed of the run.
         """
         self.world = world
         self._scorer = scorer
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
-        self._shown_bug = False
+        self._has_shown_bug = False
         self._watchdog = Watchdog(world.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -105,38 +105,38 @@ class Rollouts:
         """Play each sample n times.
 
         Args:
-            samples: the step's rows.
-            n: rollouts a sample.
-            sampling: how turns are sampled.
-            step: with the row, rollout and turn, keys the random numbers.
-            tag: names the pass in episode ids and keys its randomness ("train", "val").
-            earlier: what was played before in this step: a row that stood there, too, is played
-                with other random numbers.
-            greedy: play each sample once more, as its rollout n, at temperature 0.
+            samples: the rows of the step.
+            n: rollouts per sample.
+            sampling: the sampling parameters.
+            step: the seed of a turn depends on step, row, rollout and turn.
+            tag: "train", "val" and so on: part of the episode ids. Training has its own seeds.
+            earlier: the rows that were played before in this step. A row that is among them gets
+                other seeds.
+            greedy: also play each sample once at temperature 0, as its rollout n.
 
         Returns:
-            One group a sample, in order; a group that lost more than a quarter of its rollouts, or
-            the greedy one, is left out.
+            One group for each sample, in order, without groups that lost more than a quarter of
+            their rollouts or their greedy rollout.
 
         Raises:
-            RunStopped: more than 5 % of the rollouts were dropped; the message says by what.
-            UserCodeError: a reward raised.
+            RunStopped: more than 5 % of the rollouts were dropped; the message lists the causes.
+            UserCodeError: a reward function raised.
         """
-        ways = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
-        plays = [*self._plays(samples, ways, step, tag, earlier)]
-        results = self.run(self._play_all(plays, len(ways)))
+        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        plays = [*self._plays(samples, samplings, step, tag, earlier)]
+        results = self.run(self._play_all(plays, len(samplings)))
         _stop_if_too_many_dropped(results)
         groups = []
         for i, sample in enumerate(samples):
-            mine = results[i * len(ways) : (i + 1) * len(ways)]
-            scored = tuple(r for r in mine[:n] if isinstance(r, Scored))
-            best = mine[n] if greedy else None
-            if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(best, _Dropped):
-                groups.append(Group(sample, scored, n - len(scored), best))
+            of_sample = results[i * len(samplings) : (i + 1) * len(samplings)]
+            scored = tuple(r for r in of_sample[:n] if isinstance(r, Scored))
+            baseline = of_sample[n] if greedy else None
+            if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(baseline, _Dropped):
+                groups.append(Group(sample, scored, n - len(scored), baseline))
         return groups
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the rollouts' loop and wait for it; Ctrl-C cancels it."""
+        """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while True:
@@ -146,17 +146,17 @@ class Rollouts:
                     if future.done():
                         raise
                     if not self._thread.is_alive():
-                        raise RunStopped("the thread that plays episodes died") from None
+                        raise RunStopped("the thread of the episodes died") from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Close the toolbox's connections and a foreign parser, and stop the thread. Idempotent."""
+        """Close the toolbox, the scorer and the parser, and stop the thread. Idempotent."""
         try:
             if self._thread.is_alive():
                 self.run(self._drain())
-        finally:  # processes of a parser and of rewards would outlive a thread that died
+        finally:  # also if the thread died: processes of parser and rewards must be stopped
             self._scorer.stop()
             self.world.close()
             self._watchdog.close()
@@ -164,10 +164,10 @@ class Rollouts:
             self._thread.join(timeout=5)
 
     async def _drain(self) -> None:
-        """Let cancelled episodes clean up, then close the toolbox and what rewards hold."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=CLEANUP_S)
+        """Wait until cancelled episodes have cleaned up, then close scorer and toolbox."""
+        episodes = asyncio.all_tasks() - {asyncio.current_task()}
+        if episodes:
+            await asyncio.wait(episodes, timeout=CLEANUP_S)
         try:
             await self._scorer.close()
         finally:
@@ -178,96 +178,99 @@ class Rollouts:
     def _plays(
         self,
         samples: Sequence[Sample],
-        ways: Sequence[Sampling],
+        samplings: Sequence[Sampling],
         step: int,
         tag: str,
         earlier: Sequence[Sample],
     ) -> Iterator[_Play]:
-        """Each sample in each of these ways, sample by sample."""
+        """Yield the rollouts of each sample, one for each of the sampling parameters."""
         trains = tag == "train"
-        before = Counter(s.row for s in earlier)
+        times_played = Counter(s.row for s in earlier)
         for s in samples:
-            # A row that stands twice in a step is played with other random numbers.
-            seed = mix_seed(self._seed, step, s.row, before[s.row], trains)
-            before[s.row] += 1
-            for k, way in enumerate(ways):
+            # A row that occurs twice in a step gets another seed the second time.
+            seed = mix_seed(self._seed, step, s.row, times_played[s.row], trains)
+            times_played[s.row] += 1
+            for k, sampling in enumerate(samplings):
                 attempt = f"{self._run_id}-{next(self._attempts)}"
                 episode_id = f"{tag}-{step}-{s.row}-{k}-{attempt}"
-                yield _Play(s, k, episode_id, way, seed, trains)
+                yield _Play(s, k, episode_id, sampling, seed, trains)
 
-    async def _play_all(self, plays: Sequence[_Play], each: int) -> list[Scored | _Dropped]:
-        """What became of the plays, of which `each` in a row are of one sample."""
+    async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
+        """Play and score all rollouts; each `per_sample` successive ones belong to one sample."""
         for play in plays:
             self.world.sampler.begin(play.episode_id)
-        size = each if self._scorer.compares else 1
-        together = [plays[i : i + size] for i in range(0, len(plays), size)]
+        size = per_sample if self._scorer.has_group_reward else 1
+        parts = [plays[i : i + size] for i in range(0, len(plays), size)]
         with self._watchdog.armed():
-            return [r for rs in await run_all([*map(self._play_and_score, together)]) for r in rs]
+            return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
 
     async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
-        """Rollouts of a sample, scored when all are played; those that were lost are left out."""
+        """Play rollouts of a sample, and score together those that are not dropped."""
         played = await run_all([self._play(play) for play in plays])
-        left = [p for p in played if isinstance(p, Trajectory)]
-        scored = iter(await self._score(left, plays[0]) if left else [])
+        trajectories = [p for p in played if isinstance(p, Trajectory)]
+        scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
         return [p if isinstance(p, _Dropped) else next(scored) for p in played]
 
     async def _play(self, play: _Play) -> Trajectory | _Dropped:
-        """The episode, played again where a machine failed it."""
+        """Play an episode, and retry it after infrastructure failures."""
         sample, episode_id = play.sample, play.episode_id
-        played, cause = None, ""
+        trajectory, cause = None, ""
         try:
-            for attempt in range(ATTEMPTS):
+            for attempt in range(MAX_ATTEMPTS):
                 if attempt:
-                    self._watchdog.forget(episode_id)
+                    self._watchdog.remove(episode_id)
                     episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
                     self.world.sampler.begin(episode_id)
                 try:
                     await self.world.sampler.ready()
-                    played = await play_episode(
+                    trajectory = await play_episode(
                         self.world,
                         sample,
                         episode_id=episode_id,
                         rollout=play.rollout,
                         sampling=play.sampling,
                         seed=play.seed,
-                        watch=self._watchdog.watch,
+                        watch=self._watchdog.add,
                     )
-                    self._watchdog.enter(episode_id, "the others of its sample")
-                    return played
+                    self._watchdog.set_state(episode_id, "other rollouts of the sample")
+                    return trajectory
                 except Infrastructure as e:
-                    cause = _told(e, sample, attempt)
+                    cause = _log_infrastructure_error(e, sample, attempt)
                 except (UserCodeError, TemplateError) as e:
-                    if not self._shown_bug:
-                        self._shown_bug = True
+                    if not self._has_shown_bug:
+                        self._has_shown_bug = True
                         log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
                     return _Dropped(f"{type(e).__name__}: {str(e).splitlines()[0]}")
             return _Dropped(cause)
         finally:
-            if played is None:
-                self._watchdog.forget(episode_id)
+            if trajectory is None:
+                self._watchdog.remove(episode_id)
 
-    async def _score(self, played: Sequence[Trajectory], play: _Play) -> list[Scored | _Dropped]:
-        """Rewards of a sample's trajectories; judged again where a judge failed, not played."""
-        names = [trajectory.episode_id for trajectory in played]
+    async def _score(
+        self, trajectories: Sequence[Trajectory], play: _Play
+    ) -> list[Scored | _Dropped]:
+        """Score trajectories of a sample, and retry it after infrastructure failures."""
+        episode_ids = [trajectory.episode_id for trajectory in trajectories]
         cause = ""
         try:
-            for attempt in range(ATTEMPTS):
-                for name in names:
-                    self._watchdog.enter(name, "reward")
+            for attempt in range(MAX_ATTEMPTS):
+                for episode_id in episode_ids:
+                    self._watchdog.set_state(episode_id, "reward")
                 try:
-                    return [*await self._scorer.score_all(played, trains=play.trains)]
+                    return [*await self._scorer.score_all(trajectories, trains=play.trains)]
                 except Infrastructure as e:
-                    cause = _told(e, play.sample, attempt)
-            return [_Dropped(cause)] * len(played)
+                    cause = _log_infrastructure_error(e, play.sample, attempt)
+            return [_Dropped(cause)] * len(trajectories)
         finally:
-            for name in names:
-                self._watchdog.forget(name)
+            for episode_id in episode_ids:
+                self._watchdog.remove(episode_id)
 
 
-def _told(error: Infrastructure, sample: Sample, attempt: int) -> str:
-    # Of a dead engine's last lines every row would tell.
-    first = str(error).partition("\n")[0].removesuffix(" Its last lines:")
-    log.warning("row %s: %s (attempt %d of %d)", sample.id, first, attempt + 1, ATTEMPTS)
+def _log_infrastructure_error(error: Infrastructure, sample: Sample, attempt: int) -> str:
+    """Log the first line of an error, and return the whole error for the list of causes."""
+    # Otherwise the log would contain the last lines of a dead engine once for every row.
+    line = str(error).partition("\n")[0].removesuffix(" Its last lines:")
+    log.warning("row %s: %s (attempt %d of %d)", sample.id, line, attempt + 1, MAX_ATTEMPTS)
     return f"{type(error).__name__}: {error}"
 
 
@@ -275,14 +278,14 @@ def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
     dropped = [r.cause for r in results if isinstance(r, _Dropped)]
     if len(dropped) <= MAX_DROPPED * len(results):
         return
-    # One cause each, whatever ids and addresses its texts hold.
-    kinds: dict[str, list[str]] = defaultdict(list)
+    # Texts that differ only in ids, numbers and addresses are one cause.
+    by_cause: dict[str, list[str]] = defaultdict(list)
     for cause in dropped:
-        kinds[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
-    most = sorted(kinds.values(), key=len, reverse=True)[:3]
+        by_cause[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
+    most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
     raise RunStopped(
         f"{len(dropped)} of {len(results)} rollouts were dropped, more than {MAX_DROPPED:.0%}."
-        " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most)
+        " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
     )
 
 
@@ -290,8 +293,8 @@ def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
 def open_rollouts(
     config: Config, sampler: Sampler, template: ChatTemplate, scorer: Scorer
 ) -> Iterator[Rollouts]:
-    """Rollouts with the config's tools, in process or served over HTTP; closed at the end."""
-    settle_heap()
+    """Open rollouts with the config's tools, in process or over HTTP, and close them at the end."""
+    freeze_heap()
     raise_limit()
     sandbox.configure(config.sandbox)
     with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
@@ -304,11 +307,11 @@ def open_rollouts(
             rollouts.close()
 
 
-def settle_heap() -> None:
-    """Leave what stands now (modules, schemas, the model's objects) out of garbage collection.
+def freeze_heap() -> None:
+    """Exclude all present objects (modules, schemas, the model) from garbage collection.
 
-    Hundreds of thousands of objects that live as long as the process were looked at again and again
-    while episodes made new ones: a third of an agent loop's time.
+    These hundreds of thousands of objects live as long as the process. Scanning them again and
+    again while episodes create new objects took a third of the time of an agent loop.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Says what everything waits for when nothing moves."""
+"""Report what each episode is waiting for when no episode makes progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.agent_loops.attempt import Attempt
 
 
 class Watchdog:
-    """Prints every episode in flight after `seconds` in which none of them changed state."""
+    """Print the state of all episodes when none of them has changed state for some time."""
 
     def __init__(
         self,
@@ -21,12 +21,12 @@ class Watchdog:
         out: TextIO | None = None,
         causes: Callable[[], Iterable[str]] = tuple,
     ):
-        """Start the watching thread; it looks only while `armed`.
+        """Start the thread of the watchdog. It is active only within `armed`.
 
         Args:
-            seconds: without any change of state, after which it prints.
-            out: where to; by default standard error.
-            causes: returns further lines: what many episodes wait for.
+            seconds: the time without a change of state after which it prints.
+            out: the stream to print to; by default standard error.
+            causes: returns additional lines for the report: what many episodes wait for.
         """
         self._seconds = seconds
         self._causes = causes
@@ -36,22 +36,22 @@ class Watchdog:
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def watch(self, episode: Attempt) -> None:
-        """An episode began."""
+    def add(self, episode: Attempt) -> None:
+        """Watch an episode that starts."""
         self._episodes[episode.episode_id] = episode
 
-    def enter(self, episode_id: str, state: str) -> None:
-        """What an episode waits for now."""
+    def set_state(self, episode_id: str, state: str) -> None:
+        """Set what an episode is waiting for now."""
         if episode := self._episodes.get(episode_id):
             episode.enter(state)
 
-    def forget(self, episode_id: str) -> None:
-        """An episode ended."""
+    def remove(self, episode_id: str) -> None:
+        """Stop watching an episode that ended."""
         self._episodes.pop(episode_id, None)
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Episodes are expected to move within this block."""
+        """Activate the watchdog within this block."""
         self._armed_since = time.monotonic()
         try:
             yield
@@ -59,7 +59,7 @@ class Watchdog:
             self._armed_since = None
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -69,20 +69,20 @@ class Watchdog:
                 continue
             episodes = list(self._episodes.values())
             now = time.monotonic()
-            moved = max([armed, *(e.since for e in episodes)])
-            if now - moved >= self._seconds:
+            last_change = max([armed, *(e.since for e in episodes)])
+            if now - last_change >= self._seconds:
                 print(self.report(episodes, now), file=self._out or sys.stderr, flush=True)
                 self._armed_since = now
 
     def report(self, episodes: list[Attempt], now: float) -> str:
-        """One line an episode: id, turn, state, seconds in it; longest waits first."""
+        """Return a line for each episode: id, turn, state and its duration, longest waits first."""
         lines = [
             f"  {e.episode_id}  turn {len(e.turns)}  {e.state}  {now - e.since:.0f} s"
             for e in sorted(episodes, key=lambda e: e.since)
         ]
         return "\n".join(
             [
-                f"watchdog: nothing moved for {self._seconds:.0f} s;"
+                f"watchdog: no progress for {self._seconds:.0f} s;"
                 f" {len(episodes)} episodes in flight:",
                 *(f"  {cause}" for cause in self._causes()),
                 *lines,

@@ -26,15 +26,15 @@ settings.load_profile("agentrl")
 
 
 KINDS = (registry.agent_loops, registry.interactions, registry.rewards, registry.tools)
-SHIPPED = [dict(kind._things) for kind in KINDS]
+SHIPPED = [dict(kind._entries) for kind in KINDS]
 
 
 @pytest.fixture
 def shipped_registries(own_registries):
     """As in a new process: nothing of what other test files registered as they were imported."""
     for kind, things in zip(KINDS, SHIPPED, strict=True):
-        kind._things.clear()
-        kind._things.update(things)
+        kind._entries.clear()
+        kind._entries.update(things)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,13 @@ def no_other_names():
     """What other test files registered is put aside: ranks must have all names that a run has."""
     from agentrl.cluster.ship import user_registrations
 
-    things = {kind.kind: kind._things for kind in vars(registry).values()
+    things = {kind.kind: kind._entries for kind in vars(registry).values()
               if isinstance(kind, registry.Registry)}  # fmt: skip
 
     def take():
-        return {(k, n): things[k].pop(n) for k, names in user_registrations().items() for n in names}
+        return {
+            (k, n): things[k].pop(n) for k, names in user_registrations().items() for n in names
+        }
 
     others = take()
     # A file that was loaded once is not run again, and would register nothing.
@@ -61,13 +63,13 @@ def no_other_names():
 @pytest.fixture(autouse=True)
 def own_registries():
     """What a test registers, and the user files it loads, are gone after it."""
-    before, modules = [dict(kind._things) for kind in KINDS], set(sys.modules)
+    before, modules = [dict(kind._entries) for kind in KINDS], set(sys.modules)
     yield
     for kind, things in zip(KINDS, before, strict=True):
         # What is shipped registers when its module is first imported, and that stays.
-        shipped = {n: thing for n, thing in kind._things.items() if n in kind.shipped}
-        kind._things.clear()
-        kind._things.update(things | shipped)
+        shipped = {n: thing for n, thing in kind._entries.items() if n in kind.shipped}
+        kind._entries.clear()
+        kind._entries.update(things | shipped)
     for name in set(sys.modules) - modules:
         if name.startswith("agentrl_user_"):
             del sys.modules[name]

@@ -183,7 +183,7 @@ def test_whatever_a_reward_raises_stops_the_run(rollouts, error):
     r = rollouts(Failing(["a"]), reward={"function": "odd_reward"})
     with pytest.raises(UserCodeError, match=type(error).__name__):
         r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
-    registry.rewards._things.pop("odd_reward")
+    registry.rewards._entries.pop("odd_reward")
 
 
 def test_an_opening_that_raises_is_its_loops_bug(rollouts):
@@ -420,11 +420,11 @@ def test_the_watchdog_names_who_waits_for_what():
 
     out = io.StringIO()
     dog = Watchdog(0.2, out)
-    dog.watch(Stuck())
+    dog.add(Stuck())
     with dog.armed():
         time.sleep(0.6)
     dog.close()
-    assert "nothing moved" in out.getvalue()
+    assert "no progress" in out.getvalue()
     assert "train-3-1  turn 2  tools http://127.0.0.1:9" in out.getvalue()
 
 
@@ -438,7 +438,7 @@ def test_the_watchdog_keeps_quiet_while_things_move():
 
     out = io.StringIO()
     dog = Watchdog(0.1, out)
-    dog.watch(Moving())
+    dog.add(Moving())
     with dog.armed():
         time.sleep(0.4)
     dog.close()

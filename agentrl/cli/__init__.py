@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run: `--help` stays quick."""
+"""The command line. Commands import what they need when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"agentrl {__version__}")
         raise typer.Exit
 
@@ -48,11 +48,11 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """What is said before a command."""
+    """Define the options that come before a command."""
 
 
 def main() -> None:
-    """Run a command; a user's mistake is one message and exit code 1, never a traceback."""
+    """Run a command. A user's mistake prints one message and exits with code 1, no traceback."""
     from agentrl.errors import AgentRLError
 
     try:
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 def _refuse_dashed_keys(words: Sequence[str]) -> None:
-    """Say how `--rollout.n 4` is written: no option has a dot in its name, every key has."""
+    """Explain how to write `--rollout.n 4`: names of keys contain a dot, those of options never."""
     from agentrl.errors import ConfigError
 
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        if found := re.fullmatch(r"--(\w+(?:\.\w+)+)(?:=(.*))?", word, re.DOTALL):
-            key, value = found.group(1), found.group(2)
+        if match := re.fullmatch(r"--(\w+(?:\.\w+)+)(?:=(.*))?", word, re.DOTALL):
+            key, value = match.group(1), match.group(2)
             value = (following or "VALUE") if value is None else value
-            raise ConfigError(f"{word}: keys are given without dashes: {key}={value}")
+            raise ConfigError(f"{word}: write config keys without dashes: {key}={value}")

@@ -1,4 +1,4 @@
-"""`agentrl check-template`: what a chat template does to conversations, and what would mend it."""
+"""`agentrl check-template`: verify a chat template, and look for a change that repairs it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
     from agentrl.chat.verify_template import Verdict
 
 _DROPS = (
-    "drops thinking: the template drops a turn's thinking once further messages follow."
-    " rollout.history_thinking=keep trains on one row with all of it, as it was sampled; strip"
-    " begins a new segment there, as a deployment that renders anew would show it."
+    "drops thinking: the template removes a turn's thinking when further messages follow."
+    " rollout.history_thinking=keep trains on one row with all thinking, as it was sampled; strip"
+    " starts a new segment there, which is what a server that renders the messages again shows."
 )
-_REFUSED = (
-    "unsupported, and no fault: the template refuses these conversations, so rows must not need"
+_UNSUPPORTED = (
+    "unsupported is not an error: the template refuses these conversations, so rows must not need"
     " them. Results of several calls are then shown one after another."
 )
 _NOT_WITH = (
-    "not with KIND: the template cannot write such turns. If the model writes one, the row keeps it"
-    " as it was sampled; a deployment would show something else from then on."
+    "not with KIND: the template cannot render such turns. If the model writes one, the row keeps"
+    " it as it was sampled; a server that renders the messages again would show other tokens."
 )
 _TEXT_TOOLS = (
     "rows with tools need the loop `react`, which shows tools and results as text; rows without"
-    " tools can be played."
+    " tools work."
 )
-_NOTHING_TO_FIX = "nothing to fix: whatever the template takes is append-only"
-_NOT_TO_BE_FIXED = (
-    "no change of conditions helps: what the template takes is append-only, and the rest it has no"
-    " text for. Rows with tools need the loop `react`, or a model whose template shows tools."
+_NOTHING_TO_FIX = "nothing to fix: all conversations that the template accepts are append-only"
+_CANNOT_BE_FIXED = (
+    "no small change helps: all conversations that the template accepts are append-only, and it"
+    " has no text for the others. Rows with tools need the loop `react`, or a model whose template"
+    " shows tools."
 )
 
 
@@ -47,17 +48,17 @@ def check_template(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="With --fix: where to write the changed template; else it is printed."),
+        typer.Option(help="With --fix: the file for the changed template; default: print it."),
     ] = None,
 ) -> None:
-    """Prove a model's chat template on conversations of many shapes.
+    """Verify a model's chat template with conversations of many shapes.
 
-    Per shape, for the worst kind of turns (with and without text, thought, calls): append-only,
-    drops thinking, unsupported, or differs, with the first token that does; and in which format
-    tool calls are read. Loads no weights. Exit code 1 if the template is
-    at fault or its calls cannot be read, 2 if there is none at MODEL.
-    The change that --fix finds is printed as a diff; a file `chat_template.jinja` in the model's
-    folder stands instead of any other template there.
+    Prints one result for each shape, that of the worst kind of turn (with and without text,
+    thinking, calls): append-only, drops thinking, unsupported, or differs, with the first token
+    that differs. Also prints the format of tool calls. Loads no weights. Exit code 1 if training
+    with the template is not possible or its calls cannot be parsed, 2 if MODEL has no template.
+    The change that --fix finds is printed as a diff. A file `chat_template.jinja` in the model's
+    folder replaces any other template there.
 
     Examples:
         agentrl check-template Qwen/Qwen3-0.6B
@@ -73,13 +74,13 @@ def check_template(
     from agentrl.errors import UserError
 
     if output and not fix:
-        raise UserError("--output is where --fix writes to: give both")
+        raise UserError("--output needs --fix")
     if output:
-        _make_room(output)
+        _check_output(output)
     schemas = _schemas(file or [])
     folder = Path(model).expanduser()
     try:
-        # Of a folder no weights are asked for.
+        # The folder needs no weights: do not check for them.
         path = str(folder) if folder.is_dir() else resolve_model(model, say=typer.echo)
         tokenizer, ends = load_tokenizer(path), end_of_turn_ids(path)
     except UserError as e:
@@ -89,51 +90,51 @@ def check_template(
     verdicts = verify_tokenizer(tokenizer, ends, schemas)
     for line in report(verdicts):
         typer.echo(line)
-    taught = detect_format(template)
-    if taught:
-        typer.echo(f"tool calls are read as: {taught} (rollout.tool_format)")
+    tool_format = detect_format(template)
+    if tool_format:
+        typer.echo(f"tool calls are parsed as: {tool_format} (rollout.tool_format)")
     else:
-        why = explain_unknown_format(template)
-        typer.echo(f"rows that show tools are refused: tool calls cannot be parsed: {why}")
+        reason = explain_unknown_format(template)
+        typer.echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
     stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
     typer.echo(f"a turn ends with: {stops}")
     if template.encoder._cache is None:
         typer.echo(
-            "word cache: off, for this tokenizer does not cut text into words by itself (slower)"
+            "word cache: off, because this tokenizer does not split text into words (slower)"
         )
-    if other := _other_ids(template):
-        typer.echo(other)
+    if note := _compare_ids(template):
+        typer.echo(note)
     if fix:
         _fix(tokenizer, ends, schemas, verdicts, output)
-    if not taught or any(v.fails for v in verdicts):
+    if not tool_format or any(v.fails for v in verdicts):
         raise typer.Exit(1)
 
 
 def report(verdicts: Sequence[Verdict]) -> list[str]:
-    """The verdicts as a table, then what they mean, each meaning once."""
+    """Return the verdicts as a table, followed by an explanation of each kind of verdict."""
     from agentrl.chat.verify_template import format_verdicts
 
     width = max(len(v.shape) for v in verdicts)
     lines = [f"{v.shape:{width}}  {v.status}" for v in verdicts]
-    said = [v for v in verdicts if v.detail]
-    lines += ["", *format_verdicts(said), ""] if said else [""]
+    detailed = [v for v in verdicts if v.detail]
+    lines += ["", *format_verdicts(detailed), ""] if detailed else [""]
     if any(v.status == "drops thinking" for v in verdicts):
         lines.append(_DROPS)
     if any(v.ok and "unsupported" in v.kinds.values() for v in verdicts):
         lines.append(_NOT_WITH)
     ok = {v.shape for v in verdicts if v.ok}
     if "one tool" in ok and any(v.status == "unsupported" and not v.fails for v in verdicts):
-        lines.append(_REFUSED)
+        lines.append(_UNSUPPORTED)
     if "one tool" not in ok and "user only" in ok:
         lines.append(_TEXT_TOOLS)
     bad = [v.shape for v in verdicts if v.fails]
-    usable = "every shape that the template takes can be trained on"
-    lines.append(f"cannot be trained on: {', '.join(bad)}" if bad else usable)
+    usable = "training is possible on all shapes that the template accepts"
+    lines.append(f"training is not possible on: {', '.join(bad)}" if bad else usable)
     return lines
 
 
-def _make_room(output: Path) -> None:
-    """Refuse where no file can be written, before the work that it would hold."""
+def _check_output(output: Path) -> None:
+    """Refuse a path that cannot be written, before the work is done."""
     from agentrl.errors import UserError
 
     if output.is_dir():
@@ -143,11 +144,11 @@ def _make_room(output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"--output {output}: no folder can be made there ({e.strerror})") from e
+        raise UserError(f"--output {output}: cannot make the folder ({e.strerror})") from e
 
 
 def _schemas(files: list[str]) -> Sequence[Any]:
-    """The schemas of the files' tools; without files, of a tool that stands for any."""
+    """Return the schemas of the tools in the files; without files, that of a sample tool."""
     from agentrl.chat.verify_template import PROBE_TOOL
     from agentrl.errors import UserError
     from agentrl.registry import load_file, tools
@@ -161,14 +162,14 @@ def _schemas(files: list[str]) -> Sequence[Any]:
     return [f.schema for name in tools.names() for f in tools.get(name).functions]
 
 
-def _other_ids(template: ChatTemplate) -> str:
-    """Whether the tokenizer makes other ids of a rendered conversation than agentrl does."""
-    said = [
+def _compare_ids(template: ChatTemplate) -> str:
+    """Return a note if the tokenizer encodes a rendered conversation differently from agentrl."""
+    messages = [
         {"role": "user", "content": "How much is 3*4?"},
         {"role": "assistant", "content": "It is 12."},
         {"role": "user", "content": "Are you sure?"},
     ]
-    text = template.render(said)
+    text = template.render(messages)
     theirs = template.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     ours = list(template.encoder.encode_template_text(text))
     if theirs == ours:
@@ -176,10 +177,10 @@ def _other_ids(template: ChatTemplate) -> str:
     at = next(i for i, (a, b) in enumerate(zip([*theirs, -1], [*ours, -1], strict=False)) if a != b)
     shown = [template.tokenizer.convert_ids_to_tokens(ids[at : at + 3]) for ids in (ours, theirs)]
     return (
-        f"note: given this conversation as text, the tokenizer makes other ids of it: at token {at}"
-        f" {shown[1]} instead of {shown[0]}. Legacy SentencePiece vocabularies put a space before"
-        " each text that follows a control token; agentrl never does. Sampling and training agree;"
-        " a server that renders and encodes by itself would show the model other tokens."
+        "note: the tokenizer encodes the text of a whole conversation differently: from token"
+        f" {at} on {shown[1]} instead of {shown[0]}. Legacy SentencePiece vocabularies add a space"
+        " after each control token; agentrl never does. Sampling and training use the same tokens;"
+        " a server that renders and encodes the messages itself would show the model other tokens."
     )
 
 
@@ -195,7 +196,7 @@ def _fix(
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
         fails = any(v.fails for v in verdicts)
-        typer.echo(_NOT_TO_BE_FIXED if fails else _NOTHING_TO_FIX)
+        typer.echo(_CANNOT_BE_FIXED if fails else _NOTHING_TO_FIX)
         return
     if not isinstance(tokenizer.chat_template, str):
         names = ", ".join(tokenizer.chat_template)
@@ -203,13 +204,13 @@ def _fix(
         return
     changed = repair_template(tokenizer, ends, schemas)
     if changed is None:
-        typer.echo("no small change found that makes the template append-only")
+        typer.echo("found no small change that makes the template append-only")
         return
-    typer.echo("the smallest change found that makes every such shape append-only:\n")
+    typer.echo("the smallest change that makes all these shapes append-only:\n")
     typer.echo(template_diff(tokenizer.chat_template, changed), nl=False)
     if output:
         try:
             output.write_text(changed, encoding="utf-8")
         except OSError as e:
             raise UserError(f"--output {output} cannot be written: {e.strerror}") from e
-        typer.echo(f"\nthe changed template is written to {output}")
+        typer.echo(f"\nwrote the changed template to {output}")

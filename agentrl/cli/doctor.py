@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what of this machine a run can count on, found out by trying."""
+"""`agentrl doctor`: test what a run needs from this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 if TYPE_CHECKING:
     from agentrl.config import SandboxConfig
 
-LITTLE_DISK = 10 * 2**30
-"""Bytes: less does not hold a model and its checkpoints."""
+MIN_FREE_DISK = 10 * 2**30
+"""Bytes that a model and its checkpoints need at least."""
 
-# Tries to leave the sandbox; prints what it could do, and who it is.
-_OUT = """
+# It tries to leave the sandbox, and prints what it could reach and its user id.
+_PROBE = """
 import os, socket
 try: socket.create_connection(("127.0.0.1", {port}), 2); print("network")
 except OSError: pass
@@ -30,21 +30,21 @@ class Finding(NamedTuple):
     """A line of the report."""
 
     state: str
-    """ok, note (works, but look at it), missing (optional), failed."""
-    what: str
-    said: str
+    """ok, note (works, but may need attention), missing (optional), failed."""
+    subject: str
+    text: str
 
 
 def doctor(
     sandbox: Annotated[
-        str, typer.Option(help="Where model-written programs would run: the key sandbox.backend.")
+        str, typer.Option(help="Where model-written programs run (sandbox.backend).")
     ] = "bubblewrap",
-    output: Annotated[str, typer.Option(help="Where runs would be written.")] = "runs",
+    output: Annotated[str, typer.Option(help="The folder for runs.")] = "runs",
 ) -> None:
-    """Say what works on this machine, and how to mend what does not.
+    """Report what works on this machine, and how to fix what does not.
 
-    A real program is run in the sandbox and tries to leave it. Ends with code 1 if anything fails
-    that a run needs.
+    Runs a program in the sandbox that tries to leave it. Exit code 1 if something fails that a run
+    needs.
 
     Examples:
         agentrl doctor
@@ -56,7 +56,7 @@ def doctor(
     config = load_config(flags={"sandbox.backend": sandbox}).sandbox
     failed = False
     for finding in (*_packages(), *_devices(), *_disks(output), *_sandbox(config)):
-        typer.echo(f"{finding.state:<8}{finding.what}: {finding.said}")
+        typer.echo(f"{finding.state:<8}{finding.subject}: {finding.text}")
         failed = failed or finding.state == "failed"
     if failed:
         raise typer.Exit(1)
@@ -79,22 +79,22 @@ def _packages() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    """The driver is asked: torch takes seconds to be loaded."""
+    """Query the GPU driver, because importing torch takes seconds."""
     import shutil
     import subprocess
 
     if not (program := shutil.which("nvidia-smi")):
-        yield Finding("missing", "GPU", "none found (no nvidia-smi): runs use the CPU")
+        yield Finding("missing", "GPU", "none (no nvidia-smi): runs use the CPU")
         return
-    asked = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=4)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=4)
     except subprocess.TimeoutExpired:
         yield Finding("failed", "GPU", "nvidia-smi does not answer: the driver hangs")
         return
     if done.returncode:
-        said = (done.stdout or done.stderr).strip().partition("\n")[0]
-        yield Finding("failed", "GPU", f"nvidia-smi: {said}")
+        error = (done.stdout or done.stderr).strip().partition("\n")[0]
+        yield Finding("failed", "GPU", f"nvidia-smi: {error}")
         return
     for line in done.stdout.splitlines():
         yield Finding("ok", "GPU", line)
@@ -106,17 +106,17 @@ def _disks(output: str) -> Iterator[Finding]:
     from pathlib import Path
 
     cache = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
-    for what, folder in (("runs", Path(output)), ("models", Path(cache))):
+    for subject, folder in (("runs", Path(output)), ("models", Path(cache))):
         path = folder.absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())
-        free = shutil.disk_usage(there).free
-        said = f"{free / 2**30:.0f} GiB free in {folder}"
-        if not os.access(there, os.W_OK):
-            yield Finding("failed", what, f"{there} cannot be written to")
-        elif free < LITTLE_DISK:
-            yield Finding("note", what, f"{said}: a model and its checkpoints may not fit")
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        text = f"{free / 2**30:.0f} GiB free in {folder}"
+        if not os.access(existing, os.W_OK):
+            yield Finding("failed", subject, f"{existing} is not writable")
+        elif free < MIN_FREE_DISK:
+            yield Finding("note", subject, f"{text}: a model and its checkpoints may not fit")
         else:
-            yield Finding("ok", what, said)
+            yield Finding("ok", subject, text)
 
 
 def _sandbox(config: SandboxConfig) -> Iterator[Finding]:
@@ -126,45 +126,46 @@ def _sandbox(config: SandboxConfig) -> Iterator[Finding]:
 
     from agentrl.sandbox import probe
 
-    what = f"sandbox {config.backend}"
+    subject = f"sandbox {config.backend}"
     if config.backend == "bubblewrap" and (bwrap := shutil.which("bwrap")):
         done = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=4)
         yield Finding("ok", "bwrap", done.stdout.strip().removeprefix("bubblewrap "))
     if problem := probe(config):
-        yield Finding("failed", what, problem)
+        yield Finding("failed", subject, problem)
         return
     *reached, uid = asyncio.run(_reached(config)).splitlines()
     if not reached:
-        yield Finding("ok", what, f"a program ran without network, files or processes, as {uid}")
+        text = f"a program ran without access to network, files and processes, as {uid}"
+        yield Finding("ok", subject, text)
         if config.backend == "bubblewrap":
             yield _memory_limit()
         return
     state = "failed" if config.backend == "bubblewrap" else "note"
-    yield Finding(state, what, f"a program ran as {uid} and reached: {', '.join(reached)}")
+    yield Finding(state, subject, f"a program ran as {uid} and reached: {', '.join(reached)}")
 
 
 def _memory_limit() -> Finding:
-    """Say whether the memory of a program's processes together has a limit."""
+    """Report whether there is a memory limit for all processes of a program together."""
     from agentrl.sandbox.cgroup import find_parent
 
     if parent := find_parent():
         return Finding("ok", "sandbox memory", f"each program gets a cgroup in {parent.folder}")
-    none = "no cgroup can be made here: only a memory limit of the container bounds a program"
-    return Finding("note", "sandbox memory", none)
+    text = "cannot create cgroups: only the container's memory limit applies to a whole program"
+    return Finding("note", "sandbox memory", text)
 
 
 async def _reached(config: SandboxConfig) -> str:
-    """What of ours a program could reach."""
+    """Return what a program in the sandbox could reach outside of it, and its user id."""
     import os
     import socket
     import tempfile
 
     from agentrl.sandbox.settings import open_sandbox
 
-    place = open_sandbox(config)
+    sandbox = open_sandbox(config)
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
         port = server.getsockname()[1]
-        done = await place.run(_OUT.format(port=port, secret=file.name, pid=os.getpid()))
-    await place.aclose()
-    return done.stdout.strip() or f"nothing said: {done}"
+        done = await sandbox.run(_PROBE.format(port=port, secret=file.name, pid=os.getpid()))
+    await sandbox.aclose()
+    return done.stdout.strip() or f"no output: {done}"

@@ -14,8 +14,8 @@ from agentrl.cli.options import (
     Model,
     Overrides,
     PlayedDataset,
+    describe_sampling,
     read_config_to_play,
-    sampled,
 )
 
 
@@ -31,7 +31,7 @@ def eval_(
 ) -> None:
     """Evaluate a model on fixed rows with fixed seeds: mean@n and pass@k.
 
-    Twice with the same seed gives the same episodes. Sampling is that of the `val` keys.
+    The same seed gives the same episodes. The `val` keys set the sampling.
 
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
@@ -47,9 +47,9 @@ def eval_(
     settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
     with open_session(settings) as (plan, rollouts):
-        how = sampled(val.temperature)
-        beside = ", greedy beside it" if val.greedy and val.temperature else ""
-        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({how}){beside}")
+        how = describe_sampling(val.temperature)
+        greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
+        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({how}){greedy}")
         result = evaluate(rollouts, plan.train, val)
     typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
     if output is not None:
@@ -59,16 +59,16 @@ def eval_(
         store.write(0, result.groups, split="val")
         if result.greedy_groups:
             store.write(0, result.greedy_groups, split="greedy")
-        typer.echo(f"all metrics and the trajectories: {output}")
+        typer.echo(f"saved all metrics and the trajectories to {output}")
 
 
 def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:
-    """Rewards, accuracy and tool calls of an `Evaluation`, over all rows and by loop.
+    """Return a table of rewards, accuracy and tool calls, for all rows and for each loop.
 
     Args:
-        metrics: the evaluation's.
+        metrics: the metrics of an `Evaluation`.
         agents: the loops of its rows.
-        n: rollouts a row of the sampled pass.
+        n: rollouts per row of the sampled pass.
     """
     powers = [2**i for i in range(1, n.bit_length())]
     lines = [["", "", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]]
@@ -104,11 +104,11 @@ def generate(
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="Responses a row.", min=1)] = 1,
+    n: Annotated[int, typer.Option("-n", help="Responses per row.", min=1)] = 1,
 ) -> None:
-    """Write the rows back with a column `responses`: the assistant's text of n episodes each.
+    """Write the rows with an added column `responses`: the assistant's text of n episodes.
 
-    Responses are sampled as the `val` keys say; each is what the assistant wrote over all turns.
+    The `val` keys set the sampling. A response contains the text of all assistant turns.
 
     Examples:
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
@@ -118,7 +118,7 @@ def generate(
     if output.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"--output {output} must end in .parquet or .jsonl")
     if output.exists():
-        raise UserError(f"--output {output} is there already: name a new file")
+        raise UserError(f"--output {output} already exists: choose a new file")
 
     from agentrl.cli.session import open_session
     from agentrl.data import read_rows, write_rows
@@ -128,10 +128,10 @@ def generate(
     val = settings.val
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
     with open_session(settings) as (plan, rollouts):
-        said = f"{len(plan.train)} rows x {n} ({sampled(val.temperature)})"
-        typer.echo(f"{settings.data.train}: {said}")
+        how = describe_sampling(val.temperature)
+        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {n} ({how})")
         groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
     texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
     rows = read_rows(settings.data.train)
     write_rows(output, [{**row, "responses": texts.get(i, [])} for i, row in enumerate(rows)])
-    typer.echo(f"{len(groups)} rows with {n} responses each: {output}")
+    typer.echo(f"saved {len(groups)} rows with {n} responses each to {output}")

@@ -11,24 +11,24 @@ import typer
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or a run's folder: its newest checkpoint."),
+        typer.Argument(help="A checkpoint, or a run's folder (its newest checkpoint)."),
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, typer.Argument(help="The folder to create.")],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Put a LoRA adapter into the weights of its base.")
+        bool, typer.Option("--merge", help="Merge a LoRA adapter into the base model.")
     ] = False,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Of a model's weights; auto: as the base was published."),
+        typer.Option(help="Precision of the weights; auto: that of the base model."),
     ] = "auto",
     model: Annotated[
-        str, typer.Option(help="Where the model is now that training began with (model.path).")
+        str, typer.Option(help="The base model of the training, if it was moved (model.path).")
     ] = "",
 ) -> None:
-    """Make a folder that transformers, PEFT and SGLang load, of a checkpoint's policy.
+    """Export the policy of a checkpoint to a folder that transformers, PEFT and SGLang can load.
 
-    Of a full training it is a model's; of LoRA an adapter's, or with --merge a model's. Tokenizer
-    and chat template are in it.
+    The folder contains a model; after LoRA training it contains an adapter, or with --merge a
+    model. It also contains tokenizer and chat template.
 
     Examples:
         agentrl export runs/demo models/mine
@@ -44,12 +44,11 @@ def export(
     for line in made.checkpoint.skipped:
         typer.echo(f"skipped: {line}")
     if merge and not made.lora:
-        typer.echo("note: --merge does nothing: all weights were trained, no adapter", err=True)
+        typer.echo("note: --merge has no effect: there is no adapter", err=True)
     if made.adapter and dtype != "auto":
         typer.echo(
-            f"note: --dtype {dtype} does nothing without --merge: an adapter is written as it"
-            " was saved",
+            f"note: --dtype {dtype} has no effect without --merge: an adapter keeps its precision",
             err=True,
         )
     what = f"an adapter for {made.base}" if made.adapter else "a model"
-    typer.echo(f"{out}: {what}, as trained to step {made.checkpoint.step}")
+    typer.echo(f"{out}: {what}, trained for {made.checkpoint.step} steps")

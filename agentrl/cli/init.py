@@ -12,9 +12,9 @@ ROWS = {"train.jsonl": (11, 192), "val.jsonl": (12, 48)}
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="The folder to make.")] = Path("my_env"),
+    folder: Annotated[Path, typer.Argument(help="The folder to create.")] = Path("my_env"),
 ) -> None:
-    """Write a commented starter project: an environment, rows, a run and its tests.
+    """Create a commented starter project: an environment, rows, a run config and tests.
 
     Examples:
         agentrl init my_env && cd my_env && agentrl train -c run.yaml
@@ -26,13 +26,13 @@ def init(
     from agentrl.errors import UserError
 
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: name a new folder")
+        raise UserError(f"{folder} is not empty: choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted((Path(__file__).parent / "starter").iterdir()):
         if file.is_file():
             (folder / file.name).write_text(file.read_text())
     for name, (seed, count) in ROWS.items():
-        asked = (r.sample for r in rows(seed) if r.sample.agent_name == "tool_agent")
+        samples = (r.sample for r in rows(seed) if r.sample.agent_name == "tool_agent")
         write_rows(
             folder / name,
             [
@@ -41,14 +41,14 @@ def init(
                     "agent_name": sample.agent_name,
                     "tools": [TOOL],
                     "ground_truth": sample.ground_truth,
-                    **(_coached(sample.ground_truth) if i % 4 == 3 else {}),
+                    **(_with_coach(sample.ground_truth) if i % 4 == 3 else {}),
                 }
-                for i, sample in enumerate(islice(asked, count))
+                for i, sample in enumerate(islice(samples, count))
             ],
         )
-    typer.echo(f"{folder} is ready. Next:\n  cd {folder}\n  agentrl check -c run.yaml")
+    typer.echo(f"created {folder}. Next:\n  cd {folder}\n  agentrl check -c run.yaml")
     typer.echo("  agentrl train -c run.yaml")
 
 
-def _coached(ground_truth: str) -> dict[str, object]:
+def _with_coach(ground_truth: str) -> dict[str, object]:
     return {"interaction": "coach", "interaction_kwargs": {"ground_truth": ground_truth}}

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the config they make."""
+"""Options that several commands share, and the config that they result in."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PlayedDataset = Annotated[
     str | None,
     typer.Option(
         "--dataset",
-        help="Rows to play, .parquet or .jsonl; by default data.val where set, else data.train.",
+        help="Rows to play, .parquet or .jsonl; default: data.val if set, else data.train.",
     ),
 ]
 ValDataset = Annotated[str | None, typer.Option(help="Rows to validate on (data.val).")]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A model folder or hub name, or `tiny`: made here on first use (model.path)."
+        help="A model folder or hub name, or `tiny`: trained here on first use (model.path)."
     ),
 ]
 Output = Annotated[str | None, typer.Option(help="The run's folder (trainer.output).")]
@@ -48,8 +48,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="Rollouts of the run's seeds, and as near to the trainer as the engine can"
-        " (rollout.deterministic).",
+        help="Reproducible rollouts, with logprobs close to the trainer's (rollout.deterministic).",
     ),
 ]
 
@@ -59,15 +58,15 @@ def read_config(
     overrides: list[str] | None,
     **flags: str | list[str] | bool | None,
 ) -> Config:
-    """Defaults, then the preset's settings, YAML, overrides and flags, later ones winning.
+    """Read the config from the preset, a YAML file, overrides and flags.
 
     Args:
         config: a YAML file.
         overrides: texts `a.b.c=1`.
-        flags: what was given by flag: `val_dataset` for the key with the flag `--val-dataset`.
+        flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
-        ConfigError: what is wrong with them, or neither rows nor a model were named.
+        ConfigError: it has mistakes, or there are no rows or no model.
     """
     from agentrl.config import FIELDS, TINY, load_config
     from agentrl.config.load import flag_of
@@ -83,17 +82,17 @@ def read_config(
         from agentrl.demo import tiny_settings
 
         loaded = load_config(*layers, preset=tiny_settings(loaded))
-    _check_given(loaded)
+    _check_rows_and_model(loaded)
     return loaded
 
 
 def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
-    """The model folder or hub name behind what a user wrote; makes the `tiny` preset if need be.
+    """Return the model folder or hub name for a user's text; make the `tiny` model if necessary.
 
-    What could be a folder's name misspelt is said before anybody asks the hub for it.
+    It reports possible misspellings of folder names before the hub is asked.
 
     Raises:
-        UserError: a path that is no model folder, or nearly the preset's name.
+        UserError: the path is not a model folder, or the name is a misspelling of `tiny`.
     """
     from agentrl.config import TINY
 
@@ -107,23 +106,23 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
-            raise UserError(f"{path} is no model folder: it holds no config.json")
+            raise UserError(f"{path} is not a model folder: it has no config.json")
         return str(folder)
     if folder.exists():
-        raise UserError(f"{path} is a file: give its folder, {folder.parent}")
-    beside = [f.name for f in folder.parent.glob("*") if f.is_dir()]
+        raise UserError(f"{path} is a file: use its folder, {folder.parent}")
+    siblings = [f.name for f in folder.parent.glob("*") if f.is_dir()]
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise UserError(
             f"no model folder at {path} (looked at {folder.resolve()})."
-            f"{did_you_mean(folder.name, beside)} Give a folder in transformers' format, a hub name"
-            f" such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY!r}"
+            f"{did_you_mean(folder.name, siblings)} Use a folder in transformers' format, a hub"
+            f" name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY!r}"
         )
     if "/" not in path and did_you_mean(path.lower(), [TINY]):
-        raise UserError(f"no model {path!r}.{did_you_mean(path.lower(), [TINY, *beside])}")
-    hint = did_you_mean(folder.name, beside)
-    if hint or ("/" in path and folder.parent.is_dir()):
-        # A folder may be named as an owner on the hub is: it is no mistake for sure.
-        say(f"note: no folder {path!r} here, so the hub is asked for it.{hint}")
+        raise UserError(f"no model {path!r}.{did_you_mean(path.lower(), [TINY, *siblings])}")
+    suggestion = did_you_mean(folder.name, siblings)
+    if suggestion or ("/" in path and folder.parent.is_dir()):
+        # This is not certainly a mistake: a folder may have the name of an owner on the hub.
+        say(f"note: there is no folder {path!r}, so it is loaded from the hub.{suggestion}")
     return path
 
 
@@ -144,10 +143,10 @@ def read_config_to_play(
     model: str | None,
     file: list[str] | None,
 ) -> Config:
-    """`read_config`, with one file of rows: `--dataset`, else data.val where set, else data.train.
+    """Read the config with one file of rows: `--dataset`, else data.val if set, else data.train.
 
     Raises:
-        ConfigError: as `read_config` does.
+        ConfigError: it has mistakes, or there are no rows or no model.
     """
     read = read_config(config, overrides, dataset=dataset, model=model, file=file)
     path = dataset or read.data.val or read.data.train
@@ -155,18 +154,18 @@ def read_config_to_play(
     return read.model_copy(update={"data": data})
 
 
-def sampled(temperature: float) -> str:
-    """How turns are sampled, in words."""
+def describe_sampling(temperature: float) -> str:
+    """Describe the sampling."""
     return f"sampled at T={temperature}" if temperature else "greedy"
 
 
-def _check_given(config: Config) -> None:
+def _check_rows_and_model(config: Config) -> None:
     from agentrl.errors import ConfigError
 
     missing = []
     if not config.data.train and not config.data.val:
-        missing.append("no rows: give --dataset FILE (data.train), .parquet or .jsonl")
+        missing.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not config.model.path:
-        missing.append("no model: give --model FOLDER, a hub name, or --model tiny (model.path)")
+        missing.append("no model: set --model to a folder, a hub name or tiny (model.path)")
     if missing:
         raise ConfigError("\n".join(missing))

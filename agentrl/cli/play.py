@@ -1,4 +1,4 @@
-"""`agentrl play`: read what an episode looks like, token by token."""
+"""`agentrl play`: play episodes and print them with the sampled tokens marked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agentrl.cli.options import (
     Model,
     Overrides,
     PlayedDataset,
+    describe_sampling,
     read_config_to_play,
-    sampled,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def play(
         temperature = settings.rollout.temperature
         typer.echo(
             f"{settings.data.train}: {len(rows)} of {len(plan.train)} rows"
-            f" ({sampled(temperature)})\n"
+            f" ({describe_sampling(temperature)})\n"
         )
         sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
@@ -61,7 +61,7 @@ def play(
 
 
 def transcript(scored: Scored, template: ChatTemplate) -> str:
-    """An episode as text; lines that the policy sampled begin with `▌`."""
+    """Return an episode as text; lines that the policy sampled start with `▌`."""
     t = scored.trajectory
     lines = [f"── row {t.sample.row} · {t.sample.agent_name} · {t.episode_id}"]
     for segment in t.segments:

@@ -1,4 +1,4 @@
-"""A model, its engine and the run's tools, open for a command's duration; nothing is trained."""
+"""Open a model, its engine and the tools for a command that does not train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     """Check the rows, then load the model and start the tools.
 
     Raises:
-        UserError: what is wrong with config, rows or model.
+        UserError: config, rows or model are invalid.
     """
     from agentrl.plan import make_plan
 
@@ -38,8 +38,8 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
 
     if plan.config.rollout.name != "local" and plan.config.rollout.urls:
         log.warning(
-            "the servers of rollout.urls are sent no weights: what they hold is sampled, whatever"
-            " --model (model.path) says"
+            "no weights are sent to the servers of rollout.urls: they sample from the weights that"
+            " they have loaded, not from --model (model.path)"
         )
     transformers_logging.disable_progress_bar()
     template = load_template(plan.config)
@@ -47,7 +47,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     try:
         check_model_fits(plan, template, engine.max_length)
         with (
-            _no_word_on_training(),
+            _silence_training_warnings(),
             open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,
         ):
             yield plan, rollouts
@@ -56,8 +56,8 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
 
 
 @contextlib.contextmanager
-def _no_word_on_training() -> Iterator[None]:
-    """Rewards that would not train are warned about where something trains."""
+def _silence_training_warnings() -> Iterator[None]:
+    """Silence warnings about rewards that do not train, because this command does not train."""
     log = logging.getLogger("agentrl.rewards")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -14,46 +14,46 @@ from agentrl.cli.options import Files, resolve_model
 def sft(
     dataset: Annotated[str, typer.Option(help="Rows with conversations, .parquet or .jsonl.")],
     model: Annotated[
-        str, typer.Option(help="A model folder or hub name, or `tiny`: what training begins with.")
+        str, typer.Option(help="The model to train: a folder or hub name, or `tiny`.")
     ],
-    output: Annotated[Path, typer.Option(help="The folder to make: a model's, or an adapter's.")],
+    output: Annotated[Path, typer.Option(help="The folder to create, for a model or an adapter.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Config keys of learner and ranks, e.g. optim.recompute=true.",
+            help="Config keys of the learner, e.g. optim.recompute=true.",
         ),
     ] = None,
     column: Annotated[
-        str, typer.Option(help="The column of conversations: lists of role and content.")
+        str, typer.Option(help="The column with the conversations: lists of messages.")
     ] = "messages",
     file: Files = None,
     lora_rank: Annotated[
-        int, typer.Option(help="Rank of a LoRA adapter; 0 trains all weights.", min=0)
+        int, typer.Option(help="Rank of a LoRA adapter; 0: train all weights.", min=0)
     ] = 0,
     lr: Annotated[
         float | None,
-        typer.Option(help="Peak learning rate; by default 1e-5, of an adapter 2e-4.", min=0),
+        typer.Option(help="Peak learning rate; default: 1e-5, or 2e-4 for LoRA.", min=0),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; 0: once over the rows.", min=0)] = 0,
-    batch_size: Annotated[int, typer.Option(help="Conversations a step.", min=1)] = 32,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; 0: one epoch.", min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(help="Conversations per step.", min=1)] = 32,
     micro_batch_tokens: Annotated[
-        int, typer.Option(help="Most tokens of one forward pass.", min=1)
+        int, typer.Option(help="Maximum of tokens per forward pass.", min=1)
     ] = 16384,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Begin with random weights of the model's shape."),
+        typer.Option("--fresh", help="Start with random weights of the model's shape."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the rows' order and of random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of rows and of random weights.")] = 0,
 ) -> None:
-    """Fine-tune a model on conversations: it learns what the assistant says in them.
+    """Fine-tune a model on the assistant messages of conversations.
 
-    A conversation that begins with an assistant message goes on from the row's prompt, as the
-    row's agent loop shows it; any other is taken whole. Tools that the row names are shown too.
+    If a conversation starts with an assistant message, it continues the row's prompt, as the row's
+    agent loop shows it. Other conversations are complete. The tools of the row are shown too.
 
-    A tool call is text in the assistant's content, as the model is to write it: for Qwen2.5
-    <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, a line each. Structured
-    `tool_calls` are refused. `agentrl check-template MODEL` names the model's format.
+    A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
+    <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
+    `tool_calls` are refused. `agentrl check-template MODEL` prints the model's format.
 
     Examples:
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat
@@ -68,7 +68,7 @@ def sft(
     from agentrl.registry import load_file
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output} is there already: name a new folder")
+        raise UserError(f"--output {output} already exists: choose a new folder")
     for name in file or []:
         load_file(name)
     path = resolve_model(model, say=typer.echo)
@@ -102,17 +102,17 @@ def sft(
         files=file or (),
         overrides=overrides or (),
     )
-    for said in without_effect(config):
-        typer.echo(f"note: {said}", err=True)
+    for note in without_effect(config):
+        typer.echo(f"note: {note}", err=True)
     with open_placement(config) if config.trainer.spread else nullcontext() as placement:
         learner = SFTLearner(config, fresh=fresh, placement=placement)
-        own, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
+        trained, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
         typer.echo(
-            f"{len(examples)} conversations of {tokens:,} tokens, {own:,} of them the assistant's;"
-            f" {steps} steps of {batch_size}"
+            f"{len(examples)} conversations with {tokens:,} tokens, {trained:,} of them from the"
+            f" assistant; {steps} steps of {batch_size}"
         )
         learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, typer.echo))
         output.mkdir(parents=True, exist_ok=True)
         learner.ranks.save_pretrained(output)
     template.tokenizer.save_pretrained(output)
-    typer.echo(f"written to {output}")
+    typer.echo(f"saved to {output}")

@@ -1,4 +1,4 @@
-"""`agentrl tools`: serve tools, and look at them and call them as a model would."""
+"""`agentrl tools`: serve, list, show and call tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from agentrl.tools import Tool
 
 app = typer.Typer(
-    help="Serve tools to training runs, and look at them and call them as a model would.",
+    help="Serve tools to training runs; list, show and call them as a model would.",
     no_args_is_help=True,
 )
 
@@ -30,28 +30,31 @@ def serve(
     files: FilesArgument = None,
     file: FilesOption = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8900,
+    port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 8900,
     token_env: Annotated[
-        str, typer.Option(help="Environment variable with the bearer token.")
+        str, typer.Option(help="Environment variable that contains the bearer token.")
     ] = "AGENTRL_TOOLS_TOKEN",
     workers: Annotated[
-        int, typer.Option(help="Processes, on this port and the next ones.", min=1)
+        int, typer.Option(help="Processes; they use this port and the next ones.", min=1)
     ] = 1,
     max_calls: Annotated[
-        int, typer.Option(help="Calls at once in a process; more are told to come again.", min=1)
+        int,
+        typer.Option(
+            help="Calls that a process runs at the same time; clients retry others.", min=1
+        ),
     ] = 1024,
     sandbox: Annotated[
-        str, typer.Option(help="Where tools run programs: the key sandbox.backend.")
+        str, typer.Option(help="Where tools run programs (sandbox.backend).")
     ] = "bubblewrap",
     mcp: Annotated[
         bool,
-        typer.Option("--mcp", help="Also speak the Model Context Protocol, at /mcp (one worker)."),
+        typer.Option("--mcp", help="Also serve the Model Context Protocol at /mcp (one worker)."),
     ] = False,
 ) -> None:
-    """Serve tools over HTTP until Ctrl-C or SIGTERM; calls that run then may end.
+    """Serve tools over HTTP until Ctrl-C or SIGTERM; running calls may finish.
 
-    Without a token only this machine can be served; other addresses need one. Of several workers
-    one that dies is started again; an episode stays with one of them.
+    Addresses other than loopback need a token. A worker that dies is restarted. All calls of an
+    episode go to the same worker.
 
     Examples:
         agentrl tools serve shelf:calculator my_tools.py
@@ -82,7 +85,7 @@ def serve(
             host,
             port,
             token,
-            lambda: _tell(server.url, tools.names(), missing_token),
+            lambda: _print_address(server.url, tools.names(), missing_token),
             max_calls=max_calls,
             mcp=mcp,
         )
@@ -91,11 +94,11 @@ def serve(
     if mcp:
         from agentrl.errors import UserError
 
-        raise UserError("--mcp is served by one process: leave --workers out")
+        raise UserError("--mcp needs a single process: remove --workers")
     from agentrl.http import fetch_json
     from agentrl.tools.serving.background import serve_in_background
 
-    served = serve_in_background(  # this process loads none of the files
+    served = serve_in_background(  # the workers load the files, not this process
         named,
         workers=workers,
         host=host,
@@ -108,8 +111,8 @@ def serve(
     with served.handle as handle:
         _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
         names = [t["name"] for t in answer["tools"]]
-        _some(names, named)
-        _tell(served.url, names, missing_token)
+        _check_not_empty(names, named)
+        _print_address(served.url, names, missing_token)
         try:
             handle.wait()
         finally:
@@ -119,7 +122,7 @@ def serve(
 
 @app.command("list")
 def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
-    """List the tools of some files, and the functions they offer a model.
+    """List the tools of files, with the functions that a model may call.
 
     Examples:
         agentrl tools list shelf:calculator -f my_tools.py
@@ -130,10 +133,10 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
     for name in tools.names():
         tool: Tool = tools.get(name)
         kind = f"one object per {tool.scope}" if tool.is_class else "function"
-        limit = f", at most {tool.max_concurrency} at once" if tool.max_concurrency else ""
-        rate = f", at most {tool.rate_limit:g} a second" if tool.rate_limit else ""
-        given = f", is given {', '.join(sorted(tool.injected))}" if tool.injected else ""
-        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{given})")
+        limit = f", at most {tool.max_concurrency} calls at once" if tool.max_concurrency else ""
+        rate = f", at most {tool.rate_limit:g} calls per second" if tool.rate_limit else ""
+        injected = f", gets {', '.join(sorted(tool.injected))}" if tool.injected else ""
+        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{injected})")
         for function in tool.functions:
             about = function.schema["function"].get("description", "").partition("\n")[0]
             typer.echo(f"  {function.parameters.usage}  {about}")
@@ -141,7 +144,7 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
 
 @app.command()
 def show(name: Name, file: FilesOption = None) -> None:
-    """Print the JSON schema that a model is shown.
+    """Print the JSON schema that the model reads.
 
     Examples:
         agentrl tools show calculator --file shelf:calculator
@@ -149,7 +152,7 @@ def show(name: Name, file: FilesOption = None) -> None:
     import json
 
     _load(file or [])
-    tool = _offering(name)
+    tool = _find_tool(name)
     chosen = [f.schema for f in tool.functions if name in (tool.name, f.name)]
     typer.echo(json.dumps(chosen[0] if len(chosen) == 1 else chosen, indent=2, ensure_ascii=False))
 
@@ -160,10 +163,10 @@ def call(
     arguments: Annotated[str, typer.Argument(help="A JSON object.")] = "{}",
     file: FilesOption = None,
     create_kwargs: Annotated[
-        str, typer.Option(help="A JSON object: what a class tool is made with.")
+        str, typer.Option(help="A JSON object: the constructor arguments of a class tool.")
     ] = "{}",
 ) -> None:
-    """Call a tool as a model would, and print what it would read; exit code 1 if it failed.
+    """Call a tool as a model would, and print the result; exit code 1 if the call failed.
 
     Examples:
         agentrl tools call calculator '{"expression": "3*4"}' --file shelf:calculator
@@ -178,7 +181,7 @@ def call(
     from agentrl.trajectory import Sample, ToolCall, ToolResult
 
     _load(file or [])
-    tool = _offering(name)
+    tool = _find_tool(name)
     names = [f.name for f in tool.functions]
     if name not in names and len(names) > 1:
         raise UserError(f"the tool {name!r} offers several functions: call {' or '.join(names)}")
@@ -187,9 +190,11 @@ def call(
         "cli",
         (),
         tools=(tool.name,),
-        tools_kwargs={tool.name: {"create_kwargs": _object("--create-kwargs", create_kwargs)}},
+        tools_kwargs={
+            tool.name: {"create_kwargs": _parse_object("--create-kwargs", create_kwargs)}
+        },
     )
-    one = ToolCall(function, _object("ARGUMENTS", arguments))
+    one = ToolCall(function, _parse_object("ARGUMENTS", arguments))
 
     async def run() -> ToolResult:
         toolbox = LocalToolbox()
@@ -206,18 +211,18 @@ def call(
         sys.exit(1)
 
 
-def _tell(url: str, names: list[str], missing_token: str) -> None:
-    """Print where the tools are served.
+def _print_address(url: str, names: list[str], missing_token: str) -> None:
+    """Print the address of the tools.
 
     Args:
-        url: the server.
+        url: the address of the server.
         names: its tools.
-        missing_token: the environment variable that holds no token; empty if there is a token.
+        missing_token: the environment variable that should contain a token; "" if there is one.
     """
     if missing_token:
         typer.echo(
-            f"warning: {url} asks for no token: every user and program of this machine can run"
-            f" these tools. Put a token in the environment variable {missing_token}",
+            f"warning: {url} needs no token: every user and program of this machine can run these"
+            f" tools. Set the environment variable {missing_token} to a token",
             err=True,
         )
     typer.echo(f"{len(names)} tools at {url}: {', '.join(names)}")
@@ -229,11 +234,11 @@ def _load(files: list[str]) -> None:
 
     for file in files:
         load_file(file)
-    _some(tools.names(), files)
+    _check_not_empty(tools.names(), files)
 
 
-def _some(names: list[str], files: list[str]) -> None:
-    """Refuse to go on without a tool."""
+def _check_not_empty(names: list[str], files: list[str]) -> None:
+    """Raise `UserError` if there are no tools."""
     from agentrl.errors import UserError
 
     if not names:
@@ -243,24 +248,24 @@ def _some(names: list[str], files: list[str]) -> None:
         )
 
 
-def _offering(name: str) -> Tool:
-    """The tool of that name, or the one that offers a function of that name."""
+def _find_tool(name: str) -> Tool:
+    """Return the tool of that name, or the tool with a function of that name."""
     from agentrl.errors import RegistryError
     from agentrl.registry import did_you_mean, tools
 
     if name in tools:
         return tools.get(name)
-    offered = {f.name: tools.get(t) for t in tools.names() for f in tools.get(t).functions}
-    if name not in offered:
-        known = sorted({*offered, *tools.names()})
+    by_function = {f.name: tools.get(t) for t in tools.names() for f in tools.get(t).functions}
+    if name not in by_function:
+        known = sorted({*by_function, *tools.names()})
         raise RegistryError(
-            f"no tool {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+            f"unknown tool {name!r}.{did_you_mean(name, known)} Tools: {', '.join(known)}"
         )
-    return offered[name]
+    return by_function[name]
 
 
-def _object(what: str, text: str) -> dict:
-    """A JSON object from the command line."""
+def _parse_object(what: str, text: str) -> dict:
+    """Return a JSON object from the command line."""
     import json
 
     from agentrl.errors import UserError

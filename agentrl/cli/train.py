@@ -42,13 +42,12 @@ def train(
     config: ConfigFile = None,
     deterministic: Deterministic = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and wire everything, train nothing.")
+        bool, typer.Option("--dry-run", help="Check everything, train nothing.")
     ] = False,
 ) -> None:
-    """Train a policy on rows that name their agent loop.
+    """Train a policy on the rows of a dataset.
 
-    The same command again resumes a run that was stopped, and prints the result of one that is
-    done.
+    The same command resumes a run that was stopped, and prints the result of a finished run.
 
     Examples:
         agentrl train --dataset datasets/arithmetic_train.parquet --model tiny
@@ -80,7 +79,7 @@ def train(
     from agentrl.cluster import open_placement
     from agentrl.trainer import Trainer
 
-    _tell(plan)
+    _print_notes(plan)
     with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
         Trainer(plan.config, plan, placement).run()
 
@@ -94,7 +93,7 @@ def check(
     config: ConfigFile = None,
     deterministic: Deterministic = False,
 ) -> None:
-    """Check config, rows, tools, rewards and the chat template; show how they are wired.
+    """Check config, rows, tools, rewards and the chat template, and describe the run.
 
     Loads no weights and trains nothing (the same as `train --dry-run`).
 
@@ -114,8 +113,8 @@ def check(
     )
 
 
-def _tell(plan: Plan) -> None:
-    """What the user may not have meant."""
+def _print_notes(plan: Plan) -> None:
+    """Print notes on settings that are valid but probably not intended."""
     from agentrl.capacity import shared_connections
     from agentrl.config import without_effect
     from agentrl.config.checks import doubtful
@@ -129,8 +128,8 @@ def _tell(plan: Plan) -> None:
         )
     if shared := shared_connections(plan):
         notes.append(shared)
-    for said in notes:
-        typer.echo(f"note: {said}", err=True)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
 
 
 def _check(settings: Config) -> None:
@@ -154,65 +153,70 @@ def _check(settings: Config) -> None:
     from transformers import AutoConfig
     from transformers.utils.import_utils import is_torch_cuda_available
 
-    from agentrl.engine.local.load import base_and_adapters  # takes seconds: after the checks
+    # This import takes seconds, so it comes after the checks.
+    from agentrl.engine.local.load import base_and_adapters
 
     base, _ = base_and_adapters(settings.model.path)
     check_model_fits(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
-    _tell_format(settings.rollout.tool_format, template, settings.rollout.python)
+    _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
         typer.echo(describe_run(plan))
-        typer.echo(_judges(plan))
+        typer.echo(_describe_rewards(plan))
         typer.echo(describe_history(plan, template))
         typer.echo(render_first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
-    typer.echo("config, where it differs from the defaults:")
+    typer.echo("config keys that differ from the defaults:")
     for line in settings.diff():
         typer.echo(f"  {line}")
-    _tell(plan)
+    _print_notes(plan)
     if settings.trainer.device == "cuda" and not is_torch_cuda_available():
         typer.echo("note: trainer.device=cuda, but there is no GPU here", err=True)
     name = plan.config.rollout.name
-    typer.echo("all is wired." if name == "local" else f"all is wired; {name} was not started.")
+    typer.echo(
+        "all checks passed" if name == "local" else f"all checks passed; {name} was not started"
+    )
 
 
-def _tell_format(name: str, template: ChatTemplate, python: str) -> None:
-    """Print how tool calls are read; `python` is `rollout.python`.
+def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:
+    """Print how tool calls are parsed; `python` is `rollout.python`.
 
     Raises:
-        UserError: a parser that is not installed or not known.
+        UserError: the parser is unknown or not installed.
     """
     from agentrl.chat import ForeignParser, open_reader
     from agentrl.chat.formats.detect import detect_format, is_rendered_call, render_probe_calls
 
     if name == "auto":
-        taught = detect_format(template)
-        shown = f"{taught} (auto)" if taught else "no supported format (auto); no row shows tools"
+        detected = detect_format(template)
+        shown = (
+            f"{detected} (auto)" if detected else "no supported format (auto); no row shows tools"
+        )
     else:
         shown = f"{name} (rollout.tool_format)"
         reader = open_reader(name, template, python)
         if isinstance(reader, ForeignParser):
             try:
-                read = asyncio.run(_read_all(reader, render_probe_calls(template)))
+                calls = asyncio.run(_parse_all(reader, render_probe_calls(template)))
             finally:
                 reader.close()
-            if not any(map(is_rendered_call, read)):
+            if not any(map(is_rendered_call, calls)):
                 typer.echo(
-                    f"note: rollout.tool_format={name} does not read a call as the chat template"
-                    " writes it: the model's calls may be lost",
+                    f"note: rollout.tool_format={name} cannot parse a call as the chat template"
+                    " writes it: calls of the model may be lost",
                     err=True,
                 )
-    typer.echo(f"tool calls are read as: {shown}")
+    typer.echo(f"tool calls are parsed as: {shown}")
 
 
-async def _read_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:
+async def _parse_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:
     from agentrl.chat.turn_delta import PROBE_TOOL
 
     return [await reader(text, [PROBE_TOOL]) for text in turns]
 
 
 def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
-    """Refuse a toolbox that lacks what rows name; a server may hold other tools than the files."""
+    """Refuse a toolbox without the tools of the rows: a server may have other files loaded."""
     from agentrl.errors import ConfigError, RegistryError
 
     for names in sorted({s.tools for s in plan.samples}):
@@ -222,8 +226,8 @@ def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
             raise ConfigError(f"the tools {toolbox.where}: {e}") from None
 
 
-def _judges(plan: Plan) -> str:
-    """Which reward scores which rows."""
+def _describe_rewards(plan: Plan) -> str:
+    """Return the reward function of each data source, with the number of rows."""
     sources = Counter(s.data_source for s in plan.samples)
     return "\n".join(
         f"{plan.scorer.said(source)}: {count} rows"

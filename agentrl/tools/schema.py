@@ -34,7 +34,7 @@ from typing_extensions import is_typeddict
 
 from agentrl.errors import UserError
 from agentrl.sandbox import Sandbox
-from agentrl.signatures import KEYWORD, location
+from agentrl.signatures import KEYWORD, locate
 from agentrl.tools.payloads import Parameters, quick_check, shorten
 from agentrl.tools.validation import DATA_KEYWORDS, NAMED_KEYWORDS, Validator
 from agentrl.trajectory import Message, Sample
@@ -57,7 +57,7 @@ def describe(
         UserError: a parameter that no JSON schema describes; `*args` or `**kwargs`, which a model
             could not fill.
     """
-    where = f"the tool function {name!r} ({location(function)})"
+    where = f"the tool function {name!r} ({locate(function)})"
     docs = docstring_parser.parse(inspect.getdoc(function) or "")
     about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
     every = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args, overload
 
 from agentrl.errors import DataError, UserError
 from agentrl.registry import tools
-from agentrl.signatures import argument_problems, location, place
+from agentrl.signatures import find_argument_problems, locate, identify
 from agentrl.tools.payloads import Parameters
 from agentrl.tools.schema import TO_CONSTRUCTORS, adopt, describe, injected
 from agentrl.trajectory import Sample
@@ -144,7 +144,7 @@ class Tool:
         Raises:
             DataError: the constructor does not take them.
         """
-        problems = argument_problems(self.target, create_kwargs, given=self.made_with)
+        problems = find_argument_problems(self.target, create_kwargs, injected=self.made_with)
         if problems:
             raise DataError(
                 f"row {sample.row} (id {sample.id!r}): create_kwargs of the tool {self.name!r}:"
@@ -282,7 +282,7 @@ def _record(
     made: Mapping[str, Any] = {}
     if isinstance(target, type):
         if schema is not None:
-            raise UserError(f"@tool on {place(target)}: schema= is for functions, not for classes")
+            raise UserError(f"@tool on {identify(target)}: schema= is for functions, not for classes")
         name = name or _snake(target.__name__)
         functions = _methods(target, name)
         made = {"hooks": _hooks(target), "made_with": injected(target, TO_CONSTRUCTORS)}
@@ -294,12 +294,12 @@ def _record(
             function = _handmade(target, name, schema)
             name, functions = function.name, (function,)
     else:
-        raise UserError(f"@tool goes on a function or a class, not on {place(target)}")
+        raise UserError(f"@tool goes on a function or a class, not on {identify(target)}")
     _check_name(name, target)
     record = Tool(name, target, functions, **options, **made)
     problems = [*_problems(record)]
     if problems:
-        raise UserError(f"@tool on {place(target)}: {'; '.join(problems)}")
+        raise UserError(f"@tool on {identify(target)}: {'; '.join(problems)}")
     return record
 
 
@@ -309,7 +309,7 @@ def _function(
     _check_name(name, function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(
-            f"the tool function {name!r} ({location(function)}) is a generator: return all of the"
+            f"the tool function {name!r} ({locate(function)}) is a generator: return all of the"
             " result instead"
         )
     given = injected(function)
@@ -324,7 +324,7 @@ def _function(
 
 def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]) -> ToolFunction:
     """A function whose schema the user wrote."""
-    where = f"@tool(schema=...) at {location(function)}"
+    where = f"@tool(schema=...) at {locate(function)}"
     written = schema.get("function")
     if not isinstance(written, Mapping) or not isinstance(written.get("parameters"), Mapping):
         raise UserError(
@@ -356,13 +356,13 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
             called = name if attribute == "__call__" else attribute
             if called in [f.name for f in found]:
                 raise UserError(
-                    f"the class tool {name!r} ({place(cls)}) offers two functions {called!r}: its"
+                    f"the class tool {name!r} ({identify(cls)}) offers two functions {called!r}: its"
                     " __call__ goes by the tool's name. Rename the method, or give the tool a name="
                 )
             found.append(_function(function, called, attribute, bound))
     if not found:
         raise UserError(
-            f"the class tool {name!r} ({place(cls)}) offers nothing to call:"
+            f"the class tool {name!r} ({identify(cls)}) offers nothing to call:"
             f" it needs a public method other than {' and '.join(HOOKS)}"
         )
     return tuple(found)
@@ -379,7 +379,7 @@ def _hooks(cls: type) -> tuple[str, ...]:
             if all(p.default is not p.empty or p.kind in OPEN_ENDED for p in taken):
                 continue
         raise UserError(
-            f"the class tool {cls.__name__!r} ({place(cls)}): {hook} is a method that agentrl calls"
+            f"the class tool {cls.__name__!r} ({identify(cls)}): {hook} is a method that agentrl calls"
             " without arguments at the end of an episode, never the model. Give yours another name,"
             " or defaults to its parameters."
         )
@@ -394,7 +394,7 @@ def _attributes(cls: type) -> dict[str, None]:
 def _check_name(name: str, target: Any) -> None:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"a tool cannot be called {name!r} ({place(target)}): letters, digits, _ and -,"
+            f"a tool cannot be called {name!r} ({identify(target)}): letters, digits, _ and -,"
             " starting with a letter or _, at most 64 characters"
         )
 

@@ -369,7 +369,7 @@ def test_a_text_that_is_shown_behind_its_call_is_reported():
     verdicts = {v.shape: v for v in verify_tokenizer(family_tokenizer("gemma4"), ends("gemma4"))}
     one = verdicts["one tool"]
     assert one.status == "append-only" and one.kinds["text + call"] == "unsupported"
-    assert "shows a text that stands before a call behind the call" in one.detail
+    assert "shows the text before a call after the call" in one.detail
 
 
 def test_a_long_result_is_cut_before_it_is_shown():
@@ -400,12 +400,13 @@ def test_the_command_and_its_exit_code(saved, name, code):
     assert {row: status for row, status in table.items() if status != "append-only"} == expected
     assert ("rollout.history_thinking=keep" in result.output) == ("drops thinking" in str(expected))
     shown = (
-        "  call, thought + call: token 1 differs (zq... are placeholders for what messages say)\n"
+        "  call, thought + call: token 1 differs (zq... are placeholders for the contents of"
+        " messages)\n"
         "      after:    '<s>'\n"
     )
     assert (shown in result.output) == bool(code)
     first = {"qwen2_5": "hermes", "qwen3": "hermes", "mistral_v3": "mistral"}[name]
-    assert f"tool calls are read as: {first} (" in result.output
+    assert f"tool calls are parsed as: {first} (" in result.output
     (closing,) = {token for token in FAMILIES[name].end_ids if token in ("<|im_end|>", "</s>")}
     assert f"a turn ends with: '{closing}' (" in result.output
     assert ("word cache: off" in result.output) == (name == "mistral_v3")
@@ -435,8 +436,8 @@ def test_a_template_without_tools_is_at_fault_and_react_is_named(saved):
 
 def test_a_tokenizer_that_encodes_otherwise_is_named(saved):
     legacy, plain = (run(saved(name)).output for name in ("mistral_v3_legacy", "mistral_v3"))
-    assert "note: given this conversation as text, the tokenizer makes other ids" in legacy
-    assert "makes other ids" not in plain
+    assert "note: the tokenizer encodes the text of a whole conversation differently" in legacy
+    assert "encodes the text" not in plain
 
 
 def test_the_users_own_tools_are_shown(saved, tmp_path):
@@ -545,13 +546,13 @@ def test_the_command_prints_a_diff_that_mends_the_template(saved, tmp_path):
 def test_where_no_small_change_helps_it_is_said(saved):
     result = run(saved("mistral_v3"), "--fix")
     assert result.exit_code == 1
-    assert "no small change found" in result.output
+    assert "found no small change" in result.output
 
 
 def test_where_only_tools_are_lacking_no_change_is_looked_for(saved):
     result = run(saved("phi3"), "--fix")
     assert result.exit_code == 1
-    assert "no change of conditions helps" in result.output
+    assert "no small change helps" in result.output
     assert "nothing to fix" not in result.output
 
 
@@ -576,12 +577,12 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     result = run(str(tmp_path))
     assert result.exit_code == 2
-    assert "the folder holds no tokenizer.json and no tokenizer_config.json" in result.output
+    assert "the folder has no tokenizer.json and no tokenizer_config.json" in result.output
 
 
 def test_output_needs_fix(saved, tmp_path):
     result = run(saved("qwen2_5"), "--output", str(tmp_path / "x"))
-    assert "--output is where --fix writes to" in str(result.exception)
+    assert "--output needs --fix" in str(result.exception)
 
 
 # -- a run's own rows -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from agentrl import __version__, load_config
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
-from agentrl.cli.session import _no_word_on_training
+from agentrl.cli.session import _silence_training_warnings
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.trainer.console import next_commands
@@ -54,7 +54,7 @@ def test_version(said):
 )
 def test_a_key_is_no_option(said, words, advice):
     _, err = said("train", *words)
-    assert err == f"error: {words[0]}: keys are given without dashes: {advice}\n"
+    assert err == f"error: {words[0]}: write config keys without dashes: {advice}\n"
 
 
 @pytest.mark.parametrize("command", ["train", "check", "play", "eval"])
@@ -97,7 +97,7 @@ def test_check_says_who_judges_and_what_may_not_be_meant(said, rows, random_mode
 )
 def test_check_says_how_calls_are_read(said, rows, random_model, caplog, name, shown, note):
     out, _ = said(*check(rows, random_model), f"rollout.tool_format={name}")
-    assert f"\ntool calls are read as: {shown}\n" in f"\n{out}"
+    assert f"\ntool calls are parsed as: {shown}\n" in f"\n{out}"
     assert note in caplog.text and ("in the format hermes" in caplog.text) == bool(note)
 
 
@@ -120,13 +120,13 @@ def test_check_refuses_rows_whose_calls_cannot_be_read(said, rows, random_model,
     )
     tokenizer.save_pretrained(model)
     _, err = said(*check(rows, model))
-    assert err.startswith("error: 2 rows show tools, but the calls of ")
+    assert err.startswith("error: 2 rows show tools, but agentrl cannot parse the tool calls of ")
     assert "in the format of Solar: '<|tool_call:begin|>probe<|tool_call:args|>" in err
     assert "agentrl reads: " in err and "hermes" in err and "agent_name=react" in err
     out, _ = said(*check(rows, model), "rollout.tool_format=hermes")
-    assert "all is wired." in out
+    assert "all checks passed" in out
     assert (
-        "tool calls cannot be parsed: the chat template writes tool calls in the format of Solar"
+        "tool calls cannot be parsed: the chat template renders tool calls in the format of Solar"
         in (CliRunner().invoke(app, ["check-template", str(model)]).output)
     )
 
@@ -140,7 +140,7 @@ def test_check_warns_of_tools_that_the_template_does_not_show(
 
     warning = "2 rows have tools, but the chat template"
     out, _ = said(*check(rows, random_model))
-    assert "all is wired." in out and warning not in caplog.text
+    assert "all checks passed" in out and warning not in caplog.text
     model = shutil.copytree(random_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
@@ -149,12 +149,12 @@ def test_check_warns_of_tools_that_the_template_does_not_show(
     )
     tokenizer.save_pretrained(model)
     out, _ = said(*check(rows, model), "rollout.tool_format=hermes")
-    assert "all is wired." in out and warning in caplog.text
+    assert "all checks passed" in out and warning in caplog.text
 
 
 def test_check_refuses_a_parser_that_is_not_there(said, rows, random_model):
     _, err = said(*check(rows, random_model), "rollout.tool_format=sglang:foo")
-    assert "sglang" in err and "all is wired" not in err
+    assert "sglang" in err and "all checks passed" not in err
 
 
 def test_check_refuses_variables_that_the_template_never_reads(said, rows, random_model):
@@ -206,7 +206,7 @@ def test_a_model_that_a_running_server_is_not_sent(said, rows, random_model, cap
     _, err = said(*words, "rollout.name=sglang", "trainer.device=cpu")
     assert "error: GET http://127.0.0.1:1" in err
     [told] = [m for m in caplog.messages if "rollout.urls" in m]
-    assert "whatever --model (model.path) says" in told
+    assert "not from --model (model.path)" in told
     caplog.clear()
     said(*words[:-1], "val.n=1", "rollout.max_turn_tokens=2", "trainer.device=cpu")
     assert not any("rollout.urls" in m for m in caplog.messages)
@@ -239,7 +239,7 @@ def test_the_table_of_an_evaluation():
 
 def test_without_training_no_word_on_what_would_not_train(caplog):
     log = logging.getLogger("agentrl.rewards.scorer")
-    with _no_word_on_training():
+    with _silence_training_warnings():
         log.warning("one")
     log.warning("two")
     assert caplog.messages == ["two"]

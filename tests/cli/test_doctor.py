@@ -28,14 +28,14 @@ def test_it_runs_a_program_and_says_versions(tmp_path):
                   "ok      bwrap: 0."):  # fmt: skip
         assert any(line.startswith(start) for line in lines), (start, done.output)
     assert lines[-2] == (
-        "ok      sandbox bubblewrap: a program ran without network, files or processes,"
+        "ok      sandbox bubblewrap: a program ran without access to network, files and processes,"
         " as uid 65534"
     )
     parent = find_parent()
     assert lines[-1] == (
         f"ok      sandbox memory: each program gets a cgroup in {parent.folder}"
         if parent
-        else "note    sandbox memory: no cgroup can be made here: only a memory limit of the"
+        else "note    sandbox memory: cannot create cgroups: only the container's memory limit"
         " container bounds a program"
     )
 
@@ -77,6 +77,6 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path, monkeypatch):
         )
     done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "closed" / "runs"))
     assert done.exit_code == 1, done.output
-    assert f"failed  runs: {tmp_path / 'closed'} cannot be written to" in done.output
+    assert f"failed  runs: {tmp_path / 'closed'} is not writable" in done.output
     done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "runs"))
     assert done.exit_code == 0, done.output

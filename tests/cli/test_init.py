@@ -57,7 +57,7 @@ def test_its_files(project):
 
 def test_check_says_what_is_wired(project):
     said = agentrl("agentrl check -c run.yaml", project[0])
-    assert "calculator" in said and "interaction coach" in said and "all is wired" in said
+    assert "calculator" in said and "interaction coach" in said and "all checks passed" in said
     assert "reward exact: 240 rows without data_source" in said
 
 
@@ -69,7 +69,7 @@ def test_the_commands_that_a_run_prints(project):
     assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
     assert play.count("reward ") >= 3 and "ground truth" in play
     first, head, sampled, greedy = evaluation.splitlines()
-    assert first == "val.jsonl: 48 rows x 4 (sampled at T=1.0), greedy beside it"
+    assert first == "val.jsonl: 48 rows x 4 (sampled at T=1.0), and a greedy pass"
     assert head.split() == ["reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
     assert sampled.split()[:2] == ["tool_agent", "sampled"]
     assert greedy.split()[:2] == ["tool_agent", "greedy"] and greedy.split()[4:6] == ["-", "-"]
@@ -79,7 +79,7 @@ def test_the_commands_that_a_run_prints(project):
 def test_generate_writes_no_file_twice_and_no_other_kind(project):
     folder, _ = project
     (folder / "there.jsonl").write_text("")
-    for name, said in (("there.jsonl", "is there already"), ("a.csv", ".parquet or .jsonl")):
+    for name, said in (("there.jsonl", "already exists"), ("a.csv", ".parquet or .jsonl")):
         command = [*AGENTRL, "generate", "-c", "run.yaml", "--output", name]
         done = run_python(command, cwd=folder)
         assert done.returncode == 1 and said in done.stderr and "rows x" not in done.stdout

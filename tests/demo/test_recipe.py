@@ -94,7 +94,7 @@ def test_names_of_models(hasty, tmp_path, monkeypatch):
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
     assert resolve_model(str(hasty[0])) == str(hasty[0])
     (tmp_path / "model_a").mkdir()
-    with pytest.raises(UserError, match=r"holds no config\.json"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         resolve_model(str(tmp_path / "model_a"))
     with pytest.raises(UserError, match=r"Did you mean 'model_a'\?"):
         resolve_model(str(tmp_path / "model_b"))
@@ -102,7 +102,7 @@ def test_names_of_models(hasty, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"no model folder at \./nowhere"):
         resolve_model("./nowhere")
     (tmp_path / "model_a" / "weights.pt").touch()
-    with pytest.raises(UserError, match=r"weights\.pt is a file: give its folder, model_a"):
+    with pytest.raises(UserError, match=r"weights\.pt is a file: use its folder, model_a"):
         resolve_model("model_a/weights.pt")
 
 
@@ -115,8 +115,8 @@ def test_nearly_the_preset_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("models/mime", "note: no folder 'models/mime' here, so the hub is asked for it. Did you"),
-        ("models/other", "note: no folder 'models/other' here, so the hub is asked for it."),
+        ("models/mime", "note: there is no folder 'models/mime', so it is loaded from the hub. Did you"),
+        ("models/other", "note: there is no folder 'models/other', so it is loaded from the hub."),
         ("modles", "Did you mean 'models'?"),
         ("Qwen/Qwen3-0.6B", ""),
         ("gpt2", ""),

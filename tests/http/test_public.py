@@ -288,7 +288,7 @@ def test_what_servers_do_wrong():
 
 
 def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     shelf = registry.load_file("shelf:fetch")
     html = (
         "<html><head><title>T</title></head><body><script>no()</script><h1>Head &amp;\n line</h1>"
@@ -302,7 +302,7 @@ def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
 
 @pytest.fixture
 def text_of(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     return registry.load_file("shelf:fetch").text_of
 
 

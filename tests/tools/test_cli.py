@@ -24,7 +24,7 @@ CALCULATOR = "shelf:calculator"
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch):
     """Files load anew, into an empty registry."""
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     loaded = [m for m in sys.modules if m.startswith("agentrl_user_")]
     for module in loaded:
         monkeypatch.delitem(sys.modules, module)
@@ -49,8 +49,8 @@ def test_list():
     )
     assert run("list", "-f", CALCULATOR) == run("list", CALCULATOR)
     _, output = run("list", ZOO)
-    assert "narrow  (function, 30 s, at most 2 at once)" in output
-    assert "notebook  (one object per episode, 30 s, is given sample)" in output
+    assert "narrow  (function, 30 s, at most 2 calls at once)" in output
+    assert "notebook  (one object per episode, 30 s, gets sample)" in output
     assert "  write(line: string, seconds: number = 0.0)  Write a line." in output
 
 
@@ -122,7 +122,7 @@ def test_a_server_without_a_token_says_so_once(workers):
     assert process.stdout.readline().startswith("1 tools at http://127.0.0.1:")
     process.terminate()
     _, errors = process.communicate(timeout=30)
-    assert errors.count("asks for no token") == errors.count("warning") == 1
+    assert errors.count("needs no token") == errors.count("warning") == 1
     assert "variable MY_TOKEN" in errors
 
 

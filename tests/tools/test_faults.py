@@ -32,7 +32,7 @@ RAN: list[str] = []
 def url():
     """A server in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_things", {})
+        patch.setattr(registry.tools, "_entries", {})
 
         @tool(timeout=1.0)
         def once(key: str) -> str:

@@ -41,7 +41,7 @@ PROCESSES = str(Path(__file__).parents[1] / "support" / "tool_processes.py")
 
 @pytest.fixture(autouse=True)
 def own_tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
 
 
 @pytest.fixture(scope="module")

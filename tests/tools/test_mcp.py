@@ -35,7 +35,7 @@ def named(file: str, *arguments: str, label: str = "") -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(source, "_loaded", {})
     yield
     for connection in source._loaded.values():

@@ -29,7 +29,7 @@ EXAMPLES = 60
 def url():
     """A server in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_things", {})
+        patch.setattr(registry.tools, "_entries", {})
 
         @tool
         async def echo(value: int, text: str = "") -> str:

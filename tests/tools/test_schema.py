@@ -25,7 +25,7 @@ from agentrl.trajectory import Sample, ToolCall
 
 @pytest.fixture(autouse=True)
 def tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
     return registry.tools
 
 

@@ -39,7 +39,7 @@ def url():
     from agentrl.tools import tool
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_things", {})
+        patch.setattr(registry.tools, "_entries", {})
 
         @tool
         def double(n: int) -> int:
@@ -453,7 +453,7 @@ def test_files_that_do_not_load(tmp_path):
     file.write_text("from agentrl import tool\n\n@tool\ndef f(x: Nope): ...\n")
     with pytest.raises(UserError, match="Nope"):
         serve_in_background([str(file)])
-    with pytest.raises(UserError, match=r"no tool file 'shelf:calculater' on the shelf\. Did"):
+    with pytest.raises(UserError, match=r"no shipped tool file 'shelf:calculater'\. Did"):
         serve_in_background(["shelf:calculater"])
 
 

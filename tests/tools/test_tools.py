@@ -38,7 +38,7 @@ ZOO = str(Path(__file__).parents[1] / "support" / "tool_zoo.py")
 def zoo():
     """The module of tools; nothing else is registered meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_things", {})
+        patch.setattr(registry.tools, "_entries", {})
         module = registry.load_file(ZOO)
         yield module
         module.RELEASE.set()

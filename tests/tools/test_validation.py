@@ -34,7 +34,7 @@ from agentrl.trajectory import Sample, ToolCall
 
 @pytest.fixture(autouse=True)
 def own_tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_things", {})
+    monkeypatch.setattr(registry.tools, "_entries", {})
 
 
 def of(**properties: Any) -> dict[str, Any]:

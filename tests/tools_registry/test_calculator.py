@@ -15,7 +15,7 @@ from agentrl import ToolError, registry
 @pytest.fixture(scope="module")
 def calculator():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_things", dict(registry.tools._things))
+        patch.setattr(registry.tools, "_entries", dict(registry.tools._entries))
         yield registry.load_file("shelf:calculator").calculator
 
 

@@ -32,7 +32,7 @@ from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import load_file
 from agentrl.sandbox import configure
 from agentrl.tools.serving.bind import bind, url_of
-from agentrl.tools.session import MAX_CALLS, EngineSlot
+from agentrl.tools.session import MAX_CALLS, Place
 from agentrl.workers import child
 from agentrl.workers.child_process import ChildProcess
 
@@ -264,7 +264,7 @@ def main() -> None:
             order["token"],
             lambda: answer(serving=server.url),
             bound=socket.socket(fileno=order["socket"]),
-            place=EngineSlot(tuple(order["ports"]), order["number"]),
+            place=Place(tuple(order["ports"]), order["number"]),
             max_calls=order["max_calls"],
         )
     except UserError as e:
