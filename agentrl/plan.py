@@ -42,7 +42,7 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.rewards import Scorer, check_graders, make_scorer
-from agentrl.rewards.leaks import leaks
+from agentrl.rewards.leaks import find_leaks
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
 
@@ -129,7 +129,7 @@ def make_plan(config: Config) -> Plan:
     if problems or scorer is None:
         raise DataError("\n".join(problems))
     for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
-        for leak in leaks(samples, _tools_text(), path):
+        for leak in find_leaks(samples, _tools_text(), path):
             log.warning("%s", leak)
     plan = Plan(config, rows[0], rows[1], scorer)
     sandbox.configure(config.sandbox)

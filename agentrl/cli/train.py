@@ -230,7 +230,7 @@ def _describe_rewards(plan: Plan) -> str:
     """Return the reward function of each data source, with the number of rows."""
     sources = Counter(s.data_source for s in plan.samples)
     return "\n".join(
-        f"{plan.scorer.said(source)}: {count} rows"
+        f"{plan.scorer.describe(source)}: {count} rows"
         f" {f'of data_source {source}' if source else 'without data_source'}"
         for source, count in sorted(sources.items())
     )
