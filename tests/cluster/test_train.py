@@ -207,7 +207,7 @@ def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
     with pytest.raises(RunStopped) as stopped:
         train(flags, tmp_path, f"algorithm.policy_loss={loss}", whole, ranks=2)
     first, *rest = str(stopped.value).splitlines()
-    method = {"fatal_within": "accumulate", "fatal_after": "score"}[loss]
+    method = {"fatal_within": "forward_backward", "fatal_after": "score"}[loss]
     assert re.match(rf"rank 1 of 2 \(process \d+ on .*\), in {method}: its process ended", first)
     assert rest[-1] == "saved after step 1; the same command resumes from there"
     assert ("checkpoint of step 2" in "".join(rest[:-1])) == (loss == "fatal_after")

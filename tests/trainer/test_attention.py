@@ -312,6 +312,7 @@ def test_the_benchmark_runs_on_a_cpu(monkeypatch, capsys):
     script = Path(__file__).parents[2] / "benchmarks" / "learner_kernels.py"
     arguments = ["--tiny", "--parts", "attention", "prompts", "--repetitions", "1"]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    monkeypatch.syspath_prepend(script.parent)
     runpy.run_path(str(script), run_name="__main__")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     errors = [x["value"] for x in lines if x["name"].endswith("_error")]

@@ -157,5 +157,5 @@ def test_other_rows_under_the_same_name_are_refused(start, tmp_path):
 def test_another_runs_checkpoint_is_not_stitched_to_a_record(start, tmp_path):
     start(tmp_path / "a")
     start(tmp_path / "b")
-    with pytest.raises(ConfigError, match="another run's"):
+    with pytest.raises(ConfigError, match="of another run"):
         start(tmp_path / "b", f"trainer.resume={tmp_path / 'a'}")
