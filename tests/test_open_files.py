@@ -24,7 +24,7 @@ from agentrl.http import HttpClient
 from agentrl.plan import Plan
 from agentrl.rewards import make_scorer
 from agentrl.tools import HttpToolbox, tool
-from agentrl.tools.serving.listen import Connection, ToolServer
+from agentrl.tools.serving.listen import BoundedHttpProtocol, ToolServer
 from agentrl.trajectory import Message, Sample, ToolCall
 
 TESTS = Path(__file__).parent
@@ -321,7 +321,7 @@ def small_server(monkeypatch):
 
     ready = threading.Event()
     server = ToolServer("127.0.0.1", 0, "", ready.set)
-    monkeypatch.setattr(Connection, "most", 4)
+    monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 4)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     assert ready.wait(20)
@@ -334,7 +334,7 @@ def test_the_tool_server_accepts_what_the_run_counts_on(monkeypatch, limit, tmp_
     """Under the limit that a run needs, each process of its tool server accepts enough."""
     monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(open_files, "_open_at_start", 1)
-    monkeypatch.setattr(Connection, "most", 0)
+    monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 0)
 
     (tmp_path / "counter.py").write_text(
         "from agentrl.tools import tool\n"
@@ -346,7 +346,7 @@ def test_the_tool_server_accepts_what_the_run_counts_on(monkeypatch, limit, tmp_
     registry.load_file(str(tmp_path / "counter.py"))
     limit(needed_by(plan_of(BIG, "count"), limit))
     ToolServer("127.0.0.1", 0, "", print)._socket.close()
-    assert Connection.most == 256
+    assert BoundedHttpProtocol.max_connections == 256
     assert open_files.left_for_connections() == 342 - 256
 
 

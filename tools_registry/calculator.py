@@ -1,9 +1,9 @@
-"""A calculator: exact integers, bounded work, no `eval`.
+"""A calculator with exact integers and bounded work, without `eval`.
 
     $ agentrl tools call calculator '{"expression": "3 * (4 + 5)"}' --file shelf:calculator
     27
 
-What a value may be on the way is bounded by the constants below.
+The constants below bound every intermediate value.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr, source: str, depth: int) -> int | float:
-    """The value of a syntax tree; every value on the way is bounded."""
+    """Return the value of a syntax tree. Every intermediate value is bounded."""
     if depth > MAX_DEPTH:
         raise ToolError(f"the expression is nested more than {MAX_DEPTH} levels deep")
     match node:
@@ -77,14 +77,14 @@ def _value(node: ast.expr, source: str, depth: int) -> int | float:
 
 
 def _quotient(a: int | float, b: int | float) -> int | float:
-    """The quotient, exact where integers divide without rest: floats hold 15 digits only."""
+    """Return the quotient, exact if there is no remainder: floats hold 15 digits only."""
     if isinstance(a, int) and isinstance(b, int) and b and a % b == 0:
         return a // b
     return a / b
 
 
 def _power(a: int | float, b: int | float) -> int | float:
-    """The power, refused before it is computed where it would be huge."""
+    """Return the power. A huge result is refused before it is computed."""
     if isinstance(a, int) and isinstance(b, int) and b > 0 and abs(a) > 1:
         if b * math.log10(abs(a)) > MAX_DIGITS:
             raise OverflowError
@@ -105,7 +105,7 @@ def _bounded(value: int | float) -> int | float:
 
 
 def _text(value: int | float) -> str:
-    """`12`, not `12.0`; beyond 2**53 a float's integer digits would be invented."""
+    """Return `12` instead of `12.0`. Beyond 2**53 the digits of a float would be inexact."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
     return str(value)

@@ -1,6 +1,7 @@
-"""Read a page of the public web. Only rows and runs that name it have it: pages are not trusted.
+"""Fetches pages of the public web.
 
-Addresses of this machine and its network are refused, see `agentrl.http.public`.
+Pages are not trusted, so a run has this tool only if its files and rows name it. Addresses of this
+machine and its network are refused, see `agentrl.http.public`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ MAX_BYTES = 1_000_000
 _RAW = {
     tag: re.compile(rf"</{tag}(?=[\s/>])", re.IGNORECASE) for tag in ("script", "style", "title")
 }
-# Not the head: its end need not be written, and what is in it is hidden by itself.
+# Without <head>: its end tag is optional, and its hidden elements are listed here anyway.
 _HIDDEN = {*_RAW, "noscript", "template", "svg"}
 _BREAKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
-# The time of a page grows with its length alone, whoever wrote it: each alternative ends at the end
-# of the page at the latest and gives nothing back, so that none is tried again from further on.
+# The time grows linearly with the length of the page: each alternative ends at the end of the page
+# at the latest and does not backtrack, so no alternative is tried twice on the same text.
 _MARKUP = re.compile(
     r"""<(?:!--(?:>|->|[\s\S]*?(?:-->|\Z))
         |(/?)([a-zA-Z][^\s/>]*+)
@@ -32,7 +33,7 @@ _MARKUP = re.compile(
 )
 _SPACES = re.compile(r"\s+")
 _LONG_NUMBER = re.compile(r"&#(?:[0-9]{20,}+|[xX][0-9a-fA-F]{20,}+);?")
-"""Numbers of no character; `html.unescape` raises for thousands of digits."""
+"""Numeric references beyond all characters; `html.unescape` raises for thousands of digits."""
 
 
 @tool(timeout=20, idempotent=True, retries=0, max_concurrency=16)
@@ -50,44 +51,44 @@ async def fetch(url: str) -> str:
         raise ToolError(f"{page.url} is {kind}, not a text page")
     text = page.content.decode("utf-8", "replace")
     text = text_of(text) if "html" in kind else text
-    return f"{text}\n[truncated after {MAX_BYTES} bytes]" if page.cut else text
+    return f"{text}\n[truncated after {MAX_BYTES} bytes]" if page.truncated else text
 
 
 def text_of(page: str) -> str:
-    """What a reader sees of a page: no scripts, no styles, a line for each block."""
-    shown: list[str] = []
+    """Return the visible text of a page: no scripts, no styles, one line per block."""
+    parts: list[str] = []
     hidden: list[str] = []
     open_hidden = Counter[str]()
     position, end = 0, len(page)
     while position < end:
-        found = _MARKUP.search(page, position)
-        start = found.start() if found else end
+        match = _MARKUP.search(page, position)
+        start = match.start() if match else end
         if start > position and not hidden:
-            shown.append(_SPACES.sub(" ", page[position:start]))
-        if not found:
+            parts.append(_SPACES.sub(" ", page[position:start]))
+        if not match:
             break
-        position = found.end()
-        name = found[2]
-        if name is None:  # a comment, a declaration
+        position = match.end()
+        name = match[2]
+        if name is None:  # a comment or a declaration
             continue
         tag = name.lower()
         if tag in _BREAKS:
             if not hidden:
-                shown.append("\n")
+                parts.append("\n")
         elif tag not in _HIDDEN:
             continue
-        elif found[1]:
+        elif match[1]:
             if open_hidden[tag]:
-                while (closed := hidden.pop()) != tag:
-                    open_hidden[closed] -= 1
+                while (inner := hidden.pop()) != tag:
+                    open_hidden[inner] -= 1
                 open_hidden[tag] -= 1
         elif not page.endswith("/>", start, position):
-            if tag in _RAW:  # what looks like a tag in it is none
+            if tag in _RAW:  # its content contains no tags
                 close = _RAW[tag].search(page, position)
                 position = close.start() if close else end
             hidden.append(tag)
             open_hidden[tag] += 1
-    lines = (" ".join(_characters(line).split()) for line in "".join(shown).split("\n") if line)
+    lines = (" ".join(_characters(line).split()) for line in "".join(parts).split("\n") if line)
     return "\n".join(line for line in lines if line)
 
 

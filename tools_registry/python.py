@@ -1,9 +1,9 @@
-"""Python in the sandbox: every call is a program of its own.
+"""Runs Python programs in the sandbox, each call as its own program.
 
     $ agentrl tools call python '{"code": "sum(n * n for n in range(10))"}' --file shelf:python
     285
 
-What a program may take is said by the section `sandbox`.
+The section `sandbox` sets the limits of a program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.sandbox.report import report
 MAX_CODE = 20_000
 
 
-# The sandbox ends a program long before: this is for programs that wait for a free place in it.
+# The sandbox kills a program much earlier. This timeout includes the wait for a free slot.
 @tool(timeout=120)
 async def python(code: str, sandbox: Sandbox) -> str:
     """Run a Python program and return its output and the value of its last expression.
@@ -33,24 +33,24 @@ async def python(code: str, sandbox: Sandbox) -> str:
 
 
 def shows_last_value(code: str) -> str:
-    """The program, made to print the value of its last expression, as a notebook does.
+    """Return the program, changed to print the value of its last expression, as a notebook does.
 
-    All else stays where it stands, so that a traceback names the lines that the model wrote.
+    All other code keeps its lines, so that a traceback shows the lines that the model wrote.
     """
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return code  # the interpreter says what is wrong
+        return code  # the interpreter reports the error
     if not body or not isinstance(body[-1], ast.Expr):
         return code
     last = body[-1].value
     assert last.end_lineno is not None and last.end_col_offset is not None
-    lines = code.encode().splitlines(keepends=True)  # columns are in bytes
+    lines = code.encode().splitlines(keepends=True)  # columns count bytes
     end, begin = last.end_lineno - 1, last.lineno - 1
-    lines[end] = _inserted(lines[end], last.end_col_offset, b"))")
-    lines[begin] = _inserted(lines[begin], last.col_offset, b"__import__('sys').displayhook((")
+    lines[end] = _insert(lines[end], last.end_col_offset, b"))")
+    lines[begin] = _insert(lines[begin], last.col_offset, b"__import__('sys').displayhook((")
     return b"".join(lines).decode()
 
 
-def _inserted(line: bytes, column: int, what: bytes) -> bytes:
+def _insert(line: bytes, column: int, what: bytes) -> bytes:
     return line[:column] + what + line[column:]

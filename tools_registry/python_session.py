@@ -1,9 +1,9 @@
-"""Python in the sandbox, with variables and files that stay for the episode.
+"""Runs Python code in the sandbox, with variables and files that persist for the episode.
 
     $ agentrl tools call python_session '{"code": "x = 6; x * 7"}' --file shelf:python_session
     42
 
-What a call may take is said by the section `sandbox`; one that is ended takes the variables along.
+The section `sandbox` sets the limits of a call. A call that exceeds them loses the variables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_CODE = 20_000
 
 @tool(timeout=120)
 class PythonSession:
-    """One interpreter and one scratch folder per episode, made when first used."""
+    """One interpreter and one scratch folder per episode, created by the first call."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox

@@ -1,15 +1,15 @@
-r"""Passages of a local file, found by their words (BM25).
+r"""Searches passages of a local file by their words (BM25).
 
-Which file is for whoever runs it to say, never for a row: by the variable AGENTRL_SEARCH_CORPUS, or
-in a file of your own:
+The environment variable AGENTRL_SEARCH_CORPUS names the file. A dataset row cannot name it. Or call
+`use_corpus` in a file of your own:
 
     from agentrl.registry import load_file
 
     load_file("shelf:search").use_corpus("data/passages.jsonl")
 
-A line of the file is a passage: `{"id": "7", "title": "Bees", "text": "Bees are ..."}`; the title
-may be left out. Rows name the tools `search` and `read_passage`. The index is made in memory when
-first asked, once a process; nothing of it is random.
+Each line of the file is a passage: `{"id": "7", "title": "Bees", "text": "Bees are ..."}`. The
+title is optional. Rows list the tools `search` and `read_passage`. The first search of a process
+builds the index in memory. Results are deterministic.
 
     $ AGENTRL_SEARCH_CORPUS=examples/passages/corpus.jsonl \
         agentrl tools call search '{"query": "silent clock", "k": 1}' --file shelf:search
@@ -42,13 +42,13 @@ CORPUS = "AGENTRL_SEARCH_CORPUS"
 MAX_RESULTS = 10
 MAX_QUERY = 500
 SNIPPET = 400
-"""Characters of a passage that a search shows; `read_passage` shows all."""
+"""How many characters of a passage a search shows. `read_passage` shows the whole passage."""
 WORD = r"(?u)\b\w+\b"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A line of the corpus."""
+    """One line of the corpus."""
 
     id: str
     title: str
@@ -56,29 +56,29 @@ class Passage:
 
 
 class Index:
-    """The passages of a file and the weights of their words."""
+    """The passages of a file and their BM25 index."""
 
     def __init__(self, file: Path):
-        """Read the file.
+        """Read and index a file.
 
         Raises:
-            DataError: it cannot be read, or a line is no passage.
+            DataError: it cannot be read, or a line is not a passage.
         """
         self.passages = list(read_passages(file))
         self.by_id = {p.id: p for p in self.passages}
         self._bm25 = bm25s.BM25()
         self._bm25.index(
-            _words([f"{p.title}\n{p.text}" for p in self.passages]), show_progress=False
+            _tokenize([f"{p.title}\n{p.text}" for p in self.passages]), show_progress=False
         )
 
     def best(self, query: str, k: int) -> list[Passage]:
-        """The k best passages, the best first; of equal ones, the first of the file."""
-        words = [w for w in _words([query])[0] if w in self._bm25.vocab_dict]
+        """Return the k best passages, best first. Ties keep the order of the file."""
+        words = [w for w in _tokenize([query])[0] if w in self._bm25.vocab_dict]
         if not words:
             return []
         scores = self._bm25.get_scores(words)
-        found = (-scores).argsort(kind="stable")[:k]
-        return [self.passages[i] for i in found if scores[i] > 0]
+        ranked = (-scores).argsort(kind="stable")[:k]
+        return [self.passages[i] for i in ranked if scores[i] > 0]
 
 
 _lock = threading.Lock()
@@ -90,7 +90,7 @@ def use_corpus(file: str | Path) -> None:
     """Search this file from now on, in this process.
 
     Raises:
-        UserError: there is no such file, or its first line is no passage.
+        UserError: the file does not exist, or its first line is not a passage.
     """
     global _file, _index
     path = Path(file).expanduser().resolve()
@@ -102,10 +102,10 @@ def use_corpus(file: str | Path) -> None:
 
 
 def read_passages(file: Path) -> Iterator[Passage]:
-    """The passages of a file, as they stand there.
+    """Yield the passages of a file in order.
 
     Raises:
-        DataError: it cannot be read, or a line is no passage; the message names the line.
+        DataError: it cannot be read, or a line is not a passage. The message names the line.
     """
     ids = set()
     try:
@@ -128,8 +128,8 @@ def _passage(line: bytes, where: str) -> Passage:
         row: Any = orjson.loads(line)
         return Passage(str(row["id"]), str(row.get("title") or ""), _text(row["text"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError):
-        expected = '{"id": "7", "title": "Bees", "text": "Bees are ..."}'
-        raise DataError(f"{where}: {line[:80]!r} is no passage, such as {expected}") from None
+        example = '{"id": "7", "title": "Bees", "text": "Bees are ..."}'
+        raise DataError(f"{where}: {line[:80]!r} is no passage, such as {example}") from None
 
 
 def _text(value: Any) -> str:
@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
     return value
 
 
-@tool(timeout=300, idempotent=True)  # the first call makes the index, and the others wait for it
+@tool(timeout=300, idempotent=True)  # the first call builds the index, and others wait for it
 def search(query: str, k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3) -> str:
     """Search for passages that contain the words of a query.
 
@@ -148,8 +148,8 @@ def search(query: str, k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3) -> st
     """
     if len(query) > MAX_QUERY:
         raise ToolError(f"the query has {len(query)} characters, maximum {MAX_QUERY}")
-    found = _opened().best(query, k)
-    return "\n\n".join(_shown(p, SNIPPET) for p in found) or "No passages found. Try other words."
+    ranked = _open_index().best(query, k)
+    return "\n\n".join(_format(p, SNIPPET) for p in ranked) or "No passages found. Try other words."
 
 
 @tool(timeout=300, idempotent=True)
@@ -159,17 +159,17 @@ def read_passage(id: str) -> str:
     Args:
         id: the id that a search result shows in brackets, for example "7"
     """
-    index = _opened()
+    index = _open_index()
     passage = index.by_id.get(id.strip().strip("[]"))
     if passage is None:
-        # Over all ids this would take long, and few of them would help.
+        # Comparing with all ids would take too long, and few of them would help.
         close = did_you_mean(id, [i for i in index.by_id if i[:1] == id[:1]][:1000])
         raise ToolError(f"no passage with id {id!r}.{close} Search results show ids in brackets.")
-    return _shown(passage, len(passage.text))
+    return _format(passage, len(passage.text))
 
 
-def _opened() -> Index:
-    """The index of the corpus, made where it is not yet."""
+def _open_index() -> Index:
+    """Return the index of the corpus; the first call builds it."""
     global _index
     with _lock:
         if _index is None:
@@ -181,17 +181,17 @@ def _opened() -> Index:
             try:
                 _index = Index(_file)
             except DataError as e:
-                raise Infrastructure(str(e)) from e  # no doing of the model's
+                raise Infrastructure(str(e)) from e  # not the model's mistake
         return _index
 
 
-def _words(texts: list[str]) -> Any:
+def _tokenize(texts: list[str]) -> Any:
     return bm25s.tokenize(
         texts, token_pattern=WORD, return_ids=False, stopwords="en", show_progress=False
     )
 
 
-def _shown(passage: Passage, length: int) -> str:
+def _format(passage: Passage, length: int) -> str:
     text = passage.text
     if len(text) > length:
         text = f"{text[:length].rsplit(None, 1)[0]} ..."

@@ -1,10 +1,10 @@
-r"""A shell and files in a scratch folder of the sandbox, one for every episode.
+r"""A shell and files in a scratch folder of the sandbox, one folder per episode.
 
     $ agentrl tools call run '{"command": "wc -w a.txt"}' --file shelf:shell \
         --create-kwargs '{"files": {"a.txt": "three short words"}}'
     3 a.txt
 
-What a command may take is said by the section `sandbox`.
+The section `sandbox` sets the limits of a command.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_FILES = 200
 
 @tool(timeout=120)
 class Shell:
-    """A scratch folder without network, made when first used.
+    """A scratch folder without network access, created by the first call.
 
-    A row may say what lies in it: `create_kwargs={"files": {"notes/a.txt": "text"}}`.
+    A row may define its files: `create_kwargs={"files": {"notes/a.txt": "text"}}`.
     """
 
     def __init__(self, sandbox: Sandbox, files: Mapping[str, str] | None = None) -> None:
@@ -53,11 +53,11 @@ class Shell:
         Args:
             path: the path, for example "notes/a.txt"
         """
-        box = await self._opened()
+        box = await self._open_box()
         try:
             content = await box.read(path, MAX_READ)
         except (OSError, ValueError) as e:
-            raise ToolError(_said(path, e)) from None
+            raise ToolError(_describe_error(path, e)) from None
         text = content.decode("utf-8", "replace")
         if len(content) == MAX_READ:
             text += f"\n[first {MAX_READ} bytes shown; use `run` to read other parts]"
@@ -70,12 +70,12 @@ class Shell:
             path: the path, for example "notes/a.txt"
             content: the full text of the file
         """
-        box = await self._opened()
+        box = await self._open_box()
         encoded = content.encode()
         try:
             await box.write(path, encoded)
         except (OSError, ValueError) as e:
-            raise ToolError(_said(path, e)) from None
+            raise ToolError(_describe_error(path, e)) from None
         return f"Wrote {len(encoded)} bytes to {path}"
 
     async def list_files(self, path: str = ".") -> str:
@@ -84,8 +84,8 @@ class Shell:
         Args:
             path: the folder to list
         """
-        found = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
-        done = await self._bash(f"{found} | head -n {MAX_FILES + 1} | sort -k 2")
+        find = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
+        done = await self._bash(f"{find} | head -n {MAX_FILES + 1} | sort -k 2")
         sized = (line.partition(" ") for line in done.stdout.splitlines())
         lines = [f"{size} {posixpath.normpath(file)}" for size, _, file in sized]
         if not lines:
@@ -95,20 +95,20 @@ class Shell:
         return "\n".join(lines)
 
     async def close(self) -> None:
-        """End what runs; the folder is gone."""
+        """End all commands and delete the folder."""
         if self.box is not None:
             await self.box.aclose()
 
     async def _bash(self, command: str) -> Completed:
-        box = await self._opened()
+        box = await self._open_box()
         return await box.run(command, language="bash")
 
-    async def _opened(self) -> Box:
+    async def _open_box(self) -> Box:
         if self.box is None:
             self.box = await self.sandbox.open(files=self.files)
         return self.box
 
 
-def _said(path: str, error: Exception) -> str:
+def _describe_error(path: str, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"{path!r}: {reason}"

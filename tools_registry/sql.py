@@ -1,15 +1,15 @@
-r"""Questions to SQLite databases in SQL: reading only, with bounded time, memory and answers.
+r"""Runs read-only SQL queries on SQLite databases, with bounded time, memory and output.
 
-Which databases there are is for whoever runs it to say, by a folder: in the variable
-AGENTRL_SQL_DATABASES, or in a file of your own:
+The environment variable AGENTRL_SQL_DATABASES names the folder of the databases. Or call
+`use_databases` in a file of your own:
 
     from agentrl.registry import load_file
 
     load_file("shelf:sql").use_databases("data/databases")
 
-A row names one of its files by its stem, `"tools_kwargs": {"sql": {"create_kwargs": {"database":
-"shop"}}}` for `shop.db`, and can name nothing else. Every query has a connection of its own, which
-may read tables and call functions: whatever else SQL can say is refused by SQLite itself.
+A row names one of its files without the suffix: `"tools_kwargs": {"sql": {"create_kwargs":
+{"database": "shop"}}}` for `shop.db`. It cannot name other files. Every query has its own
+connection, which may read tables and call functions. SQLite itself refuses everything else.
 
     $ AGENTRL_SQL_DATABASES=examples/orders/databases \
         agentrl tools call sql '{"query": "SELECT count(*) AS n FROM orders"}' --file shelf:sql \
@@ -46,17 +46,18 @@ MAX_CELL = 200
 MAX_ANSWER = 8000
 MAX_QUERY = 5000
 MAX_VALUE = 20_000
-"""Bytes of a value on the way: what one step of SQLite does with it cannot be interrupted."""
+"""Limit of an intermediate value in bytes. A single step of SQLite on a value cannot be
+interrupted."""
 MAX_PATTERN = 100
-"""Bytes of a pattern of LIKE or GLOB, whose time grows with the product of both sides."""
+"""Limit of a LIKE or GLOB pattern in bytes. The time grows with the product of both lengths."""
 MAX_FUNCTIONS = 100
-"""Calls of functions for a row: between two looks at the clock they may all be made once."""
+"""Limit of function calls per row. All of them may run once between two checks of the clock."""
 MAX_PROGRAM = 10_000
-"""Instructions of the program that SQLite makes of a query."""
+"""Limit of instructions in the program that SQLite compiles from a query."""
 MEMORY = 64 * 1024 * 1024
-"""Of all queries of a process together; sorted rows count as well, which one step sorts."""
+"""Memory limit of all queries in a process. It also bounds a sort, which is a single step."""
 STEPS = 25
-"""After how many of its instructions SQLite looks at the clock, at the end of a row."""
+"""SQLite checks the clock after this many instructions, at the end of a row."""
 
 _ALLOWED = {
     sqlite3.SQLITE_SELECT,
@@ -65,7 +66,7 @@ _ALLOWED = {
     sqlite3.SQLITE_RECURSIVE,
 }
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "json_patch"}
-"""The last one compares all keys with all keys, in one step."""
+"""Functions that are not allowed. json_patch compares all keys with all keys in a single step."""
 
 _HALF_UP = Context(prec=15, rounding=ROUND_HALF_UP)
 _EXPLAIN = re.compile(r"\s*explain\b", re.IGNORECASE)
@@ -78,7 +79,7 @@ def use_databases(folder: str | Path) -> None:
     """Let rows name the databases of this folder, in this process.
 
     Raises:
-        UserError: there is no such folder, or no database in it.
+        UserError: the folder does not exist, or contains no database.
     """
     global _folder
     path = Path(folder).expanduser().resolve()
@@ -92,16 +93,17 @@ def use_databases(folder: str | Path) -> None:
 
 @tool(timeout=30, idempotent=True)
 class Sql:
-    """A database for the episode, which can be read."""
+    """A read-only database for the episode."""
 
     def __init__(self, database: str = "") -> None:
         """Find the database.
 
         Args:
-            database: the stem of a file in the folder; may be left out where it is the only one.
+            database: the name of a file in the folder, without its suffix. Optional if it is the
+                only one.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: there is no such database.
         """
         self.file = _file(database)
 
@@ -111,18 +113,18 @@ class Sql:
         Args:
             query: one SELECT statement
         """
-        return ask(self.file, query)
+        return run_query(self.file, query)
 
     def sql_schema(self) -> str:
         """Return the CREATE statements of the tables and views."""
         return schema(self.file)
 
 
-def ask(file: Path, query: str) -> str:
-    """The rows of a query as text: names of columns, rows, how many there are.
+def run_query(file: Path, query: str) -> str:
+    """Return the result of a query as text: column names, rows, number of rows.
 
     Raises:
-        ToolError: SQLite refuses it, or it takes too much.
+        ToolError: SQLite refuses the query, or it exceeds a limit.
         Infrastructure: the database cannot be opened.
     """
     if len(query) > MAX_QUERY:
@@ -133,7 +135,7 @@ def ask(file: Path, query: str) -> str:
             cursor = connection.execute(query)
             rows = cursor.fetchmany(MAX_ROWS + 1)
         except (sqlite3.Error, sqlite3.Warning) as e:
-            raise ToolError(_said(e)) from None
+            raise ToolError(_describe_error(e)) from None
         except MemoryError:
             raise ToolError("the query needs too much memory") from None
     if cursor.description is None:
@@ -142,12 +144,13 @@ def ask(file: Path, query: str) -> str:
 
 
 def _check(connection: sqlite3.Connection, query: str) -> None:
-    """Refuse what could run for long without a look at the clock.
+    """Refuse queries that could run for long without a check of the clock.
 
-    The program is counted, not the text: SQLite copies expressions of a subquery to every use.
+    The compiled program is counted, not the text: SQLite copies the expressions of a subquery to
+    each of its uses.
     """
     if _EXPLAIN.match(query):
-        return  # shows a program, runs none
+        return  # EXPLAIN shows the program and does not run it
     try:
         program = connection.execute(f"EXPLAIN {query}").fetchall()
     except sqlite3.OperationalError as e:
@@ -155,26 +158,26 @@ def _check(connection: sqlite3.Connection, query: str) -> None:
             raise ToolError("use one SELECT statement") from None
         raise
     calls = sum(opcode in ("Function", "PureFunc") for _, opcode, *_ in program)
-    for many, what, most in (
+    for count, what, maximum in (
         (len(program), "instructions", MAX_PROGRAM),
         (calls, "function calls", MAX_FUNCTIONS),
     ):
-        if many > most:
-            raise ToolError(f"the query has {many} {what}, maximum {most}: use a simpler query")
+        if count > maximum:
+            raise ToolError(f"the query has {count} {what}, maximum {maximum}: use a simpler query")
 
 
 def schema(file: Path) -> str:
-    """The statements that made the tables and views."""
+    """Return the statements that created the tables and views."""
     with closing(_connect(file)) as connection:
-        made = connection.execute(
+        statements = connection.execute(
             "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view')"
             " AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY name"
         )
-        return _cut("\n".join(f"{sql};" for (sql,) in made)) or "(no tables)"
+        return _cut("\n".join(f"{sql};" for (sql,) in statements)) or "(no tables)"
 
 
 def _connect(file: Path) -> sqlite3.Connection:
-    """A connection that can do nothing but read this file, for `MAX_SECONDS` from now."""
+    """Open a connection that can only read this file, for `MAX_SECONDS` from now."""
     try:
         connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
         connection.execute("SELECT count(*) FROM sqlite_master")
@@ -182,7 +185,7 @@ def _connect(file: Path) -> sqlite3.Connection:
         raise Infrastructure(f"the database {file} cannot be opened: {e}") from e
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     connection.execute("PRAGMA query_only = 1")
-    connection.execute("PRAGMA temp_store = MEMORY")  # nothing of a sort goes to the disk
+    connection.execute("PRAGMA temp_store = MEMORY")  # a sort must not write to the disk
     connection.execute(f"PRAGMA hard_heap_limit = {MEMORY}")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN)
@@ -196,18 +199,18 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _trim(strip: Callable[[str, str], str], value: Any, characters: Any) -> str | None:
-    """SQLite's own compares all characters with all characters, in one step."""
+    """Replace SQLite's trim, which compares all characters with all characters in a single step."""
     if value is None or characters is None:
         return None
     return strip(_text(value), "".join(set(_text(characters))))
 
 
 def _text(value: str | bytes | float) -> str:
-    """A value as SQLite writes it."""
+    """Return the text of a value as SQLite writes it."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, float) and isfinite(value):
-        # SQLite rounds a half up, Python to the even digit.
+        # SQLite rounds half up, Python rounds half to even.
         value = float(_HALF_UP.create_decimal_from_float(value))
         digits, e, exponent = f"{value:.15g}".partition("e")
         return f"{digits}{'' if '.' in digits else '.0'}{e}{exponent}"
@@ -220,7 +223,7 @@ def _authorize(action: int, first: Any, second: Any, *_: Any) -> int:
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = str(error)
     if text == "interrupted":
         return f"the query timed out after {MAX_SECONDS:g} s"
@@ -230,8 +233,8 @@ def _said(error: Exception) -> str:
 
 
 def _table(columns: list[str], rows: list[tuple[Any, ...]]) -> str:
-    shown = rows[:MAX_ROWS]
-    lines = [" | ".join(columns), *(" | ".join(map(_cell, row)) for row in shown)]
+    visible = rows[:MAX_ROWS]
+    lines = [" | ".join(columns), *(" | ".join(map(_cell, row)) for row in visible)]
     if len(rows) > MAX_ROWS:
         end = f"(first {MAX_ROWS} rows shown; there are more)"
     else:
@@ -254,7 +257,7 @@ def _cut(text: str) -> str:
 
 
 def _databases(folder: Path) -> dict[str, Path]:
-    """The files that can be named, by stem; a link counts where it stays in the folder."""
+    """Return the databases that rows can name. A link counts if its target is in the folder."""
     files = (f for f in sorted(folder.iterdir()) if f.suffix in SUFFIXES and f.is_file())
     return {f.stem: f for f in files if f.resolve().parent == folder}
 
@@ -265,14 +268,15 @@ def _file(name: str) -> Path:
             f"shelf:sql has no databases: set {DATABASES} to their folder before the run or the"
             " tool server starts, or call its use_databases(FOLDER)"
         )
-    known = _databases(_folder)
-    if not name and len(known) == 1:
-        return next(iter(known.values()))
-    if name not in known:
+    databases = _databases(_folder)
+    if not name and len(databases) == 1:
+        return next(iter(databases.values()))
+    if name not in databases:
         raise DataError(
-            f"no database {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+            f"no database {name!r}.{did_you_mean(name, databases)} There are:"
+            f" {', '.join(databases)}"
         )
-    return known[name]
+    return databases[name]
 
 
 if os.environ.get(DATABASES):

@@ -1,4 +1,6 @@
-"""Isolation of code that a model wrote: it runs without network, files or rights, or not at all.
+"""Isolation of code that a model wrote: it runs without network, files and privileges.
+
+If it cannot be isolated, it does not run.
 
 Example::
 

@@ -1,6 +1,8 @@
-"""What a sandbox is: a place where code that a model wrote runs, and what came of it.
+"""The interface of a sandbox, which runs code that a model wrote, and what all backends share.
 
-Sandbox    what users see, and what all backends share: slots, limits, files that are checked
+Sandbox    runs programs: slots, limits, checks of files
+Limits     what a program may use
+Completed  how a program ended
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from agentrl.errors import SandboxError
 if TYPE_CHECKING:
     from agentrl.sandbox.box import Box
 
-WAIT_SECONDS = 60.0
-"""For a free slot. Who waits longer waits for a machine that does not keep up."""
+SLOT_SECONDS = 60.0
+"""How long a program waits for a free slot. If it takes longer, the machine is overloaded."""
 MAX_BOXES = 1024
 FILES_OF_PROGRAM, FILES_OF_BOX = 12, 6
-"""Descriptors: pipes while a program runs, and for a moment the files that it is given."""
+"""Descriptors that this process needs for a program and for an open box: pipes and files."""
 _CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 Language = Literal["python", "bash"]
@@ -34,41 +36,43 @@ EndedBy = Literal["", "time", "cpu", "output", "signal"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. Whatever passes a limit is ended with all that it started."""
+    """What one program may use. A program that exceeds a limit is killed with all its processes."""
 
     seconds: float = 10.0
-    """Of the wall clock."""
+    """Wall clock time."""
     cpu_seconds: int = 10
     memory_mb: int = 2048
-    """MiB of address space, of each process. `sandbox/cgroup.py` limits all of them together."""
+    """Address space of each process, in MiB. `sandbox/cgroup.py` limits the memory of all together.
+    """
     disk_mb: int = 64
-    """MiB it may write in all, and in one file."""
+    """MiB that it may write in total, and in one file."""
     processes: int = 64
     open_files: int = 256
     output_bytes: int = 65_536
-    """Of stdout and of stderr: of more, the head and the tail are kept, and the program ends."""
+    """Limit of stdout and of stderr. A program that prints more is killed; head and tail are kept.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """How a program ended, and what it said: text that can be encoded and stored."""
+    """How a program ended and what it printed. The text can be encoded and stored."""
 
     stdout: str
     stderr: str
     exit_code: int
-    """Below 0: the number of the signal that ended it."""
+    """Negative if a signal ended the program: minus the number of the signal."""
     ended_by: EndedBy = ""
-    """The limit that ended it, or "signal" where it crashed by itself; "" where it exited."""
+    """The limit that was exceeded, "signal" if the program crashed, or "" if it exited."""
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether it exited by itself, with 0."""
+        """Whether it exited with code 0."""
         return self.exit_code == 0 and not self.ended_by
 
 
 class Program(NamedTuple):
-    """One program to run, as `Sandbox.run` describes it."""
+    """The arguments of `Sandbox.run`."""
 
     code: str
     language: Language
@@ -77,16 +81,16 @@ class Program(NamedTuple):
     limits: Limits
     init: bool
 
-    def words(self, python: str) -> list[str]:
-        """The interpreter's part of its command line."""
+    def interpreter_command(self, python: str) -> list[str]:
+        """Return the command that starts the interpreter."""
         return [python, "-s"] if self.language == "python" else ["bash"]
 
 
 class Sandbox(ABC):
-    """Runs programs in isolation, at most so many at once. Belongs to one event loop."""
+    """Runs programs in isolation, a limited number at a time. Belongs to one event loop."""
 
     name: str
-    """For people: `bubblewrap`, `unsafe-subprocess`, `SandboxFusion at URL`."""
+    """The name in messages: `bubblewrap`, `unsafe-subprocess`, `SandboxFusion at URL`."""
 
     def __init__(self, config: SandboxConfig):
         self._config = config
@@ -104,23 +108,23 @@ class Sandbox(ABC):
         limits: Limits | None = None,
         init: bool = False,
     ) -> Completed:
-        """Run one program in a folder of its own, which is gone afterwards.
+        """Run one program in its own folder, which is deleted afterwards.
 
         Args:
-            code: the program; it reaches the interpreter as a file.
-            language: what it is written in.
-            stdin: what it reads.
-            files: by relative path, what lies in its folder.
+            code: the program. The interpreter gets it as a file.
+            language: the language of the program.
+            stdin: its standard input.
+            files: the files in its folder, by relative path.
             limits: by default those of the section `sandbox`.
-            init: run it as process 1 of its namespace, where the backend makes one for each
-                program (bubblewrap does). No process that it starts can end or stop it.
+            init: run it as process 1 of its PID namespace, if the backend creates one per program
+                (bubblewrap does). No process that it starts can then kill or stop it.
 
         Raises:
-            SandboxError: it could not be run, or could not be run in isolation: infrastructure,
-                never the program's doing.
+            SandboxError: it could not be run in isolation. This is a failure of the infrastructure,
+                never of the program.
         """
         limits = limits or self._limits
-        program = Program(code, language, stdin, checked_files(files, limits), limits, init)
+        program = Program(code, language, stdin, check_files(files, limits), limits, init)
         async with self._slot():
             return await self._run(program)
 
@@ -132,29 +136,29 @@ class Sandbox(ABC):
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> Box:
-        """A box that stays until it is closed; `limits.seconds` is for each program in it.
+        """Open a box, which stays open between programs. `limits.seconds` applies to each program.
 
         Raises:
-            SandboxError: none can be had, or this backend has none.
+            SandboxError: no box can be opened, or the backend has none.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """End all that runs."""
+        """End all programs and boxes."""
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        """A slot for the time of the block. Waiting for it is not part of a program's time.
+        """Hold a slot during the block. The wait for it does not count as the program's time.
 
         Raises:
-            SandboxError: none became free.
+            SandboxError: no slot became free in time.
         """
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(SLOT_SECONDS):
                 await self._free_slots.acquire()
         except TimeoutError:
             raise SandboxError(
-                f"no program could be started within {WAIT_SECONDS:g} s: all {self._slots} slots"
+                f"no program could be started within {SLOT_SECONDS:g} s: all {self._slots} slots"
                 " are taken. Set sandbox.slots higher where there are cores for it,"
                 " sandbox.timeout_s lower, or play fewer rollouts at once"
             ) from None
@@ -165,7 +169,7 @@ class Sandbox(ABC):
 
 
 def default_limits(config: SandboxConfig) -> Limits:
-    """The limits of the section `sandbox`."""
+    """Return the limits of the section `sandbox`."""
     return Limits(
         seconds=config.timeout_s,
         cpu_seconds=max(1, round(config.timeout_s)),
@@ -174,41 +178,43 @@ def default_limits(config: SandboxConfig) -> Limits:
 
 
 def slot_count(slots: int) -> int:
-    """Return how many programs run at once: `sandbox.slots`, where 0 means twice the cores."""
+    """Return how many programs may run at once: `sandbox.slots`, where 0 means twice the cores."""
     return slots or 2 * len(os.sched_getaffinity(0))
 
 
-def checked_files(files: Mapping[str, bytes] | None, limits: Limits) -> dict[str, bytes]:
-    """The files for a program's folder.
+def check_files(files: Mapping[str, bytes] | None, limits: Limits) -> dict[str, bytes]:
+    """Return the files for a program's folder.
 
     Raises:
-        ValueError: a path that is not below the folder, or more than the folder may hold.
+        ValueError: a path is not below the folder, or the files exceed the limit of the folder.
     """
     files = dict(files or {})
     for name in files:
         path = PurePosixPath(name)
         if not path.name or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise ValueError(f"{name!r} is no path below the program's folder")
+            raise ValueError(f"{name!r} is not a relative path below the program's folder")
     size = sum(map(len, files.values()))
     if size > limits.disk_mb * 2**20:
-        raise ValueError(f"files of {size} bytes do not fit {limits.disk_mb} MiB (Limits.disk_mb)")
+        raise ValueError(
+            f"the files have {size} bytes, more than {limits.disk_mb} MiB (Limits.disk_mb)"
+        )
     return files
 
 
-def plain(text: str) -> str:
-    """Without what no UTF-8 can hold."""
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
-def clean(content: bytes) -> str:
-    """Text that can be encoded and shown: no NUL; escape sequences begin with a visible x1b."""
+def clean_output(content: bytes) -> str:
+    """Decode output and remove NUL. Control characters become visible, such as x1b."""
     text = content.decode("utf-8", "replace").replace("\0", "")
     return _CONTROL.sub(lambda m: f"\\x{ord(m.group()):02x}", text)
 
 
-def shorten(content: bytes, most: int) -> bytes:
-    """The head and the tail of what is longer, and how much is between them."""
-    if len(content) <= most:
+def shorten_output(content: bytes, max_bytes: int) -> bytes:
+    """Cut long output in the middle, and write how many bytes are omitted."""
+    if len(content) <= max_bytes:
         return content
-    head, tail = content[: most - most // 2], content[len(content) - most // 2 :]
-    return head + b"\n[%d bytes omitted]\n" % (len(content) - most) + tail
+    head, tail = content[: max_bytes - max_bytes // 2], content[len(content) - max_bytes // 2 :]
+    return head + b"\n[%d bytes omitted]\n" % (len(content) - max_bytes) + tail

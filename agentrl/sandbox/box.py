@@ -1,8 +1,8 @@
-"""A sandbox that stays, for an episode: a driver inside, which takes orders, and our end of it.
+"""A box: a sandbox that stays open for an episode. A driver inside executes our requests.
 
-LocalSandbox      opens boxes on this machine
-Box             what users have: another driver comes where one is gone
-Driver          one driver, and what it answers
+LocalSandbox    opens boxes on this machine
+Box             what tools use; it starts a new driver if one is lost
+Driver          our side of one driver
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from agentrl.sandbox.base import (
     Language,
     Limits,
     Sandbox,
-    checked_files,
-    clean,
-    plain,
-    shorten,
+    check_files,
+    clean_output,
+    replace_surrogates,
+    shorten_output,
 )
 
 log = logging.getLogger("agentrl.sandbox")
@@ -45,45 +45,45 @@ INSIDE = Path(__file__).parent / "inside"
 PROGRAMS = {n: (INSIDE / n).read_bytes() for n in ("driver.py", "scratch.py", "cells.py")}
 START_SECONDS = 30.0
 GRACE_SECONDS = 10.0
-"""For the driver, over a program's own time."""
+"""How long the driver may take to answer, in addition to the program's time."""
 MAX_ANSWER = 128 * 2**20
-WORDS_BYTES = 4096
-"""Of what the driver (or bwrap) prints of itself."""
+DRIVER_OUTPUT_BYTES = 4096
+"""How much of the driver's (or bwrap's) own output is kept."""
 LOST = "\n[the Python interpreter was restarted: variables are lost, files are kept]\n"
 GONE = "\n[the sandbox was terminated: variables and files are lost]\n"
 NEW = "\n[this ran in a new sandbox: earlier variables and files are lost]\n"
 TRIES = 3
-"""For an order that no box was there to begin."""
+"""How often a request is tried that no driver has begun."""
 _CHUNK = 65_536
 
 T = TypeVar("T")
 Slot = Callable[[], AbstractAsyncContextManager[None]]
-"""Where a program waits for its turn."""
+"""Returns a context manager that holds a slot for a program."""
 
 
 class BoxLost(SandboxError):
-    """A box is gone. What it was asked to do may have begun, or not."""
+    """The driver of a box is lost. The request may or may not have begun."""
 
-    def __init__(self, why: str, *, began: bool, silent: bool = False):
-        """Say whether the order had been sent, and whether it went unanswered for too long."""
+    def __init__(self, why: str, *, began: bool, timed_out: bool = False):
+        """Store whether the request was sent, and whether its answer timed out."""
         super().__init__(why)
-        self.began, self.silent = began, silent
+        self.began, self.timed_out = began, timed_out
 
 
 class DriverProcess(Protocol):
-    """The driver's process, however it is isolated."""
+    """The process of a driver, whatever isolates it."""
 
     process: subprocess.Popen[bytes]
-    """With pipes for stdin, stdout and stderr."""
+    """It has pipes for stdin, stdout and stderr."""
     fault: str
-    """Why it was ended before the driver began, if this machine is the cause."""
+    """Why this machine ended it before the driver started; "" if it did not."""
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill it and all processes that it started."""
         ...
 
-    async def gone(self) -> bool:
-        """Wait until all of it has ended; whether it has."""
+    async def wait_until_gone(self) -> bool:
+        """Wait until all its processes have ended; return False if they did not end in time."""
         ...
 
 
@@ -91,34 +91,34 @@ def driver_command(
     python: str,
     limits: Limits,
     folder: str,
-    sent: str,
+    programs_folder: str,
     environment: Mapping[str, str],
     *,
     count_processes: bool,
 ) -> list[str]:
-    """The command line of a driver.
+    """Return the command line of a driver.
 
     Args:
-        python: the interpreter, for the driver and for programs.
-        limits: of each program.
-        folder: its scratch folder.
-        sent: the folder with `PROGRAMS`.
-        environment: of programs.
-        count_processes: whether `limits.processes` is a limit of theirs.
+        python: the interpreter of the driver and of programs.
+        limits: the limits of each program.
+        folder: the scratch folder.
+        programs_folder: the folder with `PROGRAMS`.
+        environment: the environment variables of programs.
+        count_processes: whether `limits.processes` applies.
     """
-    told = {
+    settings = {
         **asdict(limits),
         "processes": limits.processes if count_processes else 0,
         "python": python,
         "folder": folder,
-        "cells": f"{sent}/cells.py",
+        "cells": f"{programs_folder}/cells.py",
         "environment": environment,
     }
-    return [python, "-I", "-S", "-B", f"{sent}/driver.py", json.dumps(told)]
+    return [python, "-I", "-S", "-B", f"{programs_folder}/driver.py", json.dumps(settings)]
 
 
 class LocalSandbox(Sandbox):
-    """What the sandboxes on this machine have in common: boxes. Subclasses start their drivers."""
+    """A sandbox on this machine, with boxes. Subclasses start the drivers."""
 
     def __init__(self, config: SandboxConfig):
         super().__init__(config)
@@ -127,33 +127,29 @@ class LocalSandbox(Sandbox):
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> Box:
-        """See `Sandbox.open`."""
         limits = limits or self._limits
-        checked = checked_files(files, limits)
+        initial_files = check_files(files, limits)
 
-        async def opened() -> Driver:
+        async def start() -> Driver:
             if len(self._boxes) >= MAX_BOXES:
-                raise SandboxError(
-                    f"{MAX_BOXES} boxes are open, and no more are opened in a process"
-                )
-            return await self._begun(self._start(checked, limits, self._slot))
+                raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
+            return await self._begin(self._start(initial_files, limits, self._slot))
 
-        return Box(await opened(), opened)
+        return Box(await start(), start)
 
     async def aclose(self) -> None:
-        """See `Sandbox.aclose`."""
         await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
 
     @abstractmethod
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
         """Start a driver with these files in its folder."""
 
-    async def _begun(self, driver: Driver) -> Driver:
-        """Return a driver once it answers; it is one of ours until it is closed."""
+    async def _begin(self, driver: Driver) -> Driver:
+        """Wait until a driver answers, and keep track of it until it is closed."""
         self._boxes.add(driver)
         driver.resources.callback(self._boxes.discard, driver)
         try:
-            await driver.begin()
+            await driver.wait_until_ready()
         except BaseException:
             await driver.aclose()
             raise
@@ -161,24 +157,24 @@ class LocalSandbox(Sandbox):
 
 
 class Box:
-    """A sandbox that stays: one interpreter and one scratch folder, for one episode.
+    """A sandbox for one episode, with one interpreter and one scratch folder.
 
-    Calls run one after another. A box begins anew, with the files that it was opened with, where
-    its driver is gone. Else a policy could have a rollout that goes badly dropped as a machine's
-    failure.
+    Calls run one after another. If the driver is lost, the box starts a new one with its first
+    files. An error would drop the rollout as a machine failure, and a policy could learn to drop
+    rollouts that go badly.
     """
 
-    def __init__(self, driver: Driver, again: Callable[[], Awaitable[Driver]]):
+    def __init__(self, driver: Driver, restart: Callable[[], Awaitable[Driver]]):
         """Take over a driver.
 
         Args:
-            driver: the first.
-            again: starts another like it.
+            driver: the first driver.
+            restart: starts another driver with the same files.
         """
-        self._driver, self._again = driver, again
-        self._turn = asyncio.Lock()
-        self._new = False
-        """Whether it is still to be said that this is not the first."""
+        self._driver, self._restart = driver, restart
+        self._lock = asyncio.Lock()
+        self._was_replaced = False
+        """Whether the next program must be told that the driver is a new one."""
         self._closed = False
 
     async def run(
@@ -189,83 +185,89 @@ class Box:
         stdin: str = "",
         seconds: float | None = None,
     ) -> Completed:
-        """Run code. Python keeps its variables from call to call; bash starts anew in the folder.
+        """Run code. Python keeps its variables; each bash call starts in the same folder.
 
-        A program that passes its time is ended; the variables are lost with it, the files stay. One
-        that takes the box along has ended by "signal", or "time"; the next call is in a new box,
-        with the files that this one was opened with.
+        A program that exceeds its time is killed; the variables are lost and the files stay. If the
+        program ends the whole box, the result is "signal" or "time", and the next call runs in a
+        new box with the first files.
 
         Args:
             code: the program.
-            language: what it is written in.
-            stdin: what it reads.
-            seconds: at most so long; by default the limit that the box was opened with.
+            language: the language of the program.
+            stdin: its standard input.
+            seconds: its time limit. By default that of the box.
 
         Raises:
-            SandboxError: the box is closed, or is gone and no other can be had.
+            SandboxError: the box is closed, or it was lost and no other can be opened.
         """
-        order = {"do": "cell", "code": plain(code), "stdin": plain(stdin)}
+        request = {
+            "do": "cell",
+            "code": replace_surrogates(code),
+            "stdin": replace_surrogates(stdin),
+        }
         if language == "bash":
-            order |= {"do": "script", "argv": ["bash", "/proc/self/fd/3"]}
-        done = await self._lasting(lambda driver: driver.run(order, seconds))
-        if self._new:
-            self._new = False
+            request |= {"do": "script", "argv": ["bash", "/proc/self/fd/3"]}
+        done = await self._with_driver(lambda driver: driver.run(request, seconds))
+        if self._was_replaced:
+            self._was_replaced = False
             done = replace(done, stderr=done.stderr + NEW)
         return done
 
     async def read(self, path: str, max_bytes: int = 65_536) -> bytes:
-        """A file of the scratch folder.
+        """Read a file of the scratch folder.
 
         Raises:
-            FileNotFoundError, IsADirectoryError, PermissionError: as of any file; a path out of the
-                folder, also by a link, is not permitted.
+            FileNotFoundError, IsADirectoryError: as for any file.
+            PermissionError: the path leads out of the folder, possibly through a link.
         """
-        answer = await self._lasting(lambda driver: driver.ask_file("read", path, most=max_bytes))
+        answer = await self._with_driver(
+            lambda driver: driver.file_request("read", path, max_bytes=max_bytes)
+        )
         return base64.b64decode(answer["data"])
 
     async def write(self, path: str, content: bytes) -> None:
-        """Write a file of the scratch folder, making the folders on the way.
+        """Write a file of the scratch folder and create its parent folders.
 
         Raises:
-            PermissionError: a path out of the folder.
+            PermissionError: the path leads out of the folder.
             OSError: the folder is full.
         """
         data = base64.b64encode(content).decode("ascii")
-        await self._lasting(lambda driver: driver.ask_file("write", path, data=data))
+        await self._with_driver(lambda driver: driver.file_request("write", path, data=data))
 
     async def aclose(self) -> None:
-        """End all of it; nothing it started is left. Idempotent."""
+        """End all processes of the box. Idempotent."""
         self._closed = True
         await self._driver.aclose()
 
-    async def _lasting(self, ask: Callable[[Driver], Awaitable[T]]) -> T:
-        """What a driver answers that is there.
+    async def _with_driver(self, send: Callable[[Driver], Awaitable[T]]) -> T:
+        """Send a request to a driver that runs, and return its answer.
 
         Raises:
-            SandboxError: no other can be had, or they go as they come.
+            SandboxError: no other driver can be started, or new drivers are lost at once.
         """
         for _ in range(TRIES - 1):
             try:
-                return await ask(await self._present())
-            except BoxLost:  # with another's program, or before this one's began
+                return await send(await self._live_driver())
+            except BoxLost:  # lost with an earlier program, or before this one began
                 continue
-        return await ask(await self._present())
+        return await send(await self._live_driver())
 
-    async def _present(self) -> Driver:
-        async with self._turn:
+    async def _live_driver(self) -> Driver:
+        async with self._lock:
             if self._driver.lost and not self._closed:
                 await self._driver.aclose()
-                self._driver, self._new = await self._again(), True
-                if self._closed:  # meanwhile
+                self._driver, self._was_replaced = await self._restart(), True
+                if self._closed:  # while the new driver started
                     await self._driver.aclose()
         return self._driver
 
 
 class Driver:
-    """A driver that was started. Programs run one after another, each in a slot."""
+    """Our side of a driver. Programs run one after another, each in a slot."""
 
     lost = False
-    """Whether it is gone, though nobody closed it."""
+    """Whether the driver ended although nobody closed it."""
 
     def __init__(
         self,
@@ -275,35 +277,34 @@ class Driver:
         slot: Slot,
         resources: ExitStack,
     ):
-        """Take it over.
+        """Take over a driver that was started.
 
         Args:
-            process: its own, however it is isolated. It reads orders on its stdin, and answers on
-                its stdout.
-            limits: `seconds` is the time of a program that is given none.
-            folder: its scratch folder, as programs see it.
-            slot: where a program waits for its turn.
-            resources: closed once all is gone.
+            process: the driver's process. It reads requests from stdin and answers on stdout.
+            limits: `seconds` applies to programs without their own limit.
+            folder: the scratch folder, as programs see it.
+            slot: holds a slot for a program.
+            resources: closed when all processes have ended.
         """
         self.process, self._limits, self.folder = process, limits, Path(folder)
         self._slot, self.resources = slot, resources
-        self._output = Capture(process.process.stderr, WORDS_BYTES)
+        self._output = Capture(process.process.stderr, DRIVER_OUTPUT_BYTES)
         resources.callback(self._output.close)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._closed = False
 
     @property
-    def words(self) -> str:
-        """What it said of itself, for where it does not answer."""
+    def output(self) -> str:
+        """What the driver printed to stderr, for error messages."""
         return self._output.text
 
-    async def begin(self) -> None:
-        """Wait for the driver.
+    async def wait_until_ready(self) -> None:
+        """Wait for the driver's first answer.
 
         Raises:
-            SandboxError: it does not come.
+            SandboxError: the driver does not answer.
         """
         loop, process = asyncio.get_running_loop(), self.process.process
         self._reader = asyncio.StreamReader()
@@ -314,32 +315,34 @@ class Driver:
             asyncio.streams.FlowControlMixin, process.stdin
         )
         self._writer = asyncio.StreamWriter(transport, flow, None, loop)
-        await self._ask({"do": "hello"}, START_SECONDS)
+        await self._request({"do": "hello"}, START_SECONDS)
 
-    async def run(self, order: Mapping[str, Any], seconds: float | None = None) -> Completed:
-        """Have the driver run something.
+    async def run(self, request: Mapping[str, Any], seconds: float | None = None) -> Completed:
+        """Let the driver run a program.
 
-        A driver that is gone with the program was ended by it, for all that can be known: this is
-        how the program ended. As a machine's failure, it would undo what a model did before.
+        If the driver is lost during the program, the program is taken as the cause, and this is how
+        the program ended. As a machine failure it would undo the earlier work of the model.
 
         Raises:
-            BoxLost: it was gone before.
+            BoxLost: the driver was lost before the program began.
         """
         seconds = self._limits.seconds if seconds is None else seconds
         began = time.monotonic()
         try:
             async with self._slot():
                 began = time.monotonic()
-                answer = await self._ask({**order, "seconds": seconds}, seconds + GRACE_SECONDS)
+                answer = await self._request(
+                    {**request, "seconds": seconds}, seconds + GRACE_SECONDS
+                )
         except BoxLost as e:
             if not e.began:
                 raise
-            log.warning("a program ended its box: %s", e)
-            why = "time" if e.silent else "signal"
+            log.warning("a program terminated its sandbox: %s", e)
+            why = "time" if e.timed_out else "signal"
             took = round(time.monotonic() - began, 4)
             return Completed("", GONE, -signal.SIGKILL, why, took)
         stdout, stderr = (
-            clean(shorten(base64.b64decode(answer[name]), self._limits.output_bytes))
+            clean_output(shorten_output(base64.b64decode(answer[name]), self._limits.output_bytes))
             for name in ("stdout", "stderr")
         )
         code, why = answer["exit_code"], answer["ended_by"]
@@ -349,16 +352,18 @@ class Driver:
             stderr += LOST
         return Completed(stdout, stderr, code, why, round(answer["seconds"], 4))
 
-    async def ask_file(self, do: str, path: str, **order: Any) -> dict[str, Any]:
-        """Have the driver read or write a file.
+    async def file_request(self, do: str, path: str, **request: Any) -> dict[str, Any]:
+        """Let the driver read or write a file.
 
         Raises:
-            OSError: of the file; a path out of the folder is not permitted.
+            OSError: the error of the file; PermissionError if the path leads out of the folder.
         """
-        return await self._ask({"do": do, "path": self._below(path), **order}, GRACE_SECONDS)
+        return await self._request(
+            {"do": do, "path": self._relative_path(path), **request}, GRACE_SECONDS
+        )
 
     async def aclose(self) -> None:
-        """See `Box.aclose`. Idempotent."""
+        """End the driver and all its processes. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -366,36 +371,36 @@ class Driver:
             _close(self._writer.transport)
         self.process.kill()
         try:
-            if not await self.process.gone():
-                raise SandboxError("a box's processes did not end after they were killed")
+            if not await self.process.wait_until_gone():
+                raise SandboxError("the processes of a box did not end after they were killed")
         finally:
             self.resources.close()
 
-    def _below(self, path: str) -> str:
-        """The path from the scratch folder on."""
+    def _relative_path(self, path: str) -> str:
+        """Return a path relative to the scratch folder."""
         if not path or "\0" in path:
-            raise PermissionError(f"{path!r} is no path")
-        given = PurePosixPath(path)
-        if given.is_absolute():
-            if not given.is_relative_to(self.folder):
+            raise PermissionError(f"{path!r} is not a valid path")
+        relative = PurePosixPath(path)
+        if relative.is_absolute():
+            if not relative.is_relative_to(self.folder):
                 raise PermissionError(f"{path} is not below {self.folder}")
-            given = given.relative_to(self.folder)
-        return str(given)
+            relative = relative.relative_to(self.folder)
+        return str(relative)
 
-    async def _ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send an order and wait for its answer.
+    async def _request(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request and wait for its answer.
 
-        Who is cancelled while the order is carried out has it stopped; the next order waits.
+        If the caller is cancelled, the driver stops the program; the next request waits for that.
 
         Raises:
-            BoxLost: the driver is gone, or silent.
-            OSError: of the file that the order is about.
+            BoxLost: the driver is lost, or does not answer in time.
+            OSError: the error of the file that the request names.
         """
-        task = asyncio.ensure_future(self._exchange(order, seconds))
+        task = asyncio.ensure_future(self._exchange(request, seconds))
         try:
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._turn.locked() and self._writer is not None:
+            if self._lock.locked() and self._writer is not None:
                 self._send({"do": "stop"})
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
             raise
@@ -403,90 +408,95 @@ class Driver:
             raise OSError(answer["errno"], answer["error"] or os.strerror(answer["errno"]))
         return answer
 
-    async def _exchange(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
-        async with self._turn:
+    async def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        async with self._lock:
             reader = self._reader
             if self._closed or reader is None:
-                raise SandboxError("this box is closed")
+                raise SandboxError("the box is closed")
             if self.lost or reader.at_eof():
                 self.lost = True
-                raise BoxLost("a box is gone", began=False)
+                raise BoxLost("the driver of a box has ended", began=False)
             try:
                 async with asyncio.timeout(seconds):
-                    self._send(order)
+                    self._send(request)
                     (length,) = struct.unpack("<I", await reader.readexactly(4))
                     if length > MAX_ANSWER:
-                        raise SandboxError(f"a box answers with {length} bytes")
+                        raise SandboxError(
+                            f"the driver of a box sent {length} bytes, more than {MAX_ANSWER}"
+                        )
                     return orjson.loads(await reader.readexactly(length))
             except (TimeoutError, asyncio.IncompleteReadError, OSError) as e:
                 if self._closed:
-                    raise SandboxError("this box was closed") from e
+                    raise SandboxError("the box was closed during the request") from e
                 self.lost = True
                 self.process.kill()
-                said, silent = self.words.strip(), isinstance(e, TimeoutError)
-                why = f"a box {'does not answer' if silent else 'is gone'}"
-                raise BoxLost(why + (f": {said}" if said else ""), began=True, silent=silent) from e
+                message, timed_out = self.output.strip(), isinstance(e, TimeoutError)
+                why = f"the driver of a box {'does not answer' if timed_out else 'has ended'}"
+                raise BoxLost(
+                    why + (f": {message}" if message else ""), began=True, timed_out=timed_out
+                ) from e
 
-    def _send(self, order: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._writer is not None
-        text = json.dumps(order).encode("ascii")
+        text = json.dumps(request).encode("ascii")
         self._writer.write(struct.pack("<I", len(text)) + text)
 
 
 class Capture:
-    """Reads the end of a pipe until it is closed, or holds more than was asked for."""
+    """Reads a pipe until it is closed, and keeps a limited number of bytes."""
 
     def __init__(
-        self, pipe: IO[bytes] | None, most: int, on_flood: Callable[[], None] = lambda: None
+        self, pipe: IO[bytes] | None, max_bytes: int, on_overflow: Callable[[], None] = lambda: None
     ):
-        """Start reading; the pipe is ours from here on.
+        """Start reading.
 
         Args:
-            pipe: its end.
-            most: bytes to take. A little more is kept, so that something can be left out.
-            on_flood: called once, when there are more. Of what comes afterwards nothing is kept.
+            pipe: the reading end, which is closed with this object.
+            max_bytes: how much to keep. A little more is stored, to know that something was
+                omitted.
+            on_overflow: called once when there is more. Everything after that is discarded.
         """
         assert pipe is not None
         os.set_blocking(pipe.fileno(), False)
         self.content = bytearray()
         self._loop = asyncio.get_running_loop()
-        self._pipe, self._most, self._on_flood = pipe, most, on_flood
-        self._flooded = False
+        self._pipe, self._max_bytes, self._on_overflow = pipe, max_bytes, on_overflow
+        self._has_overflowed = False
         self._loop.add_reader(pipe, self._read)
 
     @property
     def text(self) -> str:
-        """What was said, shortened and cleaned."""
-        return clean(shorten(bytes(self.content), self._most))
+        """The content, shortened and cleaned."""
+        return clean_output(shorten_output(bytes(self.content), self._max_bytes))
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading and close the pipe."""
         if not self._pipe.closed:
             self._loop.remove_reader(self._pipe)
             self._pipe.close()
 
     def drain(self) -> None:
-        """Read what is there now, and close: once nobody is left who could write more."""
+        """Read the rest and close the pipe. Call it when no process can write any more."""
         while not self._pipe.closed and self._read():
             pass
         self.close()
 
     def _read(self) -> bool:
-        """Whether there was something."""
+        """Read once and return whether there was something."""
         read = self._pipe.read(_CHUNK)
-        if read is None:  # nothing is there
+        if read is None:  # the pipe is empty
             return False
         if not read:
             self.close()
-        elif not self._flooded:
+        elif not self._has_overflowed:
             self.content += read
-            if len(self.content) > self._most:
-                self._flooded = True
-                self._on_flood()
+            if len(self.content) > self._max_bytes:
+                self._has_overflowed = True
+                self._on_overflow()
         return bool(read)
 
 
 def _close(transport: asyncio.BaseTransport) -> None:
-    """Close a pipe, unless its other end was first."""
+    """Close a pipe unless it is closing already."""
     if not transport.is_closing():
         transport.close()

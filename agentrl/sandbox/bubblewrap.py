@@ -1,10 +1,10 @@
-"""Programs in namespaces of their own, by bubblewrap: no network, no files, no rights.
+"""Runs programs in namespaces with bubblewrap: without network, files and privileges.
 
-Each gets a file system of its own (/usr for reading, a small /tmp for writing), a network without
-anything in it, no capabilities, a filter of system calls, rlimits, a cgroup where one can be made,
-and, where we are root, a user id of its own. Process 1 of the namespace is the program itself where
-that was asked for, else a shell that waits for it: where process 1 ends, the kernel ends whatever
-else is in there, before bwrap is told. So when bwrap is gone, all of it is.
+Each program has its own file system (/usr read-only, a small writable /tmp), an empty network, no
+capabilities, a filter of system calls, rlimits, a cgroup if one can be created, and its own user id
+if this process is root. Process 1 of the PID namespace is the program itself if `init` is set, else
+a shell that waits for the program. When process 1 ends, the kernel kills all other processes of the
+namespace before bwrap sees the end. So when bwrap has ended, all processes have ended.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from agentrl.sandbox.namespace import (
     ENVIRONMENT,
     FOLDER,
     SHELL,
-    Files,
-    advice,
-    bwrap_command,
+    InheritedFiles,
+    bwrap_options,
+    explain_failure,
     rlimit_command,
 )
-from agentrl.sandbox.uids import own_user
+from agentrl.sandbox.uids import dedicated_user
 
 SETUP_SECONDS = 30.0
-"""For bwrap to make its namespaces; longer is this machine's doing, not the program's."""
+"""How long bwrap may take to create namespaces. If it takes longer, the machine is the cause."""
 END_SECONDS = 10.0
-"""For a killed namespace to be gone: of many processes it can take the kernel seconds."""
-SENT = "/agentrl"
-"""Where programs of ours are, in a box."""
+"""How long a killed namespace may take to end. With many processes the kernel needs seconds."""
+PROGRAMS_FOLDER = "/agentrl"
+"""The folder of the driver's files, inside the namespace."""
 
 
 class Bubblewrap(LocalSandbox):
@@ -59,45 +59,50 @@ class Bubblewrap(LocalSandbox):
         python, limits, stdin = self._config.python, program.limits, program.stdin
         script = "/main.py" if program.language == "python" else "/main.sh"
         scripts = {script: program.code.encode("utf-8", "surrogatepass")}
-        with Files() as given, own_user() as uid, memory_limit(limits) as cgroup:
-            options = bwrap_command(python, limits, given, program.files, scripts, uid)
+        with InheritedFiles() as inherited, dedicated_user() as uid, memory_limit(limits) as cgroup:
+            options = bwrap_options(python, limits, inherited, program.files, scripts, uid)
             command = [] if program.init else ["sh", "-c", SHELL, "sh"]
-            command += [*rlimit_command(limits), *program.words(python), script]
+            command += [*rlimit_command(limits), *program.interpreter_command(python), script]
             read = (
-                given.add(stdin.encode("utf-8", "surrogatepass")) if stdin else subprocess.DEVNULL
+                inherited.add(stdin.encode("utf-8", "surrogatepass"))
+                if stdin
+                else subprocess.DEVNULL
             )
-            return await _run([options, command], given, read, limits, cgroup)
+            return await _run([options, command], inherited, read, limits, cgroup)
 
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
-        python, programs = self._config.python, {f"{SENT}/{n}": c for n, c in PROGRAMS.items()}
-        with ExitStack() as opened, Files() as given:
-            uid = opened.enter_context(own_user())
-            cgroup = opened.enter_context(memory_limit(limits))
-            options = bwrap_command(python, limits, given, files, programs, uid)
+        python, programs = (
+            self._config.python,
+            {f"{PROGRAMS_FOLDER}/{n}": c for n, c in PROGRAMS.items()},
+        )
+        with ExitStack() as resources, InheritedFiles() as inherited:
+            uid = resources.enter_context(dedicated_user())
+            cgroup = resources.enter_context(memory_limit(limits))
+            options = bwrap_options(python, limits, inherited, files, programs, uid)
             command = driver_command(
-                python, limits, FOLDER, SENT, ENVIRONMENT, count_processes=True
+                python, limits, FOLDER, PROGRAMS_FOLDER, ENVIRONMENT, count_processes=True
             )
-            child = Child([options, command], given, subprocess.PIPE, cgroup, lambda: None)
-            return Driver(child, limits, FOLDER, slot, opened.pop_all())
+            child = Child([options, command], inherited, subprocess.PIPE, cgroup, lambda: None)
+            return Driver(child, limits, FOLDER, slot, resources.pop_all())
 
-    async def _begun(self, driver: Driver) -> Driver:
+    async def _begin(self, driver: Driver) -> Driver:
         try:
-            return await super()._begun(driver)
+            return await super()._begin(driver)
         except SandboxError as e:
-            raise SandboxError(driver.process.fault or advice(driver.words)) from e
+            raise SandboxError(driver.process.fault or explain_failure(driver.output)) from e
 
 
 async def _run(
     command: Sequence[list[str]],
-    given: Files,
+    inherited: InheritedFiles,
     stdin: int,
     limits: Limits,
     cgroup: Cgroup | None,
 ) -> Completed:
-    """Run a command of bwrap's to its end, and see that nothing of it is left.
+    """Run a bwrap command to its end, and check that no process is left.
 
     Raises:
-        SandboxError: it never ran, or something is left.
+        SandboxError: the program did not start, or a process is left.
     """
     loop = asyncio.get_running_loop()
     timers = [loop.call_later(SETUP_SECONDS, lambda: child.kill())]
@@ -106,94 +111,94 @@ async def _run(
         timers.pop().cancel()
         timers.append(loop.call_later(limits.seconds, lambda: child.kill("time")))
 
-    child = Child(command, given, stdin, cgroup, begin)
+    child = Child(command, inherited, stdin, cgroup, begin)
     outputs = [
         Capture(pipe, limits.output_bytes, lambda: child.kill("output"))
         for pipe in (child.process.stdout, child.process.stderr)
     ]
-    ended = 0.0
+    end_time = 0.0
     try:
-        await child.ended()
-        ended = time.monotonic()
+        await child.wait_for_end()
+        end_time = time.monotonic()
     finally:
         for timer in timers:
             timer.cancel()
         child.kill()
-        gone = await child.gone()
+        has_ended = await child.wait_until_gone()
         for output in outputs:
             output.drain()
-    if not gone:
-        raise SandboxError("a program's processes did not end after they were killed")
+    if not has_ended:
+        raise SandboxError("the processes of a program did not end after they were killed")
     if child.fault:
         raise SandboxError(child.fault)
     stdout, stderr = (output.text for output in outputs)
-    if child.exit_code is None and not child.killed:
-        raise SandboxError(advice(stderr))
-    code, why = _ending(child, limits)
-    return Completed(stdout, stderr, code, why, round(ended - child.began, 4))
+    if child.exit_code is None and not child.killed_by:
+        raise SandboxError(explain_failure(stderr))
+    code, why = _exit_status(child, limits)
+    return Completed(stdout, stderr, code, why, round(end_time - child.began, 4))
 
 
-def _ending(child: Child, limits: Limits) -> tuple[int, EndedBy]:
-    """Exit code and what ended it; a shell says of signal N: 128 + N."""
-    if child.killed:
-        return -signal.SIGKILL, child.killed
+def _exit_status(child: Child, limits: Limits) -> tuple[int, EndedBy]:
+    """Return the exit code and what ended the program. In a shell, a signal N is 128 + N."""
+    if child.killed_by:
+        return -signal.SIGKILL, child.killed_by
     code = child.exit_code or 0
     if not 128 < code <= 128 + signal.NSIG:
         return code, ""
     number = code - 128
-    # Asked to stop, then killed, where its time on the processor is over.
-    killed = number == signal.SIGKILL and child.cpu_seconds >= limits.cpu_seconds
-    if number == signal.SIGXCPU or killed:
+    # At the limit of CPU time, the kernel sends SIGXCPU, then SIGKILL.
+    killed_by = number == signal.SIGKILL and child.cpu_seconds >= limits.cpu_seconds
+    if number == signal.SIGXCPU or killed_by:
         return -number, "cpu"
     return -number, "signal"
 
 
 class Child:
-    """A command line of bwrap's, started."""
+    """A bwrap process and its namespace."""
 
-    killed: EndedBy = ""
-    """The limit for which it was."""
+    killed_by: EndedBy = ""
+    """The limit that was the reason of `kill`."""
     fault: str = ""
-    """Why it was ended before the program began, if this machine is the cause."""
+    """Why this machine ended it before the program began; "" if it did not."""
 
     def __init__(
         self,
         command: Sequence[list[str]],
-        given: Files,
+        inherited: InheritedFiles,
         stdin: int,
         cgroup: Cgroup | None,
         on_begin: Callable[[], None],
     ):
-        """Start it. It ends with the thread that is here, by whatever death.
+        """Start bwrap. It is killed when the thread that starts it ends.
 
         Args:
-            command: bwrap with its options, and what it runs.
-            given: what it finds as descriptors; ours are closed.
+            command: bwrap with its options, and the command that it runs.
+            inherited: the descriptors that it inherits. Ours are closed.
             stdin: a descriptor, or `subprocess.PIPE`.
-            cgroup: for all that runs in the namespace, but not for bwrap itself: were that ended
-                for its program's memory, it would look like a fault of this machine.
-            on_begin: called once there is a namespace.
+            cgroup: for all processes in the namespace, but not for bwrap itself. If bwrap were
+                killed for the memory of its program, the machine would seem to be the cause.
+            on_begin: called when the namespace exists.
         """
         self._loop = asyncio.get_running_loop()
-        self._said = b""
+        self._status_text = b""
         self._cgroup = cgroup
         self._on_begin = on_begin
         self._init = -1
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.began = 0.0
-        """When there was a namespace, as `time.monotonic()` says; 0 until then."""
+        """When the namespace began to exist, on the clock `time.monotonic`; 0 before."""
         self.exit_code: int | None = None
-        """As a shell says it; None where the program never ran, or was killed."""
+        """As in a shell. None if the program did not start or was killed."""
         self.cpu_seconds = 0.0
         options, program = command
         ours, status = os.pipe()
         self._status = os.fdopen(ours, "rb", 0)
-        options += ["--json-status-fd", str(given.take(status))]
+        options += ["--json-status-fd", str(inherited.take(status))]
         self._gate = ExitStack()
-        if cgroup is not None:  # it waits until this pipe is closed before it starts the program
+        if cgroup is not None:  # bwrap starts the program when this pipe is closed
             gate, ours = os.pipe()
             self._gate.callback(os.close, ours)
-            options += ["--block-fd", str(given.take(gate))]
+            options += ["--block-fd", str(inherited.take(gate))]
         try:
             self.process = subprocess.Popen(
                 [*options, *program],
@@ -201,7 +206,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=given.fds,
+                pass_fds=inherited.fds,
                 cwd="/",
                 env={},
             )
@@ -209,28 +214,28 @@ class Child:
             self._status.close()
             self._gate.close()
             raise
-        given.close()
+        inherited.close()
         os.set_blocking(self._status.fileno(), False)
         self._loop.add_reader(self._status, self._read_status)
 
     def kill(self, why: EndedBy = "") -> None:
-        """End everything in there, by ending its process 1; bwrap sees to the rest. Idempotent."""
-        self.killed = self.killed or why
+        """Kill process 1, and with it all processes in the namespace. Idempotent."""
+        self.killed_by = self.killed_by or why
         with contextlib.suppress(ProcessLookupError):
             if self._init >= 0:
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             elif self.process.returncode is None:
                 self.process.kill()
 
-    async def gone(self) -> bool:
-        """Wait for the end of all of it; whether it is known to have come."""
+    async def wait_until_gone(self) -> bool:
+        """Wait until all processes have ended; return False if they did not end in time."""
         try:
             async with asyncio.timeout(END_SECONDS):
                 await asyncio.shield(self._ended)
-                # bwrap has waited for process 1, unless somebody killed bwrap itself.
+                # bwrap waits for process 1, unless bwrap itself was killed.
                 while self._init >= 0 and not _has_ended(self._init):
                     await asyncio.sleep(0.01)
-                while not self._reaped():
+                while not self._reap():
                     await asyncio.sleep(0.001)
         except TimeoutError:
             self.process.kill()
@@ -242,11 +247,11 @@ class Child:
                 self._init = -1
         return True
 
-    async def ended(self) -> None:
-        """Wait until it ends by itself or by `kill`."""
+    async def wait_for_end(self) -> None:
+        """Wait until the program ends by itself or by `kill`."""
         await asyncio.shield(self._ended)
 
-    def _reaped(self) -> bool:
+    def _reap(self) -> bool:
         if self.process.returncode is not None:
             return True
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -258,19 +263,19 @@ class Child:
 
     def _read_status(self) -> None:
         read = self._status.read(4096)
-        if read is None:  # nothing is there
+        if read is None:  # the pipe is empty
             return
-        self._said += read
-        *lines, self._said = self._said.split(b"\n")
+        self._status_text += read
+        *lines, self._status_text = self._status_text.split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "child-pid" in said:
+            entry = json.loads(line)
+            if "child-pid" in entry:
                 with contextlib.suppress(ProcessLookupError):
-                    self._init = os.pidfd_open(said["child-pid"])
+                    self._init = os.pidfd_open(entry["child-pid"])
                 self.began = time.monotonic()
-                self._limit_memory(said["child-pid"])
+                self._limit_memory(entry["child-pid"])
                 self._on_begin()
-            self.exit_code = said.get("exit-code", self.exit_code)
+            self.exit_code = entry.get("exit-code", self.exit_code)
         if not read:
             self._close_status()
 
@@ -283,7 +288,7 @@ class Child:
             pass
         except OSError as e:
             assert self._cgroup is not None
-            self.fault = f"no process can be moved to {self._cgroup.folder}: {e.strerror}"
+            self.fault = f"cannot move a process to the cgroup {self._cgroup.folder}: {e.strerror}"
             self.kill()
         else:
             self._gate.close()

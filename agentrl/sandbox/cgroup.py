@@ -1,7 +1,7 @@
-"""A memory limit for all of a program's processes together: a cgroup, where one can be made.
+"""A memory limit for all processes of a program together, by a cgroup if one can be created.
 
 An rlimit bounds the address space of one process. It does not bound what the kernel stores for it,
-such as the buffers of sockets and files without content. A cgroup counts all of this.
+such as socket buffers and files in memory. A cgroup counts all of this.
 """
 
 from __future__ import annotations
@@ -21,72 +21,73 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Limits
 
 EXTRA_MB = 64
-"""MiB over `Limits.memory_mb` and `disk_mb`: for /dev/shm, the interpreters and what the kernel
-needs for each process. So one process at its own limit gets a MemoryError, and is not killed."""
+"""MiB in addition to `Limits.memory_mb` and `disk_mb`, for /dev/shm, the interpreters and the
+kernel's memory per process. So a single process at its own limit gets a MemoryError and is not
+killed."""
 _NAME = re.compile(r"agentrl-(\d+)-[0-9a-f]{16}")
-"""`agentrl-`, the process that made it, and a random number: a process may have the number of one
-that was killed, or of one in a container that shares the folder."""
+"""`agentrl-`, the id of the process that created it, and a random number. The id alone could also
+be that of an earlier process, or of one in a container that shares the folder."""
 ORPHAN_SECONDS = 60.0
-"""A cgroup of a process that is not seen here, and that has no process in it, is removed only when
-it is so old: it may belong to a container, and be about to get its first process."""
-_left: set[Path] = set()
+"""An empty cgroup of a process that is not visible here is removed only after this time: it may
+belong to a container and be about to get its first process."""
+_pending_removal: set[Path] = set()
 """Cgroups that could not be removed yet, because a process in them was still ending."""
 
 
 class Parent(NamedTuple):
-    """A cgroup in which this process may make others, and the files that take their limits."""
+    """A cgroup in which this process may create others, and the names of the files for limits."""
 
     folder: Path
     limit: str
     more: Mapping[str, str]
-    """Further files, which may be missing, and what to write there; "": the limit."""
+    """Further files, which may be missing, and what to write there; "" stands for the limit."""
 
 
 class Cgroup:
     """A cgroup with a memory limit."""
 
     def __init__(self, parent: Parent, limit: int):
-        """Make it.
+        """Create the cgroup.
 
         Args:
-            parent: where.
-            limit: bytes.
+            parent: the cgroup above it.
+            limit: the memory limit in bytes.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
-        _remove_left()
+        _remove_pending()
         self.folder = parent.folder / f"agentrl-{os.getpid()}-{secrets.token_hex(8)}"
         self.folder.mkdir()
         try:
             (self.folder / parent.limit).write_text(str(limit))
             for name, value in parent.more.items():
-                if (file := self.folder / name).exists():  # some kernels do not count swap space
+                if (file := self.folder / name).exists():  # some kernels do not account swap
                     file.write_text(value or str(limit))
         except BaseException:
             self.remove()
             raise
 
     def add(self, pid: int) -> None:
-        """Move a process into it; whatever it starts from then on is in it, too.
+        """Move a process into the cgroup. Processes that it starts later are in it too.
 
         Raises:
-            OSError: not permitted, or the process has ended.
+            OSError: it is not permitted, or the process has ended.
         """
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """Remove it, now or once its last process has ended."""
-        _left.add(self.folder)
-        _remove_left()
+        """Remove the cgroup now, or when its last process has ended."""
+        _pending_removal.add(self.folder)
+        _remove_pending()
 
 
 @contextmanager
 def memory_limit(limits: Limits) -> Iterator[Cgroup | None]:
-    """A cgroup for a program, while the block runs; None where none can be made.
+    """Yield a cgroup for a program; None if this machine allows none.
 
     Raises:
-        SandboxError: others could be made before, but not this one.
+        SandboxError: the machine allows cgroups, but this one could not be created.
     """
     parent = find_parent()
     if parent is None:
@@ -95,7 +96,7 @@ def memory_limit(limits: Limits) -> Iterator[Cgroup | None]:
     try:
         cgroup = Cgroup(parent, (limits.memory_mb + limits.disk_mb + EXTRA_MB) * 2**20)
     except OSError as e:
-        raise SandboxError(f"no cgroup can be made in {parent.folder}: {e.strerror}") from e
+        raise SandboxError(f"cannot create a cgroup in {parent.folder}: {e.strerror}") from e
     try:
         yield cgroup
     finally:
@@ -104,7 +105,7 @@ def memory_limit(limits: Limits) -> Iterator[Cgroup | None]:
 
 @cache
 def find_parent() -> Parent | None:
-    """Find where cgroups with a memory limit can be made; None if nowhere."""
+    """Find a cgroup in which cgroups with a memory limit can be created; None if there is none."""
     for parent in _candidates():
         _remove_orphans(parent.folder)
         try:
@@ -127,10 +128,10 @@ def find_parent() -> Parent | None:
 
 
 def _candidates(process: Path = Path("/proc/self")) -> Iterator[Parent]:
-    """Yield the cgroups that may have others with a memory limit: this process's, or its parent's.
+    """Yield the cgroups that may contain others with a memory limit.
 
-    In the second version of cgroups, one with processes can have none with limits: there a new one
-    stands beside this process's own.
+    In cgroup v2, a cgroup with processes cannot have children with limits. There the new cgroups
+    become siblings of this process's own cgroup.
     """
     try:
         mounts = (process / "mountinfo").read_text().splitlines()
@@ -159,12 +160,12 @@ def _candidates(process: Path = Path("/proc/self")) -> Iterator[Parent]:
                         yield Parent(above, "memory.max", {"memory.swap.max": "0"})
 
 
-def _remove_left() -> None:
-    for folder in list(_left):
+def _remove_pending() -> None:
+    for folder in list(_pending_removal):
         with suppress(OSError):
             folder.rmdir()
         if not folder.exists():
-            _left.discard(folder)
+            _pending_removal.discard(folder)
 
 
 def _remove_orphans(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Programs on another machine, over HTTP: SandboxFusion's API (github.com/bytedance/SandboxFusion).
+"""Runs programs on a SandboxFusion server over HTTP (github.com/bytedance/SandboxFusion).
 
-How well they are isolated is that server's business.
+That server is responsible for their isolation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentrl.sandbox.base import (
     Limits,
     Program,
     Sandbox,
-    clean,
-    plain,
-    shorten,
+    clean_output,
+    replace_surrogates,
+    shorten_output,
 )
 
 ANSWER_SECONDS = 60.0
-"""For the server's own queue and its way back, over the time of the program."""
+"""How long the server may take to answer, in addition to the program's time."""
 
 
 class SandboxFusion(Sandbox):
@@ -37,19 +37,19 @@ class SandboxFusion(Sandbox):
         self._client = HttpClient(config.backend, error=SandboxError)
 
     async def _run(self, program: Program) -> Completed:
-        """Of the limits, the server knows those of time and memory."""
+        """Run a program. Of the limits, the server knows only time and memory."""
         limits = program.limits
         files = {n: base64.b64encode(c).decode("ascii") for n, c in program.files.items()}
         request = {
-            "code": plain(program.code),
+            "code": replace_surrogates(program.code),
             "language": program.language,
-            "stdin": plain(program.stdin),
+            "stdin": replace_surrogates(program.stdin),
             "files": files,
             "run_timeout": limits.seconds,
             "memory_limit_MB": limits.memory_mb,
         }
         deadline = time.monotonic() + limits.seconds + ANSWER_SECONDS
-        # Not sent again by itself where the connection broke: it may be running.
+        # Not sent again after a broken connection: the program may be running.
         status, answer = await self._client.request_json(
             "POST", "/run_code", request, deadline=deadline
         )
@@ -58,36 +58,40 @@ class SandboxFusion(Sandbox):
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> NoReturn:
-        """Refused: the API has none."""
+        """Raise SandboxError: the API has no boxes."""
         raise SandboxError(
-            f"{self.name} keeps no box from call to call. Set sandbox.backend=bubblewrap for tools"
-            " that keep variables or files, or take one that runs whole programs"
+            f"{self.name} cannot keep variables or files between calls. Set"
+            " sandbox.backend=bubblewrap, or use a tool that runs whole programs, such as"
+            " shelf:python"
         )
 
     async def aclose(self) -> None:
-        """See `Sandbox.aclose`."""
         await self._client.aclose()
 
     def _completed(self, status: int, answer: Any, limits: Limits) -> Completed:
-        """What the server says of the program.
+        """Return the result of a program.
 
         Raises:
-            SandboxError: it says something of itself instead.
+            SandboxError: the server reports an error of its own.
         """
         ran = answer.get("run_result") if isinstance(answer, dict) else None
-        fine = status == 200 and answer.get("status") in ("Success", "Failed")
-        if not fine or not isinstance(ran, dict):
-            said = (answer.get("message") if isinstance(answer, dict) else "") or answer
-            raise SandboxError(f"{self.name}: status {status}: {str(said)[:500]}")
-        late = ran.get("status") == "TimeLimitExceeded"
-        code = -9 if late else ran.get("return_code")
+        succeeded = status == 200 and answer.get("status") in ("Success", "Failed")
+        if not succeeded or not isinstance(ran, dict):
+            message = (answer.get("message") if isinstance(answer, dict) else "") or answer
+            raise SandboxError(f"{self.name}: status {status}: {str(message)[:500]}")
+        timed_out = ran.get("status") == "TimeLimitExceeded"
+        code = -9 if timed_out else ran.get("return_code")
         if not isinstance(code, int):
             raise SandboxError(f"{self.name}: a program ended with return_code={code!r}")
-        # Python says of signal N: -N; a shell, 128 + N.
+        # A signal N is -N in Python and 128 + N in a shell.
         code = 128 - code if code > 128 else code
-        why: EndedBy = "time" if late else "signal" if code < 0 else ""
+        ended_by: EndedBy = "time" if timed_out else "signal" if code < 0 else ""
         stdout, stderr = (
-            clean(shorten((ran.get(name) or "").encode("utf-8", "replace"), limits.output_bytes))
+            clean_output(
+                shorten_output(
+                    (ran.get(name) or "").encode("utf-8", "replace"), limits.output_bytes
+                )
+            )
             for name in ("stdout", "stderr")
         )
-        return Completed(stdout, stderr, code, why, round(ran.get("execution_time") or 0.0, 4))
+        return Completed(stdout, stderr, code, ended_by, round(ran.get("execution_time") or 0.0, 4))

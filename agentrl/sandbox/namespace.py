@@ -1,4 +1,4 @@
-"""The command line that puts a program into namespaces of its own, and advice where it fails."""
+"""The bwrap command line that isolates a program, and explanations of bwrap's failures."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from agentrl.sandbox.base import Limits
 from agentrl.sandbox.seccomp import seccomp_filter
 
 FOLDER = "/tmp"
-"""The program's own, in there."""
+"""The program's folder inside the namespace."""
 SHM_BYTES = 4 * 2**20
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": FOLDER,
     "LANG": "C.UTF-8",
     "PYTHONPATH": FOLDER,
-    # What a program prints must not depend on the order of a set, nor a machine's cores on its
-    # limit of processes.
+    # The output must not depend on the order of a set, and the number of threads must not depend on
+    # the machine's cores.
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 SHELL = '"$@"; exit $?'
-"""For process 1 of a namespace. A shell that becomes its last command would not outlive it."""
+"""The command of process 1. The exit keeps the shell from replacing itself by its last command."""
 
 
-class Files(ExitStack):
-    """Contents that a program is given as descriptors: in memory, and nowhere on this machine.
+class InheritedFiles(ExitStack):
+    """Contents that a program inherits as descriptors. They exist in memory only.
 
-    Our side of them is closed (`close`) once the program has its own.
+    `close` closes our descriptors, after the program has inherited its own.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fds: list[int] = []
-        """What the program is to have."""
+        """The descriptors that the program inherits."""
 
     def add(self, content: bytes) -> int:
-        """A descriptor of the content, at its beginning."""
+        """Return a descriptor of a memory file with this content, positioned at its start."""
         fd = self.take(os.memfd_create("agentrl"))
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
@@ -51,32 +51,32 @@ class Files(ExitStack):
         return fd
 
     def take(self, fd: int) -> int:
-        """A descriptor that is ours to close from here on."""
+        """Add a descriptor, which is closed with this object."""
         self.fds.append(fd)
         self.callback(os.close, fd)
         return fd
 
 
-def bwrap_command(
+def bwrap_options(
     python: str,
     limits: Limits,
-    given: Files,
+    inherited: InheritedFiles,
     files: Mapping[str, bytes],
     scripts: Mapping[str, bytes],
     uid: int | None,
 ) -> list[str]:
-    """All up to the command that runs inside, less the descriptors that `Child` adds.
+    """Return bwrap and its options, without the descriptors that `Child` adds.
 
     Args:
-        python: the interpreter that will be run, so that it can be seen.
-        limits: the sizes of what it may write to.
-        given: takes up the contents.
-        files: of the program's folder.
-        scripts: by absolute path in there, files that nothing can change.
-        uid: become this user first; None stays what we are.
+        python: the interpreter, which is mounted.
+        limits: the sizes of the writable folders.
+        inherited: gets the contents.
+        files: the files in the program's folder.
+        scripts: read-only files, by their absolute path in the namespace.
+        uid: run as this user; None keeps ours.
 
     Raises:
-        SandboxError: there is no bwrap, or no such interpreter.
+        SandboxError: bwrap or the interpreter does not exist.
     """
     command: list[str] = []
     if uid is not None:
@@ -88,16 +88,16 @@ def bwrap_command(
     command += [
         _program("bwrap"), "--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534",
         "--cap-drop", "ALL", "--disable-userns", "--die-with-parent", "--new-session",
-        "--as-pid-1", "--seccomp", str(given.add(seccomp_filter())),
+        "--as-pid-1", "--seccomp", str(inherited.add(seccomp_filter())),
         "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm",
         "--remount-ro", "/dev", "--size", size, "--tmpfs", FOLDER,
-        # Last, since an environment may itself lie below /tmp.
+        # Last, because a Python environment may itself be below /tmp.
         *_mounts(python),
     ]  # fmt: skip
     for path, content in files.items():
-        command += ["--file", str(given.add(content)), f"{FOLDER}/{path}"]
+        command += ["--file", str(inherited.add(content)), f"{FOLDER}/{path}"]
     for path, content in scripts.items():
-        command += ["--file", str(given.add(content)), path]
+        command += ["--file", str(inherited.add(content)), path]
     command += ["--remount-ro", "/", "--chdir", FOLDER, "--clearenv"]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
@@ -105,9 +105,10 @@ def bwrap_command(
 
 
 def rlimit_command(limits: Limits) -> list[str]:
-    """Sets the limits of each process; inside the namespace, where no other's processes count.
+    """Return the command that sets the limits of each process.
 
-    Its process 1 does, beside the program's own.
+    It runs inside the namespace, where only the program's processes are counted. One more is
+    allowed for process 1.
     """
     return [
         "/usr/bin/prlimit", f"--cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}",
@@ -118,16 +119,18 @@ def rlimit_command(limits: Limits) -> list[str]:
 
 @cache
 def _program(name: str) -> str:
-    if found := shutil.which(name):
-        return found
+    if path := shutil.which(name):
+        return path
     if name == "bwrap":
         raise SandboxError(NO_BWRAP)
-    raise SandboxError(f"{name} is not installed (util-linux): programs cannot be run as others")
+    raise SandboxError(
+        f"{name} is not installed (package util-linux), so programs cannot run as other users"
+    )
 
 
 @cache
 def _mounts(python: str) -> Sequence[str]:
-    """What of this machine is to be seen in there, for reading."""
+    """Return the options that mount the folders of this machine that a program needs, read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         path = Path(name)
@@ -135,49 +138,49 @@ def _mounts(python: str) -> Sequence[str]:
             mounts += ["--symlink", os.readlink(path).removeprefix("/"), name]
         elif path.is_dir():
             mounts += ["--ro-bind", name, name]
-    # Where libraries are, and what programs several packages offer.
+    # The paths of libraries, and the links to programs that several packages provide.
     for name in ("/etc/ld.so.cache", "/etc/alternatives"):
         mounts += ["--ro-bind-try", name, name]
-    for folder in parts_of_python(python):
+    for folder in python_folders(python):
         mounts += ["--ro-bind", str(folder), str(folder)]
     return mounts
 
 
-def parts_of_python(python: str) -> list[Path]:
-    """The folders outside of /usr that an interpreter needs: its environment and installation.
+def python_folders(python: str) -> list[Path]:
+    """Return the folders outside of /usr that an interpreter needs: environment and installation.
 
     Args:
         python: `sandbox.python`.
 
     Raises:
-        SandboxError: there is none, or it lives in a folder that holds more than Python.
+        SandboxError: it does not exist, or its folder contains more than Python.
     """
     path = Path(os.path.abspath(python))
     if not os.access(path, os.X_OK) or path.is_dir():
         raise SandboxError(
-            f"sandbox.python={python} is no program. Name an interpreter, such as /usr/bin/python3"
-            " (Debian, Ubuntu: apt-get install python3)"
+            f"sandbox.python={python} is not an executable file. Name an interpreter, such as"
+            " /usr/bin/python3 (Debian, Ubuntu: apt-get install python3)"
         )
     folders: list[Path] = []
-    # Every link on the way: an environment's python leads to that of its installation, perhaps by
-    # way of another environment.
+    # Every link on the path: the python of an environment links to that of its installation,
+    # possibly through another environment.
     while True:
         folder = path.parent.parent
         if not folder.is_relative_to("/usr") and path.parent != Path("/bin"):
-            _refuse_more_than_python(folder, python)
+            _check_python_folder(folder, python)
             folders.append(folder)
         if not path.is_symlink():
             break
         path = Path(os.path.abspath(path.parent / path.readlink()))
     resolved = path.resolve()
     if resolved != path and not resolved.is_relative_to("/usr"):
-        _refuse_more_than_python(resolved.parent.parent, python)
+        _check_python_folder(resolved.parent.parent, python)
         folders.append(resolved.parent.parent)
     return list(dict.fromkeys(folders))
 
 
-def _refuse_more_than_python(folder: Path, python: str) -> None:
-    """Of an interpreter in ~/bin, all of the home directory would be shown to programs."""
+def _check_python_folder(folder: Path, python: str) -> None:
+    """Raise SandboxError if a folder contains more than Python, such as a home directory."""
     if not any((folder / "lib").glob("python3*")) and not (folder / "pyvenv.cfg").exists():
         raise SandboxError(
             f"sandbox.python={python}: {folder} is neither a Python environment nor an installation"
@@ -191,17 +194,17 @@ def _refuse_more_than_python(folder: Path, python: str) -> None:
         )
 
 
-_INSTEAD = (
-    "Otherwise set sandbox.backend to the URL of a SandboxFusion server; or, on a machine that may"
-    " be lost, to unsafe-subprocess"
+_ALTERNATIVES = (
+    "Otherwise set sandbox.backend to the URL of a SandboxFusion server; or, on a disposable"
+    " machine, to unsafe-subprocess"
 )
 NO_BWRAP = (
     "bubblewrap is not installed (no bwrap on PATH), and code that a model wrote does not run"
     " without isolation. Install version 0.8 or newer (Debian, Ubuntu: apt-get install bubblewrap;"
-    f" Fedora: dnf install bubblewrap; Arch: pacman -S bubblewrap). {_INSTEAD}"
+    f" Fedora: dnf install bubblewrap; Arch: pacman -S bubblewrap). {_ALTERNATIVES}"
 )
 _APPARMOR = """\
-This machine lets no program make user namespaces but those that AppArmor knows (Ubuntu 24.04). As
+This machine allows user namespaces only for programs with an AppArmor profile (Ubuntu 24.04). As
 root, write /etc/apparmor.d/bwrap:
 
   abi <abi/4.0>,
@@ -212,13 +215,13 @@ root, write /etc/apparmor.d/bwrap:
 
 and load it: apparmor_parser -r /etc/apparmor.d/bwrap"""
 _CONTAINER = """\
-In a container, its own seccomp filter is in the way. Docker: --security-opt seccomp=unconfined
---security-opt systempaths=unconfined (or a profile that allows unshare, clone with namespaces,
-mount, pivot_root); Kubernetes: securityContext.seccompProfile Unconfined, procMount Unmasked. On a
-bare machine, user namespaces are off: sysctl user.max_user_namespaces,
-kernel.unprivileged_userns_clone"""
-# What bwrap says, and what helps. The first that fits.
-_CURES = (
+In a container, the seccomp filter of the container blocks bubblewrap. Docker: --security-opt
+seccomp=unconfined --security-opt systempaths=unconfined (or a profile that allows unshare, clone
+with namespaces, mount, pivot_root); Kubernetes: securityContext.seccompProfile Unconfined,
+procMount Unmasked. On a machine without containers, user namespaces are off: sysctl
+user.max_user_namespaces, kernel.unprivileged_userns_clone"""
+# Parts of bwrap's messages, and what helps. The first match counts.
+_FIXES = (
     ("setting up uid map: Permission denied", _APPARMOR),
     ("RTM_NEWADDR", _APPARMOR),
     ("Unknown option", "This bubblewrap is too old: 0.8 or newer is needed"),
@@ -227,19 +230,21 @@ _CURES = (
     ("Operation not permitted", _CONTAINER),
     (
         "Can't find source path",
-        "Where you are root, programs run as users of their own: these must be able to read the"
-        " folders of sandbox.python",
+        "As root, programs run as other users, which must be able to read the folders of"
+        " sandbox.python",
     ),
     ("Permission denied", _APPARMOR),
 )
 
 
-def advice(said: str) -> str:
-    """A message about a bwrap that failed, with what helps.
+def explain_failure(output: str) -> str:
+    """Return a message about a failure of bwrap, with what helps.
 
     Args:
-        said: its own words.
+        output: what bwrap printed.
     """
-    said = said.strip() or "it said nothing"
-    cure = next((cure for words, cure in _CURES if words in said), "")
-    return f"bubblewrap does not work here: {said}\n" + (f"{cure}\n" if cure else "") + _INSTEAD
+    output = output.strip() or "it printed nothing"
+    fix = next((fix for words, fix in _FIXES if words in output), "")
+    return (
+        f"bubblewrap does not work here: {output}\n" + (f"{fix}\n" if fix else "") + _ALTERNATIVES
+    )

@@ -1,4 +1,4 @@
-"""What a model is told of a program that it wrote: what it printed, and how it ended."""
+"""The text that a model reads about a program that it wrote: its output, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from agentrl.sandbox.base import Completed
 
 MAX_STDERR = 2000
-"""Of a longer stderr the end is told: there a traceback says what is wrong."""
+"""Only the end of a longer stderr is shown: a traceback ends with the error."""
 NOTES = {
     "time": "timed out after {seconds:.0f} s",
     "cpu": "stopped: CPU time limit exceeded",
@@ -16,7 +16,7 @@ NOTES = {
 
 
 def report(done: Completed) -> str:
-    """The program's stdout, the end of its stderr, and a note where it did not end well."""
+    """Return stdout, the end of stderr, and a note if the program did not exit with code 0."""
     parts = [done.stdout.rstrip("\n")]
     stderr = done.stderr.strip("\n")
     if len(stderr) > MAX_STDERR:

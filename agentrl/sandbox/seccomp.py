@@ -1,9 +1,9 @@
-"""The system calls that no program in a sandbox may make, as a filter for the kernel.
+"""A seccomp filter: the system calls that no program in a sandbox may make.
 
-A list of what is denied, since programs are whatever a model writes: what reaches other namespaces
-or processes, what is a large surface of the kernel that no such program needs, memory that no
-limit counts, and objects that outlive the processes that made them. Each returns EPERM to the
-program. What is left is bounded by namespaces and rlimits.
+It lists what is denied, because a model may write any program: calls that reach other namespaces or
+processes, large parts of the kernel that such programs do not need, memory that no limit counts,
+and objects that outlive their processes. Each of them returns EPERM. Namespaces and rlimits bound
+all other calls.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from functools import cache
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
-"""Offsets into `struct seccomp_data`; of the first argument, its low half. Each takes 8 bytes."""
+"""Offsets in `struct seccomp_data`. That of the first argument is its low half; each takes 8 bytes.
+"""
 
 _FAMILIES = (1, 2, 10)
-"""Sockets of these families only (unix, inet, inet6): all there is, is the loopback of a network of
-its own. Netlink, packet and vsock sockets speak with the kernel, or with the host by another way.
+"""The allowed socket families (unix, inet, inet6). The network namespace has only a loopback.
+Netlink, packet and vsock sockets reach the kernel or the host in other ways.
 """
 _NAMESPACES = 0x7E020080
 """CLONE_NEW*, in the flags of clone(2)."""
 
-# The same on all machines from 424 on.
+# From 424 on, the numbers are the same on all machines.
 _NEWER = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
@@ -68,9 +69,9 @@ _MACHINES = {
     "aarch64": (0xC00000B7, 220, 198),
 }
 _CLONE3 = 435
-# Number, and how many of its first arguments must be 0: the caller. Of another process they would
-# take the files or the processor, and process 1, which sees to a box, runs as the same user.
-_OF_ITSELF = {
+# The number of a call, and how many of its first arguments must be 0, which means the caller.
+# Otherwise a program could take files or CPU time from process 1, which runs as the same user.
+_SELF_ONLY = {
     "x86_64": {
         "setpriority": (141, 2), "sched_setparam": (142, 1), "sched_setscheduler": (144, 1),
         "sched_setaffinity": (203, 1), "prlimit64": (302, 1), "sched_setattr": (314, 1),
@@ -81,43 +82,43 @@ _OF_ITSELF = {
     },
 }  # fmt: skip
 _X32 = 0x40000000
-"""Calls of the x32 ABI, which would be other numbers for the same things."""
+"""The x32 ABI has other numbers for the same calls, from this one on."""
 
 
 @cache
 def seccomp_filter(machine: str = "") -> bytes:
-    """The filter as `bwrap --seccomp` reads it: `struct sock_filter`s.
+    """Return the filter in the format of `bwrap --seccomp`: an array of `struct sock_filter`.
 
     Args:
-        machine: as `uname -m` says; by default this one's.
+        machine: the machine as in `uname -m`; by default this one.
 
     Raises:
-        KeyError: of this machine's calls nothing is known here.
+        KeyError: the numbers of this machine's system calls are not known.
     """
     machine = machine or platform.machine()
     arch, clone, socket = _MACHINES[machine]
     denied = {**_DENIED[machine], **_NEWER}
     code: list[tuple[int, int, int, int]] = []
 
-    def refuse(error: int) -> tuple[int, int, int, int]:
+    def deny(error: int) -> tuple[int, int, int, int]:
         return (_RETURN, 0, 0, _ERRNO | error)
 
-    code += [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), refuse(errno.EPERM)]
+    code += [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), deny(errno.EPERM)]
     code += [(_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
-        code += [(_AT_LEAST, 0, 1, _X32), refuse(errno.ENOSYS)]
+        code += [(_AT_LEAST, 0, 1, _X32), deny(errno.ENOSYS)]
     for number in sorted(denied.values()):
-        code += [(_EQUAL, 0, 1, number), refuse(errno.EPERM)]
-    # Its flags are in memory, where no filter looks; libraries that find no clone3 take clone.
-    code += [(_EQUAL, 0, 1, _CLONE3), refuse(errno.ENOSYS)]
+        code += [(_EQUAL, 0, 1, number), deny(errno.EPERM)]
+    # A filter cannot read the flags of clone3 in memory. Without clone3, libraries use clone.
+    code += [(_EQUAL, 0, 1, _CLONE3), deny(errno.ENOSYS)]
     code += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _ARGUMENT), (_ANY_BIT, 0, 1, _NAMESPACES)]
-    code += [refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
-    for number, count in _OF_ITSELF[machine].values():
+    code += [deny(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
+    for number, count in _SELF_ONLY[machine].values():
         code += [(_EQUAL, 0, 3 * count + 1, number)]
         for i in range(count):
-            code += [(_LOAD, 0, 0, _ARGUMENT + 8 * i), (_EQUAL, 1, 0, 0), refuse(errno.EPERM)]
+            code += [(_LOAD, 0, 0, _ARGUMENT + 8 * i), (_EQUAL, 1, 0, 0), deny(errno.EPERM)]
         code += [(_RETURN, 0, 0, _ALLOW)]
     code += [(_EQUAL, 0, 2 + len(_FAMILIES), socket), (_LOAD, 0, 0, _ARGUMENT)]
     code += [(_EQUAL, len(_FAMILIES) - i, 0, f) for i, f in enumerate(_FAMILIES)]
-    code += [refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
+    code += [deny(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)

@@ -1,4 +1,4 @@
-"""The sandbox of this process: its settings, and one for each event loop that asks."""
+"""The sandbox settings of this process, and one sandbox per event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _sandboxes = PerLoop(lambda: open_sandbox(_config))
 
 
 def configure(config: SandboxConfig) -> None:
-    """Settings for this process, from here on; before, they are the defaults."""
+    """Set the section `sandbox` for this process. Before the first call, the defaults apply."""
     global _config, _sandboxes
     if config.backend == "unsafe-subprocess" and _config.backend != config.backend:
         log.warning(WARNING)
@@ -38,18 +38,18 @@ def configure(config: SandboxConfig) -> None:
 
 
 def current() -> Sandbox:
-    """The sandbox of the running event loop, made on first use."""
+    """Return the sandbox of the running event loop; the first call creates it."""
     return _sandboxes.get()
 
 
 async def release() -> None:
-    """Close the running event loop's sandbox, if it has one."""
+    """Close the sandbox of the running event loop, if it has one."""
     if sandbox := _sandboxes.pop():
         await sandbox.aclose()
 
 
 def limits() -> Limits:
-    """What a program may use where nobody says otherwise: as the section `sandbox` has it."""
+    """Return the default limits of a program, from the section `sandbox`."""
     return default_limits(_config)
 
 
@@ -57,20 +57,20 @@ def files_needed(boxes: int = 0, config: SandboxConfig | None = None) -> int:
     """Return how many descriptors the programs of a process need.
 
     Args:
-        boxes: boxes that are open at once, also where nothing runs in them.
-        config: the section `sandbox`; None: the settings of this process.
+        boxes: number of boxes that are open at once, including idle ones.
+        config: the section `sandbox`; None takes the settings of this process.
     """
     config = config or _config
-    if "://" in config.backend:  # programs run elsewhere
+    if "://" in config.backend:  # programs run on another machine
         return 0
     return FILES_OF_PROGRAM * slot_count(config.slots) + FILES_OF_BOX * min(boxes, MAX_BOXES)
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """The backend that the settings name; belongs to the running event loop.
+    """Create the sandbox of `sandbox.backend`. It belongs to the running event loop.
 
     Raises:
-        SandboxError: it is not for this system.
+        SandboxError: this system does not support the backend.
     """
     if config.backend == "bubblewrap":
         return Bubblewrap(config)
@@ -80,16 +80,18 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
 
 
 def probe(config: SandboxConfig) -> str:
-    """Run a real program; "" if that works, else why it does not, and what to do.
+    """Run a real program. Return "" if it works, else why it does not, and what to do.
 
-    Blocks for as long as that takes: a fraction of a second.
+    This blocks for a fraction of a second.
     """
-    said: list[str] = []
-    # A thread has no event loop yet, wherever we are called from.
-    thread = threading.Thread(target=lambda: said.append(asyncio.run(_probe(config))))
+    results: list[str] = []
+    # In a thread, because the caller may already run an event loop.
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(_probe(config))))
     thread.start()
     thread.join()
-    return said[0] if said else "the program that was to be tried could not be started; see above"
+    return (
+        results[0] if results else "the test program could not be started; see the traceback above"
+    )
 
 
 async def _probe(config: SandboxConfig) -> str:
@@ -101,7 +103,7 @@ async def _probe(config: SandboxConfig) -> str:
         return str(e)
     if done.stdout != "42\n" or not done.ok:
         return (
-            f"a program that prints 42 in {sandbox.name} did not: {done}. Check"
+            f"a test program in {sandbox.name} did not print 42: {done}. Check"
             f" sandbox.python={config.python}, sandbox.memory_mb and sandbox.timeout_s"
         )
     return ""

@@ -1,9 +1,9 @@
-"""A user id for each program at a time, where we are root.
+"""Reserves a user id for each program, if this process is root.
 
-The kernel counts a user's processes, not a sandbox's, and lets processes of one user send each
-other signals: with one id between them, a program that forks without end would starve its
-neighbours. Of root it counts none at all. So each takes an id that nobody else has, on the whole
-machine: a trainer and a tool server are two processes, each with programs of its own.
+The kernel counts the processes of a user, not those of a sandbox, and processes of one user may
+signal each other. With a shared id, a program that forks without end would starve the others. For
+root, no limit applies at all. So each program gets an id that is unique on the machine: a trainer
+and a tool server are two processes that both run programs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from agentrl.errors import SandboxError
 log = logging.getLogger("agentrl.sandbox")
 
 FOLDER = Path("/run/agentrl/uids")
-"""A file for each id, locked by the process that has it."""
+"""Contains a file for each id, which is locked by the process that uses the id."""
 COUNT = 4096
 BASES = (2_000_000_000, 61_184)
-"""First ids of the ranges to take from: of nobody on a usual machine; and what a container has that
-knows 65,536 ids only, where systemd would put its services of the moment."""
+"""The first ids of two ranges. Usually no user has those of the first. The second is for containers
+with only 65,536 ids, where systemd would use them for temporary services."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An id that is ours until the descriptor is closed, or this process ends."""
+    """A user id that belongs to this process until the descriptor is closed."""
 
     uid: int
     fd: int
 
 
 class Uids:
-    """The ids of this process: taken from the machine as they are needed, and kept."""
+    """The user ids of this process. They are reserved when needed, and reused."""
 
     def __init__(self, folder: Path = FOLDER):
         self._folder = folder
@@ -47,16 +47,16 @@ class Uids:
         self._lock = threading.Lock()
 
     def take(self) -> Lease:
-        """An id that no process runs as.
+        """Return an id that no process uses.
 
         Raises:
-            SandboxError: there is none, or no place to write down which are taken.
+            SandboxError: all ids are in use, or the folder of lock files cannot be created.
         """
         with self._lock:
             return self._free.pop() if self._free else self._lease()
 
-    def give_back(self, lease: Lease) -> None:
-        """Return an id of which no process is left."""
+    def release(self, lease: Lease) -> None:
+        """Return an id whose processes have all ended."""
         self._free.append(lease)
 
     def _lease(self) -> Lease:
@@ -64,9 +64,9 @@ class Uids:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
             raise SandboxError(
-                f"{self._folder} cannot be made ({e.strerror}): as root, programs run as users of"
-                " their own, and there it is written down which are taken. Run as another user, or"
-                " make the folder"
+                f"cannot create {self._folder} ({e.strerror}): as root, each program runs as its"
+                " own user, and this folder holds the lock files of their ids. Create it, or"
+                " run as another user"
             ) from e
         base = _base()
         count = COUNT if base == BASES[0] else 65_520 - base
@@ -79,38 +79,38 @@ class Uids:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            if not has_processes(uid):  # of a run that was killed a moment ago
+            if not has_processes(uid):  # else processes of a killed run still use it
                 return Lease(uid, fd)
             os.close(fd)
-        raise SandboxError(f"all {count} user ids for programs are taken (in {self._folder})")
+        raise SandboxError(f"all {count} user ids for programs are in use (see {self._folder})")
 
 
 def _base() -> int:
-    """The first id of a range that this user namespace knows."""
-    known = [
+    """Return the first id of a range that exists in this user namespace."""
+    ranges = [
         (int(inside), int(inside) + int(length))
         for inside, _, length in map(str.split, Path("/proc/self/uid_map").read_text().splitlines())
     ]
     for base in BASES:
-        if any(first <= base and base + COUNT <= end for first, end in known):
+        if any(first <= base and base + COUNT <= end for first, end in ranges):
             return base
     raise SandboxError(
-        "this container knows too few user ids for programs to run as users of their own"
-        f" (/proc/self/uid_map: {known}). Run as another user than root, or set sandbox.backend to"
+        "this container has too few user ids to run each program as its own user"
+        f" (/proc/self/uid_map: {ranges}). Run as another user than root, or set sandbox.backend to"
         " the URL of a SandboxFusion server"
     )
 
 
 def has_processes(uid: int) -> bool:
-    """Whether anything on this machine runs as this user."""
+    """Return whether a process on this machine runs as this user."""
     ours = f"\nUid:\t{uid}\t"
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
-            # The folder's owner would not do: of a process that may not be looked into, it is root.
+            # The owner of the /proc folder is not reliable: for non-dumpable processes it is root.
             try:
                 if ours in Path(entry.path, "status").read_text():
                     return True
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process ended meanwhile
                 continue
     return False
 
@@ -119,8 +119,8 @@ _uids = Uids()
 
 
 @contextmanager
-def own_user() -> Iterator[int | None]:
-    """A user id of its own for a program, where we are root."""
+def dedicated_user() -> Iterator[int | None]:
+    """Reserve a user id for a program if this process is root; yield None otherwise."""
     if os.geteuid() != 0:
         yield None
         return
@@ -131,6 +131,8 @@ def own_user() -> Iterator[int | None]:
         clean = True
     finally:
         if clean or not has_processes(lease.uid):
-            _uids.give_back(lease)
+            _uids.release(lease)
         else:
-            log.warning("processes of user id %d are left; it is not used again", lease.uid)
+            log.warning(
+                "some processes of user id %d did not end, so this id is not used again", lease.uid
+            )

@@ -1,7 +1,7 @@
-"""Programs as this user, where nothing else can be had: no isolation, only tidiness.
+"""Runs programs as the current user, without isolation, where nothing else is possible.
 
-They get a folder and an environment of their own, limits, and an end: the driver is told to reap
-all that they start. But they can read what we can read, talk to any network, and kill us.
+Programs get their own folder, environment and limits, and the driver ends all processes that they
+start. But they can read all files of this user, use the network and kill this process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Completed, Limits, Program, plain
+from agentrl.sandbox.base import Completed, Limits, Program, replace_surrogates
 from agentrl.sandbox.box import INSIDE, Driver, LocalSandbox, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
 
@@ -31,7 +31,7 @@ WARNING = (
 
 
 class UnsafeSubprocess(LocalSandbox):
-    """The sandbox of `sandbox.backend=unsafe-subprocess`: none."""
+    """The sandbox of `sandbox.backend=unsafe-subprocess`, which does not isolate."""
 
     name = "unsafe-subprocess"
 
@@ -44,16 +44,21 @@ class UnsafeSubprocess(LocalSandbox):
         super().__init__(config)
 
     async def _run(self, program: Program) -> Completed:
-        # In a slot already.
+        # The program already has a slot.
         driver = self._start(program.files, program.limits, contextlib.nullcontext)
-        await self._begun(driver)
+        await self._begin(driver)
         try:
             script = driver.folder.parent / (
                 "main.py" if program.language == "python" else "main.sh"
             )
             script.write_bytes(program.code.encode("utf-8", "surrogatepass"))
-            argv = [*program.words(self._config.python), str(script)]
-            order = {"do": "script", "argv": argv, "code": None, "stdin": plain(program.stdin)}
+            argv = [*program.interpreter_command(self._config.python), str(script)]
+            order = {
+                "do": "script",
+                "argv": argv,
+                "code": None,
+                "stdin": replace_surrogates(program.stdin),
+            }
             return await driver.run(order)
         finally:
             await driver.aclose()
@@ -61,10 +66,10 @@ class UnsafeSubprocess(LocalSandbox):
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
         python = self._config.python
         if not os.access(python, os.X_OK):
-            raise SandboxError(f"sandbox.python={python} is no program")
-        with ExitStack() as opened:
+            raise SandboxError(f"sandbox.python={python} is not an executable file")
+        with ExitStack() as resources:
             temporary = tempfile.TemporaryDirectory(prefix="agentrl-")
-            opened.callback(_remove, temporary)
+            resources.callback(_remove, temporary)
             scratch = Path(temporary.name, "scratch")
             scratch.mkdir()
             for name, content in files.items():
@@ -77,11 +82,11 @@ class UnsafeSubprocess(LocalSandbox):
                     python, limits, folder, str(INSIDE), environment, count_processes=False
                 )
             )
-            return Driver(process, limits, folder, slot, opened.pop_all())
+            return Driver(process, limits, folder, slot, resources.pop_all())
 
 
 def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
-    """Remove a program's folder, however deep the folders are that the program made in it."""
+    """Delete a program's folder, even if the program nested folders very deeply."""
     try:
         folder.cleanup()
     except RecursionError:
@@ -89,7 +94,7 @@ def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
 
 
 class _Process:
-    """The driver's process: it ends all that it started when its orders end."""
+    """The process of a driver. It ends all that it started when its input ends."""
 
     fault = ""
 
@@ -105,10 +110,12 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """Its orders have ended: it ends all, then itself. Killed, it could end nobody."""
+        """Do nothing: its input has ended, so it ends all programs and itself.
 
-    async def gone(self) -> bool:
-        """Wait until it has."""
+        SIGKILL would leave the programs.
+        """
+
+    async def wait_until_gone(self) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 while self.process.poll() is None:

@@ -1,4 +1,4 @@
-"""Tools: `@tool` makes them, a toolbox calls them, in this process or over HTTP."""
+"""Tools: `@tool` registers them, and a toolbox calls them in this process or over HTTP."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What a tool is given and what it answers: arguments that are checked, results that are text.
+"""The payloads of a tool call: its arguments, which are validated, and its result, which is text.
 
-Calls come from our parsers, from an engine's, from a loop's own. Whatever wrote them, no tool is
-given NaN, an infinity, half a character, an integer beyond 64 bits or a nest of a thousand lists:
-what breaks HTTP, a tokenizer or a database later is refused by `encode_arguments`, and the model
-told why.
+Tool calls come from agentrl's parsers, from an inference engine or from an agent loop. Whatever
+wrote them, no tool receives NaN, an infinity, a lone surrogate, an integer beyond 64 bits or a list
+that is nested a thousand levels deep. Such values break HTTP, a tokenizer or a database later, so
+`encode_arguments` refuses them with a message for the model.
 
-The JSON schema that the model is shown decides what is valid (`Parameters.check`). A quick look
-passes plain arguments, `validation.Validator` judges all others, and the pydantic model of a
-signature turns valid arguments into the annotated types (an Enum arrives as an Enum).
+The JSON schema that the model sees decides which arguments are valid (`Parameters.check`). A fast
+check accepts simple arguments, and `validation.Validator` checks all others. The pydantic model of
+the signature then converts valid arguments to the annotated types, such as an Enum.
 
-What a tool returned or raised becomes the text that the model reads. It can be encoded, stored and
-sent: no lone surrogates, no NUL, no more than `MAX_CHARACTERS`.
+What a tool returns or raises becomes the text that the model reads. This text can be encoded,
+stored and sent: it has no lone surrogates, no NUL and at most `MAX_CHARACTERS` characters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from agentrl.workers import WorkerDied, WorkerError
 MAX_ARGUMENT_BYTES = 262_144
 MAX_DEPTH = 64
 MAX_CHARACTERS = 262_144
-"""Far more than a model is shown; keeps a tool's flood out of memory and off the wire."""
+"""The longest result. A model sees far less; the limit bounds memory and the size of a response."""
 MAX_MESSAGE = 300
 
 _TYPES: dict[str, frozenset[type]] = {
@@ -76,9 +76,9 @@ _BOUNDS = {
     "exclusiveMaximum": "less than",
     "multipleOf": "a multiple of",
 }
-_SAYS_NOTHING = {"title", "description", "default", "examples"}
-"""Keywords that forbid no value."""
-_OBJECT = {"type", "properties", "required", "additionalProperties"} | _SAYS_NOTHING
+_ANNOTATIONS = {"title", "description", "default", "examples"}
+"""Keywords that accept every value."""
+_OBJECT = {"type", "properties", "required", "additionalProperties"} | _ANNOTATIONS
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -86,54 +86,53 @@ _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def encode_arguments(call: ToolCall) -> bytes | ToolResult:
-    """A call's arguments as JSON bytes, or the result that tells the model they are not JSON.
+    """Return a call's arguments as JSON bytes, or an error result if they are not valid JSON.
 
-    All arguments pass through JSON, also those of a call in this process: so that a tool is given
-    the same whether it is called here or over HTTP, and may keep what it is given.
+    All arguments pass through JSON, also those of a call in this process. So a tool receives the
+    same values in process and over HTTP, and may keep or change the objects that it receives.
     """
     if call.error or not isinstance(call.arguments, dict):
         problem = " ".join(call.error.split()) or "the arguments are not a JSON object"
-        return failure(
+        return error_result(
             "bad_call",
             f"invalid tool call: {shorten(problem, 160)}. Expected a tool name and its arguments"
             " as a JSON object.",
         )
-    if not isinstance(call.name, str) or not (call.name.isascii() or storable(call.name)):
-        return failure("bad_call", "invalid tool call: the tool name is not valid text")
+    if not isinstance(call.name, str) or not (call.name.isascii() or is_storable(call.name)):
+        return error_result("bad_call", "invalid tool call: the tool name is not valid text")
     try:
         encoded = orjson.dumps(call.arguments, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except TypeError as e:
-        return failure("bad_call", f"invalid tool call: the arguments are not valid JSON: {e}")
+        return error_result("bad_call", f"invalid tool call: the arguments are not valid JSON: {e}")
     if len(encoded) > MAX_ARGUMENT_BYTES:
-        return failure(
+        return error_result(
             "bad_call",
             f"invalid tool call: the arguments are too long: {len(encoded)} bytes, maximum"
             f" {MAX_ARGUMENT_BYTES}",
         )
-    return refused(encoded, call.arguments) or encoded
+    return find_json_fault(encoded, call.arguments) or encoded
 
 
-def refused(encoded: bytes, arguments: dict[str, Any]) -> ToolResult | None:
-    """What the model is told of arguments that are JSON by their letters alone, or None.
+def find_json_fault(encoded: bytes, arguments: dict[str, Any]) -> ToolResult | None:
+    """Return an error result if arguments that could be encoded are not valid JSON, else None.
 
     Args:
-        encoded: JSON that they stand in.
-        arguments: as they were read, or before they were written.
+        encoded: JSON bytes that contain the arguments.
+        arguments: the same arguments as Python objects.
     """
-    # What is written as null may have been NaN. Without that, and with few brackets, there is
-    # nothing to look for.
+    # orjson writes NaN as null. Without a null, and with few brackets, there is nothing to search.
     if b"null" in encoded or encoded.count(b"{") + encoded.count(b"[") > MAX_DEPTH:
-        problem = _json_problem(arguments)
+        problem = _find_json_problem(arguments)
         if problem:
-            return failure("bad_call", f"invalid tool call: {problem}")
+            return error_result("bad_call", f"invalid tool call: {problem}")
     return None
 
 
-def canonical(value: Any) -> bytes:
-    """Return the JSON text of a value, with sorted keys: two values are equal if their texts are.
+def canonical_json(value: Any) -> bytes:
+    """Return the JSON text of a value with sorted keys: equal values have equal texts.
 
-    `1`, `1.0` and `true` are three values, as a tool receives an int, a float or a bool. `1.0` and
-    `1.00` are one. A value that JSON cannot hold is written as its `repr`.
+    `1`, `1.0` and `true` are three different values, because a tool receives an int, a float or a
+    bool. `1.0` and `1.00` are the same. A value that JSON cannot hold is written as its `repr`.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
@@ -141,8 +140,8 @@ def canonical(value: Any) -> bytes:
         return repr(value).encode()
 
 
-def _json_problem(arguments: dict[str, Any]) -> str:
-    """What is wrong with arguments that can be encoded, or nothing."""
+def _find_json_problem(arguments: dict[str, Any]) -> str:
+    """Return what is not valid JSON in arguments that orjson could encode, or an empty string."""
     values: list[Any] = [arguments]
     depth = 0
     while values:
@@ -160,8 +159,11 @@ def _json_problem(arguments: dict[str, Any]) -> str:
     return ""
 
 
-def readable(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """A conversation for tools to read: a call in it that is not JSON stands there as text."""
+def storable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation that tools can read and store.
+
+    Text that cannot be stored is cleaned. The arguments of an invalid tool call become text.
+    """
     return tuple(map(_readable, messages))
 
 
@@ -178,154 +180,157 @@ def _readable(message: Message) -> Message:
         )
         for c in message.tool_calls
     )
-    if storable(message.content) and calls == message.tool_calls:
+    if is_storable(message.content) and calls == message.tool_calls:
         return message
     return replace(message, content=clean(message.content), tool_calls=calls)
 
 
-class BadArguments(Exception):
-    """Arguments that break the schema; the text tells the model where and what was expected."""
+class InvalidArguments(Exception):
+    """The arguments do not match the schema. The message says where and what is expected."""
 
 
-class SlowArguments(BadArguments):
-    """Arguments whose check took too long in a thread; the text is for the model."""
+class SlowArguments(InvalidArguments):
+    """Validating the arguments took too long, even in a thread. The message is for the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
-    """What a function takes: a schema to show and a check to run."""
+    """The parameters of a function: the schema that the model sees, and the check of arguments."""
 
     schema: dict[str, Any]
-    """JSON schema of the arguments object: closed, without `title` and `$ref`."""
+    """JSON schema of the arguments object. It allows no further properties and has no `title` or
+    `$ref`."""
     usage: str
-    """One line, for error messages: `search(query: string, k: integer = 3)`."""
-    certainly_valid: Callable[[Mapping[str, Any]], bool]
-    """See `quick_check`."""
+    """The signature in one line, for error messages: `search(query: string, k: integer = 3)`."""
+    fast_validate: Callable[[Mapping[str, Any]], bool]
+    """Returns True only for valid arguments; see `make_fast_validator`."""
     validator: Validator
     model: type[BaseModel] | None
-    """Makes the annotated types of valid arguments; None where the schema is the user's own."""
+    """Converts valid arguments to the annotated types. None if the user wrote the schema."""
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments to call the function with.
+        """Validate arguments and return them as keyword arguments for the function.
 
-        Only what was given is passed on: the function's own defaults hold.
+        Arguments that the model left out stay left out, so the defaults of the function apply.
 
         Raises:
-            BadArguments: they break the schema.
-            SlowCheck: the check needs too much time for the event loop. Run `check_in_thread`.
+            InvalidArguments: they do not match the schema.
+            SlowCheck: validation takes too long for the event loop. Run `check_in_thread` instead.
         """
-        if self.certainly_valid(arguments):
-            return self._typed(arguments)
+        if self.fast_validate(arguments):
+            return self._convert(arguments)
         if len(orjson.dumps(arguments)) > LOOP_BYTES:
             raise SlowCheck
-        return self._checked(arguments, LOOP_SECONDS)
+        return self._validate(arguments, LOOP_SECONDS)
 
     def check_in_thread(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Do the same as `check`, in CPU time that grows with the length of the arguments alone.
+        """Do the same as `check`, with a limit of CPU time that depends on the arguments' size.
 
         Raises:
-            BadArguments: they break the schema.
-            SlowArguments: the time was over.
+            InvalidArguments: they do not match the schema.
+            SlowArguments: the limit of CPU time was reached.
         """
         try:
             seconds = thread_seconds(len(orjson.dumps(arguments)))
-            return self._checked(arguments, seconds, pauses=True)
+            return self._validate(arguments, seconds, pauses=True)
         except SlowCheck:
-            raise self.too_slow() from None
+            raise self.slow_error() from None
 
-    def too_slow(self) -> SlowArguments:
-        """Return the error for arguments whose check took too long in a thread."""
+    def slow_error(self) -> SlowArguments:
+        """Return the error for arguments that took too long to validate in a thread."""
         return SlowArguments(
             f"validating them took too long. Use shorter and simpler values. Expected: {self.usage}"
         )
 
-    def _checked(
+    def _validate(
         self, arguments: dict[str, Any], seconds: float, *, pauses: bool = False
     ) -> dict[str, Any]:
         try:
             errors = self.validator.errors(arguments, seconds, pauses=pauses)
         except RecursionError:
-            raise BadArguments(f"they are nested too deeply. Expected: {self.usage}") from None
+            raise InvalidArguments(f"they are nested too deeply. Expected: {self.usage}") from None
         if errors:
-            faults = sorted(map(_fault, errors))
-            raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
-        return self._typed(arguments)
+            faults = sorted(map(_describe_fault, errors))
+            raise InvalidArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
+        return self._convert(arguments)
 
-    def _typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Valid arguments as the annotated types."""
+    def _convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Convert valid arguments to the annotated types."""
         if self.model is None:
             return arguments
         try:
-            checked = self.model.model_validate(arguments)
+            instance = self.model.model_validate(arguments)
         except CoercionError as e:
             faults = [
-                _located(_path(f["loc"]), f["msg"].removeprefix("Value error, "))
+                _with_path(_format_path(f["loc"]), f["msg"].removeprefix("Value error, "))
                 for f in e.errors(include_url=False)
             ]
-            raise BadArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}") from None
+            raise InvalidArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}") from None
         fields = self.model.model_fields
-        return {str(fields[f].alias): getattr(checked, f) for f in checked.model_fields_set}
+        return {str(fields[f].alias): getattr(instance, f) for f in instance.model_fields_set}
 
 
-def _fault(error: ValidationError) -> str:
-    """Return what is wrong with one value, such as `'points[0].x' must be an integer, got "1"`."""
-    path, limit = _path(error.absolute_path), error.validator_value
+def _describe_fault(error: ValidationError) -> str:
+    """Describe one invalid value, such as `'points[0].x' must be an integer, got "1"`."""
+    path, limit = _format_path(error.absolute_path), error.validator_value
     match error.validator:
         case "type" | "enum" | "anyOf" | "oneOf":
-            rule = _kind(error.schema)
+            rule = _describe_type(error.schema)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf":
             rule = f"{_BOUNDS[str(error.validator)]} {limit}"
         case "required":
             name = error.message.removesuffix(" is a required property").strip("'\"")
-            return f"{_path([*error.absolute_path, name])!r} is required"
+            return f"{_format_path([*error.absolute_path, name])!r} is required"
         case _:
             rule = ""
     if not rule or not path:
-        return _located(path, shorten(error.message, 100))
+        return _with_path(path, shorten(error.message, 100))
     value = orjson.dumps(error.instance, default=str).decode()
     return f"{path!r} must be {rule}, got {shorten(value, 40)}"
 
 
-def _kind(schema: Any) -> str:
-    """Return what values a schema allows, in words; nothing where words do not say it."""
+def _describe_type(schema: Any) -> str:
+    """Describe the values that a schema allows in a few words; return "" if words cannot do it."""
     if "enum" in schema:
         return f"one of {', '.join(orjson.dumps(v).decode() for v in schema['enum'])}"
     if choices := schema.get("anyOf") or schema.get("oneOf"):
-        kinds = list(dict.fromkeys(_kind(c) if isinstance(c, Mapping) else "" for c in choices))
+        kinds = list(
+            dict.fromkeys(_describe_type(c) if isinstance(c, Mapping) else "" for c in choices)
+        )
     else:
         names = schema.get("type", "")
         kinds = [_KINDS.get(name, "") for name in ([names] if isinstance(names, str) else names)]
     return " or ".join(kinds) if all(kinds) else ""
 
 
-def _path(path: Iterable[str | int]) -> str:
-    """Return the place of a value as `a.b[0]`; nothing for the arguments as a whole."""
+def _format_path(path: Iterable[str | int]) -> str:
+    """Return the path of a value as `a.b[0]`; "" for the arguments object itself."""
     text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
     return shorten(text, 60)
 
 
-def _located(path: str, message: str) -> str:
+def _with_path(path: str, message: str) -> str:
     return f"{path!r}: {message}" if path else message
 
 
-def quick_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-    """A function that is true only of arguments that satisfy the schema.
+def make_fast_validator(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that is True only for arguments that match the schema.
 
-    Nearly all calls hold what a function of texts, numbers and flags asked for, and a general
-    validator takes longer to see that than the rest of a call. The quick look knows a few types. It
-    only ever says "certainly valid"; everything else is the validator's to judge, and to explain.
+    Most calls pass the strings, numbers and booleans that the function declares, and a general
+    validator takes longer to see this than the rest of the call takes. The fast check knows a few
+    types. If it returns False, the arguments may still be valid: the validator decides.
 
     Args:
         schema: a valid JSON schema of an object.
     """
     if not schema.keys() <= _OBJECT or schema.get("type", "object") != "object":
         return lambda arguments: False
-    certain = {name: _certain(s) for name, s in schema.get("properties", {}).items()}
+    rules = {name: _fast_rule(s) for name, s in schema.get("properties", {}).items()}
     required = frozenset(schema.get("required", ()))
 
-    def certainly_valid(arguments: Mapping[str, Any]) -> bool:
+    def fast_validate(arguments: Mapping[str, Any]) -> bool:
         for name, value in arguments.items():
-            types, words, items = certain.get(name, _NOTHING)
+            types, words, items = rules.get(name, _NO_VALUE)
             kind = type(value)
             if not (
                 kind in types
@@ -335,94 +340,96 @@ def quick_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool
                 return False
         return required <= arguments.keys()
 
-    return certainly_valid
+    return fast_validate
 
 
-class _Certain(NamedTuple):
-    """Values of which it is certain that they satisfy a schema."""
+class _FastRule(NamedTuple):
+    """Values that are known to match a schema."""
 
     types: frozenset[type] = frozenset()
-    """All values of exactly these types."""
+    """All values of exactly these types match."""
     words: frozenset[str] = frozenset()
     items: frozenset[type] = frozenset()
-    """All lists whose items have exactly these types; none if empty."""
+    """Lists match if all their items have exactly these types. No list matches if this is empty."""
 
 
-_NOTHING = _Certain()
+_NO_VALUE = _FastRule()
 
 
-def _certain(schema: Any) -> _Certain:
+def _fast_rule(schema: Any) -> _FastRule:
     if not isinstance(schema, Mapping):
-        return _NOTHING
-    match {k: v for k, v in schema.items() if k not in _SAYS_NOTHING}:
+        return _NO_VALUE
+    match {k: v for k, v in schema.items() if k not in _ANNOTATIONS}:
         case {"type": str(name), **other} if not other:
-            return _Certain(types=_TYPES.get(name, frozenset()))
+            return _FastRule(types=_TYPES.get(name, frozenset()))
         case {"anyOf": choices, **other} if not other:
-            return _Certain(types=frozenset().union(*(_certain(c).types for c in choices)))
+            return _FastRule(types=frozenset().union(*(_fast_rule(c).types for c in choices)))
         case {"enum": choices, **other} if other in ({}, {"type": "string"}):
-            return _Certain(words=frozenset(c for c in choices if type(c) is str))
+            return _FastRule(words=frozenset(c for c in choices if type(c) is str))
         case {"type": "array", "items": items, **other} if not other:
-            return _Certain(items=_certain(items).types)
-    return _NOTHING
+            return _FastRule(items=_fast_rule(items).types)
+    return _NO_VALUE
 
 
 # -- results --------------------------------------------------------------------------------------
 
 
-def answered(target: Callable[..., Any], /, **arguments: Any) -> Any:
-    """The target's answer, made where the target runs: in a thread, a flood holds nobody up.
+def call_and_convert(target: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Call a function and convert what it returns to a result, in the same thread.
 
-    Text, and what must be awaited first, is left as it is.
+    Converting a very long value takes time that the event loop must not spend. A `str` and an
+    awaitable are returned as they are.
     """
     value = target(**arguments)
-    return value if type(value) is str or inspect.isawaitable(value) else success(value)
+    return value if type(value) is str or inspect.isawaitable(value) else to_result(value)
 
 
-def success(value: Any) -> ToolResult:
-    """The result of a call that returned `value`.
+def to_result(value: Any) -> ToolResult:
+    """Return the result of a call that returned `value`.
 
-    Text is kept; None is the empty text; bytes are decoded; numbers are written as Python writes
-    them; everything else is JSON, and what JSON cannot hold is written by `str`. A `ToolResult` is
-    kept, its content written in the same way.
+    A string stays as it is. None becomes an empty string, bytes are decoded, and numbers are
+    written with `str`. Everything else is written as JSON, or with `str` if JSON cannot hold it. Of
+    a `ToolResult`, the content is converted in the same way.
 
     Raises:
-        TypeError: a `ToolResult` whose reward is not a finite number; a generator, which may never
-            end.
+        TypeError: the reward of a `ToolResult` is not a finite number, or the value is a generator,
+            which may never end.
     """
     if isinstance(value, ToolResult):
         if value.reward is not None and not is_finite(value.reward):
             raise TypeError(f"ToolResult.reward must be a finite number, got {value.reward!r}")
         error = "" if value.ok else clean(str(value.error)) or "tool_error"
-        # A plain float: what numpy calls one, JSON does not.
+        # NumPy has its own float types, which JSON cannot hold.
         reward = None if value.reward is None else float(value.reward)
-        return ToolResult(clean(_text(value.content)), bool(value.ok), reward, error)
-    return ToolResult(clean(_text(value)))
+        return ToolResult(clean(_to_text(value.content)), bool(value.ok), reward, error)
+    return ToolResult(clean(_to_text(value)))
 
 
-def failure(error: str, message: str) -> ToolResult:
-    """The result of a call that failed, as the model reads it.
+def error_result(error: str, message: str) -> ToolResult:
+    """Return the result of a failed call, with a message that the model reads.
 
     Args:
-        error: the class of failure, see `ToolResult.error`.
-        message: what is wrong and what was expected; cut to 300 characters.
+        error: the error class, see `ToolResult.error`.
+        message: what is wrong and what was expected. It is cut to 300 characters.
     """
     return ToolResult(shorten(clean(f"Error: {message}"), MAX_MESSAGE), False, None, error)
 
 
 def unknown_tool(name: str, offered: Collection[str]) -> ToolResult:
-    """The result of a call to what is not offered."""
-    listed = ", ".join(offered) or "none"
-    return failure(
+    """Return the result of a call to a function that the episode does not have."""
+    names = ", ".join(offered) or "none"
+    return error_result(
         "unknown_tool",
-        f"unknown tool {name!r}.{did_you_mean(name, offered)} Available tools: {listed}",
+        f"unknown tool {name!r}.{did_you_mean(name, offered)} Available tools: {names}",
     )
 
 
-def shown_to_model(error: BaseException) -> str:
-    """Return what a model reads of an exception: its type.
+def describe_for_model(error: BaseException) -> str:
+    """Return the description of an exception that a model may read: its type.
 
-    Its text is for the log: it may hold a path, an address or a password. `ToolError` is for texts
-    that are meant for the model. How a worker process ended is a text of agentrl's own.
+    The message of an exception is for the log only: it may contain a path, an address or a
+    password. Tools raise `ToolError` for messages to the model. How a worker process ended is
+    described by agentrl itself, so the model may read it.
     """
     if isinstance(error, WorkerError):
         return error.kind
@@ -430,16 +437,16 @@ def shown_to_model(error: BaseException) -> str:
 
 
 def describe_for_log(error: BaseException) -> str:
-    """Return the type and the text of an exception, for the log."""
+    """Return the type and the message of an exception, for the log."""
     if isinstance(error, WorkerError):
         return f"{error.kind}: {error.text}"
     if isinstance(error, WorkerDied):
-        return text_of(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text_of(error)}"
+        return exception_text(error).partition("\n")[0]
+    return f"{type(error).__name__}: {exception_text(error)}"
 
 
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception, or "?" if its `__str__` raises."""
+def exception_text(error: BaseException) -> str:
+    """Return the message of an exception, or "?" if its `__str__` raises."""
     try:
         return str(error)
     except Exception:
@@ -447,7 +454,7 @@ def text_of(error: BaseException) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters: the middle gives way, as both ends tell more."""
+    """Cut a text to `limit` characters. The middle is removed, because both ends say more."""
     if len(text) <= limit:
         return text
     half = (limit - 5) // 2
@@ -455,16 +462,19 @@ def shorten(text: str, limit: int) -> str:
 
 
 def clean(text: str) -> str:
-    """The text with unstorable characters replaced, and its middle left out where it is a flood."""
+    """Replace characters that cannot be stored, and cut the middle of a very long text."""
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n[... {left_out} characters omitted ...]\n{text[-half:]}"
-    return text if storable(text) else _UNSTORABLE.sub("\ufffd", text)
+        omitted = len(text) - 2 * half
+        text = f"{text[:half]}\n[... {omitted} characters omitted ...]\n{text[-half:]}"
+    return text if is_storable(text) else _UNSTORABLE.sub("\ufffd", text)
 
 
-def storable(text: str) -> bool:
-    """Whether `_UNSTORABLE` finds nothing, a hundred times sooner."""
+def is_storable(text: str) -> bool:
+    """Return whether a text can be stored: it has no character of `_UNSTORABLE`.
+
+    This is a hundred times faster than the regular expression.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -473,37 +483,37 @@ def storable(text: str) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that may be a reward."""
+    """Return whether a value is a finite number, as a reward must be."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, str):
         return str(value)
     if value is None:
         return ""
     if isinstance(value, bytes | bytearray | memoryview):
-        return _decoded(bytes(value))
+        return _decode(bytes(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, Iterator | AsyncIterator):
         raise TypeError(
-            f"the tool returned a {type(value).__name__}: return all of the result instead, such as"
+            f"the tool returned a {type(value).__name__}: return the whole result instead, such as"
             " a list"
         )
     try:
-        return orjson.dumps(value, default=_jsonable, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # an integer beyond 64 bits, a lone surrogate, a loop
+        return orjson.dumps(value, default=_to_jsonable, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate or a reference cycle
         return str(value)
 
 
-def _decoded(value: bytes) -> str:
-    """Bytes as text. Of a flood only the ends are decoded: as text it takes up to four times more.
+def _decode(value: bytes) -> str:
+    """Decode bytes. Of very long bytes only the ends are decoded, which bounds the memory.
 
-    A character has at most four bytes, so that both ends have enough of them.
+    A character has at most four bytes, so both ends are long enough.
     """
     end = 2 * MAX_CHARACTERS
     if len(value) <= 2 * end:
@@ -514,7 +524,7 @@ def _decoded(value: bytes) -> str:
     return f"{head}\n[... middle of {len(value)} bytes omitted ...]\n{tail}"
 
 
-def _jsonable(value: Any) -> Any:
+def _to_jsonable(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):

@@ -1,13 +1,14 @@
-"""Running one call of a tool: it waits its turn, keeps to its deadline, always has an answer.
+"""Runs single tool calls: queueing, deadlines, retries, caching, and a result in every case.
 
-    Runner        runs the calls of all sessions of a process
-      Places      where a call runs, and what it waits for before it may
-      Deadline    waiting for calls that have a deadline
-      Remembered  answers that are given again
+    Runner         runs the calls of all sessions of a process
+      Executors    where calls run: event loop, threads, processes; with their limits
+      Deadline     a shared timer for all calls with the same timeout
+      ResultCache  cached results of one tool
 
-An async function runs on the event loop, a function or method in one of `THREADS` daemon threads,
-one with `process=True` in one of `PROCESSES` worker processes. Waiting is not the call's time:
-whoever waits too long finds the machine overloaded, which is no model's fault.
+An async function runs on the event loop. A plain function or method runs in one of `THREADS` daemon
+threads. A function with `process=True` runs in one of `PROCESSES` worker processes. The time in the
+queue does not count as the call's time. A call that waits too long in the queue fails with an
+infrastructure error, because an overloaded machine is not the model's mistake.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
 from agentrl.tools.payloads import (
-    BadArguments,
+    InvalidArguments,
     SlowArguments,
-    answered,
+    call_and_convert,
     describe_for_log,
-    failure,
+    describe_for_model,
+    error_result,
+    exception_text,
     is_finite,
-    shown_to_model,
-    success,
-    text_of,
+    to_result,
 )
 from agentrl.tools.tool import Tool, ToolFunction
 from agentrl.trajectory import ToolResult
@@ -46,68 +47,71 @@ log = logging.getLogger("agentrl.tools")
 THREADS = 64
 PROCESSES = max(2, os.cpu_count() or 1)
 CHECK_THREADS = 4
-"""Threads for arguments whose check takes long. Few, because a check shares Python's lock with the
-event loop."""
+"""Threads for slow validation of arguments. Few, because they compete with the event loop for
+Python's lock (the GIL)."""
 QUEUE_SECONDS = 30.0
-"""How long a call may wait to start; beyond it the machine is overloaded, no model's fault."""
-MAX_KEPT = 2**26
-"""Characters of one tool's arguments and answers; then the longest unused are forgotten."""
+"""How long a call may wait to start. If it takes longer, the machine is overloaded."""
+MAX_CACHE_CHARACTERS = 2**26
+"""Limit of one tool's cached arguments and results, in characters. The least recently used go
+first."""
 _OVERHEAD = 500
-"""About what an entry takes beside its texts."""
+"""Approximate memory of a cache entry without its texts, in bytes."""
 
-Waits = set[asyncio.Future[bool]]
-"""Waits that can be called off together."""
+Waiters = set[asyncio.Future[bool]]
+"""The futures of calls that are being waited for; `cancel_waiters` ends all of these waits."""
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """A class tool's object."""
+    """An object of a class tool."""
 
     value: Any
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the call that runs: an object's calls run one after another."""
-    stuck: asyncio.Future[Outcome] | None = None
-    """A call that outlived its deadline or its caller, and may still be running."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call runs: the calls of an object run one after another."""
+    hanging_call: asyncio.Future[Outcome] | None = None
+    """A call that passed its deadline or lost its caller, and may still be running."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call of a function of a tool, in an episode."""
+    """A call of a tool's function in an episode."""
 
     tool: Tool
     function: ToolFunction
     arguments: Mapping[str, Any]
-    """By name; checked, unless they are still to be checked in a thread."""
-    waits: Waits
-    """Those of the episode; a call whose wait is called off is given up."""
+    """By name. They are valid, except for `check_in_thread`, which validates them."""
+    waiters: Waiters
+    """The waiters of the episode. When they are cancelled, the call is abandoned."""
 
 
 class Runner:
     """Runs the calls of all sessions of a process. Belongs to one event loop.
 
     Args:
-        ran: told of every call that ran: function, seconds it waited to start, seconds from there.
+        on_call_end: called after each call with the function's name, the seconds that it waited to
+            start and the seconds that it ran.
     """
 
-    def __init__(self, ran: Callable[[str, float, float], None] | None = None) -> None:
-        self._ran = ran
-        self._places = Places()
+    def __init__(self, on_call_end: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_call_end = on_call_end
+        self._executors = Executors()
         self._checks = Threads(CHECK_THREADS)
         self._deadline = functools.cache(Deadline)
-        """All calls of one timeout share one."""
-        self._remembered: defaultdict[Tool, Remembered] = defaultdict(Remembered)
+        """Calls with the same timeout share a `Deadline`."""
+        self._caches: defaultdict[Tool, ResultCache] = defaultdict(ResultCache)
         self._unowned: set[asyncio.Future[Any]] = set()
-        """What ends by itself: the loop holds tasks weakly, and these have no other owner."""
+        """Tasks that end by themselves. The event loop keeps weak references only, so they are kept
+        here."""
         self._logged: set[tuple[str, str]] = set()
 
     async def check_in_thread(self, call: Call) -> dict[str, Any] | ToolResult:
-        """Check arguments whose check takes too long for the event loop, within the tool's timeout.
+        """Validate arguments that take too long for the event loop, within the tool's timeout.
 
         Returns:
-            The keyword arguments to call the function with, or the result that the model reads.
+            The keyword arguments for the function, or the result that the model reads.
 
         Raises:
-            ToolServerError: all threads were busy for too long, or the episode ended.
+            ToolServerError: no thread became free in time, or the episode ended.
         """
         tool, parameters = call.tool, call.function.parameters
         check = functools.partial(parameters.check_in_thread, dict(call.arguments))
@@ -119,101 +123,107 @@ class Runner:
                 f"tool {tool.name!r}: a call waited {QUEUE_SECONDS:g} s for one of {CHECK_THREADS}"
                 " validation threads"
             ) from None
-        if await self._deadline(tool.timeout).wait(job, call.waits):
+        if await self._deadline(tool.timeout).wait(job, call.waiters):
             raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
         if not job.done():
-            return self.refused(tool, call.function.name, parameters.too_slow())
-        checked, error = job.result()
-        return checked if error is None else self.refused(tool, call.function.name, error)
+            return self.invalid_arguments_result(tool, call.function.name, parameters.slow_error())
+        valid_arguments, error = job.result()
+        return (
+            valid_arguments
+            if error is None
+            else self.invalid_arguments_result(tool, call.function.name, error)
+        )
 
-    def refused(self, tool: Tool, function: str, error: BaseException) -> ToolResult:
-        """Return the result of a call whose arguments were not valid or could not be checked.
+    def invalid_arguments_result(
+        self, tool: Tool, function: str, error: BaseException
+    ) -> ToolResult:
+        """Return the result of a call whose arguments are invalid or could not be validated.
 
         Args:
             tool: the owner of the function.
             function: the name that the model called.
-            error: what the check raised.
+            error: the exception that the validation raised.
 
         Raises:
-            ToolServerError: the error is an `Infrastructure`, raised by a type's own check.
+            ToolServerError: the error is an `Infrastructure`, raised by a validator of the user.
         """
         if isinstance(error, SlowArguments) and (tool.name, "slow") not in self._logged:
             self._logged.add((tool.name, "slow"))
             log.warning(
-                "tool %r: the check of a call's arguments took too long (logged once per tool). The"
-                " call failed. Simplify `pattern`, `anyOf` and `oneOf` in its schema",
+                "tool %r: validating a call's arguments took too long, so the call failed (logged"
+                " once per tool). Simplify `pattern`, `anyOf` and `oneOf` in its schema",
                 tool.name,
             )
-        if isinstance(error, BadArguments):
-            return failure("schema", f"invalid arguments for {function}: {error}")
+        if isinstance(error, InvalidArguments):
+            return error_result("schema", f"invalid arguments for {function}: {error}")
         return self._result(tool, (None, error))
 
     async def call(self, call: Call, instance: Instance | None) -> ToolResult:
-        """Call a function with checked arguments.
+        """Call a function with valid arguments.
 
         Args:
-            call: what is called.
+            call: the call.
             instance: the object of a class tool.
 
         Raises:
-            ToolServerError: the call found no room to run, the tool raised `Infrastructure`, or the
-                wait was called off.
+            ToolServerError: the call could not start in time, the tool raised `Infrastructure`, or
+                the episode ended during the call.
         """
         tool = call.tool
         if instance is None:
             return await self._answer(call, tool.target)
         try:
             async with asyncio.timeout(QUEUE_SECONDS):
-                await instance.turn.acquire()
+                await instance.lock.acquire()
         except TimeoutError:
-            raise self._places.no_room(tool) from None
+            raise self._executors.overload_error(tool) from None
         try:
-            if instance.stuck is not None and not instance.stuck.done():
-                return failure(
+            if instance.hanging_call is not None and not instance.hanging_call.done():
+                return error_result(
                     "timeout", f"{tool.name} is still running an earlier call that timed out"
                 )
             method = getattr(instance.value, call.function.attribute)
             return await self._answer(call, method, instance)
         finally:
-            instance.turn.release()
+            instance.lock.release()
 
-    async def remembered(
+    async def cached_result(
         self, tool: Tool, key: bytes, call: Callable[[], Awaitable[ToolResult]]
     ) -> ToolResult:
-        """The answer that a tool with a cache gave to equal arguments; of none yet, the call's."""
-        return await self._remembered[tool].answer(key, call)
+        """Return the cached result of an equal call, or run the call and cache its result."""
+        return await self._caches[tool].answer(key, call)
 
-    async def call_once(self, call: Call, made_of: Mapping[str, Any]) -> ToolResult:
-        """Call a method of an object that is made for this call, and closed after it.
+    async def call_once(self, call: Call, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a method of an object that is created for this call and closed after it.
 
-        Its `reward()` is added to what the call earned.
+        The object's `reward()` is added to the reward of the call.
 
         Args:
-            call: what is called.
-            made_of: the constructor's arguments.
+            call: the call.
+            arguments: the arguments of the constructor.
 
         Raises:
             UserCodeError: `reward()` raised.
             ToolServerError: see `call`.
         """
         tool = call.tool
-        outcome = await self._outcome(tool, functools.partial(tool.target, **made_of))
+        outcome = await self._outcome(tool, functools.partial(tool.target, **arguments))
         if outcome is None or outcome[1] is not None:
             return self._result(tool, outcome)
         instance = Instance(outcome[0])
         try:
             method = getattr(instance.value, call.function.attribute)
             result = await self._answer(call, method, instance)
-            if "reward" in tool.hooks and instance.stuck is None:
+            if "reward" in tool.hooks and instance.hanging_call is None:
                 earned = await self.reward(tool, instance)
                 result = replace(result, reward=(result.reward or 0.0) + earned)
             return result
         finally:
-            # Whoever gives up on the call does not give up on this.
+            # The object is closed even if the caller is cancelled.
             await asyncio.shield(self._own(self.close_object(tool, instance)))
 
     async def make(self, tool: Tool, arguments: Mapping[str, Any]) -> Instance:
-        """An object of a class tool.
+        """Create an object of a class tool.
 
         Raises:
             UserCodeError, ToolServerError: see `_hook`.
@@ -221,10 +231,10 @@ class Runner:
         return Instance(await self._hook(tool, tool.target, arguments, "constructor"))
 
     async def reward(self, tool: Tool, instance: Instance) -> float:
-        """What an object's `reward()` says; 0 where it has none.
+        """Return the result of an object's `reward()`; 0 if the class has none.
 
         Raises:
-            UserCodeError: no finite number; and see `_hook`.
+            UserCodeError: the reward is not a finite number; also see `_hook`.
             ToolServerError: see `_hook`.
         """
         if "reward" not in tool.hooks:
@@ -237,7 +247,7 @@ class Runner:
         return float(reward)
 
     async def close_object(self, tool: Tool, instance: Instance) -> None:
-        """Let an object close what it holds. An error is logged: nobody could do better with it."""
+        """Call an object's `close()`. An error is logged, not raised: no caller can handle it."""
         if "close" in tool.hooks:
             try:
                 await self._hook(tool, instance.value.close, {}, "close()")
@@ -245,22 +255,22 @@ class Runner:
                 log.error("%s", e, exc_info=e.__cause__)
 
     def close(self) -> None:
-        """Let the threads go; what hangs in them dies with the process."""
-        self._places.close()
+        """Let the threads end. Calls that hang in them end with the process."""
+        self._executors.close()
         self._checks.close()
 
     async def _hook(
         self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], what: str
     ) -> Any:
-        """What a constructor, `reward` or `close` returned.
+        """Call a constructor, `reward` or `close`, and return its result.
 
         Raises:
             UserCodeError: it raised, or took longer than the tool's timeout.
-            ToolServerError: it found no room to run, or raised `Infrastructure`.
+            ToolServerError: it could not start in time, or raised `Infrastructure`.
         """
         outcome = await self._outcome(tool, functools.partial(target, **arguments))
         if outcome is None:
-            raise UserCodeError(f"tool {tool.name!r}: {what} took over {tool.timeout:g} s")
+            raise UserCodeError(f"tool {tool.name!r}: {what} took more than {tool.timeout:g} s")
         value, error = outcome
         if error is not None:
             kind = ToolServerError if isinstance(error, Infrastructure) else UserCodeError
@@ -271,27 +281,28 @@ class Runner:
         self, call: Call, target: Callable[..., Any], instance: Instance | None = None
     ) -> ToolResult:
         if not (call.function.is_async or call.tool.process):
-            # The text is made where the value was: in a thread, a flood holds nobody up.
-            target = functools.partial(answered, target)
+            # The result is converted to text in the thread: a very long one would block the event
+            # loop.
+            target = functools.partial(call_and_convert, target)
         bound = functools.partial(target, **call.arguments)
         return self._result(call.tool, await self._outcome(call.tool, bound, call, instance))
 
     def _result(self, tool: Tool, outcome: Outcome | None) -> ToolResult:
-        """The answer to a call that ended so."""
+        """Return the result for what a call returned or raised; None stands for a timeout."""
         if outcome is None:
-            return failure("timeout", f"the tool timed out after {tool.timeout:g} s")
+            return error_result("timeout", f"the tool timed out after {tool.timeout:g} s")
         value, error = outcome
         if error is None:
             try:
-                return success(value)
+                return to_result(value)
             except Exception as e:
                 error = e
         if isinstance(error, ToolError):
-            return failure("tool_error", text_of(error))
+            return error_result("tool_error", exception_text(error))
         if isinstance(error, Infrastructure):
             raise ToolServerError(f"tool {tool.name!r}: {error}") from error
         self._log(tool, error)
-        return failure("crash", f"the tool failed: {shown_to_model(error)}")
+        return error_result("crash", f"the tool failed: {describe_for_model(error)}")
 
     async def _outcome(
         self,
@@ -300,28 +311,28 @@ class Runner:
         call: Call | None = None,
         instance: Instance | None = None,
     ) -> Outcome | None:
-        """What a function returned or raised; None if its deadline came first.
+        """Run a function and return what it returned or raised; None if its deadline passed.
 
         Args:
-            tool: whose timeout, limits and, for a call of the model's, retries hold.
+            tool: its timeout and limits apply, and its retries for calls of the model.
             bound: a function, constructor, `reward` or `close`, with its arguments.
-            call: the model's; None for what agentrl calls itself.
-            instance: the object whose method it is.
+            call: the call of the model; None if agentrl itself calls the function.
+            instance: the object, if the function is a method.
         """
         is_async = call.function.is_async if call else inspect.iscoroutinefunction(bound.func)
-        retries, waits = (tool.retries, call.waits) if call else (0, None)
-        asked = time.monotonic()
-        job = await self._places.start(tool, bound, tool.timeout, is_async)
+        retries, waiters = (tool.retries, call.waiters) if call else (0, None)
+        queued_at = time.monotonic()
+        job = await self._executors.start(tool, bound, tool.timeout, is_async)
         began = time.monotonic()
         deadline = began + tool.timeout
-        # A worker process is killed by its pool, whose clock does not count its start.
+        # The process pool kills the worker at the deadline; its clock does not count the start.
         extra = START_SECONDS if tool.process else 0.0
         wait = self._deadline(tool.timeout + extra).wait
         tries = 0
         try:
             while True:
                 try:
-                    is_off = await wait(job, waits)
+                    is_off = await wait(job, waiters)
                 finally:
                     if not job.done():
                         self._abandon(tool, bound, job, instance)
@@ -333,8 +344,8 @@ class Runner:
                     raise ToolServerError(f"tool {tool.name!r}: the call was cancelled")
                 value, error = job.result()
                 if error is None and type(value) is not str and inspect.isawaitable(value):
-                    # A plain function around an async one.
-                    job = asyncio.create_task(caught(lambda value=value: value))
+                    # A plain function that returned a coroutine.
+                    job = asyncio.create_task(run_catching(lambda value=value: value))
                     wait = Deadline(deadline - time.monotonic()).wait
                     continue
                 if tool.process and isinstance(error, TimeoutError):
@@ -345,14 +356,14 @@ class Runner:
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await asyncio.sleep(0.1 * 2**tries)
-                        left = deadline - time.monotonic()
-                        job = await self._places.start(tool, bound, left, is_async)
+                        seconds_left = deadline - time.monotonic()
+                        job = await self._executors.start(tool, bound, seconds_left, is_async)
                 except TimeoutError:
                     return None
                 wait = Deadline(deadline - time.monotonic() + extra).wait
         finally:
-            if self._ran is not None and call is not None:
-                self._ran(call.function.name, began - asked, time.monotonic() - began)
+            if self._on_call_end is not None and call is not None:
+                self._on_call_end(call.function.name, began - queued_at, time.monotonic() - began)
 
     def _abandon(
         self,
@@ -361,19 +372,19 @@ class Runner:
         job: asyncio.Future[Outcome],
         instance: Instance | None,
     ) -> None:
-        self._places.give_up(tool, job)
+        self._executors.mark_abandoned(tool, job)
         if isinstance(job, asyncio.Task):
-            if not tool.process:  # its worker would run on, and look free
+            if not tool.process:  # the worker process would continue, and its slot would look free
                 job.cancel()
             self._unowned.add(job)
             job.add_done_callback(self._unowned.discard)
         if instance is not None:
-            instance.stuck = job
+            instance.hanging_call = job
         if bound.func is tool.target and tool.is_class:
             job.add_done_callback(functools.partial(self._close_late, tool))
 
     def _close_late(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
-        """Close an object that nobody waited for any more when it was made."""
+        """Close an object whose constructor returned after its deadline."""
         if not job.cancelled() and job.result()[1] is None:
             self._own(self.close_object(tool, Instance(job.result()[0])))
 
@@ -386,12 +397,12 @@ class Runner:
     def _log(self, tool: Tool, error: BaseException) -> None:
         """Log a bug in a tool.
 
-        The first error of each tool and exception type has level ERROR and a traceback, later ones
-        have level DEBUG.
+        The first error of each tool and exception type is logged at level ERROR with a traceback,
+        later ones at level DEBUG.
         """
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         worker = isinstance(error, WorkerError | WorkerDied)
-        what = text_of(error) if worker else describe_for_log(error)
+        what = exception_text(error) if worker else describe_for_log(error)
         if (tool.name, kind) in self._logged:
             log.debug("tool %r failed again: %s", tool.name, what)
         else:
@@ -404,33 +415,37 @@ class Runner:
             )
 
 
-class Places:
-    """The places of a process, for all of its calls. Belongs to one event loop."""
+class Executors:
+    """Where the calls of a process run: event loop, threads and worker processes.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self) -> None:
         self._threads = Threads(THREADS)
         self._processes = Processes(PROCESSES)
         self._gates: dict[str, asyncio.Semaphore] = {}
         self._workers = asyncio.Semaphore(PROCESSES)
-        self._paces: dict[str, Pace] = {}
-        self._hung: Counter[str] = Counter()
+        self._rate_limits: dict[str, RateLimit] = {}
+        self._hanging: Counter[str] = Counter()
 
     async def start(
         self, tool: Tool, bound: functools.partial[Any], seconds: float, is_async: bool
     ) -> asyncio.Future[Outcome]:
-        """Run a function once there is room for it.
+        """Start a function as soon as the limits allow it.
 
         Args:
-            tool: whose limits hold.
+            tool: its limits apply.
             bound: the tool, its constructor or one of its methods, with arguments by name.
-            seconds: when its worker process is killed; other places know no such end.
-            is_async: whether calling it makes a coroutine.
+            seconds: after which a worker process is killed. Not used for the event loop and
+                threads.
+            is_async: whether the function is a coroutine function.
 
         Raises:
-            ToolServerError: there was none for too long.
+            ToolServerError: it could not start within `QUEUE_SECONDS`.
         """
         limited = tool.max_concurrency or tool.rate_limit or tool.process
-        is_free = not limited and (is_async or self._threads.has_room)  # nearly all calls
+        is_free = not limited and (is_async or self._threads.has_room)  # true for most calls
         gate = None
         try:
             async with contextlib.nullcontext() if is_free else asyncio.timeout(QUEUE_SECONDS):
@@ -439,36 +454,37 @@ class Places:
                     await self._gates.setdefault(tool.name, new).acquire()
                     gate = self._gates[tool.name]
                 if tool.rate_limit:
-                    pace = self._paces.setdefault(tool.name, Pace(tool.rate_limit))
-                    await pace.wait(QUEUE_SECONDS)
+                    rate_limit = self._rate_limits.setdefault(tool.name, RateLimit(tool.rate_limit))
+                    await rate_limit.wait(QUEUE_SECONDS)
                 if tool.process:
                     await self._workers.acquire()
-                    # Nothing may raise here that is not the job's: its end gives the place back.
+                    # Only the job itself may raise after this line: the end of the job releases the
+                    # slot.
                     apply = functools.partial(self._processes.apply, bound.func, (), bound.keywords)
-                    job = asyncio.create_task(caught(functools.partial(apply, seconds)))
+                    job = asyncio.create_task(run_catching(functools.partial(apply, seconds)))
                     job.add_done_callback(lambda _: self._workers.release())
                 elif is_async:
-                    job = asyncio.create_task(caught(bound))
+                    job = asyncio.create_task(run_catching(bound))
                 else:
                     job = await self._threads.start(bound)
         except BaseException as e:
             if gate is not None:
                 gate.release()
             if isinstance(e, TimeoutError):
-                raise self.no_room(tool) from None
+                raise self.overload_error(tool) from None
             raise
         if gate is not None:
-            # When it really ends: one that hangs keeps its place.
+            # Released when the job really ends: a call that hangs keeps its slot.
             job.add_done_callback(lambda _: gate.release())
         return job
 
-    def give_up(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
-        """Note that nobody waits for a call any more, which keeps its place until it ends."""
-        self._hung[tool.name] += 1
-        job.add_done_callback(lambda _: self._hung.subtract((tool.name,)))
+    def mark_abandoned(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
+        """Count a call that nobody waits for any more. It keeps its slot until it ends."""
+        self._hanging[tool.name] += 1
+        job.add_done_callback(lambda _: self._hanging.subtract((tool.name,)))
 
-    def no_room(self, tool: Tool) -> ToolServerError:
-        """What to raise for a call that found no place."""
+    def overload_error(self, tool: Tool) -> ToolServerError:
+        """Return the error for a call that could not start in time."""
         limits = [f"{THREADS} threads"]
         if tool.process:
             limits = [f"{PROCESSES} processes"]
@@ -476,40 +492,40 @@ class Places:
             limits.append(f"max_concurrency={tool.max_concurrency}")
         if tool.rate_limit:
             limits.append(f"rate_limit={tool.rate_limit:g}")
-        hung = ", ".join(f"{n} of {name!r}" for name, n in self._hung.most_common(3) if n > 0)
+        hung = ", ".join(f"{n} of {name!r}" for name, n in self._hanging.most_common(3) if n > 0)
         hung = hung and (
-            f". Calls that hang hold places until they end: {hung}; give what waits a timeout of"
-            " its own, or process=True"
+            f". Calls that hang keep their slots until they end: {hung}. Set a timeout in the code"
+            " of the tool, or process=True"
         )
         return ToolServerError(
-            f"tool {tool.name!r}: a call waited {QUEUE_SECONDS:g} s and found no room to start"
+            f"tool {tool.name!r}: a call could not start within {QUEUE_SECONDS:g} s"
             f" ({', '.join(limits)}){hung}"
         )
 
     def close(self) -> None:
-        """Let the threads go, what hangs in them dies with this process; end the others."""
+        """Stop the worker processes and let the threads end. Hanging calls end with the process."""
         self._threads.close()
         self._processes.close()
 
 
-async def caught(function: Callable[[], Awaitable[Any]]) -> Outcome:
-    """What an async function returns or raises, SystemExit included: it would end the loop."""
+async def run_catching(function: Callable[[], Awaitable[Any]]) -> Outcome:
+    """Return what an async function returns or raises. A SystemExit would stop the event loop."""
     try:
         return await function(), None
     except asyncio.CancelledError as e:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return None, e  # the tool's own doing
+        return None, e  # raised by the tool itself
     except BaseException as e:
         return None, e
 
 
-class Pace:
-    """The moments at which the calls of one tool start. Belongs to one event loop.
+class RateLimit:
+    """Spreads the starts of one tool's calls over time. Belongs to one event loop.
 
     Args:
-        rate: calls a second. They are spread evenly: no burst follows a pause.
+        rate: calls per second. They are spread evenly: there is no burst after a pause.
     """
 
     def __init__(self, rate: float):
@@ -517,10 +533,11 @@ class Pace:
         self._next = 0.0
 
     async def wait(self, at_most: float) -> None:
-        """Wait for the next free moment, and take it.
+        """Wait for the next free start time and use it.
 
         Raises:
-            TimeoutError: at once, where it is more than `at_most` seconds away; nothing is taken.
+            TimeoutError: the start time is more than `at_most` seconds away. Raised at once, and
+                the start time stays free.
         """
         now = time.monotonic()
         moment = max(now, self._next)
@@ -531,45 +548,46 @@ class Pace:
             try:
                 await asyncio.sleep(moment - now)
             except asyncio.CancelledError:
-                if self._next == moment + self._gap:  # nobody has one behind it
+                if self._next == moment + self._gap:  # no other call has a later start time
                     self._next = moment
                 raise
 
 
-def call_off(waits: Waits) -> None:
-    """End the waits, and not what they wait for: only a job's own end says that it is over."""
-    for waiter in waits:
+def cancel_waiters(waiters: Waiters) -> None:
+    """End all of these waits. The jobs themselves continue until they end."""
+    for waiter in waiters:
         if not waiter.done():
             waiter.set_result(True)
 
 
 class Deadline:
-    """Waits of one length, for the price of one timer. Belongs to one event loop.
+    """Waits for jobs with one timeout, with a single timer. Belongs to one event loop.
 
-    Nearly every call ends long before its deadline, so a timer of its own is set and taken back for
-    nothing, and costs more than running an async tool. Here all waits of one length share a timer.
+    Nearly every call ends long before its deadline. A timer per call is set and cancelled for
+    nothing, and costs more than running an async tool. Here all waits with the same timeout share a
+    timer.
 
     Args:
-        seconds: how long each may take.
+        seconds: the timeout of each wait.
     """
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._ends: dict[asyncio.Future[bool], float] = {}
-        """Of each wait, in the order in which they end."""
+        """The end of each wait, sorted by time."""
         self._set = False
 
-    async def wait(self, job: asyncio.Future[Any], waits: Waits | None = None) -> bool:
-        """Return once the job is done, the time is over or the wait is called off.
+    async def wait(self, job: asyncio.Future[Any], waiters: Waiters | None = None) -> bool:
+        """Wait until the job is done, the timeout passes or the wait is cancelled.
 
-        `job.done()` says whether it is done.
+        `job.done()` tells whether the job is done.
 
         Args:
-            job: it runs on, whatever becomes of the wait.
-            waits: where `call_off` finds this wait.
+            job: it continues to run, however the wait ends.
+            waiters: the wait is added to this set, so that `cancel_waiters` can end it.
 
         Returns:
-            Whether it was called off.
+            True if the wait was cancelled.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
@@ -579,18 +597,18 @@ class Deadline:
             loop.call_later(self._seconds, self._ring, loop)
         wake = functools.partial(_wake, waiter)
         job.add_done_callback(wake)
-        if waits is not None:
-            waits.add(waiter)
+        if waiters is not None:
+            waiters.add(waiter)
         try:
             return await waiter
         finally:
             del self._ends[waiter]
             job.remove_done_callback(wake)
-            if waits is not None:
-                waits.discard(waiter)
+            if waiters is not None:
+                waiters.discard(waiter)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the waits whose time is over, and set the timer for the next."""
+        """End the waits whose timeout has passed, and set the timer for the next one."""
         now = loop.time()
         for waiter, end in self._ends.items():
             if end > now:
@@ -605,43 +623,46 @@ def _wake(waiter: asyncio.Future[bool], _: object = None) -> None:
         waiter.set_result(False)
 
 
-class Remembered:
-    """One tool's answers by its arguments. Belongs to one event loop."""
+class ResultCache:
+    """The cached results of one tool, by its arguments. Belongs to one event loop."""
 
-    def __init__(self, max_kept: int = MAX_KEPT):
-        self._max_kept = max_kept
-        self._kept = 0
+    def __init__(self, max_size: int = MAX_CACHE_CHARACTERS):
+        self._max_size = max_size
+        self._total_size = 0
         self._answers: OrderedDict[bytes, ToolResult] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[ToolResult]] = {}
 
     async def answer(self, key: bytes, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """The answer that is known, is being found out, or is found out now; failures are not kept.
+        """Return the cached result, or join the call that is running, or run the call.
 
-        Whoever waits may be cancelled: the others get their answer all the same.
+        Failures are not cached. If one of several waiting callers is cancelled, the others still
+        get the result.
 
         Args:
             key: the arguments.
             run: makes the call.
         """
-        known = self._answers.get(key)
-        if known is not None:
+        entry = self._answers.get(key)
+        if entry is not None:
             self._answers.move_to_end(key)
-            return known
+            return entry
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.ensure_future(self._find_out(key, run))
+            task = self._running[key] = asyncio.ensure_future(self._run_and_cache(key, run))
         return await asyncio.shield(task)
 
-    async def _find_out(self, key: bytes, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    async def _run_and_cache(
+        self, key: bytes, run: Callable[[], Awaitable[ToolResult]]
+    ) -> ToolResult:
         try:
             result = await run()
         finally:
             del self._running[key]
         if result.ok:
             self._answers[key] = result
-            self._kept += self._size(key, result)
-            while self._kept > self._max_kept:
-                self._kept -= self._size(*self._answers.popitem(last=False))
+            self._total_size += self._size(key, result)
+            while self._total_size > self._max_size:
+                self._total_size -= self._size(*self._answers.popitem(last=False))
         return result
 
     @staticmethod

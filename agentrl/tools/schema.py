@@ -1,17 +1,18 @@
-"""From a Python signature to what the model is shown, and what its arguments are checked against.
+"""Derives the schema that the model sees, and the check of arguments, from a Python signature.
 
-One pydantic model per function, made once. Its JSON schema, cleaned for chat templates that print
-it raw, is shown to the model and compiled into a validator: see `agentrl.tools.payloads`.
+Each function has one pydantic model. Its JSON schema is cleaned, because chat templates print it as
+it is. The model sees this schema, and a validator is compiled from it: see
+`agentrl.tools.payloads`.
 
-Parameters with certain names are agentrl's to fill, of the episode; no model ever sees these:
+agentrl fills parameters with these names. No model sees them:
 
-    state      a dictionary of the episode, shared by all of its tools that ask for it
-    sample     the row
-    messages   the conversation so far, to be read
-    sandbox    where model-written code runs
+    state      a dictionary of the episode, shared by all its tools that have the parameter
+    sample     the dataset row
+    messages   the conversation so far, read-only
+    sandbox    runs code that a model wrote
 
-A parameter of such a name is the model's all the same where its annotation is of something else:
-`state: str`, of an address.
+If such a parameter has another type, it is an ordinary one that the model fills: `state: str` of a
+postal address.
 """
 
 from __future__ import annotations
@@ -35,65 +36,66 @@ from typing_extensions import is_typeddict
 from agentrl.errors import UserError
 from agentrl.sandbox import Sandbox
 from agentrl.signatures import KEYWORD, locate
-from agentrl.tools.payloads import Parameters, quick_check, shorten
+from agentrl.tools.payloads import Parameters, make_fast_validator, shorten
 from agentrl.tools.validation import DATA_KEYWORDS, NAMED_KEYWORDS, Validator
 from agentrl.trajectory import Message, Sample
 
 
-def describe(
-    function: types.FunctionType, name: str, *, bound: bool, given: Collection[str] = ()
+def describe_function(
+    function: types.FunctionType, name: str, *, bound: bool, excluded: Collection[str] = ()
 ) -> tuple[str, Parameters]:
-    """The description and parameters of a function, read from its docstring and signature.
+    """Return the description and the parameters of a function, from its docstring and signature.
 
-    Google, NumPy and ReST docstrings are understood; what is not described has no description.
+    Docstrings in the styles of Google, NumPy and ReST are understood. A parameter that the
+    docstring does not mention has no description.
 
     Args:
-        function: a plain function, or one as it stands in a class.
-        name: what the model calls it.
+        function: a plain function, or a method as defined in its class.
+        name: the name that the model calls.
         bound: leave out the first parameter (`self`).
-        given: parameters to leave out, because no model fills them.
+        excluded: parameters to leave out, because agentrl fills them.
 
     Raises:
-        UserError: a parameter that no JSON schema describes; `*args` or `**kwargs`, which a model
-            could not fill.
+        UserError: no JSON schema describes a parameter, or the function has `*args` or `**kwargs`.
     """
     where = f"the tool function {name!r} ({locate(function)})"
     docs = docstring_parser.parse(inspect.getdoc(function) or "")
     about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
     every = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
-    taken = [p for p in every if p.name not in given]
+    parameters = [p for p in every if p.name not in excluded]
     try:
-        hints = _evaluated(function, {p.name for p in taken})
+        hints = _evaluate_annotations(function, {p.name for p in parameters})
     except (NameError, TypeError, SyntaxError) as e:
         raise UserError(
             f"{where}: an annotation cannot be evaluated ({e}). Import or define what it names at"
             " the top of the file."
         ) from e
     fields: dict[str, Any] = {}
-    for parameter in taken:
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise UserError(
-                f"{where}: a model cannot fill {str(parameter).partition(':')[0]!r}: it passes the"
+                f"{where}: a model cannot fill {str(parameter).partition(':')[0]!r}: it only passes"
                 " arguments that the schema names. Name each parameter. If a decorator wraps the"
                 " function, use functools.wraps in it. A function may also take @tool(schema=...)."
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserError(
-                f"{where}: {parameter.name!r} is positional-only, and a model names what it passes."
-                " Remove the '/'."
+                f"{where}: {parameter.name!r} is positional-only, but a model passes arguments by"
+                " name. Remove the '/'."
             )
         if isinstance(parameter.default, FieldInfo):
             raise UserError(
-                f"{where}: `{parameter.name} = Field(...)` would be the value of an argument left"
-                f" out. Write `{parameter.name}: Annotated[TYPE, Field(...)] = VALUE`."
+                f"{where}: `{parameter.name} = Field(...)` would make the Field object the"
+                f" default value. Write `{parameter.name}: Annotated[TYPE, Field(...)] = VALUE`."
             )
         annotation = hints.get(parameter.name, Any)
-        # Fields are numbered and the names are aliases: any parameter name will do, `schema` too.
+        # Fields are numbered and have the names as aliases, so every name is allowed, even
+        # `schema`.
         default = ... if parameter.default is parameter.empty else parameter.default
-        described: dict[str, Any] = {}
-        if about.get(parameter.name) and not _described(annotation):
-            described = {"description": about[parameter.name]}
-        field = Field(default, alias=parameter.name, **described)
+        field_options: dict[str, Any] = {}
+        if about.get(parameter.name) and not _has_description(annotation):
+            field_options = {"description": about[parameter.name]}
+        field = Field(default, alias=parameter.name, **field_options)
         fields[f"p{len(fields)}"] = (annotation, field)
     try:
         model = create_model("Arguments", **fields)
@@ -102,17 +104,17 @@ def describe(
         problem = str(e).splitlines()[0]
         raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
-    schema = _clean(raw, raw.get("$defs", {}), (), where)
-    # A function without parameters: templates and validators still want the key.
+    schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
+    # Templates and validators need the key even if there are no parameters.
     schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
     return (docs.description or "").strip(), _parameters(name, schema, model, where)
 
 
-def adopt(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
-    """Parameters from a JSON schema written by hand; arguments reach the function as they come.
+def parameters_from_schema(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
+    """Return the parameters for a JSON schema that the user wrote. Arguments are not converted.
 
     Raises:
-        UserError: it is no JSON schema of an object, or one that cannot be checked in bounded time.
+        UserError: it is not the JSON schema of an object, or validation cannot be bounded in time.
     """
     parameters = _parameters(name, dict(schema), None, where)
     if schema.get("type") != "object":
@@ -127,19 +129,19 @@ def _parameters(
         validator = Validator(schema)
     except ValueError as e:
         raise UserError(f"{where}: its schema cannot be used: {e}") from e
-    return Parameters(schema, _usage(name, schema), quick_check(schema), validator, model)
+    return Parameters(schema, _usage(name, schema), make_fast_validator(schema), validator, model)
 
 
 def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -> None:
-    """Refuse patterns that pydantic searches by Python's `re`, which nothing can stop.
+    """Refuse patterns that pydantic matches with Python's `re`, which cannot be interrupted.
 
     Args:
         core: a schema of pydantic-core, or a part of one.
-        where: of the function, for the message.
-        engine: the `regex_engine` that holds for this part.
+        where: the location of the function, for the message.
+        engine: the `regex_engine` of this part.
 
     Raises:
-        UserError: there is one.
+        UserError: there is such a pattern.
     """
     if isinstance(core, list | tuple):
         for part in core:
@@ -153,8 +155,8 @@ def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -
     ):
         text = getattr(pattern, "pattern", pattern)
         raise UserError(
-            f"{where}: the pattern {text!r} would be searched by Python's `re`, which cannot be"
-            " stopped when it takes too long. Give the pattern as text, without"
+            f"{where}: the pattern {text!r} would be matched by Python's `re`, which cannot be"
+            " interrupted. Write the pattern as text, without"
             " regex_engine='python-re'. If it needs look-around, write"
             f" Field(json_schema_extra={{'pattern': {text!r}}})"
         )
@@ -164,30 +166,30 @@ def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -
 
 
 class _SchemaGenerator(GenerateJsonSchema):
-    """A default that JSON cannot hold is left out of the schema, in silence."""
+    """Leaves defaults that JSON cannot hold out of the schema, without a warning."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
 
-def _evaluated(function: Any, names: Collection[str]) -> dict[str, Any]:
-    """The annotations of these parameters, evaluated. Others may name what is not there."""
+def _evaluate_annotations(function: Any, names: Collection[str]) -> dict[str, Any]:
+    """Evaluate the annotations of some parameters only: others may not be importable."""
     function = inspect.unwrap(function)
     annotations = {k: v for k, v in function.__annotations__.items() if k in names}
     holder = types.SimpleNamespace(__annotations__=annotations)
     return typing.get_type_hints(holder, function.__globals__, include_extras=True)
 
 
-def _described(annotation: Any) -> bool:
-    """Whether an `Annotated[..., Field(description=...)]` already says what it is."""
+def _has_description(annotation: Any) -> bool:
+    """Return whether an annotation is `Annotated[..., Field(description=...)]`."""
     if typing.get_origin(annotation) is not Annotated:
         return False
     return any(isinstance(m, FieldInfo) and m.description for m in annotation.__metadata__)
 
 
-def _clean(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where: str) -> Any:
-    """The schema with `$defs` inlined, `title` and `discriminator` dropped, and objects closed."""
+def _clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where: str) -> Any:
+    """Inline `$defs`, remove `title` and `discriminator`, and forbid unknown keys of objects."""
     if isinstance(schema, list):
-        return [_clean(s, defs, within, where) for s in schema]
+        return [_clean_schema(s, defs, within, where) for s in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -195,10 +197,10 @@ def _clean(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where:
         if ref in within:
             raise UserError(
                 f"{where}: the type {ref!r} contains itself, and chat templates print schemas"
-                " without references. Take text, or a fixed depth."
+                " without references. Use a string, or a type with a fixed depth."
             )
         beside = {k: v for k, v in schema.items() if k != "$ref"}
-        return _clean({**defs[ref], **beside}, defs, (*within, ref), where)
+        return _clean_schema({**defs[ref], **beside}, defs, (*within, ref), where)
     clean: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("title", "$defs", "discriminator"):
@@ -206,9 +208,9 @@ def _clean(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where:
         if key in DATA_KEYWORDS:
             clean[key] = value
         elif key in NAMED_KEYWORDS:
-            clean[key] = {n: _clean(s, defs, within, where) for n, s in value.items()}
+            clean[key] = {n: _clean_schema(s, defs, within, where) for n, s in value.items()}
         else:
-            clean[key] = _clean(value, defs, within, where)
+            clean[key] = _clean_schema(value, defs, within, where)
     if "properties" in clean:
         clean.setdefault("additionalProperties", False)
     return clean
@@ -217,11 +219,11 @@ def _clean(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where:
 def _usage(name: str, schema: Mapping[str, Any]) -> str:
     required = schema.get("required", ())
     parts = []
-    for parameter, described in schema.get("properties", {}).items():
+    for parameter, field_options in schema.get("properties", {}).items():
         default = ""
         if parameter not in required:
-            default = f" = {orjson.dumps(described.get('default')).decode()}"
-        parts.append(f"{parameter}: {_type(described)}{default}")
+            default = f" = {orjson.dumps(field_options.get('default')).decode()}"
+        parts.append(f"{parameter}: {_type(field_options)}{default}")
     return shorten(f"{name}({', '.join(parts)})", 160)
 
 
@@ -235,55 +237,55 @@ def _type(schema: Any) -> str:
 
 # -- what agentrl gives ---------------------------------------------------------------------------
 
-TO_CALLS = ("state", "sample", "messages", "sandbox")
-TO_CONSTRUCTORS = ("state", "sample", "sandbox")
+CALL_PARAMETERS = ("state", "sample", "messages", "sandbox")
+CONSTRUCTOR_PARAMETERS = ("state", "sample", "sandbox")
 
 _SEQUENCES = {tuple, list, abc.Sequence, abc.Collection, abc.Iterable}
 
 
-def injected(
+def injected_parameters(
     function: Callable[..., Any],
-    names: Collection[str] = TO_CALLS,
-    models_own: Collection[str] = (),
+    names: Collection[str] = CALL_PARAMETERS,
+    schema_names: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Which of these names a function, or a class's constructor, asks for.
+    """Return which parameters of a function, or of a class's constructor, agentrl fills.
 
     Args:
-        function: as it is written.
-        names: what there is to be had.
-        models_own: names that a schema written by hand offers the model.
+        function: the function or class.
+        names: the names that agentrl can fill.
+        schema_names: names in a schema that the user wrote; the model fills these.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # a constructor written in C, with no signature
+    except ValueError:  # a constructor in C without a signature
         return ()
     return tuple(
         name
         for name in names
         if name in parameters
-        and name not in models_own
+        and name not in schema_names
         and parameters[name].kind in KEYWORD
-        and _fits(name, _annotation(function, name))
+        and _accepts(name, _annotation(function, name))
     )
 
 
 def _annotation(function: Callable[..., Any], name: str) -> Any:
-    """A parameter's annotation; Any where it has none, or one that cannot be evaluated."""
+    """Return the annotation of a parameter; Any if it has none or it cannot be evaluated."""
     code = function.__init__ if isinstance(function, type) else function
     try:
-        return _evaluated(code, {name}).get(name, Any)
+        return _evaluate_annotations(code, {name}).get(name, Any)
     except (NameError, TypeError, SyntaxError, AttributeError):
-        # Imported for type checkers only: the model could not be shown it either.
+        # Imported under TYPE_CHECKING only: no schema could be made of it either.
         return Any
 
 
-def _fits(name: str, annotation: Any) -> bool:
-    """Whether what stands under this name may be what agentrl gives under it."""
+def _accepts(name: str, annotation: Any) -> bool:
+    """Return whether an annotation accepts the value that agentrl passes under this name."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
-        return _fits(name, typing.get_args(annotation)[0])
+        return _accepts(name, typing.get_args(annotation)[0])
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(name, choice) for choice in typing.get_args(annotation))
+        return any(_accepts(name, choice) for choice in typing.get_args(annotation))
     kind = origin or annotation
     if kind is Any or kind is object:
         return True

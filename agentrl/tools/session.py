@@ -1,18 +1,17 @@
-"""The tools of an episode, while it lasts: the one core behind the local toolbox and the server.
+"""The sessions of tools: the core that `LocalToolbox` and the tool server share.
 
-    ToolHost       all open episodes of a process, and how many calls it takes
-      ToolSession  one episode: the functions its row may call, an object per class tool, the
-                   answers given so far
-      Runner       runs one call: waits its turn, holds the deadline, makes a result of whatever
-                   happens
+    ToolHost       all open sessions of a process, and the limit of concurrent calls
+      ToolSession  one episode: the functions that its row lists, one object per class tool, and
+                   the results so far
+      Runner       runs one call: queue, deadline, and a result in every case
 
-A call is known by (episode, turn, index): asked for twice, it runs once, and both get its answer.
-The calls of one object run one after another; an object is made, asked for its reward and closed
-exactly once, whatever happens in between.
+A call is identified by (episode, turn, index). If it is sent twice, it runs once, and both requests
+get the same result. The calls of one object run one after another. Each object is created, asked
+for its reward and closed exactly once, also after errors.
 
-A tool server may consist of several worker processes. Each listens on a port of its own, and a
-client computes which of them an episode stays with (`worker_of`): a process in front of them that
-looks at every call would cost each of them a hop, and be the first thing to be full.
+A tool server may have several worker processes, each on its own port. A client computes which
+worker serves an episode (`worker_number`). A proxy in front of them would add a hop to every call,
+and it would be the first process to be overloaded.
 """
 
 from __future__ import annotations
@@ -29,108 +28,111 @@ from typing import Any
 from agentrl import sandbox
 from agentrl.errors import ToolServerError
 from agentrl.registry import tools
-from agentrl.tools.payloads import canonical, readable, unknown_tool
-from agentrl.tools.runner import QUEUE_SECONDS, Call, Instance, Runner, Waits, call_off
-from agentrl.tools.tool import Tool, lanes_of, schemas_of
+from agentrl.tools.payloads import canonical_json, storable_messages, unknown_tool
+from agentrl.tools.runner import QUEUE_SECONDS, Call, Instance, Runner, Waiters, cancel_waiters
+from agentrl.tools.tool import Tool, schemas_of, serial_groups_of
 from agentrl.tools.validation import SlowCheck
 from agentrl.trajectory import Message, Sample, ToolResult
 
 log = logging.getLogger("agentrl.tools")
 
 IDLE_SECONDS = 1800.0
-"""A session nobody used for so long belongs to a driver that was killed."""
+"""A session that was not used for this long is closed: its trainer was killed."""
 GRACE_SECONDS = 5.0
-"""How long closing an object waits for a call that is still running."""
-REMEMBERED = 10_000
-"""Closed episodes whose reward can be asked for again."""
+"""How long closing an object waits for a call that still runs."""
+MAX_CLOSED_EPISODES = 10_000
+"""How many closed episodes are remembered, so that their reward can be requested again."""
 MAX_CALLS = 1024
-"""Calls at once in a process of a tool server, those that wait for a thread included."""
+"""Limit of concurrent calls in a process of a tool server, including those that wait for a thread.
+"""
 
 
 class UnknownEpisode(ToolServerError):
-    """No such session: it was never opened, is closed already, or its server was started anew."""
+    """There is no such session: it was never opened or is closed, or the server was restarted."""
 
 
 class CallConflict(ToolServerError):
-    """The turn and index of this call were used for another one."""
+    """The turn and index of this call belong to another call."""
 
 
 class SessionConflict(ToolServerError):
-    """The episode is open with other tools or other arguments of their constructors."""
+    """The episode is already open with other tools or other constructor arguments."""
 
 
 class WrongWorker(ToolServerError):
-    """The episode stays with another worker of this server."""
+    """Another worker of this server serves the episode."""
 
 
 class Busy(ToolServerError):
-    """The server has as many calls as it takes; sending this one again a little later may help."""
+    """The server has its maximum of concurrent calls. The call may be sent again later."""
 
 
 class Draining(ToolServerError):
-    """The server is about to stop: calls that run may end, episodes may be closed, no more."""
+    """The server is stopping: running calls may end and episodes may be closed, nothing else."""
 
 
-def worker_of(episode_id: str, count: int) -> int:
-    """The worker's number: CRC-32 of the id's UTF-8 bytes, modulo `count`."""
+def worker_number(episode_id: str, count: int) -> int:
+    """Return the number of an episode's worker: CRC-32 of the id's UTF-8 bytes, modulo `count`."""
     return zlib.crc32(episode_id.encode("utf-8", "replace")) % count
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A worker's place among those of its server."""
+class ShardInfo:
+    """Which of a server's workers this process is."""
 
     ports: tuple[int, ...] = ()
-    """Where the workers listen, by number; none where there is but one."""
+    """The ports of all workers, by number; empty if there is only one worker."""
     number: int = 0
 
-    def elsewhere(self, episode_id: str) -> int:
-        """The port of the worker that the episode stays with; 0 if it is this one."""
+    def other_port(self, episode_id: str) -> int:
+        """Return the port of the worker that serves an episode; 0 if it is this worker."""
         if not self.ports:
             return 0
-        number = worker_of(episode_id, len(self.ports))
+        number = worker_number(episode_id, len(self.ports))
         return 0 if number == self.number else self.ports[number]
 
 
 class ToolSession:
-    """One episode's tools."""
+    """The tools of one episode."""
 
-    def __init__(self, runner: Runner, episode_id: str, sample: Sample, chosen: Sequence[Tool]):
+    def __init__(self, runner: Runner, episode_id: str, sample: Sample, row_tools: Sequence[Tool]):
         self.episode_id = episode_id
         self.sample = sample
         self.last_used = time.monotonic()
         self.calls_running = 0
         self._runner = runner
-        offers = [t.offer for t in chosen]
-        schemas_of(offers)  # refuses functions of the same name
-        self.lanes = lanes_of(offers)
-        self._functions = {f.name: (t, f) for t in chosen for f in t.functions}
-        self._classes = [t for t in chosen if t.is_class]
-        self._made_of: dict[str, dict[str, Any]] = {}
-        """By class tool, the constructor's arguments."""
+        specs = [t.spec for t in row_tools]
+        schemas_of(specs)  # raises if two functions have the same name
+        self.serial_groups = serial_groups_of(specs)
+        self._functions = {f.name: (t, f) for t in row_tools for f in t.functions}
+        self._classes = [t for t in row_tools if t.is_class]
+        self._constructor_arguments: dict[str, dict[str, Any]] = {}
+        """The constructor arguments of each class tool."""
         self._instances: dict[str, Instance] = {}
         self._state: dict[str, Any] = {}
-        self._waits: Waits = set()
+        self._waiters: Waiters = set()
         self._answers: dict[tuple[int, int], tuple[str, bytes, asyncio.Future[ToolResult]]] = {}
-        self._opened_with: bytes = b""
+        self._create_kwargs_json: bytes = b""
         self._opening: asyncio.Task[None] | None = None
 
     async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the objects. Asked again, it waits for those it is making.
+        """Create the objects. A second call waits for the first one.
 
         Raises:
-            SessionConflict: asked again with other `create_kwargs`.
-            DataError: `create_kwargs` are not what a constructor takes.
+            SessionConflict: a second call has other `create_kwargs`.
+            DataError: a constructor does not take its `create_kwargs`.
             UserCodeError: a constructor raised or took too long.
         """
-        # A tool without arguments may be named with none, or not be named.
-        wanted = canonical({tool: dict(kwargs) for tool, kwargs in create_kwargs.items() if kwargs})
-        if self._opened_with and self._opened_with != wanted:
+        # Empty arguments of a tool are the same as none.
+        encoded = canonical_json(
+            {tool: dict(kwargs) for tool, kwargs in create_kwargs.items() if kwargs}
+        )
+        if self._create_kwargs_json and self._create_kwargs_json != encoded:
             raise SessionConflict(
                 f"episode {self.episode_id} is open with other create_kwargs. Use another"
                 " episode_id, or send the same create_kwargs again"
             )
-        self._opened_with = wanted
+        self._create_kwargs_json = encoded
         if not self._classes:
             return
         if self._opening is None:
@@ -140,20 +142,25 @@ class ToolSession:
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         for tool in self._classes:
             own = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
-            self._made_of[tool.name] = {**own, **self._given(tool.made_with)}
+            self._constructor_arguments[tool.name] = {
+                **own,
+                **self._injected_values(tool.constructor_injected),
+            }
         for tool in self._classes:
             if tool.stateful:
-                made = await self._runner.make(tool, self._made_of[tool.name])
-                self._instances[tool.name] = made
+                instance = await self._runner.make(tool, self._constructor_arguments[tool.name])
+                self._instances[tool.name] = instance
 
-    def _given(self, names: Sequence[str], messages: Sequence[Message] = ()) -> dict[str, Any]:
-        """What a function or constructor gets besides its arguments, see `injected`."""
-        given: dict[str, Any] = {"state": self._state, "sample": self.sample}
+    def _injected_values(
+        self, names: Sequence[str], messages: Sequence[Message] = ()
+    ) -> dict[str, Any]:
+        """Return the values of the parameters that agentrl fills, see `injected_parameters`."""
+        values: dict[str, Any] = {"state": self._state, "sample": self.sample}
         if "messages" in names:
-            given["messages"] = readable(messages)
+            values["messages"] = storable_messages(messages)
         if "sandbox" in names:
-            given["sandbox"] = sandbox.current()
-        return {name: given[name] for name in names}
+            values["sandbox"] = sandbox.current()
+        return {name: values[name] for name in names}
 
     async def call(
         self,
@@ -163,32 +170,34 @@ class ToolSession:
         arguments: dict[str, Any],
         messages: Sequence[Message] = (),
     ) -> ToolResult:
-        """The answer to a call, from running it or from having run it.
+        """Run a call, or return its result if it ran before.
 
         Raises:
-            CallConflict: the turn and index were used for another call.
-            ToolServerError: no room, or a tool's own infrastructure is down.
-            UserCodeError: the `reward()` of an object that was made for this call raised.
+            CallConflict: the turn and index belong to another call.
+            ToolServerError: the call could not start, or the tool raised `Infrastructure`.
+            UserCodeError: the `reward()` of an object that was created for this call raised.
         """
-        encoded = canonical(arguments)  # now: the tool may change what it is given
-        known = self._answers.get((turn, index))
-        if known is not None:
-            if known[:2] != (name, encoded):
+        encoded = canonical_json(
+            arguments
+        )  # encoded first, because the tool may change its arguments
+        earlier = self._answers.get((turn, index))
+        if earlier is not None:
+            if earlier[:2] != (name, encoded):
                 raise CallConflict(
-                    f"episode {self.episode_id}: call {index} of turn {turn} was {known[0]!r}"
-                    f" with other arguments, and now is {name!r}"
+                    f"episode {self.episode_id}: call {index} of turn {turn} was sent before"
+                    f" as {earlier[0]!r} with other arguments, and now as {name!r}"
                 )
-            return await asyncio.shield(known[2])
+            return await asyncio.shield(earlier[2])
         answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
         self._answers[turn, index] = (name, encoded, answer)
         self.calls_running += 1
         try:
             answer.set_result(await self._run(name, arguments, encoded, messages))
         except BaseException as e:
-            # Nothing was answered, so asking again may run it.
+            # There is no result, so the same request may run the call again.
             del self._answers[turn, index]
             answer.set_exception(e)
-            answer.exception()  # seen: without a second caller nobody else will look
+            answer.exception()  # marks the exception as retrieved: there may be no second caller
             raise
         finally:
             self.calls_running -= 1
@@ -198,88 +207,90 @@ class ToolSession:
     async def _run(
         self, name: str, arguments: dict[str, Any], encoded: bytes, messages: Sequence[Message]
     ) -> ToolResult:
-        found = self._functions.get(name)
-        if found is None:
+        entry = self._functions.get(name)
+        if entry is None:
             return unknown_tool(name, self._functions)
-        tool, function = found
+        tool, function = entry
         runner = self._runner
         try:
-            given = function.parameters.check(arguments)
+            values = function.parameters.check(arguments)
         except SlowCheck:
-            call = Call(tool, function, arguments, self._waits)
-            checked = await runner.check_in_thread(call)
-            if isinstance(checked, ToolResult):
-                return checked
-            given = checked
+            call = Call(tool, function, arguments, self._waiters)
+            result = await runner.check_in_thread(call)
+            if isinstance(result, ToolResult):
+                return result
+            values = result
         except Exception as e:
-            return runner.refused(tool, name, e)
+            return runner.invalid_arguments_result(tool, name, e)
         if function.injected:
-            given = {**given, **self._given(function.injected, messages)}
-        # Other episodes may wait for a call whose answer is kept.
-        call = Call(tool, function, given, set() if tool.cache else self._waits)
+            values = {**values, **self._injected_values(function.injected, messages)}
+        # A cached call may also serve other episodes, so the end of this one does not cancel it.
+        call = Call(tool, function, values, set() if tool.cache else self._waiters)
         began = time.monotonic()
         if tool.cache:
-            result = await runner.remembered(tool, encoded, lambda: runner.call(call, None))
+            result = await runner.cached_result(tool, encoded, lambda: runner.call(call, None))
         elif tool.scope == "call":
-            result = await runner.call_once(call, self._made_of[tool.name])
+            result = await runner.call_once(call, self._constructor_arguments[tool.name])
         else:
             result = await runner.call(call, self._instances.get(tool.name))
         seconds = time.monotonic() - began
         return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
-    async def close(self, scored: bool = True) -> float:
-        """Ask every object for its reward, then close it; the sum of the rewards.
+    async def close(self, with_reward: bool = True) -> float:
+        """Get the reward of every object, close the objects, and return the sum of the rewards.
 
         Args:
-            scored: whether there is anybody to hear the reward.
+            with_reward: False if nobody needs the reward; then no `reward()` is called.
         """
         if self._opening is not None:
             await asyncio.wait((self._opening,))
-            scored = scored and self._opening.exception() is None
-        ends = [self._end(tool, scored) for tool in self._classes if tool.name in self._instances]
+            with_reward = with_reward and self._opening.exception() is None
+        ends = [
+            self._end(tool, with_reward) for tool in self._classes if tool.name in self._instances
+        ]
         rewards = await asyncio.gather(*ends, return_exceptions=True)
-        call_off(self._waits)  # nobody hears of those calls any more
+        cancel_waiters(self._waiters)  # the results of calls that still run are not needed any more
         for reward in rewards:
             if isinstance(reward, BaseException):
                 raise reward
         return float(sum(r for r in rewards if not isinstance(r, BaseException)))
 
-    async def _end(self, tool: Tool, scored: bool) -> float:
+    async def _end(self, tool: Tool, with_reward: bool) -> float:
         instance = self._instances[tool.name]
         try:
             async with asyncio.timeout(GRACE_SECONDS):
-                await instance.turn.acquire()
+                await instance.lock.acquire()
         except TimeoutError:
             log.warning("tool %r is closed while a call is still running", tool.name)
         try:
-            return await self._runner.reward(tool, instance) if scored else 0.0
+            return await self._runner.reward(tool, instance) if with_reward else 0.0
         finally:
             await self._runner.close_object(tool, instance)
 
 
 class ToolHost:
-    """Every open session of a process. Belongs to one event loop.
+    """All open sessions of a process. Belongs to one event loop.
 
     Args:
-        ran: see `Runner`.
-        place: of this process among the workers of its server.
-        max_calls: calls at once, see `enter`.
+        on_call_end: see `Runner`.
+        shard: which of the server's workers this process is.
+        max_calls: limit of concurrent calls, see `enter`.
     """
 
     def __init__(
         self,
-        ran: Callable[[str, float, float], None] | None = None,
+        on_call_end: Callable[[str, float, float], None] | None = None,
         *,
-        place: Place = Place(),
+        shard: ShardInfo = ShardInfo(),
         max_calls: float = math.inf,
     ):
-        self.place = place
+        self.shard = shard
         self.calls_in_flight = 0
-        """Calls that were let in and have no answer yet."""
-        self.draining = False
-        """Whether this process is about to stop: sessions and calls are refused."""
+        """Number of calls between `enter` and `leave`."""
+        self.is_draining = False
+        """Whether this process is stopping: new sessions and calls are refused."""
         self._max_calls = max_calls
-        self._runner = Runner(ran)
+        self._runner = Runner(on_call_end)
         self._sessions: dict[str, ToolSession] = {}
         self._closings: dict[str, asyncio.Task[float]] = {}
 
@@ -287,103 +298,103 @@ class ToolHost:
         return len(self._sessions)
 
     def enter(self) -> None:
-        """Let a call in, and count it until `leave`.
+        """Count a call until `leave`.
 
         Raises:
-            Draining: the server stops.
-            Busy: there are as many calls as may be.
+            Draining: the server is stopping.
+            Busy: the server has its maximum of concurrent calls.
         """
-        self._refuse_if_draining()
+        self._check_not_draining()
         if self.calls_in_flight >= self._max_calls:
             raise Busy(
-                f"the tool server has {self.calls_in_flight} calls in flight, and takes no more"
+                f"the tool server has {self.calls_in_flight} calls in flight, which is its maximum"
             )
         self.calls_in_flight += 1
 
     def leave(self) -> None:
-        """Stop counting a call: it was answered."""
+        """Stop counting a call."""
         self.calls_in_flight -= 1
 
-    def _refuse_if_draining(self) -> None:
-        if self.draining:
-            raise Draining("the tool server is about to stop")
+    def _check_not_draining(self) -> None:
+        if self.is_draining:
+            raise Draining("the tool server is stopping")
 
-    def _check_place(self, episode_id: str) -> None:
-        if port := self.place.elsewhere(episode_id):
-            raise WrongWorker(f"episode {episode_id} stays with the worker at port {port}")
+    def _check_shard(self, episode_id: str) -> None:
+        if port := self.shard.other_port(episode_id):
+            raise WrongWorker(f"the worker at port {port} serves episode {episode_id}")
 
     async def open(
         self, episode_id: str, sample: Sample, create_kwargs: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Open an episode with the tools its row names; opened twice, it is the same session.
+        """Open an episode with the tools of its row. Opening it again returns the same session.
 
         Raises:
-            Draining: the server stops.
-            WrongWorker: the episode stays with another process.
+            Draining: the server is stopping.
+            WrongWorker: another process serves the episode.
             SessionConflict: it is open with other tools or `create_kwargs`.
-            UserError: an unknown tool, or `create_kwargs` its constructor does not take.
+            UserError: a tool is unknown, or its constructor does not take the `create_kwargs`.
             UserCodeError: a constructor raised or took too long.
         """
-        self._refuse_if_draining()
-        self._check_place(episode_id)
+        self._check_not_draining()
+        self._check_shard(episode_id)
         session = self._sessions.get(episode_id)
         if session is None:
             if episode_id in self._closings:
                 raise UnknownEpisode(f"episode {episode_id} is closed already")
-            chosen = [tools.get(name) for name in dict.fromkeys(sample.tools)]
-            session = ToolSession(self._runner, episode_id, sample, chosen)
+            row_tools = [tools.get(name) for name in dict.fromkeys(sample.tools)]
+            session = ToolSession(self._runner, episode_id, sample, row_tools)
             self._sessions[episode_id] = session
         elif {*sample.tools} != {*session.sample.tools}:
             raise SessionConflict(
-                f"episode {episode_id} is open with the tools {[*session.sample.tools]}, and now is"
-                f" to be opened with {[*sample.tools]}. Use another episode_id"
+                f"episode {episode_id} is open with the tools {[*session.sample.tools]}, and cannot"
+                f" be opened with {[*sample.tools]}. Use another episode_id"
             )
         await session.open(create_kwargs)
 
-    def lanes(self, episode_id: str) -> dict[str, str] | None:
-        """The functions whose calls run one after another, see `lanes_of`; None if not open."""
+    def serial_groups(self, episode_id: str) -> dict[str, str] | None:
+        """Return the result of `serial_groups_of` for an episode; None if it is not open."""
         session = self._sessions.get(episode_id)
-        return None if session is None else session.lanes
+        return None if session is None else session.serial_groups
 
     def session(self, episode_id: str) -> ToolSession:
         """Return the open session of an episode.
 
         Raises:
-            WrongWorker: the episode stays with another process.
+            WrongWorker: another process serves the episode.
             UnknownEpisode: it is not open.
         """
-        self._check_place(episode_id)
+        self._check_shard(episode_id)
         try:
             return self._sessions[episode_id]
         except KeyError:
             raise UnknownEpisode(f"episode {episode_id} is not open") from None
 
-    async def close(self, episode_id: str, scored: bool = True) -> float:
-        """Close an episode, also where the caller gives up waiting; its class tools' reward.
+    async def close(self, episode_id: str, with_reward: bool = True) -> float:
+        """Close an episode and return the sum of its class tools' rewards.
 
-        Asked again, it gives the same answer.
+        It is closed even if the caller is cancelled. A second call returns the same reward.
 
         Args:
-            episode_id: of an open one, or one that was closed.
-            scored: whether the reward is asked for.
+            episode_id: an episode that is open or was closed.
+            with_reward: False if nobody needs the reward.
 
         Raises:
-            UnknownEpisode: never opened, or closed long ago.
-            WrongWorker: the episode stays with another process.
-            UserCodeError: a `reward()` raised; everything is closed all the same.
+            UnknownEpisode: it was never opened, or was closed long ago.
+            WrongWorker: another process serves the episode.
+            UserCodeError: a `reward()` raised. All objects are closed nevertheless.
         """
         closing = self._closings.get(episode_id)
         if closing is None:
             session = self.session(episode_id)
             del self._sessions[episode_id]
-            closing = asyncio.create_task(session.close(scored))
+            closing = asyncio.create_task(session.close(with_reward))
             self._closings[episode_id] = closing
-            if len(self._closings) > REMEMBERED:
+            if len(self._closings) > MAX_CLOSED_EPISODES:
                 del self._closings[next(iter(self._closings))]
         return await asyncio.shield(closing)
 
-    async def reap(self) -> None:
-        """Forever: close the sessions that nobody uses any more."""
+    async def close_idle_sessions(self) -> None:
+        """Close sessions that are not used any more. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(min(IDLE_SECONDS / 4, 60.0))
             oldest = time.monotonic() - IDLE_SECONDS
@@ -393,18 +404,18 @@ class ToolHost:
                 if s.last_used < oldest and not s.calls_running
             ]
             if idle:
-                log.warning("closing %d sessions that were left open", len(idle))
+                log.warning("closing %d idle sessions", len(idle))
                 await asyncio.gather(*map(self.close, idle), return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Close every session, whose reward nobody asks for any more, and let the threads go."""
-        closings = [self.close(episode_id, scored=False) for episode_id in [*self._sessions]]
+        """Close every session without asking for its reward, and let the threads end."""
+        closings = [self.close(episode_id, with_reward=False) for episode_id in [*self._sessions]]
         await asyncio.gather(*closings, return_exceptions=True)
         running = [c for c in self._closings.values() if not c.done()]
         await asyncio.gather(*running, return_exceptions=True)
         self._runner.close()
 
 
-def patience(timeout: float) -> float:
-    """The longest that a call to a tool with this timeout can take to be answered, in seconds."""
+def max_answer_seconds(timeout: float) -> float:
+    """Return the longest time until a call is answered, for a tool with this timeout."""
     return 2 * QUEUE_SECONDS + timeout

@@ -1,12 +1,12 @@
-"""`@tool`: a function, or a class whose objects live for one episode, becomes something to call.
+"""`@tool` registers a function, or a class with one object per episode, as a tool.
 
-A function stays the plain function it was. What the framework needs to know stands beside it, in
-a frozen `Tool` in the registry. A dataset row lists tools by name; one tool may offer the model
-several functions:
+A function stays the plain function that it was. What agentrl knows about it is stored in a frozen
+`Tool` in the registry. A dataset row lists tools by name. One tool may offer several functions to
+the model:
 
-    @tool function    one function, under the tool's name
-    @tool class       one per public method, under the method's name; `__call__` goes by the tool's
-                      name. `reward` and `close` are the framework's to call, never the model's
+    @tool function    one function, with the name of the tool
+    @tool class       one function per public method, with the name of the method; `__call__` has
+                      the name of the tool. Only agentrl calls `reward` and `close`
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from typing import Any, Literal, TypeVar, get_args, overload
 
 from agentrl.errors import DataError, UserError
 from agentrl.registry import tools
-from agentrl.signatures import find_argument_problems, locate, identify
+from agentrl.signatures import find_argument_problems, identify, locate
 from agentrl.tools.payloads import Parameters
-from agentrl.tools.schema import TO_CONSTRUCTORS, adopt, describe, injected
+from agentrl.tools.schema import (
+    CONSTRUCTOR_PARAMETERS,
+    describe_function,
+    injected_parameters,
+    parameters_from_schema,
+)
 from agentrl.trajectory import Sample
 from agentrl.workers.processes import START_SECONDS
 
@@ -34,103 +39,104 @@ DEFAULT_TIMEOUT = 30.0
 DEFAULT_RETRIES = 2
 Scope = Literal["episode", "call"]
 HOOKS = ("reward", "close")
-OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A tool as those see it who do not run it."""
+class ToolSpec:
+    """The description of a tool for those who call it but do not run it."""
 
     name: str
-    """What a dataset row lists."""
+    """The name that a dataset row lists."""
     schemas: Sequence[dict[str, Any]]
-    """OpenAI function schemas: what the model may call."""
+    """OpenAI function schemas of the functions that the model may call."""
     timeout: float
-    """Seconds a call may take once it runs."""
+    """How long a call may run, in seconds."""
     stateful: bool
-    """Whether the calls of an episode share an object, and so run one after another."""
+    """Whether the calls of an episode share an object. Then they run one after another."""
     injected: Sequence[str] = ()
-    """What of the episode it is given: of `state`, `sample`, `messages`, `sandbox`."""
+    """The parameters that agentrl fills: some of `state`, `sample`, `messages`, `sandbox`."""
 
     @property
     def wants_row(self) -> bool:
-        """Whether anything of it looks at the row."""
+        """Whether the tool receives the dataset row."""
         return self.stateful or "sample" in self.injected
 
     @property
     def functions(self) -> list[str]:
-        """The names the model calls."""
+        """The names that the model calls."""
         return [s["function"]["name"] for s in self.schemas]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolFunction:
-    """One function a model may call."""
+    """One function that a model may call."""
 
     name: str
     attribute: str
-    """The method of a class tool; "" where the tool is the function."""
+    """The name of the method of a class tool; "" if the tool is a function."""
     schema: dict[str, Any]
-    """OpenAI's function form, as chat templates take it."""
+    """OpenAI function schema, as chat templates take it."""
     parameters: Parameters
     is_async: bool = False
     injected: tuple[str, ...] = ()
-    """What of the episode it is given, see `agentrl.tools.schema`."""
+    """The parameters that agentrl fills, see `agentrl.tools.schema`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool:
-    """What a dataset row names in `tools`: a function, or a class made once per episode."""
+    """A tool that dataset rows can name: a function, or a class with one object per episode."""
 
     name: str
     target: Callable[..., Any]
     functions: tuple[ToolFunction, ...]
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds a call may take; also a constructor, `reward` and `close`."""
+    """How long a call may take, in seconds. Also the limit of a constructor, `reward` and `close`.
+    """
     idempotent: bool = False
-    """Running a call again does no harm."""
+    """Running a call twice has the same effect as running it once."""
     retries: int = 0
-    """How often a call that failed with anything but `ToolError` is tried again, within its
-    timeout."""
+    """How often a failed call is repeated within its timeout. A call that raises `ToolError` is
+    not."""
     max_concurrency: int = 0
-    """Calls running at once, over all episodes of a process; 0 sets no limit."""
+    """Limit of concurrent calls of all episodes in a process; 0 means no limit."""
     rate_limit: float = 0.0
-    """Calls a second, over all episodes of a process; 0 sets no limit."""
+    """Limit of calls per second of all episodes in a process; 0 means no limit."""
     cache: bool = False
-    """Equal arguments get the equal answer, in all episodes of a process."""
+    """Calls with equal arguments share one result, in all episodes of a process."""
     scope: Scope = "episode"
-    """How long a class tool's object lives."""
+    """How long an object of a class tool lives."""
     process: bool = False
-    """Runs in a worker process, which is killed at the deadline."""
+    """The function runs in a worker process, which is killed at the deadline."""
     hooks: tuple[str, ...] = ()
-    """Which of `reward` and `close` a class tool has."""
-    made_with: tuple[str, ...] = ()
-    """What of the episode a class tool's constructor is given."""
+    """The hooks that a class tool has: some of `reward` and `close`."""
+    constructor_injected: tuple[str, ...] = ()
+    """The parameters of a class tool's constructor that agentrl fills."""
 
     @property
     def is_class(self) -> bool:
-        """Whether objects of it are made, with the row's `create_kwargs`."""
+        """Whether the tool is a class. Its objects are created with the row's `create_kwargs`."""
         return isinstance(self.target, type)
 
     @property
     def stateful(self) -> bool:
-        """Whether the calls of an episode share an object, and so run one after another."""
+        """Whether the calls of an episode share an object. Then they run one after another."""
         return self.is_class and self.scope == "episode"
 
     @property
     def injected(self) -> frozenset[str]:
-        """What of the episode it is given, by whichever of its functions or its constructor."""
-        return frozenset(self.made_with).union(*(f.injected for f in self.functions))
+        """The parameters that agentrl fills, of all functions and the constructor."""
+        return frozenset(self.constructor_injected).union(*(f.injected for f in self.functions))
 
     @property
-    def offer(self) -> Offer:
-        """The part that others need to know."""
-        # Where a call makes its object and ends it, it may take all of their deadlines.
+    def spec(self) -> ToolSpec:
+        """The description of the tool for those who call it."""
+        # A call that creates an object and closes it may use the timeout of each of these steps.
         steps = 4 if self.is_class and self.scope == "call" else 1
-        return Offer(
+        return ToolSpec(
             self.name,
             [f.schema for f in self.functions],
             self.timeout * steps + (START_SECONDS if self.process else 0.0),
@@ -139,12 +145,14 @@ class Tool:
         )
 
     def arguments(self, create_kwargs: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-        """The constructor's arguments that come from the row.
+        """Return the constructor arguments of a row.
 
         Raises:
             DataError: the constructor does not take them.
         """
-        problems = find_argument_problems(self.target, create_kwargs, injected=self.made_with)
+        problems = find_argument_problems(
+            self.target, create_kwargs, injected=self.constructor_injected
+        )
         if problems:
             raise DataError(
                 f"row {sample.row} (id {sample.id!r}): create_kwargs of the tool {self.name!r}:"
@@ -153,35 +161,35 @@ class Tool:
         return dict(create_kwargs)
 
 
-def schemas_of(offers: Sequence[Offer]) -> list[dict[str, Any]]:
-    """The schemas of several tools together.
+def schemas_of(specs: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """Return the function schemas of several tools.
 
     Raises:
         UserError: two of them offer a function of the same name.
     """
     owners: dict[str, str] = {}
-    for offer in offers:
-        for function in offer.functions:
-            owner = owners.setdefault(function, offer.name)
-            if owner != offer.name:
+    for spec in specs:
+        for function in spec.functions:
+            owner = owners.setdefault(function, spec.name)
+            if owner != spec.name:
                 raise UserError(
-                    f"the tools {owner!r} and {offer.name!r} both offer a function {function!r}."
-                    " Rename one, or do not give a row both."
+                    f"the tools {owner!r} and {spec.name!r} both offer a function {function!r}."
+                    " Rename one, or do not list both in a row."
                 )
-    return [schema for offer in offers for schema in offer.schemas]
+    return [schema for spec in specs for schema in spec.schemas]
 
 
-def lanes_of(offers: Sequence[Offer]) -> dict[str, str]:
-    """By function, what its calls share with others' in the episode: those run one after another.
+def serial_groups_of(specs: Sequence[ToolSpec]) -> dict[str, str]:
+    """Return the serial group of each function. Calls of one group run one after another.
 
-    That is the object of a class tool, or the episode's `state` (""). So a turn's calls have the
-    same outcome every time.
+    Functions are in a group because they share the object of a class tool or the episode's `state`
+    (group ""). So the calls of a turn have the same results in every run.
     """
     return {
-        function: "" if "state" in offer.injected else offer.name
-        for offer in offers
-        if offer.stateful or "state" in offer.injected
-        for function in offer.functions
+        function: "" if "state" in spec.injected else spec.name
+        for spec in specs
+        if spec.stateful or "state" in spec.injected
+        for function in spec.functions
     }
 
 
@@ -219,7 +227,7 @@ def tool(
     process: bool = False,
     schema: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Register a function or class as a tool, and hand it back unchanged.
+    """Register a function or class as a tool and return it unchanged.
 
     Example::
 
@@ -229,30 +237,32 @@ def tool(
         @tool(timeout=20, idempotent=True, max_concurrency=8)
         async def search(query: str, k: int = 3) -> str: ...
 
-    What a tool returns is text, anything JSON holds, or a `ToolResult`. It refuses input by raising
-    `ToolError`, which the model reads. Parameters named `state`, `sample`, `messages` and `sandbox`
-    are given by agentrl, see `agentrl.tools.schema`.
+    A tool returns text, any JSON value or a `ToolResult`. It raises `ToolError` to refuse an input;
+    the model reads the message. agentrl fills the parameters named `state`, `sample`, `messages`
+    and `sandbox`, see `agentrl.tools.schema`.
 
     Args:
-        target: the function or class, where the decorator stands without parentheses.
-        name: what rows list; the function's name, or the class's in snake_case, if empty.
-        timeout: seconds a call may take.
-        idempotent: running a call again does no harm, so that a failed one may be repeated.
-        retries: how often a call that failed with anything but `ToolError` is tried again, within
-            its timeout; by default twice where it is idempotent.
-        max_concurrency: calls running at once in a process; 0 sets no limit.
-        rate_limit: calls a second in a process, evenly spread; 0 sets no limit. Waiting for it does
-            not count as the call's time.
-        cache: equal arguments get the equal answer, and calls that wait for it share one run. For
-            idempotent functions that need nothing of the episode.
-        scope: how long a class's object lives: for the "episode", or for one "call".
-        process: run it in a worker process, which is killed at the deadline: for what may hang in
-            C, crash or eat memory. Functions only.
-        schema: OpenAI function schema to use in place of the signature's. Functions only.
+        target: the function or class, if the decorator is used without parentheses.
+        name: the name that dataset rows list. By default the name of the function, or the name of
+            the class in snake_case.
+        timeout: how long a call may take, in seconds.
+        idempotent: running a call twice has the same effect as running it once, so a failed call
+            may be repeated.
+        retries: how often a failed call is repeated within its timeout. A call that raises
+            `ToolError` is not repeated. By default 2 if the tool is idempotent, else 0.
+        max_concurrency: limit of concurrent calls in a process; 0 means no limit.
+        rate_limit: limit of calls per second in a process, evenly spread; 0 means no limit. The
+            wait does not count as the call's time.
+        cache: calls with equal arguments share one result. For idempotent functions that receive
+            nothing of the episode.
+        scope: how long an object of a class lives: for the "episode" or for one "call".
+        process: run the function in a worker process, which is killed at the deadline. For code
+            that may hang in C, crash or use much memory. Functions only.
+        schema: an OpenAI function schema, used instead of the signature. Functions only.
 
     Raises:
-        UserError: nothing a model could call: the message says what and where.
-        RegistryError: another tool has the name.
+        UserError: a model cannot call this. The message says why and where.
+        RegistryError: another tool has this name.
     """
     options = {
         "timeout": timeout,
@@ -266,84 +276,97 @@ def tool(
     }
 
     def register(target: T) -> T:
-        record = _record(target, name, schema, options)
+        record = _make_record(target, name, schema, options)
         tools.add(record.name, record)
         return target
 
     return register if target is None else register(target)
 
 
-def _record(
+def _make_record(
     target: Callable[..., Any],
     name: str,
     schema: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Tool:
-    made: Mapping[str, Any] = {}
+    class_fields: Mapping[str, Any] = {}
     if isinstance(target, type):
         if schema is not None:
-            raise UserError(f"@tool on {identify(target)}: schema= is for functions, not for classes")
-        name = name or _snake(target.__name__)
+            raise UserError(
+                f"@tool on {identify(target)}: schema= is for functions, not for classes"
+            )
+        name = name or _snake_case(target.__name__)
         functions = _methods(target, name)
-        made = {"hooks": _hooks(target), "made_with": injected(target, TO_CONSTRUCTORS)}
+        class_fields = {
+            "hooks": _hooks(target),
+            "constructor_injected": injected_parameters(target, CONSTRUCTOR_PARAMETERS),
+        }
     elif inspect.isfunction(target):
         if schema is None:
             name = name or target.__name__
-            functions = (_function(target, name, ""),)
+            functions = (_function_from_signature(target, name, ""),)
         else:
-            function = _handmade(target, name, schema)
+            function = _function_from_schema(target, name, schema)
             name, functions = function.name, (function,)
     else:
-        raise UserError(f"@tool goes on a function or a class, not on {identify(target)}")
+        raise UserError(f"@tool is for functions and classes, not for {identify(target)}")
     _check_name(name, target)
-    record = Tool(name, target, functions, **options, **made)
-    problems = [*_problems(record)]
+    record = Tool(name, target, functions, **options, **class_fields)
+    problems = [*_option_problems(record)]
     if problems:
         raise UserError(f"@tool on {identify(target)}: {'; '.join(problems)}")
     return record
 
 
-def _function(
+def _function_from_signature(
     function: types.FunctionType, name: str, attribute: str, bound: bool = False
 ) -> ToolFunction:
     _check_name(name, function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(
-            f"the tool function {name!r} ({locate(function)}) is a generator: return all of the"
-            " result instead"
+            f"the tool function {name!r} ({locate(function)}) is a generator: return the"
+            " whole result instead"
         )
-    given = injected(function)
-    description, parameters = describe(function, name, bound=bound, given=given)
+    injected = injected_parameters(function)
+    description, parameters = describe_function(function, name, bound=bound, excluded=injected)
     if not description:
-        log.warning("tool function %r has no docstring: the model reads its name only", name)
+        log.warning("tool function %r has no docstring: the model only sees its name", name)
     schema = {"name": name, "description": description, "parameters": parameters.schema}
-    shown = {"type": "function", "function": schema}
+    function_schema = {"type": "function", "function": schema}
     is_async = inspect.iscoroutinefunction(function)
-    return ToolFunction(name, attribute, shown, parameters, is_async, given)
+    return ToolFunction(name, attribute, function_schema, parameters, is_async, injected)
 
 
-def _handmade(function: types.FunctionType, name: str, schema: Mapping[str, Any]) -> ToolFunction:
-    """A function whose schema the user wrote."""
+def _function_from_schema(
+    function: types.FunctionType, name: str, schema: Mapping[str, Any]
+) -> ToolFunction:
+    """Return the `ToolFunction` of a function whose schema the user wrote."""
     where = f"@tool(schema=...) at {locate(function)}"
-    written = schema.get("function")
-    if not isinstance(written, Mapping) or not isinstance(written.get("parameters"), Mapping):
+    user_schema = schema.get("function")
+    if not isinstance(user_schema, Mapping) or not isinstance(
+        user_schema.get("parameters"), Mapping
+    ):
         raise UserError(
             f'{where}: expected {{"type": "function", "function": {{"name": ..., "parameters":'
             f' {{"type": "object", ...}}}}}}, got {dict(schema)}'
         )
-    name = name or written.get("name") or function.__name__
-    if written.get("name", name) != name:
-        raise UserError(f"{where}: the schema is called {written['name']!r}, the tool {name!r}")
-    parameters = adopt(written["parameters"], name, where)
-    shown = {**written, "name": name, "parameters": parameters.schema}
-    given = injected(function, models_own=parameters.schema.get("properties", {}))
-    shown = {"type": "function", "function": shown}
-    return ToolFunction(name, "", shown, parameters, inspect.iscoroutinefunction(function), given)
+    name = name or user_schema.get("name") or function.__name__
+    if user_schema.get("name", name) != name:
+        raise UserError(
+            f"{where}: the schema has the name {user_schema['name']!r}, but the tool has {name!r}"
+        )
+    parameters = parameters_from_schema(user_schema["parameters"], name, where)
+    function_schema = {**user_schema, "name": name, "parameters": parameters.schema}
+    injected = injected_parameters(function, schema_names=parameters.schema.get("properties", {}))
+    function_schema = {"type": "function", "function": function_schema}
+    return ToolFunction(
+        name, "", function_schema, parameters, inspect.iscoroutinefunction(function), injected
+    )
 
 
 def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
-    """The functions of a class tool, base classes' first, in the order they are written."""
-    found = []
+    """Return the functions of a class tool in source order, those of base classes first."""
+    functions = []
     for attribute in _attributes(cls):
         if attribute in HOOKS or (attribute.startswith("_") and attribute != "__call__"):
             continue
@@ -353,61 +376,62 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
         else:
             function, bound = method, True
         if inspect.isfunction(function):
-            called = name if attribute == "__call__" else attribute
-            if called in [f.name for f in found]:
+            function_name = name if attribute == "__call__" else attribute
+            if function_name in [f.name for f in functions]:
                 raise UserError(
-                    f"the class tool {name!r} ({identify(cls)}) offers two functions {called!r}: its"
-                    " __call__ goes by the tool's name. Rename the method, or give the tool a name="
+                    f"the class tool {name!r} ({identify(cls)}) offers two functions"
+                    f" {function_name!r}: its __call__ has the name of the tool. Rename the"
+                    " method, or set name= of the tool"
                 )
-            found.append(_function(function, called, attribute, bound))
-    if not found:
+            functions.append(_function_from_signature(function, function_name, attribute, bound))
+    if not functions:
         raise UserError(
-            f"the class tool {name!r} ({identify(cls)}) offers nothing to call:"
+            f"the class tool {name!r} ({identify(cls)}) has no function to call:"
             f" it needs a public method other than {' and '.join(HOOKS)}"
         )
-    return tuple(found)
+    return tuple(functions)
 
 
 def _hooks(cls: type) -> tuple[str, ...]:
-    """Which of `reward` and `close` it has: methods to be called with nothing."""
+    """Return which of `reward` and `close` a class has, and check that they need no arguments."""
     hooks = tuple(h for h in HOOKS if h in _attributes(cls))
     for hook in hooks:
         method = getattr(cls, hook)
         if callable(method):
             own = inspect.isfunction(inspect.getattr_static(cls, hook))
-            taken = list(inspect.signature(method).parameters.values())[1 if own else 0 :]
-            if all(p.default is not p.empty or p.kind in OPEN_ENDED for p in taken):
+            parameters = list(inspect.signature(method).parameters.values())[1 if own else 0 :]
+            if all(p.default is not p.empty or p.kind in VARIADIC for p in parameters):
                 continue
         raise UserError(
-            f"the class tool {cls.__name__!r} ({identify(cls)}): {hook} is a method that agentrl calls"
-            " without arguments at the end of an episode, never the model. Give yours another name,"
-            " or defaults to its parameters."
+            f"the class tool {cls.__name__!r} ({identify(cls)}): {hook} is a method that agentrl"
+            " calls without arguments at the end of an episode, never the model. Rename yours, or"
+            " give all its parameters defaults."
         )
     return hooks
 
 
 def _attributes(cls: type) -> dict[str, None]:
-    """What a class and its bases define, in order; `object` aside."""
+    """Return the attributes of a class and its bases in order, without those of `object`."""
     return dict.fromkeys(a for c in reversed(cls.__mro__[:-1]) for a in vars(c))
 
 
 def _check_name(name: str, target: Any) -> None:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"a tool cannot be called {name!r} ({identify(target)}): letters, digits, _ and -,"
+            f"{name!r} ({identify(target)}) is not a valid tool name: use letters, digits, _ and -,"
             " starting with a letter or _, at most 64 characters"
         )
 
 
-def _snake(name: str) -> str:
-    """`NoteBook` → `note_book`, `HTTPSearch` → `http_search`."""
+def _snake_case(name: str) -> str:
+    """Convert a class name: `NoteBook` to `note_book`, `HTTPSearch` to `http_search`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _problems(tool: Tool) -> Iterator[str]:
-    """Yield why the options of a tool cannot be kept, or do not fit together."""
+def _option_problems(tool: Tool) -> Iterator[str]:
+    """Yield what is wrong with the options of a tool."""
     if not 0 < tool.timeout < math.inf:
-        yield f"timeout={tool.timeout} must be above 0 seconds"
+        yield f"timeout={tool.timeout} must be greater than 0 seconds"
     if tool.retries < 0:
         yield f"retries={tool.retries} must be at least 0"
     if tool.max_concurrency < 0:
@@ -419,8 +443,7 @@ def _problems(tool: Tool) -> Iterator[str]:
 
     if tool.retries and not tool.idempotent:
         yield (
-            f"retries={tool.retries} runs a failed call again: say idempotent=True if that does no"
-            " harm"
+            f"retries={tool.retries} repeats failed calls: set idempotent=True if this is harmless"
         )
     if tool.scope == "call" and not tool.is_class:
         yield "scope='call' is for classes: a function keeps nothing between calls"
@@ -428,24 +451,26 @@ def _problems(tool: Tool) -> Iterator[str]:
         if tool.is_class:
             yield "cache=True is for functions: an object's answers depend on its earlier calls"
         elif not tool.idempotent:
-            yield "cache=True leaves calls out: say idempotent=True if that does no harm"
+            yield "cache=True skips repeated calls: set idempotent=True if this is harmless"
         of_episode = sorted(tool.injected - {"sandbox"})
         if of_episode and not tool.is_class:
             yield (
-                f"cache=True gives one episode's answer to another, but it takes"
+                f"cache=True shares results between episodes, but the function takes"
                 f" {' and '.join(of_episode)}"
             )
     if tool.process:
         if tool.is_class:
             yield "process=True is for functions: an object lives in this process"
         elif "." in tool.target.__qualname__ or tool.target.__module__ == "__main__":
-            # Its module is still being loaded: a worker looks for it when it is there.
+            # Its module is still being imported, so the name cannot be looked up here, only
+            # checked.
             yield (
-                "process=True needs a function that the worker finds by its name: define it at the"
-                " top level of a file of its own"
+                "process=True needs a function that the worker can import by its name: define it at"
+                " the top level of a file"
             )
-        stays = sorted(tool.injected - {"sample"})
-        if stays and not tool.is_class:
+        unpicklable = sorted(tool.injected - {"sample"})
+        if unpicklable and not tool.is_class:
             yield (
-                f"process=True cannot hand {' and '.join(stays)} to another process, only `sample`"
+                f"process=True cannot pass {' and '.join(unpicklable)} to another process,"
+                " only `sample`"
             )

@@ -1,9 +1,9 @@
-"""Check arguments against a JSON schema in bounded time.
+"""Validates arguments against a JSON schema in bounded time.
 
-A model writes the arguments, and a schema may hold patterns, unions and references whose cost grows
-exponentially with them. So every keyword looks at the clock, patterns are searched by the `regex`
-package, which can be stopped, and `uniqueItems` is linear. A check first runs on the event loop for
-`LOOP_SECONDS`. If that is too short, the caller runs it again in a thread.
+A model writes the arguments, and the cost of patterns, unions and references in a schema can grow
+exponentially with them. So every keyword checks the clock, patterns are matched by the package
+`regex`, which can be interrupted, and `uniqueItems` takes linear time. Validation first runs on the
+event loop for `LOOP_SECONDS`. If this is too short, the caller repeats it in a thread.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 LOOP_SECONDS = 0.002
-"""CPU time that a check may take on the event loop."""
+"""Limit of CPU time on the event loop."""
 LOOP_BYTES = 4096
-"""Arguments with more bytes of JSON are checked in a thread at once."""
+"""Arguments with more bytes of JSON are validated in a thread from the start."""
 BASE_SECONDS = 0.05
 SECONDS_PER_BYTE = 1e-5
-"""CPU time that a check may take in a thread: `BASE_SECONDS`, and this for each byte of JSON. A
-linear check needs a third of it at most."""
+"""Limit of CPU time in a thread: `BASE_SECONDS`, plus this for each byte of JSON. Validation in
+linear time needs at most a third of it."""
 WORK_SECONDS = 0.001
 PAUSE_SECONDS = 0.0001
-"""A check in a thread sleeps so long after so much CPU time, or the event loop would be slow."""
+"""In a thread, validation sleeps for `PAUSE_SECONDS` after each `WORK_SECONDS` of CPU time.
+Otherwise it would slow down the event loop."""
 MAX_ERRORS = 100
-"""A check stops after so many errors: the model reads three."""
+"""Validation stops after this many errors. The model reads three."""
 
 DATA_KEYWORDS = {"default", "enum", "const", "examples"}
 """Keywords whose values are data, not schemas."""
 NAMED_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-"""Keywords whose values are schemas by name."""
+"""Keywords whose values map names to schemas."""
 
 _Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
 
 
 class SlowCheck(Exception):
-    """A check needs more CPU time than it was given.
+    """Validation reached its limit of CPU time.
 
     If it ran on the event loop, run `Parameters.check_in_thread` in a thread.
     """
 
 
 class Validator:
-    """A compiled JSON schema of draft 2020-12, without its root's `$schema`.
+    """A compiled JSON schema of draft 2020-12. `$schema` at its root is ignored.
 
     Args:
-        schema: an object schema. Its references must stay within it.
+        schema: the schema of an object. Its references must point into itself.
 
     Raises:
         ValueError: it is not such a schema, or its cost cannot be bounded.
@@ -70,48 +71,49 @@ class Validator:
         try:
             _Bounded.check_schema(schema, format_checker=_FORMATS)
         except SchemaError as e:
-            raise ValueError(f"it is not a JSON schema: {e.message}") from e
+            raise ValueError(f"it is not a valid JSON schema: {e.message}") from e
         _refuse_unbounded(schema)
         self._validator = _Bounded(schema, registry=Registry())
         try:
             self.errors({}, BASE_SECONDS)
         except RecursionError:
-            raise ValueError("a $ref leads back to itself") from None
+            raise ValueError("a $ref points to itself") from None
 
     def errors(self, value: Any, seconds: float, *, pauses: bool = False) -> list[ValidationError]:
-        """Return the first errors of a value; none where it is valid.
+        """Return the first errors of a value; an empty list if it is valid.
 
         Args:
-            value: what JSON can hold.
-            seconds: CPU time of this thread that the check may take.
-            pauses: let other threads run every millisecond. Python would make them wait for 5 ms.
+            value: a JSON value.
+            seconds: limit of this thread's CPU time.
+            pauses: let other threads run every millisecond. By default Python lets them wait for 5
+                ms.
 
         Raises:
-            SlowCheck: the time was over before an error was found.
+            SlowCheck: the time limit was reached before an error was found.
             RecursionError: the value is nested too deeply.
         """
         _clock.end = time.thread_time() + seconds
         _clock.pause = 0.0 if pauses else math.inf
-        found: list[ValidationError] = []
+        errors: list[ValidationError] = []
         try:
             for error in itertools.islice(self._validator.iter_errors(value), MAX_ERRORS):
-                found.append(error)
+                errors.append(error)
         except SlowCheck:
-            if not found:
+            if not errors:
                 raise
-        return found
+        return errors
 
 
 def thread_seconds(size: int) -> float:
-    """Return the CPU time that a check of so many bytes may take in a thread."""
+    """Return the limit of CPU time in a thread for arguments of `size` bytes."""
     return BASE_SECONDS + SECONDS_PER_BYTE * size
 
 
 def subschemas(schema: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yield the depth and the content of a schema and of all schemas within it.
+    """Yield a schema and all schemas within it, each with its depth, from the outside in.
 
-    Those of unknown keywords are included. What is removed from one before the next is asked for is
-    not looked at.
+    Values of unknown keywords are included. The caller may remove keys of a yielded schema; removed
+    parts are not visited.
     """
     if isinstance(schema, list):
         for item in schema:
@@ -127,7 +129,7 @@ def subschemas(schema: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
 
 
 def _refuse_unbounded(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for what would run outside of the keywords below."""
+    """Raise ValueError if a schema has keywords whose cost the keywords below do not bound."""
     resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
     for _, inner in subschemas(schema):
         for key in ("unevaluatedItems", "unevaluatedProperties"):
@@ -142,8 +144,8 @@ def _refuse_unbounded(schema: Mapping[str, Any]) -> None:
             reference = str(inner.get(key, "#"))
             if not reference.startswith("#"):
                 raise ValueError(
-                    f"{key} {reference!r} points outside the schema; agentrl fetches nothing. Move"
-                    " the target under `$defs`"
+                    f"{key} {reference!r} points outside the schema, and agentrl downloads"
+                    " nothing. Move the target into `$defs`"
                 )
             try:
                 resolver.lookup(reference)
@@ -155,14 +157,15 @@ def _refuse_unbounded(schema: Mapping[str, Any]) -> None:
 
 
 class _Clock(threading.local):
-    """The time of the check that runs in this thread."""
+    """The clock of the validation that runs in this thread."""
 
     end = 0.0
-    """When it must end, in seconds of `time.thread_time`."""
+    """The time limit, on the clock `time.thread_time`."""
     pause = math.inf
-    """When it next lets other threads run."""
+    """When validation next sleeps to let other threads run."""
     keywords = 0
-    """How many keywords it has come to. A look at the clock costs as much as a small keyword."""
+    """Number of keywords so far. Reading the clock costs as much as a cheap keyword, so not each
+    reads it."""
 
 
 _clock = _Clock()
@@ -172,7 +175,7 @@ def _time_left() -> float:
     """Return the CPU time that is left.
 
     Raises:
-        SlowCheck: nothing is left.
+        SlowCheck: no time is left.
     """
     now = time.thread_time()
     if now >= _clock.end:
@@ -184,7 +187,7 @@ def _time_left() -> float:
 
 
 def _timed(keyword: _Keyword) -> _Keyword:
-    """Return the keyword with a look at the clock in front of it."""
+    """Return a keyword function that checks the clock first."""
 
     @functools.wraps(keyword)
     def timed(
@@ -199,21 +202,22 @@ def _timed(keyword: _Keyword) -> _Keyword:
 
 
 _BRACE = re.compile(r"\\[pPN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?!\d*,?\d*\})", re.DOTALL)
-"""A brace that `re` and ECMAScript read as itself, and what a brace is part of."""
+"""Matches a brace that `re` and ECMAScript read literally, and all tokens that may contain braces.
+"""
 
 
 @functools.lru_cache(1024)
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    # `regex` reads "a{e}" as "a, or something like it". Nobody writes that into a schema.
+    # The package `regex` reads "a{e}" as a fuzzy match. In a schema the braces are literal.
     return regex.compile(_BRACE.sub(lambda m: r"\{" if m[0] == "{" else m[0], pattern))
 
 
 def _has_match(pattern: str, text: str) -> bool:
-    """Return whether the pattern matches anywhere in the text, as JSON schema wants it."""
-    left = _time_left()
+    """Return whether a pattern matches anywhere in a text, as JSON schema defines `pattern`."""
+    seconds_left = _time_left()
     try:
-        # `concurrent` lets other threads run during the search.
-        return _compiled(pattern).search(text, timeout=left, concurrent=True) is not None
+        # `concurrent` releases Python's lock during the search.
+        return _compiled(pattern).search(text, timeout=seconds_left, concurrent=True) is not None
     except (TimeoutError, MemoryError):
         raise SlowCheck from None
 
@@ -249,8 +253,8 @@ def _additional_properties(
         for name in extras:
             yield from validator.descend(instance[name], value, path=name)
     elif not value and extras:
-        listed = ", ".join(map(repr, sorted(extras)))
-        yield ValidationError(f"unexpected argument{'s' * (len(extras) > 1)} {listed}")
+        names = ", ".join(map(repr, sorted(extras)))
+        yield ValidationError(f"unexpected argument{'s' * (len(extras) > 1)} {names}")
 
 
 def _unique_items(
@@ -261,7 +265,7 @@ def _unique_items(
     seen: set[str] = set()
     for item in instance:
         _time_left()
-        # Text, because the hash of a text cannot be foreseen: numbers that collide can be written.
+        # JSON text is hashed, not the value: an attacker can choose numbers whose hashes collide.
         text = json.dumps(_canonical(item), sort_keys=True)
         if text in seen:
             yield ValidationError(f"{instance!r} has non-unique elements")
@@ -270,7 +274,7 @@ def _unique_items(
 
 
 def _canonical(value: Any) -> Any:
-    """Return the value so that what JSON schema calls equal is written alike: 1 and 1.0 are."""
+    """Return a value in a form in which equal JSON values have equal texts: 1.0 becomes 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -285,7 +289,7 @@ def _is_valid(validator: Any, instance: Any, schema: Any) -> bool:
 
 
 def _any_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    # jsonschema collects all errors of all choices, which nobody reads here.
+    # jsonschema would collect the errors of all choices, which are not used here.
     if not any(_is_valid(validator, instance, choice) for choice in value):
         yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
 
@@ -295,11 +299,11 @@ def _one_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[
     if not valid:
         yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
     elif len(valid) > 1:
-        listed = ", ".join(map(repr, valid))
-        yield ValidationError(f"{instance!r} is valid under each of {listed}")
+        names = ", ".join(map(repr, valid))
+        yield ValidationError(f"{instance!r} is valid under each of {names}")
 
 
-_OWN: dict[str, _Keyword] = {
+_KEYWORDS: dict[str, _Keyword] = {
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
@@ -310,7 +314,7 @@ _OWN: dict[str, _Keyword] = {
 _Bounded: Any = extend(
     Draft202012Validator,
     {
-        name: _timed(_OWN.get(name) or keyword)
+        name: _timed(_KEYWORDS.get(name) or keyword)
         for name, keyword in Draft202012Validator.VALIDATORS.items()
     },
 )

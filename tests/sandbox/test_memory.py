@@ -71,7 +71,7 @@ async def test_what_the_kernel_stores_for_a_program_counts_as_its_memory(attack)
     again = await place.run("print(6 * 7)", limits=LIMITS)
     assert again.stdout == "42\n", again
     await place.aclose()
-    assert not [f for f in cgroup._left if f.exists()]
+    assert not [f for f in cgroup._pending_removal if f.exists()]
 
 
 @needs_sandbox
@@ -104,9 +104,13 @@ async def test_a_program_that_cannot_be_limited_is_a_fault_of_the_machine(monkey
 
     monkeypatch.setattr(Cgroup, "add", refused)
     place = open_sandbox(SandboxConfig())
-    with pytest.raises(SandboxError, match=r"no process can be moved to .*: Permission denied"):
+    with pytest.raises(
+        SandboxError, match=r"cannot move a process to the cgroup .*: Permission denied"
+    ):
         await place.run("print(1)")
-    with pytest.raises(SandboxError, match=r"no process can be moved to .*: Permission denied"):
+    with pytest.raises(
+        SandboxError, match=r"cannot move a process to the cgroup .*: Permission denied"
+    ):
         await place.open()
     await place.aclose()
 

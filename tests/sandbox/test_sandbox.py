@@ -270,7 +270,7 @@ async def test_a_box_closed_under_its_program_is_no_end_of_the_program():
     ("bwrap", "said"),
     [
         ("", "apt-get install bubblewrap"),
-        ("exit 1", "it said nothing"),
+        ("exit 1", "it printed nothing"),
         ("echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1", "apparmor_parser -r"),
         (
             "echo 'bwrap: No permissions to create a new namespace' >&2; exit 1",
@@ -306,7 +306,9 @@ async def test_without_a_bwrap_that_works_nothing_runs(bwrap, said, folder, monk
 @pytest.mark.parametrize("python", ["/no/such/python", "/usr", "/etc/passwd"])
 async def test_an_interpreter_that_is_none_is_said(python):
     async with opened(python=python) as place:
-        with pytest.raises(SandboxError, match=f"sandbox.python={python} is no program"):
+        with pytest.raises(
+            SandboxError, match=f"sandbox.python={python} is not an executable file"
+        ):
             await place.run("print(1)")
 
 
@@ -426,7 +428,7 @@ async def test_who_waits_for_a_slot_is_not_timed(monkeypatch):
             *(place.run("import time; time.sleep(0.7)", limits=limits) for _ in range(3))
         )
         assert [d.ended_by for d in both] == ["", "", ""]
-        monkeypatch.setattr("agentrl.sandbox.base.WAIT_SECONDS", 0.2)
+        monkeypatch.setattr("agentrl.sandbox.base.SLOT_SECONDS", 0.2)
         long = asyncio.ensure_future(place.run("import time; time.sleep(1)"))
         await asyncio.sleep(0.05)
         with pytest.raises(SandboxError, match=r"all 1 slots are taken. Set sandbox.slots higher"):
@@ -440,7 +442,7 @@ def test_two_processes_never_share_an_id(tmp_path):
     first, second = Uids(tmp_path), Uids(tmp_path)
     a, b, c = first.take(), second.take(), first.take()
     assert len({a.uid, b.uid, c.uid}) == 3
-    first.give_back(a)
+    first.release(a)
     assert first.take() is a
     assert first.take().uid not in (a.uid, b.uid, c.uid)
     assert second.take().uid not in (a.uid, b.uid, c.uid)
@@ -514,7 +516,9 @@ async def test_a_server_that_fails_is_infrastructure(fusion):
     async with opened(backend=fusion) as place:
         with pytest.raises(SandboxError, match="no place left"):
             await place.run("broken")
-        with pytest.raises(SandboxError, match=r"keeps no box.*sandbox.backend=bubblewrap"):
+        with pytest.raises(
+            SandboxError, match=r"cannot keep variables or files .*sandbox.backend=bubblewrap"
+        ):
             await place.open()
         assert sandbox.probe(SandboxConfig(backend=fusion)) == ""
     async with opened(backend=f"{fusion}/nowhere") as place:

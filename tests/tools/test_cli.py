@@ -92,11 +92,11 @@ MISTAKES = [
         DataError,
         "unknown argument 'x'",
     ),
-    (("serve", CALCULATOR, "--host", "0.0.0.0"), UserError, "that needs a token"),
+    (("serve", CALCULATOR, "--host", "0.0.0.0"), UserError, "so a token is required"),
     (
         ("serve", CALCULATOR, "--host", "0.0.0.0", "--workers", "2"),
         UserError,
-        "that needs a token",
+        "so a token is required",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Waits that share a timer end when they should: with their job, or when their own time is over."""
+"""Waits that share a timer end when they should: with their job, or when their time is over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentrl.tools.runner import Deadline, Waits, call_off
+from agentrl.tools.runner import Deadline, Waiters, cancel_waiters
 
 
 async def test_a_wait_ends_with_its_job():
@@ -60,15 +60,15 @@ async def test_a_cancelled_wait_leaves_its_job_and_the_others():
 async def test_waits_that_are_called_off_leave_their_jobs():
     deadline, loop = Deadline(30.0), asyncio.get_running_loop()
     jobs = [loop.create_future() for _ in range(4)]
-    waits: Waits = set()
+    waits: Waiters = set()
     given = [waits, waits, waits, None]
     tasks = [asyncio.create_task(deadline.wait(j, w)) for j, w in zip(jobs, given, strict=True)]
     await asyncio.sleep(0)
     jobs[2].set_result(None)
     assert await tasks[2] is False
     assert len(waits) == 2
-    call_off(waits)
-    call_off(waits)
+    cancel_waiters(waits)
+    cancel_waiters(waits)
     assert await asyncio.gather(*tasks[:2]) == [True, True]
     assert waits == set()
     assert [j.done() for j in jobs] == [False, False, True, False]

@@ -17,7 +17,7 @@ import pytest
 from agentrl import registry
 from agentrl.errors import ToolServerError, UserCodeError
 from agentrl.http import HttpClient
-from agentrl.http.client import _seconds
+from agentrl.http.client import _retry_after_seconds
 from agentrl.tools import HttpToolbox, tool
 from agentrl.tools import toolbox as toolbox_module
 from agentrl.tools.serving.listen import ToolServer
@@ -144,11 +144,15 @@ FAULTS = {
     "garbage": (b"\x00\x01\x02 what\r\n\r\n", ToolServerError, "POST http://"),
     "not JSON": (answer("200 OK", b"okay"), ToolServerError, "status 200 and not JSON"),
     "not a result": (answer("200 OK", b"[1]"), ToolServerError, r"\[1\]"),
-    "other fields": (answer("200 OK", b'{"a": 1}'), ToolServerError, "not a tool's result"),
+    "other fields": (
+        answer("200 OK", b'{"a": 1}'),
+        ToolServerError,
+        "did not answer with a tool result",
+    ),
     "encoded": (
         answer("200 OK", b"x", "content-encoding: gzip"),
         ToolServerError,
-        "content-encoding gzip, which was not asked for",
+        "content-encoding gzip, but only identity is accepted",
     ),
     "redirect": (answer("302 Found", b"", "location: http://127.0.0.1:1/"), ToolServerError, "302"),
 }
@@ -197,8 +201,8 @@ async def test_an_answer_that_is_lost_is_given_again(url, key):
 
 async def test_an_answer_that_never_comes_costs_the_deadline(url, key, monkeypatch):
     """To a tenth; and it is not sent again after it."""
-    monkeypatch.setattr(toolbox_module, "ASK_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox_module, "patience", lambda timeout: timeout)
+    monkeypatch.setattr(toolbox_module, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(toolbox_module, "max_answer_seconds", lambda timeout: timeout)
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = ["never"]
@@ -239,8 +243,8 @@ async def test_a_slow_network_that_loses_things(url, key):
 
 
 async def test_a_busy_server_is_not_asked_beyond_the_deadline(url, key, monkeypatch):
-    monkeypatch.setattr(toolbox_module, "ASK_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox_module, "patience", lambda timeout: timeout)
+    monkeypatch.setattr(toolbox_module, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(toolbox_module, "max_answer_seconds", lambda timeout: timeout)
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = [answer("503 Busy", BUSY, "retry-after: 1")] * 9
@@ -261,8 +265,8 @@ async def test_only_who_asks_for_patience_has_to_have_it(url):
 
 
 def test_when_to_come_again():
-    assert [_seconds(text) for text in (b"0", b" 12 ")] == [0.0, 12.0]
-    assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True).encode()) <= 60
-    assert _seconds(formatdate(time.time() - 60, usegmt=True).encode()) == 0.0
+    assert [_retry_after_seconds(text) for text in (b"0", b" 12 ")] == [0.0, 12.0]
+    assert 50 < _retry_after_seconds(formatdate(time.time() + 60, usegmt=True).encode()) <= 60
+    assert _retry_after_seconds(formatdate(time.time() - 60, usegmt=True).encode()) == 0.0
     for nonsense in (b"soon", b"-1", b"1.5", b"", b"\xff", b"\xb2", b"nan"):
-        assert _seconds(nonsense) == float("inf")
+        assert _retry_after_seconds(nonsense) == float("inf")

@@ -32,7 +32,7 @@ from agentrl.sandbox import Sandbox
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import HttpToolbox, LocalToolbox, runner, tool
 from agentrl.tools.payloads import MAX_DEPTH, encode_arguments
-from agentrl.tools.runner import Remembered
+from agentrl.tools.runner import ResultCache
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
 TOKEN = "open-sesame"
@@ -97,10 +97,10 @@ class C:
 
 REFUSED = [
     ({"timeout": float("nan")}, f, "timeout=nan must be above 0"),
-    ({"retries": 2}, f, "retries=2 runs a failed call again: say idempotent=True"),
+    ({"retries": 2}, f, "retries=2 repeats failed calls: set idempotent=True"),
     ({"retries": -1, "idempotent": True}, f, "retries=-1 must be at least 0"),
     ({"rate_limit": -1.0}, f, "rate_limit=-1.0 must be at least 0"),
-    ({"cache": True}, f, "cache=True leaves calls out: say idempotent=True"),
+    ({"cache": True}, f, "cache=True skips repeated calls: set idempotent=True"),
     ({"cache": True, "idempotent": True}, C, "cache=True is for functions"),
     ({"scope": "turn"}, C, "scope='turn' must be one of episode, call"),
     ({"scope": "call"}, f, "scope='call' is for classes"),
@@ -119,9 +119,11 @@ def test_options_that_cannot_be_kept(options, target, said):
 def test_options_that_hand_one_episode_to_another():
     def reads(state, messages): ...
 
-    with pytest.raises(UserError, match="gives one episode's answer to another, but it takes mess"):
+    with pytest.raises(
+        UserError, match="shares results between episodes, but the function takes mess"
+    ):
         tool(cache=True, idempotent=True)(reads)
-    with pytest.raises(UserError, match="cannot hand messages and state to another process"):
+    with pytest.raises(UserError, match="cannot pass messages and state to another process"):
         tool(process=True)(reads)
     with pytest.raises(UserError, match="at the top level of a file"):
         tool(process=True)(lambda_like)
@@ -178,7 +180,7 @@ async def test_a_call_that_the_rate_limit_lets_wait_too_long(monkeypatch):
         return "yes"
 
     box = LocalToolbox()
-    with pytest.raises(ToolServerError, match=r"found no room to start .*rate_limit=5"):
+    with pytest.raises(ToolServerError, match=r"could not start within .*rate_limit=5"):
         await run(box, *[("api", {})] * 4)
     await box.aclose()
 
@@ -212,7 +214,7 @@ async def test_equal_arguments_get_the_equal_answer(toolbox):
 
 
 async def test_who_gives_up_on_a_shared_answer_leaves_it_to_the_others():
-    found = Remembered()
+    found = ResultCache()
     runs = []
 
     async def find_out() -> ToolResult:
@@ -230,7 +232,7 @@ async def test_who_gives_up_on_a_shared_answer_leaves_it_to_the_others():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000)), max_size=30))
 def test_what_is_remembered_is_bounded_and_the_longest_unused_goes(asked):
-    found = Remembered(max_kept=4000)
+    found = ResultCache(max_size=4000)
     model: dict[bytes, int] = {}
 
     async def play():
@@ -545,13 +547,13 @@ async def test_only_tools_that_ask_are_sent_the_conversation(url, monkeypatch):
 
     box = HttpToolbox(url, TOKEN)
     sent = []
-    ask = box._ask
+    ask = box._request
 
     async def listened(method, path, body, *rest):
         sent.append(body)
         return await ask(method, path, body, *rest)
 
-    monkeypatch.setattr(box, "_ask", listened)
+    monkeypatch.setattr(box, "_request", listened)
     messages = [Message("user", "hi")] * 3
     results = await run(box, ("quiet", {}), ("curious", {}), messages=messages)
     assert [r.content for r in results] == ["x", "3"]
@@ -574,7 +576,7 @@ async def test_the_sandbox_is_the_loops_own():
 
 
 def parameters(name: str) -> list[str]:
-    [schema] = registry.tools.get(name).offer.schemas
+    [schema] = registry.tools.get(name).spec.schemas
     return [*schema["function"]["parameters"]["properties"]]
 
 
@@ -604,7 +606,7 @@ def test_whose_a_parameter_is(function, models, given_):
     record = registry.tools.get(function.__name__)
     assert record.injected == given_
     assert not any(name in record.functions[0].parameters.usage for name in given_)
-    assert {*record.offer.injected} == given_
+    assert {*record.spec.injected} == given_
 
 
 async def test_a_schema_by_hand_may_offer_such_a_name(toolbox):
@@ -838,12 +840,12 @@ BAD_NAMES = ["", "two words", "größe", "名前", "x" * 65, "1st", "a.b", "os.s
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_names_that_no_template_shows(name):
-    with pytest.raises(UserError, match=r"cannot be called .*letters, digits, _ and -"):
+    with pytest.raises(UserError, match=r"is not a valid tool name: .*letters, digits, _ and -"):
         tool(named(name))
-    with pytest.raises(UserError, match="cannot be called"):
+    with pytest.raises(UserError, match="is not a valid tool name"):
         tool(type("Thing", (), {name or " ": named("x")}))
     schema = {"function": {"name": name or " ", "parameters": {"type": "object"}}}
-    with pytest.raises(UserError, match="cannot be called"):
+    with pytest.raises(UserError, match="is not a valid tool name"):
         tool(schema=schema)(named("x"))
     assert registry.tools.names() == []
 

@@ -191,16 +191,16 @@ async def test_twice_as_much_as_it_can_take(file):
 async def test_a_surplus_beyond_the_deadline_is_a_machines_failure(file, monkeypatch):
     from agentrl.tools import toolbox
 
-    monkeypatch.setattr(toolbox, "ASK_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox, "patience", lambda timeout: 0.0)
+    monkeypatch.setattr(toolbox, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(toolbox, "max_answer_seconds", lambda timeout: 0.0)
     url, token, server = serve_in_background([file], max_calls=1)
     with server:
         box, ids = await opened(url, token, 2)
-        monkeypatch.setattr(toolbox, "patience", lambda timeout: 60.0)
+        monkeypatch.setattr(toolbox, "max_answer_seconds", lambda timeout: 60.0)
         long_box, [first, _] = await opened(url, token, 2)
         running = asyncio.create_task(long_box.run([ToolCall("block", {"seconds": 1.0})], first, 0))
         await asyncio.sleep(0.3)
-        with pytest.raises(ToolServerError, match="has 1 calls in flight, and takes no more"):
+        with pytest.raises(ToolServerError, match="has 1 calls in flight, which is its maximum"):
             await box.run([ToolCall("wait", {"seconds": 0.0})], ids[1], 0)
         [result] = await running
         assert result.content == "held"

@@ -177,14 +177,14 @@ def test_ten_thousand_tools_are_too_many(caplog):
     with caplog.at_level(logging.WARNING):
         load_file(named("hostile.py", "many"))
     assert len(registry.tools.names()) == 256
-    assert "left out" in caplog.text
+    assert "are not used" in caplog.text
 
 
 def test_costly_schemas_are_cut_or_left_out(caplog):
     with caplog.at_level(logging.WARNING):
         load_file(named("hostile.py", "schemas"))
     assert registry.tools.names() == ["Hostile__elsewhere", "Hostile__same_name", "Hostile__slow"]
-    for said in ("huge", "none", "is named like"):
+    for said in ("huge", "none", "has the same name as"):
         assert said in caplog.text
     began = time.monotonic()
     [result] = answers(ToolCall("Hostile__slow", {"text": "a" * 40 + "!"}))

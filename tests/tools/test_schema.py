@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from agentrl import registry
 from agentrl.errors import DataError, RegistryError, UserError
 from agentrl.tools import tool
-from agentrl.tools.payloads import BadArguments, encode_arguments
+from agentrl.tools.payloads import InvalidArguments, encode_arguments
 from agentrl.trajectory import Sample, ToolCall
 
 
@@ -36,7 +36,7 @@ class Unit(enum.Enum):
     F = "fahrenheit"
 
 
-class Place(BaseModel):
+class ShardInfo(BaseModel):
     """A place."""
 
     title: str
@@ -45,7 +45,7 @@ class Place(BaseModel):
 
 
 class Trip(BaseModel):
-    stops: list[Place]
+    stops: list[ShardInfo]
 
 
 class Options(TypedDict):
@@ -90,7 +90,7 @@ def f_optional(a: Optional[int] = None, b: int | str = 3): ...  # noqa: UP045
 def f_literal(mode: Literal["fast", "exact"] = "fast", n: Literal[1, 2] = 1): ...
 def f_enum(unit: Unit, other: Unit = Unit.F): ...
 def f_annotated(k: Annotated[int, Field(ge=1, le=5, description="how many")] = 3): ...
-def f_nested(place: Place, trip: Trip | None = None): ...
+def f_nested(place: ShardInfo, trip: Trip | None = None): ...
 def f_typed(options: Options, box: Box): ...
 def f_union(pet: Annotated[Union[Cat, Dog], Field(discriminator="kind")]): ...  # noqa: UP007
 def f_untyped(a, b=2, *, c: int = 1): ...
@@ -192,7 +192,7 @@ SCHEMAS = [
 
 def parameters(function) -> dict[str, Any]:
     tool(function)
-    [schema] = registry.tools.get(function.__name__).offer.schemas
+    [schema] = registry.tools.get(function.__name__).spec.schemas
     assert schema["type"] == "function"
     assert schema["function"]["name"] == function.__name__
     json.dumps(schema)
@@ -260,7 +260,7 @@ def rest(a: int, b: str = "x"):
 @pytest.mark.parametrize("function", [google, numpy, rest])
 def test_docstrings(function):
     tool(function)
-    shown = registry.tools.get(function.__name__).offer.schemas[0]["function"]
+    shown = registry.tools.get(function.__name__).spec.schemas[0]["function"]
     assert shown["description"] == "Do it.\n\nIn more words."
     properties = shown["parameters"]["properties"]
     assert properties["a"] == {"type": "integer", "description": "the first, continued"}
@@ -276,7 +276,7 @@ def test_the_annotations_description_wins():
             k: from the docstring
         """
 
-    [schema] = registry.tools.get("f").offer.schemas
+    [schema] = registry.tools.get("f").spec.schemas
     described = schema["function"]["parameters"]["properties"]["k"]["description"]
     assert described == "from the annotation"
 
@@ -286,7 +286,7 @@ def test_no_docstring_is_one_warning(caplog):
     def bare(a: int): ...
 
     assert caplog.messages == [
-        "tool function 'bare' has no docstring: the model reads its name only"
+        "tool function 'bare' has no docstring: the model only sees its name"
     ]
 
 
@@ -306,7 +306,7 @@ def test_arguments_arrive_typed():
     tool(f_nested)
     check = registry.tools.get("f_nested").functions[0].parameters.check
     given_ = check({"place": {"title": "x", "unit": "fahrenheit"}})
-    assert given_ == {"place": Place(title="x", unit=Unit.F)}
+    assert given_ == {"place": ShardInfo(title="x", unit=Unit.F)}
     tool(f_typed)
     check = registry.tools.get("f_typed").functions[0].parameters.check
     assert check({"options": {"deep": True}, "box": {"width": 2}})["box"] == Box(2)
@@ -332,7 +332,7 @@ def test_faults_are_short_and_say_what_was_expected():
 
     tool(f)
     check = registry.tools.get("f").functions[0].parameters.check
-    with pytest.raises(BadArguments) as e:
+    with pytest.raises(InvalidArguments) as e:
         check({"color": "x" * 1000, "n": "1", "deep": {"k": [1, "2"]}})
     usage = 'Expected: f(color: "red"|"blue", n: integer, deep: object|null = null)'
     assert str(e.value).endswith(usage)
@@ -355,7 +355,7 @@ def test_a_validator_of_the_users_own_is_heard():
     tool(f)
     check = registry.tools.get("f").functions[0].parameters.check
     assert check({"n": 4}) == {"n": 4}
-    with pytest.raises(BadArguments, match=r"'n': must be even. Expected: f\(n: integer\)"):
+    with pytest.raises(InvalidArguments, match=r"'n': must be even. Expected: f\(n: integer\)"):
         check({"n": 3})
 
 
@@ -381,9 +381,9 @@ def test_any_signature_accepts_what_its_types_hold(types, data):
     values = {n: data.draw(st.from_type(types[n]).filter(passes_the_gate)) for n in names}
     assert parameters.check(values) == values
     for missing in names:
-        with pytest.raises(BadArguments, match=f"'{missing}' is required"):
+        with pytest.raises(InvalidArguments, match=f"'{missing}' is required"):
             parameters.check({n: v for n, v in values.items() if n != missing})
-    with pytest.raises(BadArguments, match="unexpected"):
+    with pytest.raises(InvalidArguments, match="unexpected"):
         parameters.check({**values, "another": 1})
 
 
@@ -419,18 +419,21 @@ BROKEN = [
     (lambda: tool(g_args), r"a model cannot fill '\*args'.*Name each parameter.*functools.wraps"),
     (lambda: tool(g_kwargs), r"g_kwargs.*a model cannot fill '\*\*kwargs'"),
     (lambda: tool(Open), r"'fill'.*a model cannot fill '\*\*rest'"),
-    (lambda: tool(g_generator), "is a generator: return all of the result"),
+    (lambda: tool(g_generator), "is a generator: return the whole result"),
     (lambda: tool(g_async_generator), "is a generator"),
     (lambda: tool(g_field), r"Write `k: Annotated\[TYPE, Field\(...\)\] = VALUE`"),
-    (lambda: tool(Callable()), "@tool goes on a function or a class, not on"),  # type: ignore[type-var]
-    (lambda: tool(len), "@tool goes on a function or a class"),
-    (lambda: tool(lambda: 1), "a tool cannot be called '<lambda>'"),
-    (lambda: tool(name="no spaces")(f_none), "a tool cannot be called 'no spaces'"),
+    (lambda: tool(Callable()), "@tool is for functions and classes, not for"),  # type: ignore[type-var]
+    (lambda: tool(len), "@tool is for functions and classes"),
+    (lambda: tool(lambda: 1), "'<lambda>' .* is not a valid tool name"),
+    (lambda: tool(name="no spaces")(f_none), "'no spaces' .* is not a valid tool name"),
     (lambda: tool(name="x" * 65)(f_none), "at most 64 characters"),
-    (lambda: tool(timeout=0)(f_none), "timeout=0 must be above 0 seconds"),
+    (lambda: tool(timeout=0)(f_none), "timeout=0 must be greater than 0 seconds"),
     (lambda: tool(max_concurrency=-1)(f_none), "max_concurrency=-1 must be at least 0"),
     (lambda: tool(schema={"name": "f"})(f_none), 'expected {"type": "function"'),
-    (lambda: tool(schema={"function": {"parameters": {"type": 3}}})(f_none), "not a JSON schema"),
+    (
+        lambda: tool(schema={"function": {"parameters": {"type": 3}}})(f_none),
+        "not a valid JSON schema",
+    ),
     (lambda: tool(schema={"function": {"parameters": {}}})(f_none), 'must have "type": "object"'),
 ]
 
@@ -480,12 +483,14 @@ def test_a_schema_by_hand():
     def f(n): ...
 
     record = registry.tools.get("named")
-    assert record.offer.schemas[0]["function"] == {"name": "named", "parameters": written}
+    assert record.spec.schemas[0]["function"] == {"name": "named", "parameters": written}
     assert record.functions[0].parameters.check({"n": 1, "m": 2}) == {"n": 1, "m": 2}
-    with pytest.raises(UserError, match="the schema is called 'named', the tool 'other'"):
+    with pytest.raises(
+        UserError, match="the schema has the name 'named', but the tool has 'other'"
+    ):
         tool(name="other", schema=schema)(f)
     with pytest.raises(UserError, match="schema= is for functions, not for classes"):
-        tool(schema=schema)(Place)
+        tool(schema=schema)(ShardInfo)
 
 
 def test_two_tools_of_one_name():
@@ -551,7 +556,7 @@ def test_a_class_offers_its_public_methods():
     assert (record.stateful, record.hooks) == (True, ("reward", "close"))
     sample = Sample("x", (), row=3)
     assert record.arguments({"size": 2}, sample) == {"size": 2}
-    assert record.made_with == ("sample",)
+    assert record.constructor_injected == ("sample",)
     with pytest.raises(DataError, match=r"row 3 \(id 'x'\): create_kwargs of the tool 'whole'"):
         record.arguments({"sample": 1}, sample)
 
@@ -560,7 +565,7 @@ def test_a_class_with_nothing_to_call():
     class Idle:
         def reward(self): ...
 
-    with pytest.raises(UserError, match=r"'idle' \(.*Idle, .*schema.py:\d+\) offers nothing"):
+    with pytest.raises(UserError, match=r"'idle' \(.*Idle, .*schema.py:\d+\) has no function"):
         tool(Idle)
 
 

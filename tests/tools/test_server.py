@@ -402,7 +402,7 @@ async def test_openapi_describes_the_protocol(url):
     [
         ("0.0.0.0", 0, "", "--host 0.0.0.0 lets other machines run your tools"),
         ("::", 0, "", "needs a token"),
-        ("example.test", 0, "x", "an IP address is needed"),
+        ("example.test", 0, "x", "is not an IP address"),
         ("192.0.2.1", 0, "x", "cannot serve on 192.0.2.1:0"),
     ],
 )

@@ -344,7 +344,7 @@ async def test_the_row_arrives_as_it_is(toolbox, zoo):
 
     episode = uuid.uuid4().hex
     if isinstance(toolbox, HttpToolbox):
-        toolbox._offers = None
+        toolbox._specs = None
     await toolbox.open(episode, sample)
     await toolbox.open(episode, sample)  # sent again
     assert kept == [sample]
@@ -404,7 +404,7 @@ async def test_an_object_that_hangs_says_so(toolbox, zoo):
     ("at", "said"),
     [
         ("init raises", "tool 'stuck': constructor: ValueError: in init"),
-        ("init", "tool 'stuck': constructor took over 0.3 s"),
+        ("init", "tool 'stuck': constructor took more than 0.3 s"),
     ],
 )
 async def test_a_constructor_that_fails(toolbox, zoo, at, said):
@@ -422,7 +422,7 @@ async def test_a_constructor_that_fails(toolbox, zoo, at, said):
     ("at", "said"),
     [
         ("reward raises", r"tool 'stuck': reward\(\): ValueError: in reward"),
-        ("reward", r"tool 'stuck': reward\(\) took over 0.3 s"),
+        ("reward", r"tool 'stuck': reward\(\) took more than 0.3 s"),
         ("reward nan", r"tool 'stuck': reward\(\) returned nan, expected a finite number"),
     ],
 )
@@ -501,7 +501,7 @@ async def test_a_call_asked_for_again_runs_once(toolbox, zoo):
     assert zoo.CALLED.count(key) == 1
     [other] = await toolbox.run([call], sample.id, 1)
     assert other.content == "2"
-    with pytest.raises(ToolServerError, match="call 0 of turn 0 was 'once'"):
+    with pytest.raises(ToolServerError, match="call 0 of turn 0 was sent before as 'once'"):
         await toolbox.run([ToolCall("add", {"a": 1})], sample.id, 0)
 
 
@@ -514,7 +514,7 @@ async def test_a_bug_in_a_tool_is_logged_once(toolbox, caplog):
         raise ZeroDivisionError("here")
 
     if isinstance(toolbox, HttpToolbox):
-        toolbox._offers = None
+        toolbox._specs = None
     for _ in range(3):
         assert (await ask(toolbox, name)).error == "crash"
     logged = f"tool {name!r} failed (logged once per tool and type): ZeroDivisionError: here"
@@ -558,7 +558,7 @@ async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
     await box.open(sample.id, sample)
     [result] = await box.run([ToolCall("hang", {})], sample.id, 0)
     assert result.error == "timeout"
-    said = r"'add': a call waited 0\.2 s and found no room .*Calls that hang .* 1 of 'hang'"
+    said = r"'add': a call could not start within 0\.2 s .*Calls that hang .* 1 of 'hang'"
     with pytest.raises(ToolServerError, match=said):
         await box.run([ToolCall("add", {"a": 1})], sample.id, 1)
     zoo.RELEASE.set()
@@ -572,7 +572,7 @@ async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
 async def test_sessions_that_nobody_uses_are_closed(zoo, caplog, monkeypatch):
     monkeypatch.setattr(session, "IDLE_SECONDS", 0.2)
     host = ToolHost()
-    reaper = asyncio.create_task(host.reap())
+    reaper = asyncio.create_task(host.close_idle_sessions())
     sample = row("notebook", "nap")
     await host.open("left", sample, {})
     await host.open("used", row("nap"), {})
@@ -580,7 +580,7 @@ async def test_sessions_that_nobody_uses_are_closed(zoo, caplog, monkeypatch):
     await asyncio.sleep(0.6)
     assert len(host) == 1
     assert zoo.CLOSED.count(f"notebook {sample.id}") == 1
-    assert "closing 1 sessions that were left open" in caplog.text
+    assert "closing 1 idle sessions" in caplog.text
     assert (await running).ok
     with pytest.raises(UnknownEpisode):
         host.session("left")
@@ -639,7 +639,7 @@ async def test_a_server_that_lost_its_sessions(url):
 
 
 async def test_a_wrong_token(url):
-    with pytest.raises(ToolServerError, match="a bearer token is needed"):
+    with pytest.raises(ToolServerError, match="the bearer token is missing or wrong"):
         await HttpToolbox(url, "wrong").open("e", row("add"))
 
 

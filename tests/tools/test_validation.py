@@ -19,8 +19,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from agentrl import registry
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserError
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
-from agentrl.tools.payloads import MAX_DEPTH, BadArguments
-from agentrl.tools.schema import adopt, describe
+from agentrl.tools.payloads import MAX_DEPTH, InvalidArguments
+from agentrl.tools.schema import describe_function, parameters_from_schema
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.validation import (
     LOOP_BYTES,
@@ -171,12 +171,12 @@ HOSTILE = {
 
 def cpu_of(schema: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, float]:
     """What a check in a thread says, and the CPU time of this thread that it took."""
-    parameters = adopt(schema, "f", "here")
+    parameters = parameters_from_schema(schema, "f", "here")
     began = time.thread_time()
     try:
         parameters.check_in_thread(arguments)
         said = ""
-    except BadArguments as e:
+    except InvalidArguments as e:
         said = str(e)
     return said, time.thread_time() - began
 
@@ -198,9 +198,9 @@ def test_a_check_ends_in_time(what):
 @pytest.mark.parametrize("what", HOSTILE)
 def test_the_event_loop_is_not_held_up(what):
     schema, arguments = HOSTILE[what]
-    parameters = adopt(schema, "f", "here")
+    parameters = parameters_from_schema(schema, "f", "here")
     began = time.thread_time()
-    with pytest.raises((SlowCheck, BadArguments)):
+    with pytest.raises((SlowCheck, InvalidArguments)):
         parameters.check(arguments)
     assert time.thread_time() - began < LOOP_SECONDS + 0.03
 
@@ -212,7 +212,7 @@ def test_unique_items_are_linear():
         """F."""
         return ""
 
-    _, parameters = describe(f, "f", bound=False)
+    _, parameters = describe_function(f, "f", bound=False)
 
     def seconds(count: int) -> float:
         items = [x for i in range(count // 2) for x in (i, str(i))]
@@ -248,7 +248,7 @@ def test_long_arguments_that_are_valid_pass():
         """F."""
         return ""
 
-    _, parameters = describe(f, "f", bound=False)
+    _, parameters = describe_function(f, "f", bound=False)
     arguments = {
         "points": [{"x": i, "y": 2, "kind": "b"} for i in range(5000)],
         "shares": {str(i): i for i in range(5000)},
@@ -261,7 +261,7 @@ def test_long_arguments_that_are_valid_pass():
     assert len(parameters.check(small)["points"]) == 10
     wrong = {**arguments, "shares": {str(i): -i for i in range(1000, 6000)}}
     said = "'shares.1000' must be at least 0, got -1000; 'shares.1001' "
-    with pytest.raises(BadArguments, match=re.escape(said)):
+    with pytest.raises(InvalidArguments, match=re.escape(said)):
         parameters.check_in_thread(wrong)
 
 
@@ -270,7 +270,7 @@ def test_only_long_arguments_leave_the_loop():
         """F."""
         return ""
 
-    _, parameters = describe(f, "f", bound=False)
+    _, parameters = describe_function(f, "f", bound=False)
     longest = {"text": "a" * (LOOP_BYTES - len('{"text":""}'))}
     assert parameters.check(longest) == longest
     with pytest.raises(SlowCheck):
@@ -400,12 +400,12 @@ REFUSED = [
     (of(x={"unevaluatedItems": False}), "unevaluatedItems is not supported"),
     (
         of(x={"$ref": "http://127.0.0.1:9/s.json"}),
-        "points outside the schema; agentrl fetches nothing",
+        "points outside the schema, and agentrl downloads nothing",
     ),
     (of(x={"$ref": "#/$defs/none"}), "'#/$defs/none' does not exist"),
     (of(x={"$schema": "http://json-schema.org/draft-07/schema#"}), "are allowed at the root only"),
     (of(x={"$id": "http://x/y"}), "are allowed at the root only"),
-    ({**of(), "$ref": "#"}, r"a \$ref leads back to itself"),
+    ({**of(), "$ref": "#"}, r"a \$ref points to itself"),
     (of(x={"pattern": "("}), "'\\('.* is not a 'regex'"),
 ]
 
@@ -413,7 +413,7 @@ REFUSED = [
 @pytest.mark.parametrize(("schema", "why"), REFUSED)
 def test_schemas_that_are_refused(schema, why):
     with pytest.raises(UserError, match=re.sub(r"([$#])", r"\\\1", why.replace("\\$", "$"))):
-        adopt(schema, "f", "here")
+        parameters_from_schema(schema, "f", "here")
 
 
 def test_a_draft_at_the_root_is_left_aside():
@@ -422,9 +422,9 @@ def test_a_draft_at_the_root_is_left_aside():
         "$schema": "http://json-schema.org/draft-07/schema#",
         **of(a={"$ref": "#"}, x={"pattern": SLOW}),
     }
-    parameters = adopt(schema, "f", "here")
+    parameters = parameters_from_schema(schema, "f", "here")
     assert parameters.schema == schema
-    with pytest.raises(BadArguments, match="took too long"):
+    with pytest.raises(InvalidArguments, match="took too long"):
         parameters.check_in_thread({"a": {"a": {"x": "a" * 40 + "!"}}})
 
 
@@ -434,7 +434,9 @@ def test_words_that_are_keywords_elsewhere():
         unevaluatedItems={"const": {"$ref": "http://x", "pattern": "("}},
         **{"$schema": {"enum": [{"$id": 1}]}},
     )
-    assert adopt(schema, "f", "here").check({"pattern": "(", "$schema": {"$id": 1}})
+    assert parameters_from_schema(schema, "f", "here").check(
+        {"pattern": "(", "$schema": {"$id": 1}}
+    )
 
 
 class ByPython(BaseModel):
@@ -455,8 +457,8 @@ def test_patterns_that_pydantic_would_search_by_re_are_refused(annotation):
         """F."""
 
     f.__annotations__ = {"x": annotation}
-    with pytest.raises(UserError, match=r"'\^\(a\+\)\+\$' would be searched by Python's `re`"):
-        describe(f, "f", bound=False)
+    with pytest.raises(UserError, match=r"'\^\(a\+\)\+\$' would be matched by Python's `re`"):
+        describe_function(f, "f", bound=False)
 
 
 def test_a_look_around_pattern_in_json_schema_extra_is_searched():
@@ -464,9 +466,9 @@ def test_a_look_around_pattern_in_json_schema_extra_is_searched():
         """F."""
 
     f.__annotations__ = {"x": Annotated[str, Field(json_schema_extra={"pattern": r"^(?=.*\d)"})]}
-    _, parameters = describe(f, "f", bound=False)
+    _, parameters = describe_function(f, "f", bound=False)
     assert parameters.check({"x": "a1"}) == {"x": "a1"}
-    with pytest.raises(BadArguments, match="does not match"):
+    with pytest.raises(InvalidArguments, match="does not match"):
         parameters.check({"x": "a"})
 
 
@@ -475,9 +477,9 @@ def test_a_type_of_pydantics_own():
         """F."""
         return ""
 
-    _, parameters = describe(f, "f", bound=False)
+    _, parameters = describe_function(f, "f", bound=False)
     assert parameters.check({"amount": "1.50"}) == {"amount": Decimal("1.50")}
     began = time.thread_time()
-    with pytest.raises(BadArguments):
+    with pytest.raises(InvalidArguments):
         parameters.check_in_thread({"amount": "0" * 200_000 + "x"})
     assert time.thread_time() - began < 5

@@ -28,8 +28,8 @@ from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import HttpToolbox
-from agentrl.tools.serving.background import RESTARTS, Served, serve_in_background
-from agentrl.tools.session import Place, worker_of
+from agentrl.tools.serving.background import RESTARTS, RunningServer, serve_in_background
+from agentrl.tools.session import ShardInfo, worker_number
 from agentrl.trajectory import Group, Message, Sample, ToolCall
 
 TOOLS = '''
@@ -116,12 +116,12 @@ async def ask(box: HttpToolbox, name: str, episode: str, turn: int, **arguments)
 
 def test_where_an_episode_stays():
     """Drivers in other languages work out the same."""
-    assert [worker_of(e, 3) for e in ("a", "train-0-1", "ü")] == [0, 2, 1]
-    assert {worker_of(f"e{i}", 1) for i in range(9)} == {0}
-    shares = Counter(worker_of(f"train-1-{i}-0-abc-{i}", 4) for i in range(4000))
+    assert [worker_number(e, 3) for e in ("a", "train-0-1", "ü")] == [0, 2, 1]
+    assert {worker_number(f"e{i}", 1) for i in range(9)} == {0}
+    shares = Counter(worker_number(f"train-1-{i}-0-abc-{i}", 4) for i in range(4000))
     assert all(900 < n < 1100 for n in shares.values())
-    assert Place().elsewhere("a") == 0
-    assert [Place((10, 11, 12), n).elsewhere("a") for n in range(3)] == [0, 10, 10]
+    assert ShardInfo().other_port("a") == 0
+    assert [ShardInfo((10, 11, 12), n).other_port("a") for n in range(3)] == [0, 10, 10]
 
 
 async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file, caplog):
@@ -132,9 +132,9 @@ async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file,
             await box.open(e, Sample(e, (), tools=("pid",)))
         played = {e: int(await ask(box, "pid", e, 0)) for e in ids}
         before = server.pids
-        assert played == {e: before[worker_of(e, 2)] for e in ids}
+        assert played == {e: before[worker_number(e, 2)] for e in ids}
         assert played == {e: int(await ask(box, "pid", e, 1)) for e in ids}
-        mine = [e for e in ids if worker_of(e, 2) == 1]
+        mine = [e for e in ids if worker_number(e, 2) == 1]
         assert 0 < len(mine) < 8
 
         # A driver that goes to the wrong door is told the right one.
@@ -151,7 +151,7 @@ async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file,
         other = HttpToolbox(url.replace(str(ports[0]), str(ports[1])), token)
         for e in ("x0", "x1", "x2", "x3"):
             await other.open(e, Sample(e, (), tools=("pid",)))
-            assert int(await ask(other, "pid", e, 0)) == before[worker_of(e, 2)]
+            assert int(await ask(other, "pid", e, 0)) == before[worker_number(e, 2)]
         await other.aclose()
 
         os.kill(before[1], signal.SIGKILL)
@@ -164,10 +164,10 @@ async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file,
                 assert int(await ask(box, "pid", e, 2)) == before[0]
         assert server.pids[0] == before[0] and server.pids[1] != before[1]
         assert server.running
-        again = [e for e in ids if worker_of(f"{e}+", 2) == 1 and e in mine]
+        again = [e for e in ids if worker_number(f"{e}+", 2) == 1 and e in mine]
         for e in again:
             assert int(await ask(box, "pid", f"{e}+", 0)) == server.pids[1]
-        assert "the tool server ended by itself, code -9, and is started again" in caplog.text
+        assert "the tool server ended by itself, code -9, and is restarted" in caplog.text
         await box.aclose()
     assert not any(map(alive, server.pids))
 
@@ -208,7 +208,7 @@ def results(groups: list[Group]) -> set[str]:
     return {m.content for s in scored for m in s.trajectory.messages if m.role == "tool"}
 
 
-def _rollouts(served: Served, script) -> Rollouts:
+def _rollouts(served: RunningServer, script) -> Rollouts:
     tokenizer, box = byte_tokenizer(), HttpToolbox(served.url, served.token)
     box.schemas(())  # as a run does, before its first step
     world = World(Scripted(script, tokenizer), ChatTemplate(tokenizer), box, Config())
@@ -277,7 +277,7 @@ async def test_a_worker_that_keeps_dying_is_given_up(file, caplog):
             os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(until, lambda pid=pid: server.pids[0] != pid, 1.0)
         await asyncio.to_thread(server.wait)
-        assert "ended by itself, code -9, too often to be started again" in caplog.text
+        assert "ended by itself, code -9, too often to be restarted" in caplog.text
         began = time.monotonic()
         with pytest.raises(ToolServerError):
             async with HttpClient(url, error=ToolServerError) as client:
@@ -351,7 +351,7 @@ async def test_a_server_that_is_told_to_stop_ends_what_runs(file, tmp_path, opti
         running = asyncio.create_task(box.run([ToolCall("note", arguments)], "e", 0))
         assert await asyncio.to_thread(until, notes.exists)
         process.send_signal(signal.SIGTERM)
-        worker = box._workers[worker_of("e", len(box._workers))]
+        worker = box._workers[worker_number("e", len(box._workers))]
 
         async def status() -> str:
             _, answer = await worker.request_json("GET", "/health", deadline=time.monotonic() + 5)
@@ -363,7 +363,7 @@ async def test_a_server_that_is_told_to_stop_ends_what_runs(file, tmp_path, opti
             box.run([ToolCall("write", {"line": "x"})], "e", 1),
             box.open("e", Sample("s", ())),
         ):
-            with pytest.raises(ToolServerError, match="is about to stop"):
+            with pytest.raises(ToolServerError, match="is stopping"):
                 await work
         [result] = await running
         assert result.content == "noted"

@@ -1,7 +1,7 @@
-"""Runs the Python that it is sent, one text after another, with variables that stay.
+"""Runs pieces of Python code one after another in one interpreter, so that variables persist.
 
-A text's last expression is shown, as in a notebook. It is a process like any other of the box: what
-it says of itself is believed by nobody.
+The value of a last expression is printed, as in a notebook. This is an ordinary process of the box:
+nothing that it reports is trusted.
 """
 
 import ast
@@ -40,16 +40,16 @@ def _give_stdin(text):
 
 
 def _run(code, name, variables):
-    """The exit code."""
+    """Run code and return the exit code."""
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     try:
         tree = ast.parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), variables)
         if last is not None:
-            shown = eval(compile(ast.Expression(last.value), name, "eval"), variables)
-            if shown is not None:
-                print(repr(shown))
+            value = eval(compile(ast.Expression(last.value), name, "eval"), variables)
+            if value is not None:
+                print(repr(value))
     except SystemExit as e:
         if e.code is None or isinstance(e.code, int):
             return (e.code or 0) & 0xFF
@@ -71,16 +71,16 @@ def _main():
     count = 0
     while True:
         (length,) = struct.unpack("<I", _read_exactly(4))
-        order = json.loads(_read_exactly(length))
+        request = json.loads(_read_exactly(length))
         count += 1
         try:
-            _give_stdin(order["stdin"])
-            code = _run(order["code"], f"<program {count}>", vars(module))
+            _give_stdin(request["stdin"])
+            code = _run(request["code"], f"<program {count}>", vars(module))
             sys.stdout.flush()
             sys.stderr.flush()
-        except BaseException:  # no room for the input, or a stream that the program closed
+        except BaseException:  # the disk is full, or the program closed a stream
             code = 1
-        os.write(DONE, bytes.fromhex(order["mark"]) + struct.pack("<i", code))
+        os.write(DONE, bytes.fromhex(request["mark"]) + struct.pack("<i", code))
 
 
 _main()

@@ -1,9 +1,9 @@
-"""Holds a box together, from within: runs what it is told, and ends what takes too long.
+"""The driver of a box: runs programs inside the box and ends those that take too long.
 
-It is process 1 of a namespace, or the reaper of all that it starts (`unsafe-subprocess`). Orders
-and answers are JSON behind four bytes of length, on descriptors that no program of the box has; nor
-can one look into this process, which is not dumpable, or end it, where it is process 1. Programs
-are stopped while there is no order, so that nothing uses a processor in between.
+It is process 1 of a PID namespace, or the subreaper of its programs (`unsafe-subprocess`). Requests
+and answers are JSON after four bytes of length, on descriptors that programs do not inherit. The
+driver is not dumpable, so programs cannot look into it. As process 1 it cannot be killed by them.
+All programs are stopped between requests, so that none uses CPU time.
 """
 
 import base64
@@ -30,60 +30,60 @@ SCRIPT = "/proc/self/fd/3"
 libc = ctypes.CDLL(None)
 
 
-def in_text(data):
-    """Bytes as JSON holds them."""
+def to_base64(data):
+    """Encode bytes for JSON."""
     return base64.b64encode(data).decode("ascii")
 
 
 class Driver:
-    """The box, from within."""
+    """Serves the requests of the process that opened the box."""
 
     def __init__(self, settings):
         self.settings = settings
         self.folder = settings["folder"]
         self.interpreter = 0
         self.pipes = []
-        self.started, self.statuses = set(), {}
-        self.orders, self.answers = os.dup(0), os.dup(1)
+        self.children, self.statuses = set(), {}
+        self.requests, self.answers = os.dup(0), os.dup(1)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.woken, waker = os.pipe()
-        os.set_blocking(self.woken, False)
+        self.wakeups, waker = os.pipe()
+        os.set_blocking(self.wakeups, False)
         os.set_blocking(waker, False)
-        # Process 1 is sent by its own only what it handles: what Python handles would end it.
+        # Process 1 receives only signals that it handles, and Python handles SIGINT.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self.scratch = Scratch(self.folder)
 
-    # Orders
+    # Requests
 
     def serve(self):
-        """Carry out orders until there are no more."""
+        """Serve requests until the input ends."""
         while True:
-            order = self._order()
-            if order["do"] == "stop":  # it came after what it was to stop
+            request = self._read_request()
+            if request["do"] == "stop":  # it arrived after the end of what it should stop
                 continue
             try:
                 self._signal_all(signal.SIGCONT)
-                answer = getattr(self, "do_" + order.pop("do"))(**order)
+                answer = getattr(self, "do_" + request.pop("do"))(**request)
             except OSError as e:
                 answer = {"errno": e.errno, "error": e.strerror}
             self._freeze()
             text = json.dumps(answer).encode("ascii")
             write_all(self.answers, struct.pack("<I", len(text)) + text)
 
-    def _order(self):
+    def _read_request(self):
         (length,) = struct.unpack("<I", self._read_exactly(4))
         return json.loads(self._read_exactly(length))
 
     def _read_exactly(self, count):
         data = b""
         while len(data) < count:
-            read = os.read(self.orders, count - len(data))
+            read = os.read(self.requests, count - len(data))
             if not read:
                 self._end_all()
                 os._exit(0)
@@ -91,11 +91,11 @@ class Driver:
         return data
 
     def do_hello(self):
-        """Say that we are there."""
+        """Answer that the driver runs."""
         return {}
 
     def do_cell(self, code, stdin, seconds):
-        """Python, in the interpreter that stays."""
+        """Run Python code in the interpreter that keeps its variables."""
         if not self.interpreter:
             self._start_interpreter()
         to_cells, done, out, err = self.pipes
@@ -112,13 +112,13 @@ class Driver:
         return answer
 
     def do_script(self, argv, code, stdin, seconds):
-        """A program of its own; `code` is what stands at SCRIPT, if it is a text."""
+        """Run a program. If `code` is text, the program reads it from the path SCRIPT."""
         fds = []
         if code is not None:
             fds = [self.scratch.unnamed(code.encode("utf-8", "surrogatepass"))]
-        given = self.scratch.unnamed(stdin.encode("utf-8", "surrogatepass")) if stdin else None
-        pid, out, err = self._start(argv, given, fds, cpu=self.settings["cpu_seconds"])
-        for fd in fds + ([] if given is None else [given]):
+        stdin_fd = self.scratch.unnamed(stdin.encode("utf-8", "surrogatepass")) if stdin else None
+        pid, out, err = self._start(argv, stdin_fd, fds, cpu=self.settings["cpu_seconds"])
+        for fd in fds + ([] if stdin_fd is None else [stdin_fd]):
             os.close(fd)
         answer = self._watch(pid, seconds, out, err)
         if answer["ended_by"]:
@@ -128,9 +128,9 @@ class Driver:
         os.close(err)
         return answer
 
-    def do_read(self, path, most):
-        """A file."""
-        return {"data": in_text(self.scratch.read(path, most))}
+    def do_read(self, path, max_bytes):
+        """Read a file."""
+        return {"data": to_base64(self.scratch.read(path, max_bytes))}
 
     def do_write(self, path, data):
         """Write a file."""
@@ -157,11 +157,11 @@ class Driver:
         self.interpreter, self.pipes = 0, []
 
     def _forget(self, pid):
-        self.started.discard(pid)
+        self.children.discard(pid)
         self.statuses.pop(pid, None)
 
     def _start(self, argv, stdin, fds, cpu):
-        """Start a program with `fds` as its descriptors from 3 on; its pid and its two outputs."""
+        """Start a program with `fds` as descriptors 3 and up; return its pid, stdout, stderr."""
         out_in, out_out = os.pipe()
         err_in, err_out = os.pipe()
         pid = os.fork()
@@ -171,7 +171,7 @@ class Driver:
             except BaseException as e:
                 os.write(2, (f"{argv[0]}: {e}\n").encode())
             os._exit(127)
-        self.started.add(pid)
+        self.children.add(pid)
         os.close(out_out)
         os.close(err_out)
         os.set_blocking(out_in, False)
@@ -179,13 +179,13 @@ class Driver:
         return pid, out_in, err_in
 
     def _become(self, argv, stdin, fds, cpu):
-        # Where no namespace ends with the driver, what it started must not outlive it, stopped.
+        # Without a namespace that ends with the driver, stopped programs would outlive it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        # Out of the way of the numbers that they are to have.
+        # Moved to high numbers first, so that they do not overwrite each other.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100) for fd in fds]
         if stdin is not None:
             os.dup2(stdin, 0)
@@ -209,30 +209,30 @@ class Driver:
         os.execvpe(argv[0], argv, s["environment"])
 
     def _watch(self, pid, seconds, out, err, send=(-1, b""), done=(-1, b"")):
-        """Wait until a program ends (or says that it is done); read what it says meanwhile."""
+        """Wait until a program ends or reports that it is done, and read its output."""
         began = time.monotonic()
-        said = {out: bytearray(), err: bytearray()}
+        output = {out: bytearray(), err: bytearray()}
         waiting, to_send = {out, err}, send[1]
         ended_by, code, finished = "", None, bytearray()
         while code is None and not ended_by:
-            left = began + seconds - time.monotonic()
-            if left <= 0:
+            remaining = began + seconds - time.monotonic()
+            if remaining <= 0:
                 ended_by = "time"
                 break
-            reads = [*waiting, self.woken, self.orders] + ([done[0]] if done[0] >= 0 else [])
-            ready, writable, _ = select.select(reads, [send[0]] if to_send else [], [], left)
+            reads = [*waiting, self.wakeups, self.requests] + ([done[0]] if done[0] >= 0 else [])
+            ready, writable, _ = select.select(reads, [send[0]] if to_send else [], [], remaining)
             for fd in ready:
-                if fd in said:
-                    if not _read_into(fd, said[fd]):
+                if fd in output:
+                    if not _read_into(fd, output[fd]):
                         waiting.discard(fd)
-                    if len(said[fd]) > self.settings["output_bytes"]:
+                    if len(output[fd]) > self.settings["output_bytes"]:
                         ended_by = "output"
-                elif fd == self.orders:
-                    self._order()  # "stop", or the end
+                elif fd == self.requests:
+                    self._read_request()  # "stop", or the end of the input
                     ended_by = "time"
                 elif fd == done[0]:
                     _read_into(fd, finished)
-                    # A program may write there what it likes; but it does not know the mark.
+                    # A program may write to this pipe too, but it does not know the mark.
                     _, mark, after = finished.rpartition(done[1])
                     if mark and len(after) >= 4:
                         code = struct.unpack("<i", after[:4])[0]
@@ -246,11 +246,13 @@ class Driver:
         took = time.monotonic() - began
         if not ended_by:
             for fd in waiting:
-                while len(said[fd]) <= self.settings["output_bytes"] and _read_into(fd, said[fd]):
+                while len(output[fd]) <= self.settings["output_bytes"] and _read_into(
+                    fd, output[fd]
+                ):
                     pass
         return {
-            "stdout": in_text(bytes(said[out])),
-            "stderr": in_text(bytes(said[err]).replace(SCRIPT.encode() + b": ", b"bash: ")),
+            "stdout": to_base64(bytes(output[out])),
+            "stderr": to_base64(bytes(output[err]).replace(SCRIPT.encode() + b": ", b"bash: ")),
             "exit_code": -signal.SIGKILL if ended_by else code,
             "ended_by": ended_by,
             "seconds": took,
@@ -260,7 +262,7 @@ class Driver:
     # Processes
 
     def _reap(self):
-        _drain(self.woken)
+        _drain(self.wakeups)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -269,11 +271,11 @@ class Driver:
             if pid == 0:
                 return
             code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-            if pid in self.started:
+            if pid in self.children:
                 self.statuses[pid] = code
 
     def _below(self, keep=0):
-        """Pid and state of all processes under this one, but for `keep` and those under it."""
+        """Return the pid and state of all descendants, without `keep` and its descendants."""
         parents, states = {}, {}
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -283,14 +285,14 @@ class Driver:
                 except OSError:
                     continue
                 parents[int(name)], states[int(name)] = int(parent), state
-        mine, found = os.getpid(), {}
+        mine, states_below = os.getpid(), {}
         for pid in parents:
             at = pid
             while at not in (0, mine, keep or -1):
                 at = parents.get(at, 0)
             if at == mine and pid != mine:
-                found[pid] = states[pid]
-        return found
+                states_below[pid] = states[pid]
+        return states_below
 
     def _signal_all(self, number):
         for pid in self._below():
@@ -308,14 +310,14 @@ class Driver:
             time.sleep(0.0005)
 
     def _end_all(self, keep=0):
-        """End all programs, but for `keep` and those under it."""
+        """Kill all programs, except for `keep` and its descendants."""
         for attempt in range(1000):
-            left = [pid for pid, state in self._below(keep).items() if state != b"Z"]
-            if not left:
+            remaining = [pid for pid, state in self._below(keep).items() if state != b"Z"]
+            if not remaining:
                 break
-            # Stopped first, or a program that forks would always be one ahead.
+            # Stopped first: otherwise a program that forks stays ahead of the kills.
             for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in left:
+                for pid in remaining:
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
             time.sleep(0.001 * min(attempt, 20))
@@ -324,7 +326,7 @@ class Driver:
 
 
 def _read_into(fd, buffer):
-    """Whether there was something to read."""
+    """Read once and return whether there was something."""
     try:
         read = os.read(fd, CHUNK)
     except BlockingIOError:
@@ -334,7 +336,7 @@ def _read_into(fd, buffer):
 
 
 def _drain(fd):
-    # Once, which empties a pipe: who writes without end must not keep us here.
+    # One read empties a pipe. A loop could be kept busy by a program that writes without end.
     _read_into(fd, bytearray())
 
 

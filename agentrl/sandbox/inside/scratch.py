@@ -1,4 +1,4 @@
-"""The scratch folder of a box, read and written from within; no way leads out of it."""
+"""Reads and writes the scratch folder of a box from inside. No path leads out of it."""
 
 import ctypes
 import errno
@@ -15,22 +15,22 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_all(fd, data):
-    """Write all of it, however long that takes."""
+    """Write all the data; block until it is done."""
     while data:
         data = data[os.write(fd, data) :]
 
 
 class Scratch:
-    """The folder."""
+    """The scratch folder."""
 
     def __init__(self, folder):
         self.folder = folder
         self.top = os.open(folder, os.O_PATH | os.O_DIRECTORY)
 
     def unnamed(self, data):
-        """A descriptor of a file that is in no folder, at its beginning.
+        """Return a descriptor of an unnamed file with this content, positioned at its start.
 
-        Where the folder is full, of a pipe: a command that makes room must still run.
+        If the folder is full, return the end of a pipe: a command that frees space must still run.
         """
         fd = -1
         try:
@@ -43,18 +43,18 @@ class Scratch:
             if e.errno != errno.ENOSPC or len(data) > CHUNK:
                 raise
             fd, end = os.pipe()
-            write_all(end, data)  # a pipe holds as much
+            write_all(end, data)  # the buffer of a pipe holds CHUNK bytes
             os.close(end)
         return fd
 
-    def read(self, path, most):
-        """The first so many bytes of a file."""
+    def read(self, path, max_bytes):
+        """Return the first bytes of a file."""
         fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            _refuse_odd(fd)
+            _check_regular_file(fd)
             data = b""
-            while len(data) < most:
-                read = os.read(fd, min(CHUNK, most - len(data)))
+            while len(data) < max_bytes:
+                read = os.read(fd, min(CHUNK, max_bytes - len(data)))
                 if not read:
                     break
                 data += read
@@ -63,18 +63,18 @@ class Scratch:
             os.close(fd)
 
     def write(self, path, data):
-        """Write a file, making the folders on the way."""
+        """Write a file and create its parent folders."""
         self._make_folders(path)
         fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
-            _refuse_odd(fd)
+            _check_regular_file(fd)
             os.ftruncate(fd, 0)
             write_all(fd, data)
         finally:
             os.close(fd)
 
     def _open(self, path, flags, mode=0):
-        """Open what is below; a link may lead anywhere there, and nowhere else."""
+        """Open a path below the folder. Links that lead out of the folder are refused."""
         resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS
         how = struct.pack("<QQQ", flags | os.O_CLOEXEC, mode, resolve)
         fd = libc.syscall(OPENAT2, self.top, os.fsencode(path), how, len(how))
@@ -95,8 +95,8 @@ class Scratch:
                 os.close(above)
 
 
-def _refuse_odd(fd):
-    """Pipes and the like would keep us waiting."""
+def _check_regular_file(fd):
+    """Refuse folders, pipes and devices. Reading from a pipe could block."""
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))

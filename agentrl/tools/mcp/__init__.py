@@ -1,1 +1,1 @@
-"""The Model Context Protocol: tools of its servers, and ours as such a server (the extra `mcp`)."""
+"""The Model Context Protocol: tools of MCP servers, and agentrl as an MCP server (extra `mcp`)."""

@@ -1,7 +1,7 @@
-"""A connection to an MCP server, kept for as long as the process lives.
+"""The connection to an MCP server, which stays open until the process ends.
 
-The protocol's client wants one task that opens and closes it. So each connection has a thread and
-an event loop of its own; whoever calls a tool waits for that loop's answer in theirs.
+The client of the package `mcp` must be opened and closed in the same task. So each connection has
+its own thread with an event loop. Callers await the result in their own loop.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from agentrl.errors import ToolError, ToolServerError
-from agentrl.tools.mcp.source import MAX_TOOLS, TOKEN_VARIABLE, Address, Listed
+from agentrl.tools.mcp.source import MAX_TOOLS, TOKEN_VARIABLE, Address, ListedTool
 
 _REFUSALS = (-32601, -32602)
-"""JSON-RPC's codes of a request that is wrong: no such method, invalid parameters."""
+"""JSON-RPC error codes of a wrong request: unknown method, invalid parameters."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Link:
-    """A connection while it lasts."""
+class _OpenClient:
+    """An open client, and the task that closes it."""
 
     client: Client
-    over: asyncio.Event
+    closing: asyncio.Event
     owner: asyncio.Task[None]
 
 
-class Connection:
-    """One server. Its methods may be called from any loop or thread.
+class McpConnection:
+    """The connection to one server. Its methods may be called from any event loop or thread.
 
     Args:
-        address: where it is.
+        address: the address of the server.
     """
 
     def __init__(self, address: Address):
         self._address = address
         self._loop = asyncio.new_event_loop()
         self._lock = asyncio.Lock()
-        self._link: _Link | None = None
+        self._link: _OpenClient | None = None
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def list(self) -> tuple[str, list[Listed]]:
-        """What the server calls itself, and its tools; the caller is blocked.
+    def list(self) -> tuple[str, list[ListedTool]]:
+        """Return the server's name and its tools. Blocks the caller.
 
         Raises:
-            ToolServerError: it does not answer.
+            ToolServerError: the server does not answer.
         """
         future = asyncio.run_coroutine_threadsafe(self._list(), self._loop)
         try:
@@ -66,25 +66,25 @@ class Connection:
         except TimeoutError:
             future.cancel()
             raise ToolServerError(
-                f"{self._address.shown} did not say within {START_SECONDS:g} s what it offers"
+                f"{self._address.shown} did not list its tools within {START_SECONDS:g} s"
             ) from None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text that a tool answers.
+        """Call a tool and return its text.
 
         Raises:
-            ToolError: the tool says that the call failed, or the server refused it.
-            MCPError, ToolServerError: see `_answered`.
+            ToolError: the tool reports that the call failed, or the server refused the call.
+            MCPError, ToolServerError: see `_request`.
         """
-        asked = self._call(name, arguments)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+        request = self._call(name, arguments)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     def close(self) -> None:
-        """End the connection, and the program if there is one. Idempotent."""
+        """Close the connection, and stop the server's program if there is one. Idempotent."""
         atexit.unregister(self.close)
         if not self._thread.is_alive():
             return
-        ending = asyncio.run_coroutine_threadsafe(self._drop(self._link), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._disconnect(self._link), self._loop)
         with contextlib.suppress(Exception):
             ending.result(STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -96,13 +96,13 @@ class Connection:
 
     # -- in the connection's own loop -------------------------------------------------------------
 
-    async def _list(self) -> tuple[str, list[Listed]]:
+    async def _list(self) -> tuple[str, list[ListedTool]]:
         link = await self._connected()
-        tools: list[Listed] = []
+        tools: list[ListedTool] = []
         cursor: str | None = None
         while len(tools) <= MAX_TOOLS:
-            page = await self._answered(link, link.client.list_tools(cursor=cursor))
-            tools += [Listed(t.name, t.description or "", t.input_schema) for t in page.tools]
+            page = await self._request(link, link.client.list_tools(cursor=cursor))
+            tools += [ListedTool(t.name, t.description or "", t.input_schema) for t in page.tools]
             cursor = page.next_cursor
             if not cursor:
                 break
@@ -111,19 +111,19 @@ class Connection:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         link = await self._connected()
-        result = await self._answered(link, link.client.call_tool(name, arguments))
+        result = await self._request(link, link.client.call_tool(name, arguments))
         text = _text_of(result)
         if result.is_error:
             raise ToolError(text or f"{name} failed without a message")
         return text
 
-    async def _answered(self, link: _Link, request: Coroutine[Any, Any, T]) -> T:
-        """The answer of a request. Was it the request that failed, or all of the connection?
+    async def _request(self, link: _OpenClient, request: Coroutine[Any, Any, T]) -> T:
+        """Return the answer to a request. On an error, find out whether the server still answers.
 
         Raises:
             ToolError: the server refused the request.
-            MCPError: the server failed. Its text may be that of an exception over there.
-            ToolServerError: it does not answer.
+            MCPError: the server failed. The message may be that of an exception in the server.
+            ToolServerError: the server does not answer.
         """
         try:
             return await request
@@ -133,39 +133,39 @@ class Connection:
                     raise ToolError(str(e)[:300]) from None
                 if await _is_alive(link):
                     raise
-            await self._drop(link)
+            await self._disconnect(link)
             raise ToolServerError(f"{self._address.shown}: {type(e).__name__}: {e}") from e
 
-    async def _connected(self) -> _Link:
+    async def _connected(self) -> _OpenClient:
         async with self._lock:
             if self._link is None or self._link.owner.done():
                 ready: asyncio.Future[Client] = self._loop.create_future()
-                over = asyncio.Event()
-                owner = self._loop.create_task(self._own(ready, over))
-                self._link = _Link(await ready, over, owner)
+                closing = asyncio.Event()
+                owner = self._loop.create_task(self._hold_open(ready, closing))
+                self._link = _OpenClient(await ready, closing, owner)
             return self._link
 
-    async def _own(self, ready: asyncio.Future[Client], over: asyncio.Event) -> None:
-        """Open the connection, keep it until it is over, and close it: all in one task."""
+    async def _hold_open(self, ready: asyncio.Future[Client], closing: asyncio.Event) -> None:
+        """Open the connection, wait for `closing`, and close the connection, all in one task."""
         try:
-            async with asyncio.timeout(START_SECONDS) as opening, self._opened() as client:
+            async with asyncio.timeout(START_SECONDS) as opening, self._open() as client:
                 opening.reschedule(None)
                 ready.set_result(client)
-                await over.wait()
+                await closing.wait()
         except BaseException as e:
             if not ready.done():
-                said = "; ".join(map(str, _leaves(e)))
+                reason = "; ".join(map(str, _flatten(e)))
                 ready.set_exception(
-                    ToolServerError(f"no MCP server at {self._address.shown}: {said}")
+                    ToolServerError(f"no MCP server at {self._address.shown}: {reason}")
                 )
             elif not isinstance(e, Exception):
                 raise
 
     @contextlib.asynccontextmanager
-    async def _opened(self) -> AsyncIterator[Client]:
+    async def _open(self) -> AsyncIterator[Client]:
         address = self._address
         if address.command:
-            # Its environment is a bare one: it is not given the run's keys.
+            # The program gets a minimal environment, without the secrets of the run.
             program, *arguments = address.command
             async with Client(StdioServerParameters(command=program, args=arguments)) as client:
                 yield client
@@ -178,17 +178,17 @@ class Connection:
         ):
             yield client
 
-    async def _drop(self, link: _Link | None) -> None:
-        """Close it; whoever calls next has another."""
+    async def _disconnect(self, link: _OpenClient | None) -> None:
+        """Close a client. The next call opens a new one."""
         if link is not None:
             if self._link is link:
                 self._link = None
-            link.over.set()
+            link.closing.set()
             await asyncio.wait((link.owner,), timeout=STOP_SECONDS)
 
 
-async def _is_alive(link: _Link) -> bool:
-    """Whether the server still answers."""
+async def _is_alive(link: _OpenClient) -> bool:
+    """Return whether the server still answers."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await link.client.list_tools(cache_mode="bypass")
@@ -198,7 +198,7 @@ async def _is_alive(link: _Link) -> bool:
 
 
 def _text_of(result: Any) -> str:
-    """The text of an answer; what is no text is named."""
+    """Return the text of a tool's answer. Other content is replaced by a note."""
     parts = [
         part.text if part.type == "text" else f"[{part.type} omitted: only text is supported]"
         for part in result.content
@@ -210,8 +210,8 @@ def _text_of(result: Any) -> str:
     return "\n".join(parts)
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors in groups of groups of errors."""
+def _flatten(error: BaseException) -> list[BaseException]:
+    """Return the exceptions in an exception group, including those in nested groups."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
     return [error]

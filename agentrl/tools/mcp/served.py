@@ -1,8 +1,8 @@
-"""What is registered here, for clients of the Model Context Protocol: `agentrl tools serve --mcp`.
+"""Serves the registered tools to MCP clients: `agentrl tools serve --mcp`.
 
-At /mcp, beside the tool server's own paths and behind the same guard. An MCP session has an episode
-for each tool: a class tool is made when it is first called and closed when it was idle for long.
-Clients that open no session (the protocol of 2026-07-28 knows none) have one for every call.
+The endpoint is /mcp of the tool server, behind the same guard. Each MCP session has one episode per
+tool. A class tool is created by its first call and closed when it was idle for long. Clients
+without a session (protocol version 2026-07-28 has none) get a new episode for every call.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger("agentrl.tools")
 SESSION = "mcp-session-id"
 
 
-class Served:
-    """The protocol's door to the tools of a process.
+class McpEndpoint:
+    """The MCP endpoint for the tools of a process.
 
     Args:
         host: runs the calls.
@@ -47,49 +47,49 @@ class Served:
 
     def __init__(self, host: ToolHost):
         self._host = host
-        offers = [tools.get(name).offer for name in tools.names() if _needs_nothing(name)]
-        self._listed = [_listed(schema["function"]) for schema in schemas_of(offers)]
-        self._owners = {f: offer.name for offer in offers for f in offer.functions}
+        specs = [tools.get(name).spec for name in tools.names() if _is_usable_without_row(name)]
+        self._to_mcp_tool = [_to_mcp_tool(schema["function"]) for schema in schemas_of(specs)]
+        self._owners = {f: spec.name for spec in specs for f in spec.functions}
         self._turns = itertools.count()
         server = Server(
             "agentrl", version=__version__, on_list_tools=self._list, on_call_tool=self._call
         )
-        # Hosts and origins are the guard's affair.
+        # The guard checks hosts and origins.
         open_to = TransportSecuritySettings(enable_dns_rebinding_protection=False)
         self._manager = StreamableHTTPSessionManager(app=server, security_settings=open_to)
         self.app = StreamableHTTPASGIApp(self._manager)
-        """An ASGI application for `path`."""
+        """The ASGI application of `path`."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For as long as the server lives."""
+        """Run the session manager while the server runs."""
         async with self._manager.run():
             yield
 
     async def _list(self, context: Any, params: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=self._listed)
+        return types.ListToolsResult(tools=self._to_mcp_tool)
 
     async def _call(
         self, context: Any, params: types.CallToolRequestParams
     ) -> types.CallToolResult:
         session = context.request.headers.get(SESSION, "") if context.request else ""
-        # One a tool: that one of them cannot be made is no affair of the others.
+        # One episode per tool: if one tool cannot be created, the others still work.
         owner = self._owners.get(params.name, "")
         episode = f"mcp-{session or uuid.uuid4().hex}-{owner}"
         try:
-            result = await self._finished(episode, owner, params, bool(session))
+            result = await self._run_call(episode, owner, params, bool(session))
         except Exception as e:
-            # Some versions of the protocol would send the text of the exception.
+            # Some protocol versions would send the message of the exception to the client.
             log.error("the MCP call of %r failed: %s", params.name[:80], e, exc_info=e.__cause__)
             kind = type(e).__name__
             raise MCPError(types.INTERNAL_ERROR, f"the tool server failed: {kind}") from None
         text = types.TextContent(type="text", text=result.content)
         return types.CallToolResult(content=[text], is_error=not result.ok)
 
-    async def _finished(
-        self, episode: str, owner: str, params: types.CallToolRequestParams, stays: bool
+    async def _run_call(
+        self, episode: str, owner: str, params: types.CallToolRequestParams, keep_open: bool
     ) -> ToolResult:
-        """The result of a call; an episode that does not stay is closed after it."""
+        """Run a call and return its result. The episode is closed afterwards unless `keep_open`."""
         name, arguments = params.name, params.arguments or {}
         self._host.enter()
         try:
@@ -103,23 +103,23 @@ class Served:
             return await session.call(next(self._turns), 0, name, arguments)
         finally:
             self._host.leave()
-            if owner and not stays:
+            if owner and not keep_open:
                 await self._host.close(episode)
 
 
-def _needs_nothing(name: str) -> bool:
-    """Whether a tool can be had without a row; one that cannot is left out, with a warning."""
+def _is_usable_without_row(name: str) -> bool:
+    """Return whether a tool works without a dataset row; log a warning if not."""
     tool: Tool = tools.get(name)
     try:
         if tool.is_class:
             tool.arguments({}, Sample("mcp", ()))
     except DataError as e:
-        log.warning("the tool %r is not offered to MCP clients: %s", name, e)
+        log.warning("the tool %r is not available to MCP clients: %s", name, e)
         return False
     return True
 
 
-def _listed(function: dict[str, Any]) -> types.Tool:
+def _to_mcp_tool(function: dict[str, Any]) -> types.Tool:
     return types.Tool(
         name=function["name"],
         description=function.get("description", ""),

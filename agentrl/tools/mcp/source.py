@@ -1,15 +1,15 @@
-"""The tools of an MCP server in the registry: `--file mcp+http://HOST/PATH`, `mcp+stdio:COMMAND`.
+"""Registers the tools of an MCP server: `--file mcp+http://HOST/PATH`, `mcp+stdio:COMMAND`.
 
-    mcp+http://127.0.0.1:8000/mcp            over streamable HTTP; also mcp+https://
-    mcp+stdio:python -m my_server --flag     a program that is started and spoken to by its pipes
-    mcp+http://HOST/mcp#docs                 its tools are called docs__NAME
+    mcp+http://127.0.0.1:8000/mcp            streamable HTTP; also mcp+https://
+    mcp+stdio:python -m my_server --flag     a program that is started; messages go through pipes
+    mcp+http://HOST/mcp#docs                 its tools have the names docs__NAME
 
-Listed once, when the name is loaded: a server that changes its tools while a run lasts changes
-nothing for the run.
+The tools are listed once, when the name is loaded. If the server changes its tools later, the run
+does not change.
 
-A remote server's words are shown to the model, and its schemas are run by a validator here. So
-names are put behind the server's own, descriptions are cut, and a schema loses what could cost more
-than it says: patterns (a regular expression may take forever) and references to elsewhere.
+The model reads the descriptions of a remote server, and its schemas are validated here. So tool
+names get the server's name as a prefix, descriptions are shortened, and keywords that are expensive
+to validate (patterns) or point elsewhere (references) are removed from the schemas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import orjson
 from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import tools
 from agentrl.tools.payloads import Parameters, shorten
-from agentrl.tools.schema import adopt
+from agentrl.tools.schema import parameters_from_schema
 from agentrl.tools.tool import Tool, ToolFunction
 from agentrl.tools.validation import subschemas
 
@@ -35,47 +35,47 @@ log = logging.getLogger("agentrl.tools")
 
 TIMEOUT = 60.0
 TOKEN_VARIABLE = "AGENTRL_MCP_TOKEN"
-"""The environment variable with the bearer token of servers over HTTP."""
+"""The environment variable with the bearer token of HTTP servers."""
 MAX_TOOLS = 256
 MAX_DESCRIPTION = 2000
 MAX_SCHEMA_BYTES = 16_384
 MAX_DEPTH = 16
 
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_]+")
-_COSTLY = {
+_REMOVED_KEYWORDS = {
     "pattern", "patternProperties", "format", "$ref", "$dynamicRef", "$schema", "$id", "$defs",
     "definitions", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
-"""Keywords that are left out of a schema. The server checks its arguments itself."""
+"""Keywords that are removed from a schema. The server itself validates its arguments."""
 
 _EXPECTED = "mcp+http://HOST/PATH, mcp+https://HOST/PATH or mcp+stdio:COMMAND ARGUMENTS"
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 _loaded: dict[str, Any] = {}
-"""Connections by name: one a process, however often the name is loaded."""
+"""Connections by name. A process opens one per name, however often the name is loaded."""
 
 
 def load(name: str) -> None:
-    """Register what the server offers, each tool as `SERVER__TOOL`.
+    """Register the tools of a server, each as `SERVER__TOOL`.
 
     Raises:
-        UserError: no such server, none that answers, or nothing in it that can be used; or the
-            extra is not installed.
-        RegistryError: a name that is taken.
+        UserError: the name is invalid, the server does not answer or has no usable tools, or the
+            extra `mcp` is not installed.
+        RegistryError: another tool has the same name.
     """
     if name in _loaded:
         return
     try:
-        from agentrl.tools.mcp.connection import Connection
+        from agentrl.tools.mcp.connection import McpConnection
     except ImportError as e:
         raise UserError(f'{name} needs the extra `mcp`: pip install "agentrl[mcp]" ({e})') from None
     address = read_address(name)
-    connection = Connection(address)
+    connection = McpConnection(address)
     try:
-        called, listed = connection.list()
-        # What the names of its tools begin with.
-        prefix = address.label or _NOT_A_NAME.sub("_", called).strip("_")[:32] or "mcp"
-        functions = functions_of(listed, prefix, address.shown)
+        server_name, listing = connection.list()
+        # The prefix of the tools' names.
+        prefix = address.label or _NOT_A_NAME.sub("_", server_name).strip("_")[:32] or "mcp"
+        functions = functions_of(listing, prefix, address.shown)
         for own_name, function in functions.items():
             target = _caller(connection.call, own_name, function.name)
             tools.add(function.name, Tool(function.name, target, (function,), timeout=TIMEOUT))
@@ -92,7 +92,7 @@ def load(name: str) -> None:
 def _caller(
     call: Callable[[str, dict[str, Any]], Coroutine[Any, Any, str]], own_name: str, name: str
 ) -> Callable[..., Coroutine[Any, Any, str]]:
-    """The function behind one of the server's tools."""
+    """Return the function that calls one of the server's tools."""
 
     async def remote(**arguments: Any) -> str:
         return await call(own_name, arguments)
@@ -106,21 +106,21 @@ def _caller(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is."""
+    """The address of a server."""
 
     shown: str
-    """For people."""
+    """The address in messages."""
     url: str = ""
     command: tuple[str, ...] = ()
     label: str = ""
-    """What its tools' names begin with; "" for what the server calls itself."""
+    """The prefix of the tools' names; "" takes the name that the server reports."""
 
 
 def read_address(name: str) -> Address:
-    """The address behind a name that begins with `mcp+`.
+    """Parse a name that begins with `mcp+`.
 
     Raises:
-        UserError: not such a name, or a token in its URL.
+        UserError: it is not such a name, or its URL contains a user or password.
     """
     if name.startswith("mcp+stdio:"):
         text, _, label = name.removeprefix("mcp+stdio:").partition(" #")
@@ -136,7 +136,9 @@ def read_address(name: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{name}: expected {_EXPECTED}")
     if parts.username or parts.password:
-        raise UserError(f"no user and password in a URL: the token is in {TOKEN_VARIABLE}")
+        raise UserError(
+            f"the URL contains a user or password: put the token into {TOKEN_VARIABLE} instead"
+        )
     return Address(f"mcp+{url}", url=url, label=_label(name, label))
 
 
@@ -146,77 +148,81 @@ def _label(name: str, label: str) -> str:
     return label
 
 
-# -- what it offers -------------------------------------------------------------------------------
+# -- what it specs -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One tool as a server describes it."""
+class ListedTool:
+    """One tool as a server lists it."""
 
     name: str
     description: str
     schema: Mapping[str, Any]
 
 
-def functions_of(listed: Iterable[Listed], prefix: str, where: str) -> dict[str, ToolFunction]:
-    """By the server's own name, what the registry is told of each of its tools.
+def functions_of(listing: Iterable[ListedTool], prefix: str, where: str) -> dict[str, ToolFunction]:
+    """Convert listed tools to functions for the registry, by the server's own name.
 
-    Those that are too many, or whose schema is too large or none at all, are left out with a
-    warning.
+    Surplus tools, and tools without a usable schema, are left out with a warning.
 
     Raises:
-        UserError: nothing is left.
+        UserError: no tool is left.
     """
-    found: dict[str, ToolFunction] = {}
-    taken: dict[str, str] = {}
-    left_out = 0
-    for tool in listed:
-        if len(found) == MAX_TOOLS:
-            left_out += 1
+    functions: dict[str, ToolFunction] = {}
+    names_in_use: dict[str, str] = {}
+    surplus = 0
+    for tool in listing:
+        if len(functions) == MAX_TOOLS:
+            surplus += 1
             continue
         name = f"{prefix}__{_NOT_A_NAME.sub('_', tool.name)}"[:64]
         try:
-            if name in taken:
-                raise UserError(f"is named like {taken[name]!r}")
-            parameters = _bounded(tool.schema, name, f"{where}: {tool.name[:80]}")
+            if name in names_in_use:
+                raise UserError(f"has the same name as {names_in_use[name]!r}")
+            parameters = _safe_parameters(tool.schema, name, f"{where}: {tool.name[:80]}")
         except UserError as e:
-            log.warning("%s: the tool %s is left out: %s", where, tool.name[:80], e)
+            log.warning("%s: the tool %s is not used: %s", where, tool.name[:80], e)
             continue
-        taken[name] = tool.name
-        described = shorten(tool.description, MAX_DESCRIPTION)
-        shown = {"name": name, "description": described, "parameters": parameters.schema}
-        found[tool.name] = ToolFunction(
+        names_in_use[name] = tool.name
+        description = shorten(tool.description, MAX_DESCRIPTION)
+        shown = {"name": name, "description": description, "parameters": parameters.schema}
+        functions[tool.name] = ToolFunction(
             name=name,
             attribute="",
             schema={"type": "function", "function": shown},
             parameters=parameters,
             is_async=True,
         )
-    if left_out:
-        log.warning("%s: of more than %d tools %d are left out", where, MAX_TOOLS, left_out)
-    if not found:
-        raise UserError(f"{where} offers no tools that can be used")
-    return found
+    if surplus:
+        log.warning(
+            "%s: the server has more than %d tools; %d of them are not used",
+            where,
+            MAX_TOOLS,
+            surplus,
+        )
+    if not functions:
+        raise UserError(f"{where} has no usable tools")
+    return functions
 
 
-def _bounded(schema: Any, name: str, where: str) -> Parameters:
-    """Parameters of a schema without what is costly.
+def _safe_parameters(schema: Any, name: str, where: str) -> Parameters:
+    """Return the parameters for a schema without expensive keywords.
 
     Raises:
-        UserError: why it is of no use.
+        UserError: why the schema cannot be used.
     """
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise UserError("its schema is not that of an object")
+        raise UserError("its schema is not the schema of an object")
     try:
-        written = orjson.dumps(schema)
+        encoded = orjson.dumps(schema)
     except TypeError as e:
-        raise UserError(f"its schema: {e}") from None
-    if len(written) > MAX_SCHEMA_BYTES:
-        raise UserError(f"its schema has {len(written)} bytes, at most {MAX_SCHEMA_BYTES}")
-    clean = orjson.loads(written)
+        raise UserError(f"its schema is not valid JSON: {e}") from None
+    if len(encoded) > MAX_SCHEMA_BYTES:
+        raise UserError(f"its schema has {len(encoded)} bytes, maximum {MAX_SCHEMA_BYTES}")
+    clean = orjson.loads(encoded)
     for depth, inner in subschemas(clean):
         if depth > MAX_DEPTH:
-            raise UserError(f"its schema: nested deeper than {MAX_DEPTH}")
-        for key in _COSTLY & inner.keys():
+            raise UserError(f"its schema is nested more than {MAX_DEPTH} levels deep")
+        for key in _REMOVED_KEYWORDS & inner.keys():
             del inner[key]
-    return adopt({"properties": {}, **clean, "type": "object"}, name, where)
+    return parameters_from_schema({"properties": {}, **clean, "type": "object"}, name, where)

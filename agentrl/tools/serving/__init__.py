@@ -1,1 +1,1 @@
-"""Tools behind HTTP: the server, who may speak to it, and the processes it runs in."""
+"""Tools over HTTP: the server, its access control and its processes."""

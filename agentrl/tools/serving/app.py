@@ -1,19 +1,19 @@
-"""The tool server: the same `ToolHost` as in process, behind HTTP.
+"""The HTTP API of the tool server, on top of `ToolHost`.
 
     POST   /sessions                  {episode_id, sample, create_kwargs}       open an episode
     POST   /sessions/{episode}/calls  {turn, call_index, name, arguments}       run one call
     DELETE /sessions/{episode}        close it -> {"reward": sum of its class tools' rewards}
-    GET    /tools                     what is offered, and the ports of the server's workers
-    GET    /health                    alive, and how much is going on
-    GET    /metrics                   the same for Prometheus, by tool
+    GET    /tools                     the tools, and the ports of the server's workers
+    GET    /health                    status, and the numbers of sessions and calls
+    GET    /metrics                   metrics of each tool for Prometheus
 
-Anything may be sent twice: (episode, turn, call_index) is what makes a call the same call. A call's
-answer is a `ToolResult` with status 200, also where it tells the model of a mistake. Other statuses
-carry `{"error": class, "message": text}`: 4xx the request's fault, 503 the server's; a 503 with
-`Retry-After` is worth sending again. An episode stays with one worker, see `worker_of`; another one
-answers 421.
+Every request may be sent twice: (episode, turn, call_index) identifies a call. The answer to a call
+is a `ToolResult` with status 200, also if it tells the model of a mistake. Other statuses carry
+`{"error": class, "message": text}`. 4xx means that the request is wrong, 503 that the server cannot
+answer. A 503 with `Retry-After` may be sent again. One worker serves an episode (`worker_number`);
+other workers answer with 421.
 
-Tools run code, so nobody else may reach them: see `Guard`.
+Tools run code, so only the training run may reach them: see `Guard`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from starlette.types import Scope
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.registry import tools
-from agentrl.tools.payloads import refused
-from agentrl.tools.serving.guard import REFUSED, Guard, refusal
+from agentrl.tools.payloads import find_json_fault
+from agentrl.tools.serving.guard import REFUSED, Guard, error_response
 from agentrl.tools.session import (
     Busy,
     CallConflict,
@@ -46,31 +46,31 @@ from agentrl.tools.session import (
     UnknownEpisode,
     WrongWorker,
 )
-from agentrl.tools.tool import Offer
+from agentrl.tools.tool import ToolSpec
 from agentrl.trajectory import Message, Sample, ToolResult
 
 MAX_SESSION_BODY = 2**24
-"""Rows may hold whole documents."""
+"""A dataset row may contain whole documents."""
 RETRY_AFTER_SECONDS = 1
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Upper ends of the buckets of /metrics, before infinity."""
+"""Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
 CALLS = "/sessions/{episode_id:path}/calls"
 
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-class OpenBody(BaseModel):
-    """POST /sessions."""
+class OpenRequest(BaseModel):
+    """The body of POST /sessions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     episode_id: str = Field(min_length=1, max_length=256)
     sample: dict[str, Any]
-    """A dataset row's fields, see `agentrl.Sample`; at least `tools`."""
+    """The fields of a dataset row, see `agentrl.Sample`. Only `tools` is required."""
     create_kwargs: dict[str, dict[str, Any]] = {}
 
 
-class CallBody(BaseModel):
-    """POST /sessions/{episode_id}/calls."""
+class CallRequest(BaseModel):
+    """The body of POST /sessions/{episode_id}/calls."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     turn: int = Field(ge=0, le=2**31 - 1)
@@ -78,83 +78,81 @@ class CallBody(BaseModel):
     name: str
     arguments: dict[str, Any]
     messages: list[dict[str, Any]] = []
-    """The conversation so far, where the tool asks for it."""
+    """The conversation so far, for tools with a parameter `messages`."""
 
 
-class Refusal(BaseModel):
-    """Why there is no answer."""
+class ErrorResponse(BaseModel):
+    """Why the request failed."""
 
     error: str
-    """The class: of an exception of agentrl's, `BadRequest` or `Refused`."""
+    """The class of the error: an exception of agentrl, `BadRequest` or `Refused`."""
     message: str
 
 
-class Opened(BaseModel):
+class OpenResponse(BaseModel):
     """The session is open."""
 
 
-class Closed(BaseModel):
+class CloseResponse(BaseModel):
     """The session is closed."""
 
     reward: float
-    """Sum of what its class tools' `reward()` gave."""
+    """The sum of its class tools' rewards."""
 
 
-class Offered(BaseModel):
-    """What the server is."""
+class ToolsResponse(BaseModel):
+    """The tools and workers of the server."""
 
-    tools: list[Offer]
+    tools: list[ToolSpec]
     workers: list[int]
-    """The ports of its workers, by number; empty where it is one process."""
+    """The ports of its workers, by number; empty if there is only one worker."""
 
 
-class Health(BaseModel):
-    """That the server is."""
+class HealthResponse(BaseModel):
+    """The state of the server."""
 
     status: Literal["ok", "draining"]
     sessions: int
     calls: int
 
 
-# Described, and not checked: an episode with another id is not open, which is answered with 404.
+# The limits are documented but not checked: an episode with another id is not open, and gets a 404.
 EpisodeId = Annotated[str, Path(json_schema_extra={"minLength": 1, "maxLength": 256})]
 
 _SAMPLE = TypeAdapter(Sample)
 _MESSAGES = TypeAdapter(tuple[Message, ...])
 
-REFUSALS = {
-    400: "Not JSON, or the body ended early",
-    401: "No bearer token, or a wrong one",
-    403: "Another host's name, or a web page",
+STATUS_TEXTS = {
+    400: "The body is not JSON or is incomplete",
+    401: "The bearer token is missing or wrong",
+    403: "Wrong Host header, or a request of a web page",
     404: "No such session",
     408: "The body took too long",
-    409: "The turn and index, or the episode, were used with other contents",
+    409: "The call or the episode was sent before with other contents",
     413: "The body is too long",
-    415: "The body is not said to be JSON",
-    421: "The episode stays with another worker",
-    422: "The body has another shape, or names what is not there",
-    500: "A tool's own code failed in its constructor or reward",
-    503: "No room, or about to stop; with Retry-After it is worth sending again",
+    415: "The body is not declared as JSON",
+    421: "Another worker serves the episode",
+    422: "The body has the wrong shape, or names an unknown tool",
+    500: "The constructor or reward of a tool raised",
+    503: "The server is busy or stopping; with Retry-After, the request may be sent again",
 }
-OF_BODIES = (400, 408, 413, 415, 422)
+BODY_STATUSES = (400, 408, 413, 415, 422)
 
 
-class Meter:
-    """What a server's process tells of itself at /metrics, in Prometheus' format."""
+class ToolMetrics:
+    """The Prometheus metrics of a server process."""
 
     def __init__(self) -> None:
         prometheus.disable_created_metrics()
         self._registry = prometheus.CollectorRegistry()
-        of_tool: Any = {"labelnames": ["tool"], "registry": self._registry, "buckets": SECONDS}
-        waited = prometheus.Histogram(
-            "agentrl_tool_queue_seconds", "Time a call waited to start", **of_tool
+        labels: Any = {"labelnames": ["tool"], "registry": self._registry, "buckets": SECONDS}
+        queued = prometheus.Histogram(
+            "agentrl_tool_queue_seconds", "Time a call waited to start", **labels
         )
-        ran = prometheus.Histogram(
-            "agentrl_tool_execute_seconds", "Time a call took once started", **of_tool
-        )
+        ran = prometheus.Histogram("agentrl_tool_execute_seconds", "Time a call ran", **labels)
         calls = prometheus.Counter(
             "agentrl_tool_calls",
-            "Calls by how they ended",
+            "Calls by outcome",
             ["tool", "outcome"],
             registry=self._registry,
         )
@@ -162,29 +160,29 @@ class Meter:
             "agentrl_tool_sessions", "Open episodes", registry=self._registry
         )
         self._in_flight = prometheus.Gauge(
-            "agentrl_tool_calls_in_flight", "Calls now", registry=self._registry
+            "agentrl_tool_calls_in_flight", "Calls in flight", registry=self._registry
         )
-        # Finding a metric by its labels costs more than adding to it.
-        self._of_tool = functools.cache(lambda tool: (waited.labels(tool), ran.labels(tool)))
+        # Looking up a metric by its labels costs more than incrementing it.
+        self._of_tool = functools.cache(lambda tool: (queued.labels(tool), ran.labels(tool)))
         self._calls = functools.cache(calls.labels)
 
-    def ran(self, tool: str, waited: float, took: float) -> None:
-        """A call ran: how long it waited to start, and how long it took from there, in seconds."""
-        of_waiting, of_running = self._of_tool(tool)
-        of_waiting.observe(waited)
-        of_running.observe(took)
+    def observe_call(self, tool: str, queued: float, took: float) -> None:
+        """Record the seconds that a call waited to start, and the seconds that it ran."""
+        queue_histogram, execute_histogram = self._of_tool(tool)
+        queue_histogram.observe(queued)
+        execute_histogram.observe(took)
 
-    def answered(self, tool: str, outcome: str) -> None:
-        """A call was answered, or could not be.
+    def count_result(self, tool: str, outcome: str) -> None:
+        """Count a call by its outcome.
 
         Args:
-            tool: the function; "" where the model asked for one that is not offered.
-            outcome: `ok`, a class of failure (`ToolResult.error`), or the name of an exception.
+            tool: the function; "" if the model asked for one that the episode does not have.
+            outcome: `ok`, an error class (`ToolResult.error`) or the name of an exception.
         """
         self._calls(tool, outcome).inc()
 
-    def page(self, host: ToolHost) -> bytes:
-        """All of it as text."""
+    def render(self, host: ToolHost) -> bytes:
+        """Return the page /metrics."""
         self._sessions.set(len(host))
         self._in_flight.set(host.calls_in_flight)
         return prometheus.generate_latest(self._registry)
@@ -194,25 +192,25 @@ class Meter:
 
 
 def create_app(
-    host: ToolHost, meter: Meter, *, token: str, names: frozenset[str], mcp: bool
+    host: ToolHost, tool_metrics: ToolMetrics, *, token: str, names: frozenset[str], mcp: bool
 ) -> FastAPI:
-    """The application, offering what is registered in this process.
+    """Create the application for the tools that are registered in this process.
 
     Args:
         host: runs the calls.
-        meter: counts them.
-        token: the bearer token to ask for; none if empty.
-        names: under which the server may be addressed; empty allows all.
+        tool_metrics: counts the calls.
+        token: the bearer token; "" asks for none.
+        names: the host names of the server; an empty set allows all.
         mcp: also serve the Model Context Protocol, at /mcp.
     """
-    door = _mcp_door(host) if mcp else None
-    # The guard has looked at the token before: this is for the document.
+    mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
+    # The guard checks the token. This declares it in the OpenAPI document.
     secured = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if token else []
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(host.reap())
-        async with door.running() if door else contextlib.nullcontext():
+        reaper = asyncio.create_task(host.close_idle_sessions())
+        async with mcp_endpoint.running() if mcp_endpoint else contextlib.nullcontext():
             yield
         reaper.cancel()
         with contextlib.suppress(TimeoutError):
@@ -223,16 +221,18 @@ def create_app(
     def has_route(scope: Scope) -> bool:
         return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
-    def said(answer: type | None, *refusals: int, anybody: bool = False) -> dict[str, Any]:
-        """The arguments of a route that say what it answers, refusals included."""
+    def describe_route(
+        answer: type | None, *statuses: int, anybody: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments of a route that document its answer and its error statuses."""
         always = (403,) if anybody else (401, 403)
         return {
             "response_model": answer,
             "response_description": answer.__doc__ if answer else "Text",
             "dependencies": [] if anybody else secured,
             "responses": {
-                status: {"model": Refusal, "description": REFUSALS[status]}
-                for status in sorted((*always, *refusals))
+                status: {"model": ErrorResponse, "description": STATUS_TEXTS[status]}
+                for status in sorted((*always, *statuses))
             },
         }
 
@@ -245,101 +245,107 @@ def create_app(
         has_route=has_route,
     )
 
-    @app.post(CALLS, **said(ToolResult, 404, 409, 421, 500, 503, *OF_BODIES))
-    async def call(episode_id: EpisodeId, body: CallBody) -> ToolResult:
+    @app.post(CALLS, **describe_route(ToolResult, 404, 409, 421, 500, 503, *BODY_STATUSES))
+    async def call(episode_id: EpisodeId, body: CallRequest) -> ToolResult:
         messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
         session = host.session(episode_id)
         return await session.call(body.turn, body.call_index, body.name, body.arguments, messages)
 
-    @app.post("/sessions", **said(Opened, 404, 409, 421, 500, 503, *OF_BODIES))
-    async def open_session(body: OpenBody) -> Response:
+    @app.post("/sessions", **describe_route(OpenResponse, 404, 409, 421, 500, 503, *BODY_STATUSES))
+    async def open_session(body: OpenRequest) -> Response:
         sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
         await host.open(body.episode_id, sample, body.create_kwargs)
-        return _answer({})
+        return _json_response({})
 
-    @app.delete("/sessions/{episode_id:path}", **said(Closed, 404, 421, 422, 500, 503))
+    @app.delete(
+        "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)
+    )
     async def close_session(episode_id: EpisodeId) -> Response:
-        return _answer({"reward": await host.close(episode_id)})
+        return _json_response({"reward": await host.close(episode_id)})
 
-    @app.get("/tools", **said(Offered))
-    async def offered() -> Response:
-        offers = [tools.get(n).offer for n in tools.names()]
-        return _answer({"tools": offers, "workers": host.place.ports})
+    @app.get("/tools", **describe_route(ToolsResponse))
+    async def list_tools() -> Response:
+        specs = [tools.get(n).spec for n in tools.names()]
+        return _json_response({"tools": specs, "workers": host.shard.ports})
 
-    @app.get("/health", **said(Health, anybody=True))
+    @app.get("/health", **describe_route(HealthResponse, anybody=True))
     async def health() -> Response:
-        status = "draining" if host.draining else "ok"
-        return _answer({"status": status, "sessions": len(host), "calls": host.calls_in_flight})
+        status = "draining" if host.is_draining else "ok"
+        return _json_response(
+            {"status": status, "sessions": len(host), "calls": host.calls_in_flight}
+        )
 
-    page = said(None)
-    page["responses"][200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    text_page = describe_route(None)
+    text_page["responses"][200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    @app.get("/metrics", **page, response_class=Response)
+    @app.get("/metrics", **text_page, response_class=Response)
     async def metrics() -> Response:
-        return Response(meter.page(host), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            tool_metrics.render(host), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
-    # The routes that take bodies are described above and run here: orjson reads the body, and the
-    # way of a call is without FastAPI's dependencies.
+    # Routes with a body are documented above and run here: orjson reads the body, and a call skips
+    # FastAPI's dependency injection.
 
     async def read_and_call(request: Request) -> Response:
         host.enter()
         name, outcome = "", "BadRequest"
         try:
-            sent = await request.body()
-            body = CallBody.model_validate(orjson.loads(sent))
-            result = refused(sent, body.arguments)
+            content = await request.body()
+            body = CallRequest.model_validate(orjson.loads(content))
+            result = find_json_fault(content, body.arguments)
             result = result or await call(request.path_params["episode_id"], body)
             outcome = result.error or "ok"
             name = "" if outcome == "unknown_tool" else body.name
-            return _answer(result)
+            return _json_response(result)
         except AgentRLError as e:
             outcome = type(e).__name__
             raise
         finally:
             host.leave()
-            meter.answered(name, outcome)
+            tool_metrics.count_result(name, outcome)
 
     async def read_and_open(request: Request) -> Response:
-        return await open_session(OpenBody.model_validate(orjson.loads(await request.body())))
+        return await open_session(OpenRequest.model_validate(orjson.loads(await request.body())))
 
     app.router.routes[:0] = [
         Route(CALLS, read_and_call, methods=["POST"]),
         Route("/sessions", read_and_open, methods=["POST"]),
     ]
-    if door:
-        app.router.routes.append(Route(door.path, door.app))
+    if mcp_endpoint:
+        app.router.routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
 
     @app.exception_handler(AgentRLError)
-    async def failed(_: Request, e: AgentRLError) -> Response:
+    async def handle_agentrl_error(_: Request, e: AgentRLError) -> Response:
         later = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
-        return refusal(_status(e), type(e).__name__, str(e), later)
+        return error_response(_status(e), type(e).__name__, str(e), later)
 
     @app.exception_handler(ValidationError)
-    async def misshapen(_: Request, e: ValidationError) -> Response:
+    async def handle_validation_error(_: Request, e: ValidationError) -> Response:
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        return refusal(422, "BadRequest", f"{where}: {first['msg']}")
+        return error_response(422, "BadRequest", f"{where}: {first['msg']}")
 
     @app.exception_handler(orjson.JSONDecodeError)
-    async def not_json(_: Request, e: orjson.JSONDecodeError) -> Response:
-        return refusal(400, "BadRequest", f"the body is not JSON: {e}")
+    async def handle_json_error(_: Request, e: orjson.JSONDecodeError) -> Response:
+        return error_response(400, "BadRequest", f"the body is not JSON: {e}")
 
     @app.exception_handler(HTTPException)
-    async def no_such_thing(_: Request, e: HTTPException) -> Response:
-        return refusal(e.status_code, REFUSED, str(e.detail), e.headers)
+    async def handle_http_error(_: Request, e: HTTPException) -> Response:
+        return error_response(e.status_code, REFUSED, str(e.detail), e.headers)
 
     return app
 
 
-def _mcp_door(host: ToolHost) -> Any:
+def _make_mcp_endpoint(host: ToolHost) -> Any:
     try:
-        from agentrl.tools.mcp.served import Served
+        from agentrl.tools.mcp.served import McpEndpoint
     except ImportError as e:
         raise UserError(f'--mcp needs the extra: pip install "agentrl[mcp]" ({e})') from None
-    return Served(host)
+    return McpEndpoint(host)
 
 
-def _answer(content: Any) -> Response:
+def _json_response(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 

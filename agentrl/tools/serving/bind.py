@@ -1,4 +1,4 @@
-"""Where a server of ours listens: loopback, or elsewhere with a token."""
+"""Binds the sockets of agentrl's servers: on loopback, or elsewhere if there is a token."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def bind(host: str, port: int, token: str) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Args:
         host: an IP address, or `localhost`.
-        port: 0 lets the system choose.
-        token: bearer token; an address that others can reach needs one.
+        port: the port; 0 takes a free one.
+        token: the bearer token. An address that other machines can reach needs one.
 
     Raises:
-        UserError: no token where one is needed, or an address that cannot be bound.
+        UserError: a token is missing, or the address cannot be bound.
     """
     address = _address(host)
     if not address.is_loopback and not token:
         raise UserError(
-            f"--host {host} lets other machines run your tools: that needs a token. Put one in"
+            f"--host {host} lets other machines run your tools, so a token is required. Put one in"
             " the environment variable that --token-env names."
         )
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         return socket.create_server((str(address), port), family=family, backlog=2048)
     except (OSError, OverflowError) as e:
-        said = e.strerror if isinstance(e, OSError) and e.strerror else e
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise UserError(
-            f"cannot serve on {_name(address)}:{port}: {said}. Choose another --port"
+            f"cannot serve on {_name(address)}:{port}: {reason}. Choose another --port"
             " (0 takes a free one)."
         ) from None
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL of a listening socket."""
+    """Return the URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{_name(ipaddress.ip_address(host))}:{port}"
 
 
-def names_of(bound: socket.socket) -> frozenset[str]:
-    """Host names under which a listening socket may be addressed; empty allows all.
+def host_names_of(bound: socket.socket) -> frozenset[str]:
+    """Return the host names that requests to a listening socket may use; empty allows all.
 
-    Any name may lead to an address like 0.0.0.0; there the token alone decides.
+    A request to an address like 0.0.0.0 may use any host name, so only the token protects it.
     """
     address = ipaddress.ip_address(bound.getsockname()[0])
     return frozenset() if address.is_unspecified else LOOPBACK | {_name(address)}
@@ -57,7 +57,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        raise UserError(f"--host {host}: an IP address is needed, such as 127.0.0.1") from None
+        raise UserError(f"--host {host} is not an IP address. Use one such as 127.0.0.1") from None
 
 
 def _name(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:

@@ -1,8 +1,8 @@
-"""What stands in front of a server that runs code: nobody but the driver of a run gets past.
+"""Access control of a server that runs code: only the training run may use it.
 
-Host names we go by (a web page whose name resolves to this machine has another), no `Origin` (no
-web page at all), the bearer token, JSON by its content type (a form cannot say that), and a body
-that is bounded and arrives in bounded time.
+A request needs a known Host header (a web page whose name resolves to this machine sends another),
+no Origin header (web pages send one), the bearer token, the content type JSON (forms cannot send
+it), and a body of bounded length that arrives in bounded time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MAX_BODY = 2**20
 BODY_SECONDS = 15.0
 REFUSED = "Refused"
-"""The class of what is told to whom the guard turns away."""
+"""The error class of requests that the guard refuses."""
 
 
 class Guard:
-    """ASGI middleware that refuses what it should, and hands on requests with their body read.
+    """ASGI middleware that checks a request, reads its body and passes it on.
 
     Args:
-        app: what it guards.
-        token: the bearer token to ask for, everywhere but at /health; none if empty.
-        hosts: names under which the server may be addressed; empty allows all.
-        limits: by path, the longest body in bytes; elsewhere `MAX_BODY`.
-        has_route: return whether the app takes this method at this path. Of a request that it does
-            not take, no body is read: the app answers 404 or 405.
+        app: the application behind it.
+        token: the bearer token of all paths but /health; "" asks for none.
+        hosts: the host names of the server; an empty set allows all.
+        limits: the longest body in bytes, by path; elsewhere `MAX_BODY`.
+        has_route: returns whether the application serves a request's method and path. If it does
+            not, the body is not read: the application answers with 404 or 405.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class Guard:
         self._has_route = has_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or let it through."""
         if scope["type"] == "http":
             headers: dict[bytes, bytes] = dict(scope["headers"])
             try:
@@ -62,51 +61,51 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        host = _name(headers.get(b"host", b"").decode("latin-1"))
+        host = _host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._hosts and host not in self._hosts:
-            raise _Refused(403, f"this server is not called {host!r}")
+            raise _Refused(403, f"unknown host name {host!r}")
         if b"origin" in headers:
-            raise _Refused(403, "not for web pages")
-        given, wanted = headers.get(b"authorization", b""), self._authorization
-        if wanted and path != "/health" and not hmac.compare_digest(given, wanted):
-            raise _Refused(401, "a bearer token is needed, and the right one")
+            raise _Refused(403, "requests of web pages are not allowed")
+        sent, expected = headers.get(b"authorization", b""), self._authorization
+        if expected and path != "/health" and not hmac.compare_digest(sent, expected):
+            raise _Refused(401, "the bearer token is missing or wrong")
 
 
 class _Refused(Exception):
-    """A request that gets no further, and what it is told."""
+    """The request is refused; `response` is the answer."""
 
     def __init__(self, status: int, message: str, *, hang_up: bool = False):
         headers = {"www-authenticate": "Bearer"} if status == 401 else {}
         if hang_up:
             headers["connection"] = "close"
-        self.response = refusal(status, REFUSED, message, headers)
+        self.response = error_response(status, REFUSED, message, headers)
 
 
-def refusal(
+def error_response(
     status: int, error: str, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer that is none: `{"error": class, "message": text}`."""
+    """Return the response of a failed request: `{"error": class, "message": text}`."""
     content = orjson.dumps({"error": error, "message": message})
     return Response(content, status, headers, media_type="application/json")
 
 
 async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
-    """The whole body. One that does not announce its length is counted as it comes."""
+    """Read the whole body. Its length is limited even if the request does not declare it."""
     if headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
         raise _Refused(415, "content-type must be application/json")
     if int(headers.get(b"content-length", b"0")) > limit:
         raise _Refused(413, f"the body is longer than {limit} bytes")
     chunks: list[bytes] = []
-    left = limit
+    bytes_left = limit
     try:
         async with asyncio.timeout(BODY_SECONDS):
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise _Refused(400, "the body ended early", hang_up=True)
+                    raise _Refused(400, "the body is incomplete", hang_up=True)
                 chunk = message.get("body", b"")
-                left -= len(chunk)
-                if left < 0:
+                bytes_left -= len(chunk)
+                if bytes_left < 0:
                     raise _Refused(413, f"the body is longer than {limit} bytes", hang_up=True)
                 if not chunks and not message.get("more_body", False):
                     return chunk
@@ -114,11 +113,11 @@ async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) ->
                 if not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
-        raise _Refused(408, f"the body took over {BODY_SECONDS:g} s", hang_up=True) from None
+        raise _Refused(408, f"the body took more than {BODY_SECONDS:g} s", hang_up=True) from None
 
 
 def _replay(body: bytes, rest: Receive) -> Receive:
-    """The body at once; who asks on waits for the client to hang up."""
+    """Return a `receive` that delivers the body, then waits for the client to disconnect."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -127,7 +126,7 @@ def _replay(body: bytes, rest: Receive) -> Receive:
     return receive
 
 
-def _name(host: str) -> str:
-    """A Host header without its port."""
+def _host_name(host: str) -> str:
+    """Return a Host header without the port."""
     host = host.lower()
     return host if host.endswith("]") else host.rpartition(":")[0] or host

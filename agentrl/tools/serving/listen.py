@@ -1,4 +1,4 @@
-"""The tool server on a socket: heads of requests that are bounded, and an end without haste."""
+"""The tool server on its socket: limits for requests and connections, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -21,67 +21,68 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from agentrl import open_files
 from agentrl.registry import tools
 from agentrl.tools.descriptors import connections_accepted, descriptors_of_tools
-from agentrl.tools.serving.app import MAX_SESSION_BODY, RETRY_AFTER_SECONDS, Meter, create_app
-from agentrl.tools.serving.bind import bind, names_of, url_of
-from agentrl.tools.serving.guard import REFUSED, refusal
-from agentrl.tools.session import MAX_CALLS, Place, ToolHost
+from agentrl.tools.serving.app import MAX_SESSION_BODY, RETRY_AFTER_SECONDS, ToolMetrics, create_app
+from agentrl.tools.serving.bind import bind, host_names_of, url_of
+from agentrl.tools.serving.guard import REFUSED, error_response
+from agentrl.tools.session import MAX_CALLS, ShardInfo, ToolHost
 
 HEAD_SECONDS = 10.0
 MAX_HEAD = 2**16
 MAX_REQUEST = 2 * MAX_SESSION_BODY
-"""Bytes of a request, with what its chunks are wrapped in; its body has limits of its own."""
+"""Limit of a request in bytes, including the framing of chunks. Its body has its own limits."""
 DRAIN_SECONDS = 10.0
-"""How long a server that was told to stop waits for the calls that run."""
+"""How long a server that is stopping waits for running calls."""
 END_SECONDS = 18.0
-"""How long it may take after that: 5 s for open connections, 10 s for sessions, and some more."""
+"""How long the shutdown may take after that: 5 s for connections, 10 s for sessions, and a reserve.
+"""
 
 log = logging.getLogger("agentrl.tools")
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's, which waits for a request's head for ever, and takes one of any length."""
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits for the length and the duration of a request's head."""
 
     head_since = float("inf")
-    """When the head began that is not complete yet."""
-    most = 2**20
-    """Connections of this process, as many as `ulimit -n` has room for."""
-    _taken = 0
+    """When the unfinished head of a request began; infinity if there is none."""
+    max_connections = 2**20
+    """Limit of the connections of this process, from `ulimit -n`."""
+    _received_bytes = 0
 
     def connection_made(self, transport: BaseTransport) -> None:  # type: ignore[override]
-        """Count the time from here: a request is why somebody connects."""
+        """Start the clock of the first request's head."""
         super().connection_made(cast(Transport, transport))
         self.head_since = time.monotonic()
-        if len(self.connections) > self.most:
-            self._make_room()
+        if len(self.connections) > self.max_connections:
+            self._close_idle_connection()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless it is too much."""
-        if self._taken > MAX_HEAD:
+        """Pass on received bytes, unless the request is too long."""
+        if self._received_bytes > MAX_HEAD:
             if self.head_since < float("inf"):
                 return self.refuse(b"431 Request Header Fields Too Large", b"the head is too long")
-            if self._taken > MAX_REQUEST:
+            if self._received_bytes > MAX_REQUEST:
                 return self.transport.abort()
-        self._taken += len(data)
+        self._received_bytes += len(data)
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Take the time."""
+        """Start the clock of the next request's head."""
         super().on_message_begin()
         self.head_since = time.monotonic()
-        self._taken = 0
+        self._received_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """The rest is the application's."""
+        """Stop the clock of the head."""
         self.head_since = float("inf")
         super().on_headers_complete()
 
-    def _make_room(self) -> None:
-        """Close a connection that waits for a request, else answer this one that all are busy."""
+    def _close_idle_connection(self) -> None:
+        """Close a connection without a request. If there is none, answer this one with 503."""
         for other in self.connections:
-            if isinstance(other, Connection) and other._is_idle:
+            if isinstance(other, BoundedHttpProtocol) and other._is_idle:
                 other.transport.close()
                 return
-        self.app = all_busy
+        self.app = answer_busy
 
     @property
     def _is_idle(self) -> bool:
@@ -89,7 +90,7 @@ class Connection(HttpToolsProtocol):
         return answered and self.head_since == float("inf") and not self.transport.is_closing()
 
     def refuse(self, status: bytes, message: bytes) -> None:
-        """Answer without having read the request, and hang up."""
+        """Answer before the request is complete, and close the connection."""
         body = b'{"error":"%s","message":"%s"}' % (REFUSED.encode(), message)
         self.transport.write(
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -98,17 +99,18 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-async def all_busy(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer that the request may be sent again later, and hang up."""
+async def answer_busy(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with a 503 that allows a retry, and close the connection."""
     headers = {"retry-after": str(RETRY_AFTER_SECONDS), "connection": "close"}
-    message = "the tool server has as many connections as it can hold"
-    await refusal(503, "Busy", message, headers)(scope, receive, send)
+    message = "the tool server has reached its maximum of connections"
+    await error_response(503, "Busy", message, headers)(scope, receive, send)
 
 
 def _reserve_descriptors() -> int:
     """Reserve descriptors for programs; return how many connections to accept (3/4 of the rest).
 
-    How many episodes keep a sandbox open is not known here: `check_open_files` counts those.
+    The number of episodes that keep a sandbox open is not known here; `check_open_files` counts
+    them.
     """
     programs = descriptors_of_tools(tools.get(name) for name in tools.names())
     open_files.reserve(programs)
@@ -118,24 +120,25 @@ def _reserve_descriptors() -> int:
 
 
 class ToolServer(uvicorn.Server):
-    """The application on a socket of its own, bound from the start: `url` is final.
+    """The application on its own socket. The socket is bound at once, so `url` is known.
 
-    SIGTERM and Ctrl-C drain it: sessions are not opened any more and calls refused, those that run
-    may end (`DRAIN_SECONDS`), open sessions are closed. The second signal ends the process. So does
-    the time (`END_SECONDS`), because a tool may ignore that it is cancelled.
+    SIGTERM and Ctrl-C drain the server: it refuses new sessions and calls, waits for running calls
+    (`DRAIN_SECONDS`) and closes the open sessions. A second signal ends the process at once. If the
+    shutdown takes longer than `END_SECONDS`, the process ends too: a tool may ignore its
+    cancellation.
 
     Args:
         host: address to bind.
-        port: 0 lets the system choose.
-        token: bearer token; an address that others can reach needs one.
-        ready: called once requests are answered.
-        bound: a socket that listens already, instead of `host` and `port`.
-        place: of this process among the server's workers.
-        max_calls: calls at once; the others are told to come again.
+        port: port to bind; 0 takes a free one.
+        token: bearer token. An address that other machines can reach needs one.
+        ready: called when the server answers requests.
+        bound: a listening socket, used instead of `host` and `port`.
+        shard: which of the server's workers this process is.
+        max_calls: limit of concurrent calls. Further calls get a 503 that allows a retry.
         mcp: also serve the Model Context Protocol, at /mcp.
 
     Raises:
-        UserError: no token where one is needed, or an address that cannot be bound.
+        UserError: a token is missing, or the address cannot be bound.
     """
 
     def __init__(
@@ -146,50 +149,51 @@ class ToolServer(uvicorn.Server):
         ready: Callable[[], None],
         *,
         bound: socket.socket | None = None,
-        place: Place = Place(),
+        shard: ShardInfo = ShardInfo(),
         max_calls: int = MAX_CALLS,
         mcp: bool = False,
     ):
         open_files.raise_limit()
-        Connection.most = _reserve_descriptors()
+        BoundedHttpProtocol.max_connections = _reserve_descriptors()
         self._socket = bound or bind(host, port, token)
         self.url = url_of(self._socket)
         self._ready = ready
         self._drained_by = float("inf")
         self._has_ended = threading.Event()
-        meter = Meter()
-        self._host = ToolHost(meter.ran, place=place, max_calls=max_calls)
-        names = names_of(self._socket)
-        app = create_app(self._host, meter, token=token, names=names, mcp=mcp)
+        metrics = ToolMetrics()
+        self._host = ToolHost(metrics.observe_call, shard=shard, max_calls=max_calls)
+        names = host_names_of(self._socket)
+        app = create_app(self._host, metrics, token=token, names=names, mcp=mcp)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=BoundedHttpProtocol,
                 ws="none",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=120,  # longer than clients keep connections, so they hang up
+                # Longer than clients keep idle connections, so the clients close them.
+                timeout_keep_alive=120,
                 timeout_graceful_shutdown=5,
             )
         )
 
     def serve_forever(self) -> None:
-        """Serve until a signal, or `should_exit`."""
+        """Serve until a signal, or until `should_exit` is set."""
         try:
             self.run(sockets=[self._socket])
         finally:
             self._has_ended.set()
 
     def drain(self) -> None:
-        """Begin to stop, from any thread."""
-        self._host.draining = True
+        """Begin to stop. May be called from any thread."""
+        self._host.is_draining = True
         self._drained_by = time.monotonic() + DRAIN_SECONDS
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM is a wish that is met, with exit code 0; after Ctrl-C the code tells of it."""
-        if self._host.draining:
+        """Drain the server. The exit code is 0 after SIGTERM, and that of Ctrl-C after SIGINT."""
+        if self._host.is_draining:
             os._exit(128 + sig)
         if sig == signal.SIGINT:
             self._captured_signals.append(sig)
@@ -198,27 +202,27 @@ class ToolServer(uvicorn.Server):
 
     def _end_in_time(self, sig: int) -> None:
         if not self._has_ended.wait(DRAIN_SECONDS + END_SECONDS):
-            log.error("a tool does not stop although it was cancelled: the tool server exits now")
+            log.error("a tool does not end although it was cancelled: the tool server exits now")
             os._exit(128 + sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
+        """Start the server and report that it is ready."""
         await super().startup(sockets)
-        # What is loaded by now stays, so the collector need not go through it with every batch of
-        # calls (a fifth of a call's time at 512 in flight).
+        # Modules and tools stay in memory. Frozen, the garbage collector skips them, which saves a
+        # fifth of a call's time at 512 concurrent calls.
         gc.collect()
         gc.freeze()
         if self.started:
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: is it time to hang up, or to stop?"""
+        """Close connections with a slow head, and stop when the server is drained."""
         if counter % 10 == 0:
             late = time.monotonic() - HEAD_SECONDS
             for connection in list(self.server_state.connections):
-                if isinstance(connection, Connection) and connection.head_since < late:
+                if isinstance(connection, BoundedHttpProtocol) and connection.head_since < late:
                     connection.refuse(b"408 Request Timeout", b"the head took too long")
-        if self._host.draining and (
+        if self._host.is_draining and (
             not self._host.calls_in_flight or time.monotonic() > self._drained_by
         ):
             self.should_exit = True

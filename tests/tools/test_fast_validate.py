@@ -1,4 +1,4 @@
-"""The quick look at arguments never says yes where the JSON schema says no."""
+"""The fast check of arguments accepts nothing that the JSON schema refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl.tools.payloads import quick_check
+from agentrl.tools.payloads import make_fast_validator
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 2**70, 0.0, 1.5, float("nan"), "", "a", "ab"]
 VALUES = [*SCALARS, [], *([s] for s in SCALARS), ["a", 1], [[1]], ["a", "a"], {}, {"a": 1}]
@@ -57,7 +57,7 @@ WHOLE: list[dict[str, Any]] = [
 
 def agrees(schema: dict[str, Any], candidates: list[dict[str, Any]]) -> int:
     """How many of the arguments pass; each of those must be valid."""
-    check, validator = quick_check(schema), Draft202012Validator(schema)
+    check, validator = make_fast_validator(schema), Draft202012Validator(schema)
     passed = [a for a in candidates if check(a)]
     for arguments in passed:
         assert validator.is_valid(arguments), (schema, arguments)
@@ -99,8 +99,8 @@ def test_what_passes_is_valid(properties, beside, candidates):
 
 
 def test_plain_arguments_pass():
-    """The cases that the quick look is there for; without them, saying no would always do."""
-    check = quick_check(
+    """The cases that the fast check is there for; without them, saying no would always do."""
+    check = make_fast_validator(
         {
             "type": "object",
             "properties": {
@@ -131,7 +131,7 @@ def test_plain_arguments_pass():
 
 
 def test_a_choice_of_texts_passes():
-    check = quick_check(
+    check = make_fast_validator(
         {"type": "object", "properties": {"a": {"type": "string", "enum": ["x", 1]}}}
     )
     assert check({"a": "x"})
