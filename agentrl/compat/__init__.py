@@ -1,1 +1,1 @@
-"""What users of other projects bring along, run as it is."""
+"""Run what users of other projects bring, unchanged."""

@@ -63,7 +63,7 @@ class Mistakes:
             lines.append(f"{self.path}: row {rows[0]}, {field}: {what}{more}")
         hidden = len(self._rows) - len(lines)
         if hidden:
-            lines.append(f"and {hidden:,} more kinds of mistakes")
+            lines.append(f"and {hidden:,} more different mistakes")
         if len(lines) == 1:
             raise DataError(lines[0])
         wrong = len(self.rows)

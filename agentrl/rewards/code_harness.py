@@ -1,23 +1,24 @@
-"""Runs a solution on the inputs of many tests, inside the sandbox; sent there as text.
+"""Run a solution on the inputs of many tests. This file is sent into the sandbox as text.
 
-It imports the standard library alone, of Python 3.8 or later. It reads frames from stdin: ten
-characters with a length, then as much JSON. The first frame is the job, a mapping: `solution`,
-`fn_name` ("" for a program that reads and prints), `count` of tests, `seconds` for each, `most`
-bytes of output of each, and how many tests may end by a `crash` or by `time` before the rest is
-left out. Each other frame is the input of a test. It prints JSON lines: "ready"; for each test its
-index when it begins, then a list of its index, its ending (one of `ENDINGS`), and its output in
-base64. Where it ends before all tests began, it died, or could not remove what a test left behind:
-the rest needs a new sandbox.
+It imports only the standard library of Python 3.8 or later. It reads frames from stdin: ten
+characters with a length, then JSON of that length. The first frame is the job, a mapping:
+`solution`, `fn_name` ("" for a program that reads stdin and prints), `count` of tests, `seconds`
+per test, `most` bytes of output per test, and how many tests may end by a `crash` or by `time`
+before the rest is skipped. Each other frame is the input of a test. It prints JSON lines: "ready";
+for each test its index when it begins, then a list of its index, its ending (one of `ENDINGS`), and
+its output in base64. If the harness ends before all tests have begun, then it died or could not
+remove what a test left behind, and the remaining tests need a new sandbox.
 
-There are three kinds of process. The harness starts a supervisor for each test. It reads no input
-and no output, so no later test finds one in the memory that it inherits. The supervisor reads one
-input, starts the solution, collects its output and prints the line. The solution has this one
-input. After each test the harness ends every process but itself and removes the test's folder.
+There are three kinds of process. The harness starts a supervisor for each test. The harness reads
+no input and no output of tests, so a later test cannot find one in the memory that it inherits. The
+supervisor reads one input, starts the solution, collects its output and prints the line. The
+solution has this one input. After each test the harness ends every other process and removes the
+test's folder.
 
-Nothing in here knows the expected output. The supervisor and the harness are not dumpable, so the
-solution cannot look into them or into their descriptors (root can). Where the harness is process 1
-of a namespace, the solution cannot end or stop it. Elsewhere it can: a timer of the kernel then
-ends a stopped harness, and the caller starts another one for the tests that are left.
+No process here knows the expected output. The supervisor and the harness are not dumpable, so the
+solution cannot read their memory or their descriptors (root can). If the harness is process 1 of a
+namespace, the solution cannot end or stop it. Otherwise it can. Then a kernel timer ends a stopped
+harness, and the caller starts another one for the remaining tests.
 """
 
 import atexit
@@ -41,18 +42,19 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
     "statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""What solutions find without an import, with all that is in them (as in verl's judge of the same
-data); of one name, the later module's."""
+"""The modules whose names solutions can use without an import, as in verl's grader of the same
+data. If two modules define a name, the later module's is used."""
 RECURSION = 600_000
 POLL_S = 0.05
 GRACE_S = 3.0
-"""Time that a supervisor has in addition to its test's. If it takes longer, the solution has
+"""The seconds that a supervisor has in addition to its test. If it takes longer, the solution has
 stopped it."""
 SWEEP_S = 5.0
-"""Time in which the processes that a test left behind must end."""
+"""The seconds in which the processes that a test left behind must end."""
 ENDINGS = ("", "time", "crash", "output")
 FAILED = 70
-"""Exit code of a child that raised. Of a supervisor it ends the harness: stdin is half read."""
+"""The exit code of a child that raised. A supervisor with it ends the harness, because a part of
+its input may still be on stdin."""
 IS_INIT = os.getpid() == 1
 """Every process of this namespace was started by this one."""
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, WALL = 4, 36, 0x40000000
@@ -64,18 +66,18 @@ def main():
     base = tempfile.mkdtemp()
     job = read_frame()
     names = known_names()
-    names.pop(job["fn_name"], None)  # the solution has to bring its own
+    names.pop(job["fn_name"], None)  # The solution must define it.
     kill_after, unchanged = kill_timer(), traces(base)
-    say("ready")  # If the harness fails after this line, the solution has caused it.
+    write_line("ready")  # If the harness fails after this line, the solution has caused it.
     program = compile_or_none(job["solution"])
-    gc.freeze()  # a child that collects garbage would otherwise copy all pages of this process
+    gc.freeze()  # Otherwise garbage collection in a child would copy all pages of this process.
     left = {"crash": job["crash"], "time": job["time"]}
     for index in range(job["count"]):
-        say(index)
+        write_line(index)
         folder = tempfile.mkdtemp(dir=base)
-        alive, held = os.pipe()  # the supervisor alone holds `held`: its end closes it
+        alive, kept = os.pipe()  # Only the supervisor keeps `kept` open, until it ends.
         supervisor = start(supervise, job, program, names, index, folder)
-        os.close(held)
+        os.close(kept)
         kill_after(job["seconds"] + GRACE_S + 1)
         in_time = select.select([alive], [], [], job["seconds"] + GRACE_S)[0]
         os.close(alive)
@@ -84,9 +86,9 @@ def main():
         kill_after(0)  # No process is left that could stop this one.
         if os.WIFEXITED(status):
             ended = ENDINGS[os.WEXITSTATUS(status)]
-        else:  # by the solution, or by us because the solution stopped it
+        else:  # The solution ended it, or the harness did because the solution had stopped it.
             ended = "crash" if in_time else "time"
-            say([index, ended, ""])
+            write_line([index, ended, ""])
         shutil.rmtree(folder)
         if ended:
             left["time" if ended == "time" else "crash"] -= 1
@@ -96,7 +98,7 @@ def main():
 
 
 def protect():
-    """Hide this process and its children from others, and adopt all that its children leave."""
+    """Hide this process and its children from others, and adopt the orphans of its children."""
     library = ctypes.CDLL(None)
     library.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -135,12 +137,12 @@ def kill_timer():
 
 
 def read_frame():
-    """The next value on stdin; no byte beyond it, which is another process's to read."""
+    """Return the next value on stdin. It reads no byte beyond it, which is for another process."""
     return json.loads(read_exactly(int(read_exactly(10))))
 
 
 def read_exactly(count):
-    """The next bytes of stdin."""
+    """Return the next bytes of stdin."""
     data = bytearray()
     while len(data) < count:
         piece = os.read(0, count - len(data))
@@ -150,15 +152,15 @@ def read_exactly(count):
     return data
 
 
-def say(value):
-    """Print a line of JSON. It leaves nothing in a buffer, which a child would print again."""
+def write_line(value):
+    """Print a line of JSON without a buffer, because a child would print its content again."""
     data = json.dumps(value).encode() + b"\n"
     while data:
         data = data[os.write(1, data) :]
 
 
 def known_names():
-    """What a solution finds in its namespace."""
+    """Return the names that a solution can use without an import."""
     names = {}
     for module in MODULES:
         exec(f"from {module} import *", names)
@@ -166,7 +168,7 @@ def known_names():
 
 
 def compile_or_none(solution):
-    """The solution as code; None where it is not Python."""
+    """Return the compiled solution; None if it is not valid Python."""
     try:
         return compile(solution, "solution.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -189,18 +191,18 @@ def start(task, *arguments):
 
 
 def supervise(job, program, names, index, folder):
-    """Run one test and print its line; the index of its ending."""
-    given = read_frame()
+    """Run one test and print its line; return the index of its ending."""
+    value = read_frame()
     reading, writing = os.pipe()
-    child = start(run, program, names, job["fn_name"], given, writing, folder)
+    child = start(run, program, names, job["fn_name"], value, writing, folder)
     os.close(writing)
     ended, out = watch(child, reading, job["seconds"], job["most"])
-    say([index, ended, base64.b64encode(out).decode()])
+    write_line([index, ended, base64.b64encode(out).decode()])
     return ENDINGS.index(ended)
 
 
 def watch(child, reading, seconds, most):
-    """How the child ended, and its output; its group of processes is gone afterwards."""
+    """Return how the child ended and its output. Its process group is killed afterwards."""
     end, out, ended, status = time.monotonic() + seconds, bytearray(), "", None
     os.set_blocking(reading, False)
     open_still = True
@@ -235,14 +237,14 @@ def watch(child, reading, seconds, most):
 # The solution
 
 
-def run(program, names, fn_name, given, writing, folder):
-    """The solution, as a program or as what defines a function; its exit code."""
+def run(program, names, fn_name, value, writing, folder):
+    """Run the solution, as a program or to define a function; return its exit code."""
     os.setsid()
     if program is None:
         return 1
     os.chdir(folder)
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["HOME"] = folder
-    result = take_descriptors(fn_name, given, writing)
+    result = take_descriptors(fn_name, value, writing)
     text = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     sys.stdin = sys.__stdin__ = open(0, **text)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", **text)  # noqa: SIM115
@@ -254,50 +256,50 @@ def run(program, names, fn_name, given, writing, folder):
     try:
         exec(program, module.__dict__)
         if fn_name:
-            call(module.__dict__, fn_name, given, result)
+            call(module.__dict__, fn_name, value, result)
     except SystemExit:
         pass
     except BaseException:
         status = 1
     name = module.__name__
-    del module  # the last reference but that of the interpreter
+    del module  # Only the interpreter still refers to it.
     return end_as_a_program(name) or status
 
 
-def take_descriptors(fn_name, given, writing):
-    """Leave the solution its input, its output and nothing else; where a value is to be written."""
+def take_descriptors(fn_name, value, writing):
+    """Close all descriptors but input and output; return the one for a function's value."""
     nothing, result = os.open(os.devnull, os.O_RDWR), 2
     if fn_name:
         result = os.dup2(writing, 9)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
     else:
-        with tempfile.TemporaryFile() as typed:
-            typed.write(given.encode("utf-8", "replace"))
-            typed.seek(0)
-            os.dup2(typed.fileno(), 0)
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(value.encode("utf-8", "replace"))
+            stdin.seek(0)
+            os.dup2(stdin.fileno(), 0)
         os.dup2(writing, 1)
     os.dup2(nothing, 2)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, result):
-            with contextlib.suppress(OSError):  # the folder's own, which is closed already
+            with contextlib.suppress(OSError):  # It is the folder's own, which is closed already.
                 os.close(int(name))
     return result
 
 
-def call(names, fn_name, given, result):
-    """Write the function's value, as JSON, to the pipe."""
+def call(names, fn_name, arguments, result):
+    """Call the function and write its value to the pipe as JSON."""
     owner = names["Solution"]() if "Solution" in names else None
     function = getattr(owner, fn_name) if hasattr(owner, fn_name) else names[fn_name]
-    returned = json.dumps(function(*map(keyed, given)))
+    returned = json.dumps(function(*map(with_integer_keys, arguments)))
     with open(result, "w") as file:
         file.write(returned)
 
 
-def keyed(value):
-    """Return the value with integer keys where all keys of a mapping are numbers as text.
+def with_integer_keys(value):
+    """Return a mapping with integer keys, if all of its keys are integers written as text.
 
-    JSON has text keys only.
+    JSON has only text keys. Other values are returned unchanged.
     """
     if isinstance(value, dict) and all(key.lstrip("-").isdigit() for key in value):
         return {int(key): item for key, item in value.items()}
@@ -305,9 +307,9 @@ def keyed(value):
 
 
 def end_as_a_program(name):
-    """Do what the interpreter does at its end, for the module of this name; the exit code.
+    """Do what the interpreter does at exit, for the module of this name; return the exit code.
 
-    To do it for all modules would take longer than all else that a short test needs.
+    To do it for all modules would take longer than the rest of a short test.
     """
     for task in (threading._shutdown, atexit._run_exitfuncs):  # pyright: ignore
         with contextlib.suppress(BaseException):
@@ -318,7 +320,7 @@ def end_as_a_program(name):
                 stream.flush()
     except BaseException:
         return 1
-    sys.modules.pop(name, None)  # a file that nobody closed is written when it is dropped
+    sys.modules.pop(name, None)  # Files that are still open are flushed when they are deleted.
     gc.collect()
     return 0
 
@@ -327,16 +329,16 @@ def end_as_a_program(name):
 
 
 def end_all_others(supervisor):
-    """End all processes under this one, until none is left; the wait status of the supervisor.
+    """End all descendants of this process; return the wait status of the supervisor.
 
     Raises:
-        TimeoutError: they are started faster than they can be ended.
-        FileNotFoundError: this kernel does not list a process's children.
+        TimeoutError: new ones are started faster than they can be ended.
+        FileNotFoundError: this kernel does not list the children of a process.
     """
     end, status = time.monotonic() + SWEEP_S, FAILED << 8
     while True:
-        # Of a namespace of our own, all at once: a process that forks cannot be ahead. Elsewhere
-        # the orphans become our children, one generation after another.
+        # In a namespace of its own, the harness kills all at once, so that no process can escape by
+        # forking. Elsewhere the orphans become its children, one generation after another.
         for pid in [-1] if IS_INIT else children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -354,27 +356,27 @@ def end_all_others(supervisor):
 
 
 def children():
-    """The pids of this process's children."""
+    """Return the pids of this process's children."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
 
 
 def traces(base):
-    """What a test can change outside of its own folder and a later test can find.
+    """Return the state that a test can change outside its own folder and a later test can read.
 
-    Only a new sandbox undoes it: nothing is removed here that the harness did not make itself.
+    If it has changed, the rest needs a new sandbox: the harness removes only what it has made.
     """
     os.utime(base, ns=(0, 0))
-    found = []
-    found.append((os.stat(base).st_mode, os.listdir(base), os.listxattr(base)))
-    if IS_INIT:  # else these are the machine's, where others write
+    state = []
+    state.append((os.stat(base).st_mode, os.listdir(base), os.listxattr(base)))
+    if IS_INIT:  # Otherwise they belong to the machine, and others write there.
         for top in (tempfile.gettempdir(), "/dev/shm"):
-            found.append((os.stat(top).st_ctime_ns, os.listdir(top), os.listxattr(top)))
-        # A closed connection stands in the namespace's tables for a minute.
+            state.append((os.stat(top).st_ctime_ns, os.listdir(top), os.listxattr(top)))
+        # The namespace's tables list a closed connection for a minute.
         for name in ("snmp", "snmp6"):
             with contextlib.suppress(OSError), open(f"/proc/net/{name}") as file:
-                found.append(file.read())
-    return found
+                state.append(file.read())
+    return state
 
 
 main()

@@ -49,7 +49,7 @@ class RewardExecutor:
 
     async def call(
         self,
-        named: str,
+        label: str,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -68,22 +68,22 @@ class RewardExecutor:
         try:
             if is_async:
                 async with slots.for_async_calls, TimeLimit(self._seconds):
-                    with user_code(named):
+                    with user_code(label):
                         return await function(*args, **kwargs)
             async with slots.for_threads:
                 future = await slots.threads.start(partial(function, *args, **kwargs))
                 async with TimeLimit(self._seconds):
-                    with user_code(named):
+                    with user_code(label):
                         value, error = await future
                         if error is not None:
                             raise error
                         return await value if inspect.isawaitable(value) else value
         except TimeoutError:
-            raise self._timeout(named) from None
+            raise self._timeout(label) from None
 
     async def call_in_process(
         self,
-        named: str,
+        label: str,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -96,15 +96,15 @@ class RewardExecutor:
             UserCodeError: the function raised.
             Infrastructure: the function raised it.
         """
-        with user_code(named):
+        with user_code(label):
             try:
                 return await self.pool().apply(function, args, kwargs, self._seconds)
             except TimeoutError as e:
-                raise self._timeout(named) from e
+                raise self._timeout(label) from e
             except WorkerDied as e:
-                raise GraderCrash(f"{named}: {e}") from e
+                raise GraderCrash(f"{label}: {e}") from e
             except WorkerError as e:
-                raise UserCodeError(f"{named} raised {e}") from e
+                raise UserCodeError(f"{label} raised {e}") from e
 
     def close(self) -> None:
         """End the threads and processes; a later call starts new ones. Idempotent."""
@@ -120,5 +120,5 @@ class RewardExecutor:
             self._processes = Processes(self._workers)
         return self._processes
 
-    def _timeout(self, named: str) -> RewardTimeout:
-        return RewardTimeout(f"{named} took longer than reward.timeout_s={self._seconds:g}")
+    def _timeout(self, label: str) -> RewardTimeout:
+        return RewardTimeout(f"{label} took longer than reward.timeout_s={self._seconds:g}")

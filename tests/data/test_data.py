@@ -430,7 +430,7 @@ def test_all_mistakes_come_at_once_and_each_kind_once(tmp_path):
     message = refused(jsonl(tmp_path, *rows), check=True)
     assert message.startswith("530 rows are wrong")
     assert message.count("no tool named 'ad'") == 1 and "and in 499 more rows" in message
-    assert message.count("\n") == 21 and message.endswith("and 11 more kinds of mistakes")
+    assert message.count("\n") == 21 and message.endswith("and 11 more different mistakes")
 
 
 # -- order --------------------------------------------------------------------------------------

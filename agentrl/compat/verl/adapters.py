@@ -107,7 +107,7 @@ def convert_result(returned: Any, where: str) -> ToolResult:
     if isinstance(returned, tuple):
         if not 1 <= len(returned) <= 3:
             raise TypeError(
-                f"{where} returned a tuple of {len(returned)}: (response[, reward[, metrics]])"
+                f"{where} returned a tuple of {len(returned)}, not (response[, reward[, metrics]])"
             )
         returned, value, *_ = *returned, None
         reward = None if value is None else float(value)

@@ -132,7 +132,7 @@ class Gsm8kTool(BaseTool):
         return self._checks.score(instance_id)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode."""
+        """Remove the state of the episode."""
         self._checks.end(instance_id)
 
 
@@ -162,5 +162,5 @@ class Gsm8kInteraction(BaseInteraction):
         return self._checks.score(instance_id)
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
-        """Forget the episode."""
+        """Remove the state of the episode."""
         self._checks.end(instance_id)
