@@ -1,8 +1,7 @@
-"""Who samples tokens: the two faces of an engine.
+"""The two interfaces of an engine: `Sampler` for episodes, `EngineControl` for the trainer.
 
-An episode sees a `Sampler`, the trainer an `EngineControl`. Token ids go in; ids, logprobs and
-policy versions come out. Logprobs are log_softmax(logits / temperature) over the full vocabulary,
-of the sampled token, because the trainer's are too.
+Token ids go in; token ids, logprobs and policy versions come out. Logprobs are log_softmax(logits /
+temperature) over the full vocabulary, of the sampled token, as the trainer computes them.
 """
 
 from __future__ import annotations
@@ -19,85 +18,86 @@ from agentrl.trajectory import Generation
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one turn is sampled. Temperature 0 is greedy."""
+    """The sampling parameters of one turn. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
-    """Texts that end a turn; the tokens that complete one are kept (sampled, mask 1)."""
+    """Strings that end a turn. The tokens that complete one are kept (sampled, mask 1)."""
     stop_ids: tuple[int, ...] = ()
-    """Token ids that end a turn; the token is kept."""
+    """Token ids that end a turn. The token is kept."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for trajectories on disk."""
+        """Return the parameters as plain values, for trajectories on disk."""
         return asdict(self)
 
     def check_trainable(self) -> None:
-        """Refuse sampling from another distribution than the trainer's softmax.
+        """Check that these parameters sample from the policy's own distribution.
 
         Raises:
-            ConfigError: temperature 0, top_p below 1 or top_k set.
+            ConfigError: temperature 0, top_p below 1, or top_k set.
         """
-        wrong = [
+        problems = [
             text
-            for bad, text in (
+            for is_wrong, text in (
                 (self.temperature <= 0, f"rollout.temperature={self.temperature} (must be > 0)"),
                 (self.top_p < 1, f"rollout.top_p={self.top_p} (must be 1)"),
                 (self.top_k > 0, f"rollout.top_k={self.top_k} (must be 0)"),
             )
-            if bad
+            if is_wrong
         ]
-        if wrong:
+        if problems:
             raise ConfigError(
                 "training needs samples from the policy's own distribution, but "
-                + ", ".join(wrong)
+                + ", ".join(problems)
                 + ". Set these under `val` instead: evaluation takes them."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The policy as it is now, in the forms that engines take.
+    """The current policy, in the forms that engines take.
 
-    Each may be asked for several times (engines of a pool), and until the next update of the policy
-    only: what comes out are no copies.
+    Each form may be requested several times (by the engines of a pool), but only until the next
+    update of the policy: the tensors are not copies.
     """
 
     version: int
     weights: Callable[[], Iterator[tuple[str, Any]]]
-    """Tensors of the plain model by name, on the learner's device and in its precision, LoRA merged
-    into them; those that never change may be missing."""
+    """Yields the tensors of the plain model by name, on the learner's device and in its precision,
+    with LoRA merged into them. Tensors that never change may be missing."""
     adapter: Callable[[Path], None] | None = None
-    """Writes the LoRA adapter into an existing folder, as PEFT does; None where the weights
-    themselves learn."""
+    """Writes the LoRA adapter into an existing folder, as PEFT does. None if the weights themselves
+    are trained."""
     write: Callable[[Path, Any], int] | None = None
-    """Writes the weights as safetensors into an existing folder itself, in a dtype or (None) their
-    own, and says how many bytes: where they are in other processes."""
+    """Writes the weights as safetensors into an existing folder, in a dtype or (None) their own,
+    and returns the number of bytes. Set if the weights are in other processes."""
 
 
 class Sampler(Protocol):
-    """All that an episode and a rollout see of an engine."""
+    """The part of an engine that an episode and a rollout use."""
 
     max_length: int
-    """The longest row, in tokens: prompt, sampled and observed together."""
+    """The longest row in tokens: prompt, sampled and observed tokens together."""
 
     async def ready(self) -> None:
-        """Return once tokens can be asked for: at once, but where a server is being started anew.
+        """Return when tokens can be requested.
 
-        Waited for before an episode is played, so that the outage is not within its time.
+        It waits only while a server is being restarted. It is awaited before an episode is played,
+        so that the outage does not count against the time limit of the episode.
 
         Raises:
-            EngineError: there will be no engine.
+            EngineError: no engine will be available.
         """
 
     def begin(self, episode_id: str) -> None:
-        """Announce an episode that will ask for tokens.
+        """Announce an episode that will request tokens.
 
-        Rollouts announce a step's episodes before any runs, so that an engine may batch by episodes
-        and turns instead of by wall clock.
+        A rollout announces the episodes of a step before any of them runs, so that an engine may
+        form batches by episodes and turns instead of by wall-clock time.
         """
 
     async def generate(
@@ -109,64 +109,67 @@ class Sampler(Protocol):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """Continue `prompt_ids` (all tokens of the episode so far).
+        """Sample the continuation of `prompt_ids`.
 
         Args:
-            prompt_ids: the whole row, prompt and response so far.
-            sampling: how to sample.
-            episode_id: of an episode announced by `begin`.
-            seed: with the token's index in the row, the only source of randomness.
-            deadline: `time.monotonic()` seconds after which to give up.
+            prompt_ids: the whole row: the prompt and the response so far.
+            sampling: the sampling parameters.
+            episode_id: the id of an episode that was announced by `begin`.
+            seed: the only source of randomness, together with the index of the token in the row.
+            deadline: `time.monotonic()` seconds at which to give up.
 
         Raises:
-            EngineError: the engine failed; the episode may be played again.
+            EngineError: the engine failed. The sample may be played again.
         """
         ...
 
     def end(self, episode_id: str) -> None:
-        """The episode asks no more: free its cache. Always called, also for one that failed."""
+        """Free the cache of an episode, which requests no more tokens.
+
+        Always called, also for an episode that failed.
+        """
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Logprob of each token given those before it; the first token's is 0."""
+        """Return the logprob of each token given the tokens before it. The first token's is 0."""
         ...
 
 
 class EngineControl(Protocol):
-    """The trainer's side of an engine."""
+    """The part of an engine that the trainer uses."""
 
     def sleep(self) -> None:
-        """The trainer works from now on and nothing is asked for until `publish`.
+        """Announce that the trainer works from now on: no tokens are requested until `publish`.
 
-        An engine may give back memory that it shares with the trainer.
+        An engine may free memory that it shares with the trainer.
         """
 
     def publish(self, update: Update) -> int:
-        """Take the policy as it is now: what is sampled from now on carries `update.version`.
+        """Load the current policy. Tokens that are sampled afterwards carry `update.version`.
 
         Returns:
-            How many bytes were sent.
+            The number of bytes that were sent.
 
         Raises:
-            EngineError: the engine did not take it, or does not sample from it.
+            EngineError: the engine did not load the policy, or does not sample from it.
         """
         ...
 
     def close(self) -> None:
-        """Free everything; requests in flight fail with `EngineError`."""
+        """Free everything. Requests in flight fail with `EngineError`."""
         ...
 
 
 class Engine(Sampler, EngineControl, Protocol):
-    """Both faces: what a command opens and closes."""
+    """Both interfaces: what a command opens and closes."""
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """As `score` at temperature 1, by every engine that this one is made of.
+        """Return what `score` returns at temperature 1, from every engine of a pool.
 
         Raises:
-            EngineError: none of them answers.
+            EngineError: no engine answered.
         """
         return [await self.score(token_ids)]
 
     def metrics(self) -> dict[str, float]:
-        """What happened to it since the last call, for the record of a step."""
+        """Return the counts of events since the last call, for the record of a step."""
         return {}

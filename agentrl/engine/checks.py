@@ -1,4 +1,4 @@
-"""What an engine refuses before it does anything."""
+"""Checks of requests that every engine makes first."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from agentrl.errors import PromptTooLong, RequestRefused, UserError
 def validate_row(
     token_ids: array[int], what: str, *, limit: int, max_length: int, vocabulary: int
 ) -> np.ndarray:
-    """int32, a copy.
+    """Check the token ids of a request; return a copy as int32.
 
     Raises:
-        PromptTooLong: more than `limit` tokens.
-        RequestRefused: no tokens, or none of the vocabulary's.
+        PromptTooLong: there are more than `limit` tokens.
+        RequestRefused: there are no tokens, or one is not in the vocabulary.
     """
     row = np.array(token_ids, dtype=np.int32)
     if not 0 < len(row) <= limit:
         kind = PromptTooLong if len(row) else RequestRefused
         raise kind(
-            f"{what}: {len(row)} tokens, but must be 1 to {limit}"
-            f" (the model's longest row is {max_length})"
+            f"{what}: {len(row)} tokens, but the number must be 1 to {limit}"
+            f" (the longest row of the model is {max_length})"
         )
     if row.min() < 0 or row.max() >= vocabulary:
         raise RequestRefused(
             f"{what}: token ids from {row.min()} to {row.max()}, but the model's vocabulary has"
-            f" {vocabulary}"
+            f" {vocabulary} tokens"
         )
     return row
 
 
 def check_sampling(sampling: Sampling, what: str) -> None:
-    """Refuse what no turn can be sampled by.
+    """Check the sampling parameters of a turn.
 
     Raises:
-        RequestRefused: no token may be sampled.
-        UserError: `stop` is not a tuple of texts that hold something.
+        RequestRefused: `max_tokens` is below 1.
+        UserError: `stop` is not a tuple of non-empty strings.
     """
     if sampling.max_tokens < 1:
-        raise RequestRefused(f"{what}: max_tokens={sampling.max_tokens}, not >= 1")
-    # Loops may pass anything; an empty text would end every turn, a bare one at any of its letters.
+        raise RequestRefused(f"{what}: max_tokens={sampling.max_tokens}, but must be at least 1")
+    # Agent loops may pass anything. An empty string would end every turn; a plain string would end
+    # a turn at any of its letters.
     if not isinstance(sampling.stop, tuple) or not all(
         isinstance(text, str) and text for text in sampling.stop
     ):

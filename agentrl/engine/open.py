@@ -1,4 +1,4 @@
-"""The run's engine, as the section `rollout` says."""
+"""Open the engine of a run, as the section `rollout` of the config says."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from agentrl.engine.remote.launch import EngineSlot
 def open_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    places: Sequence[EngineSlot] | None = None,
+    slots: Sequence[EngineSlot] | None = None,
 ) -> Engine:
-    """The model in this process, or servers that are started here or run already.
+    """Load the model in this process, or start or connect to servers.
 
     Args:
-        config: the run's.
-        tokenizer: the model's.
-        places: where servers are started; None: on this machine.
+        config: the config of the run.
+        tokenizer: the tokenizer of the model.
+        slots: where to start servers; None: on this machine.
 
     Raises:
-        UserError: there is no such model or no such server, or the engine cannot run this one.
-        EngineError: a server did not start; with the last lines it said.
+        UserError: the model or the server does not exist, or the engine cannot run the model.
+        EngineError: a server did not start; the message has its last lines.
     """
     path, device = config.model.path, config.trainer.device
     if config.rollout.name == "local":
@@ -37,24 +37,24 @@ def open_engine(
             path, tokenizer, device=device, patience=config.rollout.timeout_s / 4
         )
     from agentrl.engine.remote.open import make_openers
-    from agentrl.engine.remote.pool import Pool
+    from agentrl.engine.remote.pool import EnginePool
 
     with ExitStack() as stack:
         base, adapters = base_and_adapters(path)
-        if adapters:  # servers get a plain model, which is there for as long as one may start anew
+        if adapters:  # Servers load a plain model. It must exist as long as one may be restarted.
             base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)
-        # Places have GPUs or not, whatever this machine has.
-        cpu = not places[0].gpus if places else resolve_device(device) == "cpu"
-        found = make_openers(config, base, cpu=cpu, places=places)
-        return Pool(found, close=stack.pop_all().close)
+        # Slots may be on other machines, with or without GPUs.
+        cpu = not slots[0].gpus if slots else resolve_device(device) == "cpu"
+        openers = make_openers(config, base, cpu=cpu, slots=slots)
+        return EnginePool(openers, close=stack.pop_all().close)
 
 
 def describe_engine(config: Config) -> str:
-    """What `open_engine` is about to do, since a server takes its time."""
+    """Return a line for the console about what `open_engine` will do, since it may take minutes."""
     r = config.rollout
     if r.urls:
         return f"engine: {r.name} at {', '.join(r.urls)}"
-    many = f"{r.engines} servers" if r.engines > 1 else "a server"
-    return f"engine: starting {r.name}, {many}"
+    servers = f"{r.engines} servers" if r.engines > 1 else "a server"
+    return f"engine: starting {r.name}, {servers}"

@@ -1,4 +1,4 @@
-"""A sampler that plays texts: for tests, of agentrl and of users' own environments."""
+"""A sampler that plays a script: for tests of agentrl and of users' environments."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Answers = Sequence[str] | Mapping[str, Sequence[str]] | Callable[[str, int], str
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an episode asked for."""
+    """A request of an episode."""
 
     episode_id: str
     turn: int
-    """0 for the episode's first."""
+    """The number of the turn in its episode, from 0."""
     prompt_ids: array[int]
     sampling: Sampling
 
 
 class Scripted(Sampler):
-    """A `Sampler` whose model is a script.
+    """A `Sampler` that returns the texts of a script.
 
-    A turn's text becomes tokens, then the end-of-turn token (the first of the request's
-    `stop_ids`), unless the text holds a stop string or a stop token: there the turn ends, as a
-    model's would. A turn longer than `max_tokens` is cut, with finish reason "length". Logprobs are
-    0, the version 0.
+    The text of a turn is encoded, and the end-of-turn token (the first of the request's `stop_ids`)
+    is appended, unless the text contains a stop string or a stop token: there the turn ends, as a
+    model's turn would. A turn longer than `max_tokens` is cut, with finish reason "length".
+    Logprobs are 0, the version is 0.
 
     Example::
 
@@ -40,20 +40,21 @@ class Scripted(Sampler):
     """
 
     def __init__(self, answers: Answers, tokenizer: Any, *, max_length: int = 32768):
-        """Take a script.
+        """Store the script.
 
         Args:
-            answers: one text a turn, the same for every episode; or such texts by episode id or by
-                a piece of the prompt (a question), the first key that fits; or a function of the
-                prompt's text and the turn's number, from 0.
-            tokenizer: the policy's.
-            max_length: the longest row this engine claims to take, in tokens.
+            answers: one text per turn, the same for every episode; or a mapping from an episode id
+                or a part of the prompt (such as the question) to such texts, of which the first key
+                that matches is used; or a function of the prompt's text and the number of the turn,
+                from 0.
+            tokenizer: the tokenizer of the policy.
+            max_length: the longest row, in tokens, that this sampler reports.
         """
         self.max_length = max_length
         self.requests: list[Request] = []
-        """Every request so far, in the order of arrival."""
+        """All requests so far, in the order of arrival."""
         self.playing: set[str] = set()
-        """Episodes that have begun and not ended."""
+        """Ids of the episodes that have begun and not ended."""
         self._answers = answers
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
@@ -70,7 +71,7 @@ class Scripted(Sampler):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """See `Sampler`.
+        """Return the tokens of the next text of the script.
 
         Raises:
             UserError: the script has no text for this turn.
@@ -81,12 +82,12 @@ class Scripted(Sampler):
         ids, stopped = self._until_stop(self._text(episode_id, prompt_ids, turn), sampling)
         if not stopped:
             ids += sampling.stop_ids[:1]
-        kept = ids[: sampling.max_tokens]
+        turn_ids = ids[: sampling.max_tokens]
         return Generation(
-            token_ids=token_array(kept),
-            logprobs=float_array([0.0] * len(kept)),
-            versions=token_array([0] * len(kept)),
-            finish_reason="stop" if len(kept) == len(ids) else "length",
+            token_ids=token_array(turn_ids),
+            logprobs=float_array([0.0] * len(turn_ids)),
+            versions=token_array([0] * len(turn_ids)),
+            finish_reason="stop" if len(turn_ids) == len(ids) else "length",
             prompt_tokens=len(prompt_ids),
         )
 
@@ -94,7 +95,7 @@ class Scripted(Sampler):
         self.playing.discard(episode_id)
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return 0 for each token: a script is certain of every one."""
+        """Return logprob 0 for each token."""
         return float_array([0.0] * len(token_ids))
 
     def _text(self, episode_id: str, prompt_ids: array[int], turn: int) -> str:
@@ -103,29 +104,29 @@ class Scripted(Sampler):
             return self._answers(prompt, turn)
         texts = self._answers
         if isinstance(texts, Mapping):
-            fits = [texts[key] for key in texts if key == episode_id or key in prompt]
-            if not fits:
+            matches = [texts[key] for key in texts if key == episode_id or key in prompt]
+            if not matches:
                 raise UserError(
-                    f"the script has no answers for episode {episode_id!r}: none of its keys is the"
-                    f" episode's id or occurs in its prompt. Keys: {', '.join(map(repr, texts))}."
+                    f"the script has no answers for episode {episode_id!r}: no key is the"
+                    f" episode's id or a part of its prompt. Keys: {', '.join(map(repr, texts))}."
                     f" Prompt: {prompt!r}"
                 )
-            texts = fits[0]
+            texts = matches[0]
         if turn >= len(texts):
             raise UserError(
-                f"the script has {len(texts)} answers for episode {episode_id!r}, which asked for"
+                f"the script has {len(texts)} answers for episode {episode_id!r}, which requested"
                 f" turn {turn + 1}. The prompt ends: {prompt[-200:]!r}"
             )
         return texts[turn]
 
     def _until_stop(self, text: str, sampling: Sampling) -> tuple[list[int], bool]:
-        """A text's tokens up to the first that ends the turn, and whether one does."""
+        """Return the tokens of a text up to the first that ends the turn, and whether one does."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         for end in range(1, len(ids) + 1):
             if ids[end - 1] in sampling.stop_ids:
                 return ids[:end], True
             if sampling.stop:
-                said = self._tokenizer.decode(ids[:end])
-                if any(s in said for s in sampling.stop):
+                text_so_far = self._tokenizer.decode(ids[:end])
+                if any(s in text_so_far for s in sampling.stop):
                     return ids[:end], True
         return ids, False

@@ -1,4 +1,4 @@
-"""HTTP to tools, engines, judges and simulated users."""
+"""The HTTP client for tools, engines, judges and simulated users."""
 
 from agentrl.http.client import HttpClient, fetch, fetch_json
 

@@ -1,7 +1,7 @@
-"""Asking a language model for text: a judge, a simulated user.
+"""A client for language models that answer with text: a judge, a simulated user.
 
-A model behind any URL that speaks OpenAI's `/chat/completions`, or an engine of the run: whoever
-asks sees only `Chat`.
+The model is behind any URL that serves OpenAI's `/chat/completions`, or it is an engine of the run.
+Callers see only `Chat`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from agentrl.errors import ChatRefused, Infrastructure
 from agentrl.http.client import HttpClient
 from agentrl.trajectory import Message
 
-RETRIED = (408, 409, 429, 500, 502, 503, 504)
-"""Statuses after which asking again may help."""
-REFUSED = (400, 413, 422)
+RETRY_STATUSES = (408, 409, 429, 500, 502, 503, 504)
+"""Statuses after which the request is sent again."""
+REFUSED_STATUSES = (400, 413, 422)
 """Statuses with which a server rejects a request: it is too long, or its content is refused."""
 
 
 class NoText(Infrastructure):
-    """The model's message has no text: it thought for all of its tokens, or refused to answer."""
+    """The model's message has no text: its reasoning used all tokens, or it refused to answer."""
 
 
 class Chat(Protocol):
-    """A model that is asked for the next message of a conversation."""
+    """A model that returns the next message of a conversation."""
 
     async def __call__(
         self,
@@ -38,17 +38,17 @@ class Chat(Protocol):
         temperature: float = 1.0,
         stop: Sequence[str] = (),
     ) -> str:
-        """The model's answer.
+        """Return the model's answer.
 
         Args:
-            messages: the conversation, from the model's side: what it said is `assistant`.
+            messages: the conversation; the model's own messages have the role `assistant`.
             deadline: `time.monotonic()` seconds at which to give up.
-            max_tokens: at most so many tokens.
-            temperature: of the sampling.
-            stop: texts that end the answer, and are not in it.
+            max_tokens: the longest answer, in tokens.
+            temperature: the sampling temperature.
+            stop: strings that end the answer; they are not part of it.
 
         Raises:
-            Infrastructure: no answer, or none in time.
+            Infrastructure: no answer, or none before the deadline.
             ChatRefused: the server rejected this request.
             NoText: the model's message has no text.
         """
@@ -56,12 +56,14 @@ class Chat(Protocol):
 
 
 class OpenAIChat:
-    """A model behind an OpenAI-compatible server. Belongs to the event loop of its first request.
+    """A model behind an OpenAI-compatible server.
+
+    It belongs to the event loop of its first request.
 
     Args:
-        url: up to and with `/v1`, such as `http://127.0.0.1:30000/v1`.
-        model: its name there.
-        token: the bearer token, if the server wants one.
+        url: the URL up to and including `/v1`, such as `http://127.0.0.1:30000/v1`.
+        model: the model's name on the server.
+        token: the bearer token, if the server needs one.
     """
 
     def __init__(self, url: str, model: str, token: str = ""):
@@ -77,7 +79,7 @@ class OpenAIChat:
         temperature: float = 1.0,
         stop: Sequence[str] = (),
     ) -> str:
-        """See `Chat`; what the server cannot take now is sent again, twice."""
+        """Return the model's answer. A status in `RETRY_STATUSES` is retried twice."""
         body = {
             "model": self._model,
             "messages": [m.as_dict() for m in messages],
@@ -89,10 +91,10 @@ class OpenAIChat:
             status, answer = await self._client.request_json(
                 "POST", "/chat/completions", body, deadline=deadline, retries=1
             )
-            if status not in RETRIED or time.monotonic() + pause > deadline:
+            if status not in RETRY_STATUSES or time.monotonic() + pause > deadline:
                 return self._text(status, answer)
             await asyncio.sleep(pause)
-        raise AssertionError("the last pause is beyond any deadline")
+        raise AssertionError("the last pause is longer than any deadline")
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -102,11 +104,12 @@ class OpenAIChat:
         """Return the text of the model's message.
 
         Raises:
-            ChatRefused, NoText: see `Chat`.
+            ChatRefused: the server rejected the request.
+            NoText: the message has no text.
             Infrastructure: the answer is not a chat completion.
         """
         problem = f"{self._url} answered with status {status}: {answer!r:.300}"
-        if status in REFUSED:
+        if status in REFUSED_STATUSES:
             raise ChatRefused(problem)
         try:
             choice = answer["choices"][0]

@@ -1,16 +1,16 @@
-"""Requests of rollouts: JSON in, JSON out, for tools, engines, judges and simulated users.
+"""JSON requests to tools, engines, judges and simulated users.
 
-Lean on purpose. A rollout makes a request for every tool call and every turn, and a client built of
-request and response objects costs more than the tool behind it (httpx on these same connections:
-240 us of CPU a request, this: 80). So a connection (`pool.py`) is an `asyncio.Protocol` in front of
-httptools' parser, and a request is one write. Code that is not async asks seldom: `fetch` uses
-httpx.
+The client is small on purpose. A rollout makes a request for every tool call and every turn, and a
+client built of request and response objects costs more than the tool behind it (httpx on these same
+connections: 240 us of CPU per request; this client: 80 us). So a connection (`pool.py`) is an
+`asyncio.Protocol` in front of httptools' parser, and a request is one write. Code that is not async
+makes few requests: `fetch` uses httpx.
 
-What a caller may rely on: every request has a deadline that covers all of it but the wait for a
-free connection (`pool.py`), which depends on what else this process does; answers have a size cap;
-no proxy is taken from the environment, no redirect is followed, no encoding but identity is
-accepted. What goes wrong below HTTP is an `Infrastructure` error; what the server says is returned,
-whatever its status.
+Callers may rely on this: every request has a deadline that covers everything except the wait for a
+free connection (`pool.py`), which depends on what else this process does; the size of answers is
+limited; no proxy is taken from the environment, no redirect is followed, and no encoding but
+identity is accepted. An error below HTTP is raised as `Infrastructure`. An answer of the server is
+returned, whatever its status.
 """
 
 from __future__ import annotations
@@ -42,50 +42,51 @@ from agentrl.http.time_limit import TimeLimit
 
 MAX_ANSWER_BYTES = 16 * 2**20
 
-BUSY = (429, 503)
+BUSY_STATUSES = (429, 503)
 """Statuses that may come with `Retry-After`."""
-LEAST_PAUSE = 0.1
-"""Seconds until a busy server is asked again that says "now"; twice as many each time, up to 1."""
+MIN_PAUSE = 0.1
+"""The shortest time in seconds before a busy server is asked again, even if it says "now". It
+doubles each time, up to 1."""
 
 MAX_FETCHED_BYTES = 64 * 2**20
-"""Of an answer: what a server says of itself may be longer than what it says to a rollout."""
+"""The longest answer of `fetch`: descriptions of a server are longer than answers to a rollout."""
 
-UNSAFE = re.compile(r"[^\x21-\x7e]")
+NOT_PRINTABLE = re.compile(r"[^\x21-\x7e]")
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
 
-def bearer(token: str) -> str:
-    """What a header says of a token; "" of none.
+def authorization_header(token: str) -> str:
+    """Return the value of the Authorization header for a token; "" without a token.
 
     Raises:
-        ConfigError: no header can hold it.
+        ConfigError: the token is not printable ASCII.
     """
-    if UNSAFE.search(token):
+    if NOT_PRINTABLE.search(token):
         raise ConfigError("a bearer token must be printable ASCII without spaces")
     return f"Bearer {token}" if token else ""
 
 
-def split(base_url: str) -> SplitResult:
-    """The parts of an http(s) URL.
+def parse_base_url(base_url: str) -> SplitResult:
+    """Return the parts of an http(s) URL.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not the URL of a server.
     """
-    wrong = ConfigError(f"not a server's URL: {base_url!r}. Expected: http://HOST:PORT")
+    error = ConfigError(f"not a server's URL: {base_url!r}. Expected: http://HOST:PORT")
     try:
         url = urlsplit(base_url)
-        named = url.scheme in ("http", "https") and url.hostname and url.port != 0
-        str(url.hostname).encode("idna")  # as sockets write it
+        is_valid = url.scheme in ("http", "https") and url.hostname and url.port != 0
+        str(url.hostname).encode("idna")  # Sockets encode it so.
         _ = httpx.URL(base_url).host
-    except (ValueError, httpx.InvalidURL):  # a port that is none, or a name that no host can have
-        raise wrong from None
-    if not named or UNSAFE.search(base_url) or url.username or url.query or url.fragment:
-        raise wrong
+    except (ValueError, httpx.InvalidURL):  # An invalid port or host name.
+        raise error from None
+    if not is_valid or NOT_PRINTABLE.search(base_url) or url.username or url.query or url.fragment:
+        raise error
     return url
 
 
 class HttpClient:
-    """JSON requests to one server, over kept-alive connections that all clients share.
+    """A client for JSON requests to one server, over kept-alive connections that all clients share.
 
     Example::
 
@@ -93,15 +94,15 @@ class HttpClient:
             status, answer = await client.request_json("GET", "/health", deadline=monotonic() + 5)
 
     Args:
-        base_url: scheme, host, port and perhaps a path that every request's path is added to.
+        base_url: scheme, host, port and optionally a path that is put before each request's path.
         token: sent as `Authorization: Bearer`, if not empty.
         error: raised if the server is unreachable or its answer is invalid.
-        max_bytes: longest answer accepted.
-        control: for health checks and aborts, which are few and short. They have connections of
-            their own, and the wait for such a connection counts against their deadlines.
+        max_bytes: the longest answer to accept.
+        control: for health checks and aborts, which are few and short. They have their own
+            connections, and the wait for such a connection counts against their deadlines.
 
     Raises:
-        ConfigError: no http(s) URL, or a token that no header can hold.
+        ConfigError: the URL is not http(s), or the token is not printable ASCII.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class HttpClient:
         max_bytes: int = MAX_ANSWER_BYTES,
         control: bool = False,
     ):
-        url = split(base_url)
-        shown = bearer(token)
+        url = parse_base_url(base_url)
+        authorization = authorization_header(token)
         self.base_url = base_url.rstrip("/")
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
@@ -122,7 +123,7 @@ class HttpClient:
         self._control = control
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
-            f"authorization: {shown}\r\n" if shown else ""
+            f"authorization: {authorization}\r\n" if authorization else ""
         )
         self._error = error
         self._max_bytes = max_bytes
@@ -135,43 +136,43 @@ class HttpClient:
         *,
         deadline: float,
         retries: int = 0,
-        patient: bool = False,
+        wait_if_busy: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """Send `body` as JSON; the status and the parsed answer, whatever the status.
+        """Send `body` as JSON; return the status and the parsed answer, whatever the status is.
 
         Args:
             method: GET, POST, DELETE, ...
-            path: below the base URL, percent-encoded by the caller.
-            body: anything orjson writes; None sends no body.
-            deadline: `time.monotonic()` seconds after which to give up, connecting included. The
-                time of waits for a free connection is added to it.
+            path: the path below the base URL, percent-encoded.
+            body: anything that orjson can serialize; None sends no body.
+            deadline: `time.monotonic()` seconds at which to give up, connecting included. The time
+                that the request waits for a free connection is added to it.
             retries: how often to send it again after the connection failed. Only for a request that
-                may be handled twice; one that ran into its deadline is never sent again.
-            patient: where the server is busy (429, 503) and says when to come again (Retry-After),
-                do, as long as that is before the deadline.
-            headers: of this request alone.
+                may be handled twice. A request that reached its deadline is not sent again.
+            wait_if_busy: if the server is busy (429, 503) and sends Retry-After, wait and send the
+                request again, unless that is after the deadline.
+            headers: additional headers of this request.
 
         Raises:
             Infrastructure: (the client's `error`) no connection, no answer in time, or an answer
                 that is not JSON.
-            ValueError: the path or a header holds characters that none can.
-            TypeError: JSON cannot hold the body.
+            ValueError: the path or a header contains characters that are not allowed there.
+            TypeError: the body cannot be written as JSON.
         """
         request = self._write(method, path, body, headers)
         where = f"{method} {self.base_url}{path}"
         try:
             async with TimeLimit(deadline - time.monotonic()) as limit:
-                status, answer, after = await self._send_again(request, retries)
-                least = LEAST_PAUSE
-                while patient and status in BUSY and after:
-                    seconds = max(_seconds(after), least)
-                    least = min(2 * least, 1.0)
+                status, answer, retry_after = await self._send_with_retries(request, retries)
+                min_pause = MIN_PAUSE
+                while wait_if_busy and status in BUSY_STATUSES and retry_after:
+                    seconds = max(_retry_after_seconds(retry_after), min_pause)
+                    min_pause = min(2 * min_pause, 1.0)
                     if seconds > limit.deadline - time.monotonic():
                         break
-                    # Not all of those who were told the same time at that same time.
+                    # Clients that got the same time do not all come at the same time.
                     await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
-                    status, answer, after = await self._send_again(request, retries)
+                    status, answer, retry_after = await self._send_with_retries(request, retries)
         except TimeoutError:
             raise self._error(f"{where}: no answer before the deadline") from None
         except (ConnectionDropped, InvalidAnswer, OSError) as e:
@@ -183,7 +184,7 @@ class HttpClient:
             raise self._error(f"{where}: status {status} and not JSON: {excerpt}") from None
 
     async def aclose(self) -> None:
-        """Close the idle connections to the server, also those that other clients have used."""
+        """Close the idle connections to the server, also those that other clients opened."""
         pool_of_loop(control=self._control).close_idle(self._server)
 
     async def __aenter__(self) -> Self:
@@ -195,9 +196,9 @@ class HttpClient:
         await self.aclose()
 
     def _write(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> bytes:
-        """The request's bytes."""
+        """Return the bytes of the request."""
         target = self._prefix + path
-        if UNSAFE.search(target) or not target.startswith("/"):
+        if NOT_PRINTABLE.search(target) or not target.startswith("/"):
             raise ValueError(f"not a path that can be requested: {target!r}")
         head = f"{method} {target} HTTP/1.1\r\n{self._headers}"
         for name, value in (headers or {}).items():
@@ -212,17 +213,17 @@ class HttpClient:
             f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         ).encode("ascii") + content
 
-    async def _send_again(self, request: bytes, retries: int) -> tuple[int, bytes, bytes]:
+    async def _send_with_retries(self, request: bytes, retries: int) -> tuple[int, bytes, bytes]:
         for attempt in range(retries):
             try:
                 return await self._send(request)
             except (ConnectionDropped, OSError):
-                # The first failure may be a connection that died while idle: no reason to wait.
+                # The first failure may be a connection that was closed while idle: do not wait.
                 await asyncio.sleep(0.1 * attempt)
         return await self._send(request)
 
     async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
-        """One attempt, on an idle connection or a new one."""
+        """Send the request once, on an idle connection or a new one."""
         pool = pool_of_loop(control=self._control)
         lease = await pool.acquire(self._server)
         try:
@@ -232,9 +233,9 @@ class HttpClient:
             pool.release(lease)
 
 
-def _seconds(retry_after: bytes) -> float:
-    """How long a `Retry-After` asks to wait; infinite where it cannot be read."""
-    text = retry_after.decode("latin-1").strip()
+def _retry_after_seconds(header: bytes) -> float:
+    """Return the seconds that a `Retry-After` header asks to wait; infinite if it is invalid."""
+    text = header.decode("latin-1").strip()
     if text.isascii() and text.isdigit():
         return float(text)
     try:
@@ -253,7 +254,16 @@ def fetch_json(
     error: type[Infrastructure] = Infrastructure,
     timeout: float,
 ) -> tuple[int, Any]:
-    """One GET, or a POST of a body, from code that is not async."""
+    """Send one GET, or a POST if there is a body, from code that is not async.
+
+    Returns:
+        The status and the parsed answer.
+
+    Raises:
+        ConfigError: the URL is not http(s), or the token is not printable ASCII.
+        Infrastructure: (`error`) no connection, no complete answer in time, or an answer that is
+            too long or not JSON.
+    """
     status, answer = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
     try:
         return status, orjson.loads(answer) if answer else None
@@ -270,31 +280,34 @@ def fetch(
     error: type[Infrastructure] = Infrastructure,
     timeout: float,
 ) -> tuple[int, bytes]:
-    """As `fetch_json`, whatever the answer is; httpx does it, since nobody waits for a thousand.
+    """Send one request as `fetch_json` does, and return the answer's bytes.
+
+    It uses httpx, because callers make few such requests.
 
     Raises:
-        ConfigError: no http(s) URL, or a token that no header can hold.
-        Infrastructure: (`error`) no connection, no whole answer in time, or one too long.
+        ConfigError: the URL is not http(s), or the token is not printable ASCII.
+        Infrastructure: (`error`) no connection, no complete answer in time, or one that is too
+            long.
     """
     method = "GET" if body is None else "POST"
-    shown = bearer(token)
-    headers = {"Authorization": shown} if shown else {}
-    url = split(base_url).geturl().rstrip("/") + path
+    authorization = authorization_header(token)
+    headers = {"Authorization": authorization} if authorization else {}
+    url = parse_base_url(base_url).geturl().rstrip("/") + path
     where, end = f"{method} {url}", time.monotonic() + timeout
     content = bytearray()
     try:
-        # Reading the certificates of the world takes longer than a request to our own servers.
+        # Loading the CA certificates takes longer than a request to our own servers.
         tls = url.startswith("https:")
         with (
             httpx.Client(trust_env=False, timeout=timeout, verify=tls) as client,
             client.stream(method, url, headers=headers, json=body) as answer,
         ):
-            for piece in answer.iter_bytes():  # httpx's timeout is for each of them
+            for piece in answer.iter_bytes():  # The timeout of httpx is for each piece.
                 content += piece
                 if len(content) > MAX_FETCHED_BYTES:
-                    raise error(f"{where}: longer than this client accepts")
+                    raise error(f"{where}: the answer has more than {MAX_FETCHED_BYTES} bytes")
                 if time.monotonic() > end:
-                    raise error(f"{where}: no whole answer in {timeout:g} s")
+                    raise error(f"{where}: no complete answer within {timeout:g} s")
     except httpx.HTTPError as e:
         raise error(f"{where}: {type(e).__name__}: {e}") from e
     return answer.status_code, bytes(content)

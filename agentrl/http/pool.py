@@ -1,13 +1,11 @@
 """The connections of this process: shared by all clients, and limited by `ulimit -n`.
 
-A rollout asks the engine in one moment and its tools in the next. Each request needs a descriptor
-while it waits for an answer, and a rollout needs none in between. So all clients of one server
-share its connections. An idle connection is closed if another server needs a connection and the
-limit is reached. A request that finds no free connection waits:
-
-    among the requests to one server, the first request is served first;
-    among servers, the one with the fewest requests in flight is served first: a tool call need not
-    wait for all turns that were requested before it.
+A rollout asks the engine at one moment and its tools at the next. Each request needs a file
+descriptor while it waits for an answer; between requests, a rollout needs none. So all clients of
+one server share its connections. An idle connection is closed if another server needs a connection
+and the limit is reached. A request that finds no free connection waits. Among the requests to one
+server, the first is served first. Among servers, the one with the fewest requests in flight is
+served first, so that a tool call need not wait for all turns that were requested before it.
 
 A request holds a connection only while a server works on it, and no such request waits for another
 request of this process. So each connection becomes free again, and every request is served.
@@ -36,14 +34,17 @@ from agentrl import open_files
 from agentrl.http.time_limit import paused_time_limits
 
 MAX_CONNECTIONS_TO_SERVER = 1024
-"""Requests in flight to one server; as many as a tool server accepts."""
+"""The most requests in flight to one server; a tool server accepts as many."""
 MAX_CONTROL_CONNECTIONS = 16
 MAX_IDLE_SECONDS = 60.0
-"""Shorter than our servers' keep-alive, so that a connection is rarely found dead."""
+"""Shorter than the keep-alive of our servers, so that a connection is rarely found closed."""
 
 
 class ConnectionDropped(Exception):
-    """The connection ended before the answer did; the request may have been handled or not."""
+    """The connection ended before the answer did.
+
+    The server may have handled the request or not.
+    """
 
 
 class InvalidAnswer(Exception):
@@ -51,11 +52,11 @@ class InvalidAnswer(Exception):
 
 
 class _Answer:
-    """An answer while it arrives: httptools calls the `on_` methods."""
+    """An answer that is being received. httptools calls the `on_` methods."""
 
     def __init__(self, max_bytes: int):
         self.complete: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The status, once all of the body is here."""
+        """The status, once the whole body has arrived."""
         self.keep_alive = False
         self.retry_after = b""
         self._parser = httptools.HttpResponseParser(self)
@@ -70,18 +71,21 @@ class _Answer:
 
     def feed(self, data: bytes) -> None:
         if self.complete.done():
-            self.keep_alive = False  # more than the one answer that was asked for
+            self.keep_alive = False  # The server sent more than one answer.
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
-            # A callback's own exception arrives as the parser's context.
+            # The exception of a callback is the context of the parser's exception.
             self.fail(
                 e.__context__ if isinstance(e.__context__, InvalidAnswer) else InvalidAnswer(str(e))
             )
 
     def end(self, error: Exception | None) -> None:
-        """The connection is gone: the end of an answer that did not announce its length."""
+        """Handle the end of the connection.
+
+        It ends an answer that did not announce its length.
+        """
         if self._headers_seen and not self._has_length and error is None:
             self.on_message_complete()
         else:
@@ -103,7 +107,7 @@ class _Answer:
             self._has_length = True
         elif name == b"content-encoding" and value.lower() != b"identity":
             raise InvalidAnswer(
-                f"content-encoding {value.decode('latin-1')}, which was not asked for"
+                f"content-encoding {value.decode('latin-1')}, but only identity is accepted"
             )
         elif name == b"retry-after":
             self.retry_after = value
@@ -114,7 +118,7 @@ class _Answer:
     def on_body(self, body: bytes) -> None:
         self._left -= len(body)
         if self._left < 0:
-            raise InvalidAnswer("longer than this client accepts")
+            raise InvalidAnswer("the answer is longer than this client accepts")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -130,11 +134,11 @@ class HttpConnection(asyncio.Protocol):
     _answer: _Answer | None = None
     usable = True
     idle_since = 0.0
-    lost: Callable[[HttpConnection], object] | None = None
+    on_lost: Callable[[HttpConnection], object] | None = None
     """Called when the connection ends, just before its descriptor is closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -149,8 +153,8 @@ class HttpConnection(asyncio.Protocol):
         self.usable = False
         if self._answer is not None:
             self._answer.end(exc)
-        if self.lost is not None:
-            self.lost(self)
+        if self.on_lost is not None:
+            self.on_lost(self)
 
     def close(self) -> None:
         """Close the connection at once; unsent data is dropped."""
@@ -166,7 +170,7 @@ class HttpConnection(asyncio.Protocol):
             ConnectionDropped: the connection ended first.
             InvalidAnswer: this client does not accept the answer.
         """
-        if not self.usable:  # the server closed it at once
+        if not self.usable:  # The server closed it at once.
             raise ConnectionDropped("closed by the server")
         self._answer = answer = _Answer(max_bytes)
         self._transport.write(request)
@@ -185,7 +189,7 @@ class Server(NamedTuple):
     port: int
     tls: ssl.SSLContext | None
     name: str = ""
-    """For messages, where the host is no address."""
+    """For messages, if the host is not an address."""
 
     @property
     def label(self) -> str:
@@ -260,7 +264,7 @@ class ConnectionPool:
             HttpConnection, server.host, server.port, ssl=server.tls
         )
         if connection.usable:
-            lease.connection, connection.lost = connection, partial(self._lost, lease.queue)
+            lease.connection, connection.on_lost = connection, partial(self._on_lost, lease.queue)
         return connection
 
     def release(self, lease: ConnectionLease) -> None:
@@ -353,7 +357,7 @@ class ConnectionPool:
         ]:
             queue = min(queues, key=lambda queue: (queue.busy, queue.waiting[0][0]))
             _, future = queue.waiting[0]
-            if future.done():  # the request was cancelled
+            if future.done():  # The request was cancelled.
                 queue.waiting.popleft()
                 continue
             lease = self._try_lease(queue)
@@ -375,7 +379,7 @@ class ConnectionPool:
         for connection in left[: max(wanted - closing, 0)]:
             connection.close()
 
-    def _lost(self, queue: _ServerQueue, connection: HttpConnection) -> None:
+    def _on_lost(self, queue: _ServerQueue, connection: HttpConnection) -> None:
         """Stop counting a connection that has ended, and serve the requests that wait."""
         self._open -= 1
         if connection in queue.idle:

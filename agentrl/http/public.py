@@ -1,9 +1,9 @@
-"""Fetching pages of the public web for a model, which may name any address.
+"""Fetch pages of the public web for a model, which may request any address.
 
-A URL that a model wrote must not reach this machine, its network, or a cloud's metadata service
-(server-side request forgery). So a name is resolved once, every address it has is checked, and the
-connection goes to the address that was checked: what the name is said to be a moment later does not
-matter. Redirects are followed by hand, each checked anew.
+A URL that a model wrote must not reach this machine, its network, or the metadata service of a
+cloud (server-side request forgery). So a host name is resolved once, every address of it is
+checked, and the connection goes to the address that was checked; a later change of the name's
+addresses has no effect. Redirects are followed here, and each is checked in the same way.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from agentrl.http.time_limit import TimeLimit
 
 MAX_REDIRECTS = 5
 PUBLIC_WEB = Server("", 80, None, name="the public web")
-"""One server for the pool: a model that names many hosts has no larger share of connections."""
+"""One server for the pool: a model that requests many hosts gets no larger share of connections."""
 MAX_URL = 2048
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""A host name and a port to the addresses it has now."""
+"""Returns the addresses of a host name for a port."""
 
 _NOT_THE_WEB = [
     ipaddress.ip_network(block)
@@ -47,36 +47,37 @@ _NOT_THE_WEB = [
     )
 ]
 _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
-"""All IPv6 addresses that are assigned to networks; NAT64 and IPv4-mapped ones lie outside."""
+"""All IPv6 addresses that are assigned to networks. NAT64 and IPv4-mapped ones are not in it."""
 _UNASSIGNED = {4: "203.0.113.203", 6: "2001:db8:ffff::203"}
-"""Addresses for documentation, which no machine has."""
+"""Addresses reserved for documentation, which no machine has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a server answered."""
+    """The answer of a server."""
 
     url: str
-    """The last one, after redirects."""
+    """The URL of the last request, after redirects."""
     status: int
     content_type: str
     content: bytes
-    cut: bool
-    """Whether there was more than was asked for."""
+    truncated: bool
+    """Whether the content was longer than `max_bytes`."""
 
 
 def is_public(address: str) -> bool:
     """Return whether an address belongs to another machine of the public internet.
 
     False for every block of the IANA special-purpose registries, for multicast, for metadata
-    services of clouds, and for the addresses of this machine, also where they are public. Neither a
-    public address that a router translates to this machine is known here, nor a NAT64 prefix that a
-    network has chosen for itself.
+    services of clouds, and for the addresses of this machine, even if they are public. This
+    function cannot know a public address that a router translates to this machine, nor a NAT64
+    prefix that a network has chosen for itself.
 
     The blocks are listed here because `ipaddress.is_global` differs between versions of Python.
 
     Raises:
-        Infrastructure: this machine does not tell which addresses are its own.
+        Infrastructure: sockets of this machine bind to any address, so its own addresses are
+            unknown.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6 and ip not in _IPV6_UNICAST:
@@ -106,16 +107,16 @@ def _can_bind(address: str) -> bool:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError as e:
-        # Any other error says nothing about the address, which counts as this machine's own then.
+        # Any other error says nothing about the address. It then counts as this machine's own.
         return e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, as the system knows them."""
+    """Return the addresses of a host by the resolver of the system."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 async def fetch_public(
@@ -131,13 +132,13 @@ async def fetch_public(
     Args:
         url: http or https, without user and password.
         deadline: `time.monotonic()` seconds at which to give up, redirects included.
-        max_bytes: so much of the answer is read.
-        resolve: looks a name up.
-        allowed: whether an address may be connected to.
+        max_bytes: the number of bytes of the answer to read.
+        resolve: returns the addresses of a host name.
+        allowed: returns whether an address may be connected to.
 
     Raises:
-        ToolError: an address that must not be reached, or no answer; for the model to read.
-        Infrastructure: names cannot be looked up at all.
+        ToolError: the address is not allowed, or there is no answer. The model reads the message.
+        Infrastructure: host names cannot be resolved at all.
     """
     try:
         async with TimeLimit(deadline - time.monotonic()):
@@ -147,31 +148,31 @@ async def fetch_public(
                     return page
                 url = page
     except TimeoutError:
-        raise ToolError(f"no answer in time from {url[:200]}") from None
-    raise ToolError(f"more than {MAX_REDIRECTS} redirects, the last to {url[:200]}")
+        raise ToolError(f"timed out: {url[:200]} did not answer in time") from None
+    raise ToolError(f"too many redirects (more than {MAX_REDIRECTS}); the last one to {url[:200]}")
 
 
 async def _get(
     url: str, max_bytes: int, resolve: Resolve, allowed: Callable[[str], bool]
 ) -> Page | str:
-    """The page at a URL, or where it says to look instead."""
-    host, port, secure = _parts(url)
+    """Return the page at a URL, or the URL of a redirect."""
+    host, port, secure = _parse_url(url)
     try:
         addresses = await resolve(host, port)
     except socket.gaierror as e:
-        if e.errno == socket.EAI_AGAIN:  # nobody could be asked: no name of the model's doing
+        if e.errno == socket.EAI_AGAIN:  # No name server answered: the model is not at fault.
             raise Infrastructure(f"no name server answers for {host[:100]!r}") from None
-        raise ToolError(f"there is no host {host[:100]!r}") from None
+        raise ToolError(f"host not found: {host[:100]!r}") from None
     except (OSError, UnicodeError):
-        raise ToolError(f"there is no host {host[:100]!r}") from None
-    # All of them: a name with one public and one private address is a trap.
+        raise ToolError(f"host not found: {host[:100]!r}") from None
+    # All must be allowed: a name with one public and one private address is an attack.
     if not addresses or not all(map(allowed, addresses)):
-        raise ToolError(f"{host[:100]} is not an address of the public web")
-    pinned = addresses[0]
-    target = httpx.URL(url).copy_with(host=pinned, fragment=None)
-    named = f"[{host}]" if ":" in host else host
+        raise ToolError(f"{host[:100]} is not a public web address")
+    address = addresses[0]
+    target = httpx.URL(url).copy_with(host=address, fragment=None)
+    host_header = f"[{host}]" if ":" in host else host
     headers = {
-        "Host": named if port == (443 if secure else 80) else f"{named}:{port}",
+        "Host": host_header if port == (443 if secure else 80) else f"{host_header}:{port}",
         "Accept-Encoding": "identity",
         "User-Agent": "agentrl",
     }
@@ -183,40 +184,40 @@ async def _get(
                 "GET", target, headers=headers, extensions={"sni_hostname": host}
             ) as answer,
         ):
-            if answer.is_redirect and (place := answer.headers.get("location")):
-                return urljoin(url, place)
+            if answer.is_redirect and (location := answer.headers.get("location")):
+                return urljoin(url, location)
             if answer.headers.get("content-encoding", "identity") != "identity":
-                raise ToolError(f"{host} answered in an encoding that was not asked for")
+                raise ToolError(f"{host} answered with an unsupported content encoding")
             content = bytearray()
             async for piece in answer.aiter_raw():
                 content += piece
                 if len(content) > max_bytes:
                     break
             kind = answer.headers.get("content-type", "")
-            cut = len(content) > max_bytes
-            return Page(url, answer.status_code, kind, bytes(content[:max_bytes]), cut)
+            truncated = len(content) > max_bytes
+            return Page(url, answer.status_code, kind, bytes(content[:max_bytes]), truncated)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise ToolError(f"{host} cannot be read: {type(e).__name__}") from None
+        raise ToolError(f"cannot read {host}: {type(e).__name__}") from None
 
 
-def _parts(url: str) -> tuple[str, int, bool]:
-    """Host, port, and whether it is https.
+def _parse_url(url: str) -> tuple[str, int, bool]:
+    """Return host, port, and whether the scheme is https.
 
     Raises:
-        ToolError: not a URL of the web.
+        ToolError: it is not a URL of the web.
     """
     if len(url) > MAX_URL or any(c.isspace() or not c.isprintable() for c in url):
-        raise ToolError("not a URL: too long, or it holds spaces")
+        raise ToolError("invalid URL: it is too long or contains spaces")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-        # As a browser reads it: full-width digits become digits, umlauts become punycode.
+        # As browsers do: full-width digits become digits, umlauts become punycode.
         host = host if ":" in host else host.encode("idna").decode()
     except (ValueError, UnicodeError):
-        raise ToolError(f"not a URL: {url[:200]!r}") from None
+        raise ToolError(f"invalid URL: {url[:200]!r}") from None
     if parts.scheme not in ("http", "https"):
-        raise ToolError(f"only http and https, not {parts.scheme[:20]!r}")
+        raise ToolError(f"invalid URL: the scheme must be http or https, not {parts.scheme[:20]!r}")
     if "@" in parts.netloc or not host:
-        raise ToolError("a URL with a host and without user and password is expected")
+        raise ToolError("invalid URL: it must have a host, and no user or password")
     secure = parts.scheme == "https"
     return host, port or (443 if secure else 80), secure

@@ -1,7 +1,7 @@
 """Time limits that pause while a request waits for a free connection.
 
-How long that wait takes depends on what else this process does, and says nothing about an episode,
-a tool or a judge. So it counts against none of their limits.
+The length of that wait depends on what else this process does, and says nothing about an episode, a
+tool or a judge. So it counts against none of their limits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
-_entered: ContextVar[tuple[TimeLimit, ...]] = ContextVar("entered", default=())
-"""The time limits whose blocks the running task is in."""
+_active: ContextVar[tuple[TimeLimit, ...]] = ContextVar("active", default=())
+"""The time limits whose blocks contain the running task."""
 
 
 class TimeLimit:
-    """`asyncio.timeout`, plus the time that requests within it wait for a free connection.
+    """A time limit like `asyncio.timeout`, plus the time that requests wait for a free connection.
 
     Tasks that are started within the block belong to it. Example::
 
@@ -27,7 +27,7 @@ class TimeLimit:
             await client.request_json("GET", "/health", deadline=monotonic() + 5)
 
     Args:
-        seconds: the time from now, also where the block is entered later.
+        seconds: counted from the construction, also if the block is entered later.
     """
 
     __slots__ = ("_deadline", "_loop", "_since", "_timeout", "_token", "_waits")
@@ -40,7 +40,7 @@ class TimeLimit:
 
     @property
     def deadline(self) -> float:
-        """The `time.monotonic()` seconds of its end; a wait for a connection makes it later."""
+        """Return when it ends, in `time.monotonic()` seconds. A pause makes it later."""
         return self._deadline + (time.monotonic() - self._since if self._waits else 0.0)
 
     async def __aenter__(self) -> Self:
@@ -48,13 +48,13 @@ class TimeLimit:
         # The loop's clock need not be `time.monotonic`, so the time that is left is passed.
         self._timeout = asyncio.Timeout(self._loop.time() + self._deadline - time.monotonic())
         await self._timeout.__aenter__()
-        self._token = _entered.set((*_entered.get(), self))
+        self._token = _active.set((*_active.get(), self))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool | None:
-        _entered.reset(self._token)
+        _active.reset(self._token)
         return await self._timeout.__aexit__(kind, e, tb)
 
     def _pause(self) -> None:
@@ -71,16 +71,16 @@ class TimeLimit:
             self._reschedule(self._loop.time() + self._deadline - now)
 
     def _reschedule(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # it has expired, or its block has ended
+        with contextlib.suppress(RuntimeError):  # It has expired, or its block has ended.
             self._timeout.reschedule(when)
 
 
 @contextlib.contextmanager
 def paused_time_limits() -> Iterator[None]:
-    """Pause the time limits whose blocks the running task is in, for the time of this block."""
+    """Pause, within this block, the time limits that contain the running task."""
     loop = asyncio.get_running_loop()
     # A thread that copied a task's context may run another loop.
-    limits = [limit for limit in _entered.get() if limit._loop is loop]
+    limits = [limit for limit in _active.get() if limit._loop is loop]
     for limit in limits:
         limit._pause()
     try:

@@ -1,12 +1,12 @@
-"""Work that may hang, crash or never end, kept away from the event loop: threads and processes.
+"""Threads and processes for code that may hang, crash or never end.
 
-`run_all` and `PerLoop` are for what stays on it.
+`run_all` and `PerLoop` are for work that stays on the event loop.
 """
 
 from __future__ import annotations
 
 from agentrl.workers.loops import PerLoop, run_all
-from agentrl.workers.processes import Processes, WorkerDied, WorkerError, check_reachable
+from agentrl.workers.processes import Processes, WorkerDied, WorkerError, locate_function
 from agentrl.workers.threads import Outcome, Threads
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "Threads",
     "WorkerDied",
     "WorkerError",
-    "check_reachable",
+    "locate_function",
     "run_all",
 ]

@@ -1,7 +1,7 @@
-"""A worker process: runs functions that it is sent, one after the other, until its parent ends.
+"""A worker process: runs the functions that its parent sends, one after the other.
 
-Started by its path, so it looks for nothing of ours before it is told where to find it. Whatever
-the functions print goes to the parent's log.
+It is started by its path, so it imports nothing of agentrl before the parent has sent `sys.path`.
+Whatever the functions print goes to the parent's log.
 """
 
 from __future__ import annotations
@@ -19,57 +19,60 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 OUT_OF_MEMORY = 77
-"""Exit code of a worker whose function needed more memory than it may have."""
+"""Exit code of a worker whose function needed more memory than the limit."""
 MAX_BYTES = 64 * 2**20
-"""Of a message; who returns more has made a mistake."""
+"""The longest message, in bytes. A function that returns more has a bug."""
 LOADED = b"loaded"
-"""Sent when a function's module is there: from then on its time counts."""
+"""Sent when a function's module is imported. The function's time limit starts then."""
 
 
 def take_channel() -> BinaryIO:
-    """Return the channel to the parent, which is standard input; from now on that one is empty."""
+    """Return the channel to the parent, which is standard input.
+
+    Afterwards, standard input is empty.
+    """
     channel = socket.socket(fileno=os.dup(0)).makefile("rwb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     return cast(BinaryIO, channel)
 
 
 def send(channel: BinaryIO, message: bytes) -> None:
-    """Write one message, as `ChildProcess` reads it."""
+    """Write one message in the format that `ChildProcess` reads."""
     channel.write(len(message).to_bytes(4, "little") + message)
     channel.flush()
 
 
 def receive(channel: BinaryIO) -> bytes:
-    """Read one message; end this process if there is none, since nobody reads an answer."""
+    """Read one message. End this process if there is none, since nobody reads an answer."""
     size = channel.read(4)
     if len(size) < 4:
         os._exit(0)
     return channel.read(int.from_bytes(size, "little"))
 
 
-def _find(file: str, module: str, name: str) -> Callable[..., Any]:
+def _find_function(file: str, module: str, name: str) -> Callable[..., Any]:
     import importlib
 
     from agentrl.registry import load_file
 
-    found: Any = load_file(file) if file else importlib.import_module(module)
+    target: Any = load_file(file) if file else importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _run(channel: BinaryIO, job: bytes) -> bytes:
-    """The reply to a job: what its function returned, or what it raised."""
+    """Return the reply to a job: what its function returned or raised."""
     try:
-        file, module, name, given = pickle.loads(job)
-        function = _find(file, module, name)
-        args, kwargs = pickle.loads(given)
+        file, module, name, arguments = pickle.loads(job)
+        function = _find_function(file, module, name)
+        args, kwargs = pickle.loads(arguments)
         send(channel, LOADED)
         returned = function(*args, **kwargs)
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+            returned = asyncio.run(_await(returned))
         reply = pickle.dumps((True, returned))
         if len(reply) > MAX_BYTES:
             raise ValueError(f"the result has {len(reply)} bytes, more than {MAX_BYTES}")
@@ -77,29 +80,32 @@ def _run(channel: BinaryIO, job: bytes) -> bytes:
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as e:
-        return pickle.dumps((False, _told(e)))
+        return pickle.dumps((False, _describe_error(e)))
 
 
-async def _awaited(returned: Any) -> Any:
+async def _await(returned: Any) -> Any:
     return await returned
 
 
-def _told(error: BaseException) -> tuple[str, str, str, bytes]:
-    """Type, text and place of an exception; pickled as well, if it is one of agentrl's."""
+def _describe_error(error: BaseException) -> tuple[str, str, str, bytes]:
+    """Return type, text and source location of an exception.
+
+    An exception of agentrl is pickled as well.
+    """
     from agentrl.errors import Infrastructure, ToolError, UserError
 
     package = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith((package, "<"))] or frames
-    where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
-    whole = b""
+    user_frames = [f for f in frames if not f.filename.startswith((package, "<"))] or frames
+    where = f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
+    pickled = b""
     if isinstance(error, (ToolError, UserError, Infrastructure)):
         try:
-            whole = pickle.dumps(error)
-            pickle.loads(whole)
-        except Exception:  # one of the user's, with a constructor of its own
-            whole = b""
-    return type(error).__name__, str(error), where, whole
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # A user's subclass may have another constructor.
+            pickled = b""
+    return type(error).__name__, str(error), where, pickled
 
 
 def main() -> None:

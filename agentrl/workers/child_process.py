@@ -1,7 +1,8 @@
-"""A process that this one starts: its messages, its output, its end.
+"""A child process of this process: its messages, its output, its end.
 
-Every child ends with this process, by whatever death (see `ChildProcess`). Engines, the workers of
-the tool server, the workers of `Processes` and the parsers of other projects all run this way.
+Every child ends with this process, however this process ends (see `ChildProcess`). Engines, the
+workers of the tool server, the workers of `Processes` and the parsers of other projects run this
+way.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from weakref import WeakSet
 
 TAIL_LINES = 50
 MAX_LINE = 2048
-"""Characters; a longer line becomes several."""
+"""Characters. A longer line is split."""
 OUTPUT_GRACE_SECONDS = 1.0
-"""How long the output of a process that ended is read. A process that left its group may hold it
-open."""
+"""The longest time to read the output of a process that has ended. A process that left its group
+may hold the pipe open."""
 
 _children: WeakSet[ChildProcess] = WeakSet()
 
@@ -34,15 +35,15 @@ class MessageTooLong(ValueError):
 
 
 class ChildProcess:
-    """A process in a session of its own, and all that it starts in its process group.
+    """A process in its own session; the processes that it starts are in its process group.
 
     The whole group is killed when the process ends. If this process ends, even by SIGKILL, the
-    kernel kills the group (Linux), whatever runs there: a thread that waits for our end would not
-    run while a regular expression holds the interpreter. A child that has work to do at its end
-    (`stops_at_eof`) reads the end of its standard input instead.
+    kernel kills the group (Linux), whatever the child is doing. (A thread of the child that waits
+    for our end would not run while a regular expression holds the interpreter.) A child that has
+    work to do at its end (`stops_at_eof`) waits for the end of its standard input instead.
 
     Standard input is a socket. A message on it is 4 bytes of length (little-endian) and as many
-    bytes of content, in both directions. What the child prints is read line by line.
+    bytes of content, in both directions. The child's output is read line by line.
     """
 
     def __init__(
@@ -51,52 +52,53 @@ class ChildProcess:
         *,
         stops_at_eof: bool = False,
         environment: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
+        inherited_fds: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
         on_end: Callable[[ChildProcess], None] | None = None,
     ):
-        """Start it.
+        """Start the process.
 
         Args:
-            command: the program and its arguments. Other users can read them: no secrets.
-            stops_at_eof: it stops at the end of its standard input, so the kernel does not kill it.
-            environment: variables in addition to ours.
-            descriptors: files that it inherits under the same numbers.
-            on_line: called with each line that it prints, in a thread.
-            on_end: called in a thread after its end, however it came about.
+            command: the program and its arguments. Other users can read them: pass no secrets.
+            stops_at_eof: the child stops at the end of its standard input, so the kernel does not
+                kill it.
+            environment: variables in addition to those of this process.
+            inherited_fds: file descriptors that the child inherits under the same numbers.
+            on_line: called in a thread with each line that the child prints.
+            on_end: called in a thread after the child has ended, for whatever reason.
 
         Raises:
-            OSError: the program does not run.
+            OSError: the program cannot be run.
         """
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        """The last lines that it printed."""
+        """The last lines that the child printed."""
         self.exit_code: int | None = None
-        """None while it runs; below 0: minus the number of the signal that killed it."""
+        """None while it runs. Negative: minus the number of the signal that killed it."""
         self._on_line, self._on_end = on_line, on_end
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
-        self._channel, theirs = socket.socketpair()
+        self._channel, child_end = socket.socketpair()
         watched, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 encoding="utf-8",
                 errors="replace",
                 env=os.environ | dict(environment or {}),
-                pass_fds=(*descriptors, *(() if stops_at_eof else (watched,))),
-                start_new_session=True,  # Ctrl-C is for the run, which still needs its children
+                pass_fds=(*inherited_fds, *(() if stops_at_eof else (watched,))),
+                start_new_session=True,  # Ctrl-C stops the run, which still needs its children.
             )
             if not stops_at_eof:
-                _kill_group_at_end_of(watched, self.pid)
+                _kill_group_when_closed(watched, self.pid)
         except BaseException:
             self._close()
             raise
         finally:
             os.close(watched)
-            theirs.close()
+            child_end.close()
         _children.add(self)
         self._reader = threading.Thread(target=self._read, name="child's output", daemon=True)
         self._reader.start()
@@ -104,39 +106,39 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its number, which is also that of its process group."""
+        """Return its process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Return whether it has not ended yet; does not wait."""
+        """Return whether it has not ended yet. Does not wait."""
         return self.exit_code is None
 
     def send(self, message: bytes, deadline: float) -> None:
         """Send a message.
 
         Args:
-            message: its content.
+            message: the content.
             deadline: on the clock of `time.monotonic()`.
 
         Raises:
-            TimeoutError: the child did not read it by then.
+            TimeoutError: the child did not read it before the deadline.
             EOFError: the child has ended.
         """
         with self._channel_until(deadline) as channel:
             channel.sendall(struct.pack("<I", len(message)) + message)
 
     def receive(self, deadline: float, max_bytes: int = 2**32) -> bytes:
-        """Wait for a message.
+        """Wait for a message and return its content.
 
         Args:
             deadline: on the clock of `time.monotonic()`.
-            max_bytes: of its content.
+            max_bytes: the longest content to accept.
 
         Raises:
-            TimeoutError: none came by then.
+            TimeoutError: no message came before the deadline.
             EOFError: the child has ended.
-            MessageTooLong: it has more bytes.
+            MessageTooLong: the message is longer than `max_bytes`.
         """
         (size,) = struct.unpack("<I", self._receive_exactly(4, deadline))
         if size > max_bytes:
@@ -144,7 +146,7 @@ class ChildProcess:
         return self._receive_exactly(size, deadline)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process, not to what it started."""
+        """Send SIGTERM to the process, but not to the processes that it started."""
         with self._lock:
             if self.running:
                 os.kill(self.pid, signal.SIGTERM)
@@ -152,22 +154,25 @@ class ChildProcess:
     def close_input(self) -> None:
         """End its standard input: a child with `stops_at_eof` stops. Idempotent."""
         with contextlib.suppress(OSError):
-            # Not closed: another thread may read it, and its number could become another file's.
+            # Do not close it: another thread may read it, and its number could be reused.
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end and return whether it came; then `exit_code` and `tail` are final."""
+        """Wait for the child to end; return whether it has ended.
+
+        If it has, `exit_code` and `tail` are final.
+        """
         return self._has_ended.wait(max(seconds, 0.0))
 
     def kill(self) -> None:
-        """Kill the group without waiting for its end. Idempotent, from any thread."""
+        """Kill the process group without waiting for its end. Idempotent, from any thread."""
         with self._lock:
             if self.running:
                 self._kill_group()
         self.close_input()
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Let it go, and kill it if it still runs after so many seconds. Idempotent."""
+        """Close its input; kill it if it still runs after `seconds`. Idempotent."""
         self.close_input()
         if not self.wait(seconds):
             self.kill()
@@ -176,7 +181,7 @@ class ChildProcess:
 
     @contextlib.contextmanager
     def _channel_until(self, deadline: float) -> Iterator[socket.socket]:
-        """Use the socket up to a deadline. Its errors mean that the child has ended.
+        """Give the block the socket, with a deadline. Its errors mean that the child has ended.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -212,7 +217,7 @@ class ChildProcess:
 
     def _wait(self) -> None:
         if hasattr(os, "waitid"):  # not on macOS
-            # As long as nobody has asked for its exit code, no other process gets its number.
+            # Leave its exit code, so that its process id is not reused before the group is killed.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
@@ -229,19 +234,19 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _close(self) -> None:
-        """Close our ends of the socket and the pipe."""
+        """Close our ends of the socket and of the pipe."""
         self._channel.close()
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
 
 
-def _kill_group_at_end_of(pipe: int, group: int) -> None:
-    """Have the kernel kill a process group when nobody holds the writing end of a pipe any more.
+def _kill_group_when_closed(pipe: int, group: int) -> None:
+    """Make the kernel kill a process group when the writing end of a pipe is closed everywhere.
 
     It does so as long as a process of the group holds the reading end.
     """
-    if not hasattr(fcntl, "F_SETSIG"):  # macOS: the child finds out when it reads its input
+    if not hasattr(fcntl, "F_SETSIG"):  # macOS: the child ends when it reads its input.
         return
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -249,7 +254,10 @@ def _kill_group_at_end_of(pipe: int, group: int) -> None:
 
 
 def _close_after_fork() -> None:
-    """A fork of this process holds its children's sockets and pipes: they would outlive us."""
+    """Close the sockets and pipes of all children in a fork of this process.
+
+    Otherwise the children would not end with this process.
+    """
     for child in _children:
         child._close()
 

@@ -1,4 +1,4 @@
-"""What belongs to an event loop: objects that exist once for each, and tasks that end together."""
+"""Helpers for event loops: one object per loop, and tasks that end together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, made when the loop first asks for it.
+    """One object for each event loop, created when the loop first asks for it.
 
     Example::
 
@@ -20,41 +20,41 @@ class PerLoop(Generic[T]):
         async with self._slots.get():
 
     Args:
-        make: makes an object.
+        make: creates an object.
         close: called with an object when its event loop is gone.
     """
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], object] | None = None):
         self._make, self._close = make, close
-        self._made: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = (
+        self._objects: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = (
             weakref.WeakKeyDictionary()
         )
 
     def get(self) -> T:
         """Return the running event loop's object."""
         loop = asyncio.get_running_loop()
-        if loop not in self._made:
-            self._made[loop] = made = self._make()
+        if loop not in self._objects:
+            self._objects[loop] = object_ = self._make()
             if self._close is not None:
-                weakref.finalize(loop, self._close, made)
-        return self._made[loop]
+                weakref.finalize(loop, self._close, object_)
+        return self._objects[loop]
 
     def pop(self) -> T | None:
-        """Forget the running event loop's object and return it; None if there is none."""
-        return self._made.pop(asyncio.get_running_loop(), None)
+        """Remove the running event loop's object and return it; return None if there is none."""
+        return self._objects.pop(asyncio.get_running_loop(), None)
 
     def pop_all(self) -> list[T]:
-        """Forget the objects of all event loops and return them."""
-        made = [*self._made.values()]
-        self._made.clear()
-        return made
+        """Remove the objects of all event loops and return them."""
+        objects = [*self._objects.values()]
+        self._objects.clear()
+        return objects
 
 
 async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines at the same time and return their results in order.
 
-    The first exception cancels the others; it is raised when all of them have ended. (A TaskGroup
-    would raise an exception group.)
+    The first exception cancels the other coroutines. It is raised when all of them have ended. (A
+    `TaskGroup` would raise an exception group.)
     """
     if len(work) == 1:
         return [await work[0]]

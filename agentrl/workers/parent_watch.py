@@ -1,11 +1,11 @@
-"""Runs a server, and ends it with our parent; for programs that are not ours.
+"""Runs a server that is not ours, and kills it when our parent ends.
 
-Run as a program by `ChildProcess`, with a folder and the server's command as arguments. At the end
-of our standard input, which is the parent's end by whatever death, the folder is removed (the
-server's keys are in it) and the whole process group is killed. When the server ends, so is whatever
-it left behind. Whoever kills our parent may kill us at the same moment (Ray does, with the process
-of an actor): the kernel then kills the server (Linux). Standard library only, since it is started
-by its path.
+`ChildProcess` runs this file as a program. Its arguments are a folder and the server's command. Our
+standard input ends when the parent ends, however it ends. Then the folder is removed (it holds the
+server's keys) and the whole process group is killed. If the server ends first, the processes that
+it left behind are killed. Our parent and this process may be killed at the same moment (Ray does so
+with the process of an actor): then the kernel kills the server (Linux). This file uses only the
+standard library, because it is started by its path.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import sys
 import threading
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): a signal for the caller at its parent's end."""
+"""An option of prctl(2): the signal that the caller gets when its parent ends."""
 
 
-def _end_with_parent(folder: str) -> None:
+def _kill_group_at_eof(folder: str) -> None:
     sys.stdin.buffer.read()
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    """Run the command, and kill what it left behind."""
+    """Run the server, and kill the processes that it left behind."""
     folder, *command = sys.argv[1:]
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    def end_with_us() -> None:
+    def set_death_signal() -> None:
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # Before there is a second thread, since code of ours runs in the fork.
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_us)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    # Start it before there is a second thread, because `preexec_fn` runs in the fork.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=set_death_signal)
+    threading.Thread(target=_kill_group_at_eof, args=(folder,), daemon=True).start()
     code = server.wait()
     print(f"the server's process ended with code {code}", flush=True)
     os.killpg(0, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Worker processes that can be killed: for functions that may hang, crash or eat all memory.
+"""Worker processes that can be killed: for functions that may hang, crash or use all memory.
 
-A thread cannot be stopped, and a regular expression or a C library gone wild holds the whole
-interpreter. Here it costs one process, which another takes the place of. Workers are started anew,
-never forked: the process they belong to may hold a GPU and dozens of threads.
+A thread cannot be stopped, and a regular expression or a C library that hangs blocks the whole
+interpreter. Here it costs one process, which is replaced. Workers are started as new processes and
+never forked, because this process may hold a GPU and dozens of threads.
 """
 
 from __future__ import annotations
@@ -29,55 +29,56 @@ from agentrl.workers.threads import Threads
 log = logging.getLogger("agentrl")
 
 START_SECONDS = 60.0
-"""Most seconds for a worker to start and to load a function's module."""
-RECYCLE = 2000
-"""After so many calls a worker makes room for a new one: libraries keep what they have computed."""
+"""The longest time for a worker to start and to import the module of a function."""
+MAX_CALLS = 2000
+"""A worker is replaced after so many calls, because libraries cache their results."""
 LOGGED_LINES = 50
-"""Of what a worker prints, the first so many lines are logged."""
+"""The first so many lines that a worker prints are logged."""
 LAST_LINES, MAX_LINE = 8, 500
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""A worker runs one function at a time, and each thread of a pool reserves memory."""
+"""A worker runs one function at a time, and each thread of a library's pool reserves memory."""
 
 
 class WorkerDied(AgentRLError, RuntimeError):
-    """The process that ran a function is gone; the message says how, and what it said last."""
+    """The process that ran a function ended. The message says how, with its last lines."""
 
 
 class WorkerError(AgentRLError, RuntimeError):
-    """A function raised something in its worker."""
+    """A function raised an exception in its worker."""
 
     def __init__(self, kind: str, text: str, where: str = ""):
         super().__init__(kind, text, where)
         self.kind = kind
-        """The exception's type, such as "KeyError"."""
+        """The type of the exception, such as "KeyError"."""
         self.text = text
-        """What it said."""
+        """The message of the exception."""
         self.where = where
-        """FILE:LINE, or nothing."""
+        """FILE:LINE, or ""."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
 
 
 class Processes:
-    """At most `count` functions at once, each in a process that can be killed.
+    """A pool that runs at most `count` functions at once, each in a process that can be killed.
 
-    Processes start with the first calls that need them, and end with this one, by whatever death.
+    Processes start with the first calls that need them. They end with this process, however it
+    ends.
     """
 
     def __init__(self, count: int, *, memory_mb: int = 2048):
-        """Start nothing yet.
+        """Create the pool; start no process yet.
 
         Args:
-            count: processes at most.
-            memory_mb: MiB of address space that each may take.
+            count: the largest number of processes.
+            memory_mb: MiB of address space that each process may use.
         """
         self._count = count
         self._memory_mb = memory_mb
-        # Last in, first out: as few are started as there are calls at once.
-        self._places: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        # Last in, first out: no more processes are started than there are calls at once.
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(count):
-            self._places.put(None)
+            self._idle.put(None)
         self._running: set[_Worker] = set()
         self._threads = PerLoop(lambda: Threads(count), Threads.close)
         self._closed = False
@@ -85,18 +86,20 @@ class Processes:
     async def call(
         self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any
     ) -> Any:
-        """What the function returns, run in a worker; a coroutine function is run to its end.
+        """Run a function in a worker and return its result. A coroutine function is awaited.
 
         Args:
-            function: of a module's top level, so that the worker finds it by its name.
+            function: at the top level of a module, so that the worker finds it by its name.
             args: its arguments; anything that can be pickled.
-            seconds: most that it may run; waiting for a free worker and loading do not count.
-            kwargs: its arguments by name.
+            seconds: its time limit. Waiting for a free worker and importing the module do not
+                count.
+            kwargs: its keyword arguments.
 
         Raises:
-            TimeoutError: it did not end in time; it was killed.
-            WorkerDied: its process ended under it, or needed more than `memory_mb`.
-            WorkerError: it raised; but `ToolError`, `UserError` and `Infrastructure` come as such.
+            TimeoutError: it did not end in time; its process was killed.
+            WorkerDied: its process ended, or needed more than `memory_mb`.
+            WorkerError: it raised an exception. `ToolError`, `UserError` and `Infrastructure` are
+                raised as they are.
             ConfigError: the worker could not find the function.
         """
         return await self.apply(function, args, kwargs, seconds)
@@ -108,27 +111,27 @@ class Processes:
         kwargs: Mapping[str, Any],
         seconds: float,
     ) -> Any:
-        """As `call`, for arguments that others named: one of them may be called `seconds`."""
+        """Run a function as `call` does; one of its keyword arguments may be named `seconds`."""
         packed = pickle.dumps((tuple(args), dict(kwargs)))
-        job = pickle.dumps((*check_reachable(function), packed))
+        job = pickle.dumps((*locate_function(function), packed))
         return await self._threads.get().run(partial(self._run, job, seconds))
 
     def close(self) -> None:
-        """Kill the workers; calls that still run end with `WorkerDied`. Idempotent."""
+        """Kill the workers. Calls that still run raise `WorkerDied`. Idempotent."""
         self._closed = True
         for worker in [*self._running]:
             worker.process.kill()
         with contextlib.suppress(queue.Empty):
             while True:
-                if worker := self._places.get_nowait():
+                if worker := self._idle.get_nowait():
                     worker.process.stop()
-        for _ in range(self._count):  # whoever waits for one finds that there is none
-            self._places.put(None)
+        for _ in range(self._count):  # Wake up the threads that wait for a worker.
+            self._idle.put(None)
         for threads in self._threads.pop_all():
             threads.close()
 
     def _run(self, job: bytes, seconds: float) -> Any:
-        worker, keep = self._places.get(), False
+        worker, keep = self._idle.get(), False
         try:
             if self._closed:
                 raise WorkerDied("the pool of workers is closed")
@@ -136,16 +139,16 @@ class Processes:
                 worker = _Worker(self._memory_mb)
             self._running.add(worker)
             done, value = worker.run(job, seconds)
-            keep = worker.calls < RECYCLE and not self._closed
+            keep = worker.calls < MAX_CALLS and not self._closed
         finally:
             if worker is not None:
                 self._running.discard(worker)
                 if not keep:
                     worker.process.stop()
-            self._places.put(worker if keep else None)
+            self._idle.put(worker if keep else None)
         if not done:
-            *told, whole = value
-            raise pickle.loads(whole) if whole else WorkerError(*told)
+            *description, pickled = value
+            raise pickle.loads(pickled) if pickled else WorkerError(*description)
         return value
 
 
@@ -163,8 +166,8 @@ class _Worker:
         self.calls = 0
 
     def run(self, job: bytes, seconds: float) -> tuple[bool, Any]:
-        """Whether the function returned, and what it returned or raised."""
-        late = f"its module did not load in {START_SECONDS:g} s"
+        """Return whether the function returned, and what it returned or raised."""
+        timeout_message = f"its module did not load in {START_SECONDS:g} s"
         try:
             end = time.monotonic() + START_SECONDS
             if not self.calls:
@@ -173,28 +176,28 @@ class _Worker:
             self.process.send(job, end)
             reply = self.process.receive(end)
             if reply == child.LOADED:
-                late = f"not done in {seconds:g} s"
+                timeout_message = f"not done in {seconds:g} s"
                 reply = self.process.receive(time.monotonic() + seconds)
         except TimeoutError:
-            raise TimeoutError(late) from None
+            raise TimeoutError(timeout_message) from None
         except EOFError:
             raise WorkerDied(self._death()) from None
         return pickle.loads(reply)
 
     def _death(self) -> str:
-        """How the process ended, and what it said last."""
+        """Return a sentence that says how the process ended, with its last lines."""
         if not self.process.wait(1.0):
             self.process.stop()
         code = self.process.exit_code or 0
         if code == child.OUT_OF_MEMORY:
-            how = f"it needed more than {self._memory_mb} MiB of memory"
+            cause = f"it needed more than {self._memory_mb} MiB of memory"
         elif code < 0:
-            how = f"it ended by {signal.Signals(-code).name}"
+            cause = f"it ended by {signal.Signals(-code).name}"
         else:
-            how = f"it ended with exit code {code}"
+            cause = f"it ended with exit code {code}"
         lines = list(self.process.tail)[-LAST_LINES:]
         last = "".join(f"\n  | {line[:MAX_LINE]}" for line in lines)
-        return f"the worker process died: {how}" + (f". Its last lines:{last}" if last else "")
+        return f"the worker process died: {cause}" + (f". Its last lines:{last}" if last else "")
 
     def _log(self, line: str) -> None:
         if self._logged < LOGGED_LINES:
@@ -202,22 +205,22 @@ class _Worker:
         self._logged += 1
 
 
-def check_reachable(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """File (of a user's file), module and name by which a worker finds the function.
+def locate_function(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return by which file (of a user's file), module and name a worker finds the function.
 
     Raises:
-        ConfigError: it finds it by none: a lambda, a method of an object, a function in a function
-            or of a program's own file.
+        ConfigError: it cannot be found by name: a lambda, a bound method, a function within a
+            function or in `__main__`.
     """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     home = sys.modules.get(module or "")
-    found: Any = home
+    target: Any = home
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found) or inspect.ismethod(function) or module == "__main__":
+        target = getattr(target, part, None)
+    if not callable(target) or inspect.ismethod(function) or module == "__main__":
         raise ConfigError(
             f"{name or repr(function)} of {module or 'nowhere'} cannot run in a worker process,"
-            " which looks for it by its name: define it at the top level of a file of its own"
+            " which looks for it by its name. Define it at the top level of a file of its own"
         )
     file = str(getattr(home, "__file__", ""))
     return (file if module.startswith("agentrl_user_") else ""), module, name

@@ -1,8 +1,8 @@
-"""Daemon threads for tools that are not async: bounded, and never in the way of an exit.
+"""A bounded pool of daemon threads for functions that are not async.
 
-The loop's own executor will not do: six hung calls fill it on a small machine, nothing else that
-needs it gets on (DNS included), and the interpreter waits for its threads at exit. Here a hung call
-costs one thread of ours, which dies with the process.
+The event loop's own executor is not used: six hung calls fill it on a small machine, then nothing
+else that needs it runs (DNS included), and the interpreter waits for its threads at exit. Here a
+hung call costs one daemon thread, which ends with the process.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from collections.abc import Callable
 from typing import Any
 
 Outcome = tuple[Any, BaseException | None]
-"""What a tool returned, or what it raised."""
+"""The result of a function, and the exception that it raised or None."""
 
 
 class Threads:
-    """At most `limit` functions at once, each in a thread of its own while it runs.
+    """A pool of threads that runs at most `limit` functions at once.
 
-    Belongs to the event loop that starts functions.
+    It belongs to the event loop that starts functions.
     """
 
     def __init__(self, limit: int):
-        self._places = asyncio.Semaphore(limit)
+        self._free_threads = asyncio.Semaphore(limit)
         self._running = 0
         self._threads = 0
         self._jobs: queue.SimpleQueue[
             tuple[asyncio.AbstractEventLoop, asyncio.Future[Outcome], Callable[[], Any]] | None
         ] = queue.SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Outcome], Outcome]] = deque()
-        self._woken = False
+        self._wake_up_scheduled = False
 
     @property
     def has_room(self) -> bool:
-        """Whether `start` would not have to wait."""
-        return not self._places.locked()
+        """Return whether `start` would not have to wait for a free thread."""
+        return not self._free_threads.locked()
 
     async def start(self, function: Callable[[], Any]) -> asyncio.Future[Outcome]:
         """Wait for a free thread and start the function there.
 
-        The future may be cancelled; the thread stays taken until the function returns.
+        The future may be cancelled. The thread stays busy until the function returns.
         """
-        await self._places.acquire()
+        await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
         self._running += 1
@@ -62,7 +62,7 @@ class Threads:
         return result
 
     def close(self) -> None:
-        """Let the threads end as they become free."""
+        """Let each thread end when it becomes free."""
         for _ in range(self._threads):
             self._jobs.put(None)
 
@@ -72,25 +72,25 @@ class Threads:
             outcome: Outcome
             try:
                 outcome = function(), None
-            except BaseException as e:  # SystemExit too: it would end the thread, not the process
+            except BaseException as e:  # SystemExit would end the thread, not the process
                 outcome = None, e
             self._done.append((future, outcome))
-            # One wake-up serves all that are done by then. Two threads may both wake the loop; none
-            # can be missed, as the flag falls before the queue is emptied.
-            if not self._woken:
-                self._woken = True
+            # One wake-up delivers all outcomes that are ready by then. Two threads may both wake
+            # the loop. No outcome is lost: the flag is cleared before the queue is emptied.
+            if not self._wake_up_scheduled:
+                self._wake_up_scheduled = True
                 try:
                     loop.call_soon_threadsafe(self._deliver)
-                except RuntimeError:  # the loop was closed while the function hung
+                except RuntimeError:  # The loop was closed while the function ran.
                     return
-            # Nothing of the last job stays alive while this thread waits for the next.
+            # Keep no reference to the last job while this thread waits for the next one.
             del job, future, function, outcome
 
     def _deliver(self) -> None:
-        self._woken = False
+        self._wake_up_scheduled = False
         while self._done:
             future, outcome = self._done.popleft()
             self._running -= 1
-            self._places.release()
+            self._free_threads.release()
             if not future.done():
                 future.set_result(outcome)

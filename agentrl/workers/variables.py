@@ -12,17 +12,17 @@ def environment_variables(variables: Mapping[str, str | None]) -> Iterator[None]
     """Set environment variables within the block, and restore them after it.
 
     Args:
-        variables: new values by name; None removes a variable.
+        variables: the new values by name; None removes a variable.
     """
     before = {name: os.environ.get(name) for name in variables}
-    _put(variables)
+    _set(variables)
     try:
         yield
     finally:
-        _put(before)
+        _set(before)
 
 
-def _put(variables: Mapping[str, str | None]) -> None:
+def _set(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

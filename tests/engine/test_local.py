@@ -380,7 +380,7 @@ async def test_a_row_ends_at_the_models_longest():
         engine.begin("e")
         answer = await ask(engine, tokens(60), Sampling(max_tokens=50), episode_id="e")
         assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
-        with pytest.raises(EngineError, match="64 tokens, but must be 1 to 63"):
+        with pytest.raises(EngineError, match="64 tokens, but the number must be 1 to 63"):
             await ask(engine, tokens(64), Sampling(max_tokens=1), episode_id="e")
         with pytest.raises(EngineError, match="vocabulary has 264"):
             await ask(engine, array("i", [999]), Sampling(max_tokens=1), episode_id="e")
@@ -622,7 +622,7 @@ async def test_an_episode_asks_again_while_its_cancelled_turn_is_being_sampled(
             turn = ask(engine, tokens(7), sampling, episode_id="a", seed=seed, seconds=20)
             lost.append(asyncio.create_task(turn))
             await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="in flight already"):
+        with pytest.raises(EngineError, match="already has a turn in flight"):
             await ask(engine, tokens(7), sampling, episode_id="a")
         turn = ask(engine, tokens(7), sampling, episode_id="b", seed=3, seconds=20)
         waiting = asyncio.create_task(turn)
@@ -938,7 +938,7 @@ async def test_publish_of_some_tensors(tied: bool):
 
 def test_publish_refuses_what_does_not_fit():
     with running() as engine:
-        with pytest.raises(EngineError, match=r"'model\.nope' is no tensor of Qwen2ForCausalLM"):
+        with pytest.raises(EngineError, match=r"Qwen2ForCausalLM has no tensor 'model\.nope'"):
             engine.publish(update([("model.nope", torch.zeros(1))], 1))
         with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \(3,\).*\(32,\)"):
             engine.publish(update([("model.norm.weight", torch.zeros(3))], 1))

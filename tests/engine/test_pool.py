@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from support.pool_world import PROMPT, QUICK, Site, World
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.supervisor import Breaker, RecoveryPolicy
 from agentrl.errors import (
     EngineDead,
@@ -82,7 +82,7 @@ async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
             engine.max_length = 50
             return engine
 
-    pool = Pool([Site(0, True), Shorter(1, True)])
+    pool = EnginePool([Site(0, True), Shorter(1, True)])
     assert pool.max_length == 50
     pool.close()
 
@@ -92,7 +92,7 @@ async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
 
 @pytest.mark.parametrize("error", [PromptTooLong("101 tokens"), UserError("stop=''")])
 async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     for k in range(5):
         world.engines[k % 2].failing = [error]
         with pytest.raises(type(error)) as raised:
@@ -103,7 +103,7 @@ async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
 
 
 async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(make):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     a, b = world.engines
     a.failing = [EngineError("connection reset")]
     await world.ask("e0", array("i", [1, 2, 3]))
@@ -136,7 +136,7 @@ async def test_three_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(ma
 
 
 async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make):
-    world = await make(3, pacing=PATIENT)
+    world = await make(3, recovery=PATIENT)
     for k, engine in enumerate(world.engines):
         engine.failing = [EngineError(f"broken pipe {k}")]
     with pytest.raises(EngineError, match="broken pipe 2"):
@@ -145,7 +145,7 @@ async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make
 
 
 async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
-    world = await make(1, pacing=RecoveryPolicy())
+    world = await make(1, recovery=RecoveryPolicy())
     world.engines[0].seconds = 60.0
     for k in range(4):
         with pytest.raises(EngineError, match="deadline"):
@@ -154,7 +154,7 @@ async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
 
 
 async def test_an_engine_that_is_full_is_not_broken(make):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     a, b = world.engines
     full = EngineOverloaded("the queue is full")
     a.failing = [full] * 5
@@ -174,7 +174,7 @@ async def test_an_engine_that_is_full_is_not_broken(make):
 
 @pytest.mark.parametrize("claimed", [2, 4])
 async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claimed):
-    world = await make(1, version=3, pacing=PATIENT)
+    world = await make(1, version=3, recovery=PATIENT)
     world.engines[0].claims = claimed
     for _ in range(3):
         with pytest.raises(EngineNonsense, match=rf"tokens of policy \[{claimed}\], but 3 is"):
@@ -222,7 +222,7 @@ async def test_one_alone_dies_and_is_waited_for(make):
     with pytest.raises(EngineDead, match="last words"):
         await world.ask("e")
     start = time.monotonic()
-    with pytest.raises(EngineError, match="no engine can be asked now"):
+    with pytest.raises(EngineError, match="no engine can be used now"):
         await world.ask("e")
     assert time.monotonic() - start < 0.05, "the caller waits in ready(), not within its time"
     await world.pool.ready()
@@ -251,7 +251,7 @@ async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
     await world.pool.ready()
     for error in (EngineDead("late"), EngineError("late")):
         for _ in range(3):
-            world.pool._supervisor.failed(replica, first, error)
+            world.pool._supervisor.record_failure(replica, first, error)
     assert world.usable_count() == 1
 
 
@@ -344,7 +344,7 @@ async def test_when_all_are_out_the_last_words_are_told(make):
 
 async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
     world = await make(
-        2, ours=False, pacing=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
+        2, ours=False, recovery=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
     )
     for engine in world.engines:
         engine.dead = True
@@ -419,7 +419,7 @@ async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
     ],
 )
 async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kind):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     a, b = world.engines
     a.refuses = [error]
 
@@ -434,15 +434,15 @@ async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kin
 
 
 async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
-    world = await make(1, pacing=PATIENT)
+    world = await make(1, recovery=PATIENT)
     world.engines[0].refuses = [UserError("rollout.sync")]
     with pytest.raises(UserError, match="sync"):
         await world.publish(2)
 
 
 async def test_an_engine_that_is_full_for_good_is_started_anew(make):
-    pacing = RecoveryPolicy(first_backoff=0.02, max_backoff=0.05, outage=0.3)
-    world = await make(1, pacing=pacing)
+    recovery = RecoveryPolicy(first_backoff=0.02, max_backoff=0.05, outage=0.3)
+    world = await make(1, recovery=recovery)
     first = world.engines[0]
 
     def full():
@@ -461,7 +461,7 @@ async def test_an_engine_that_is_full_for_good_is_started_anew(make):
 
 
 async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     for k, engine in enumerate(world.engines):
         engine.refuses = [EngineError(f"canary {k}")]
     with pytest.raises(EngineError, match=r"version 2(.|\n)*canary 0(.|\n)*canary 1"):
@@ -480,7 +480,7 @@ async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publis
 
 async def test_a_version_that_is_published_twice_is_sent_twice(make):
     """As when the first was a trial: an engine that was away meanwhile holds the trial."""
-    world = await make(2, pacing=RecoveryPolicy(first_backoff=0.2))
+    world = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
     a, _ = world.engines
     a.weights = -1  # the trial's
     a.failing = [EngineError("x")] * 3
@@ -508,7 +508,7 @@ async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(mak
 
 
 async def test_nothing_is_sent_while_the_weights_change(make):
-    world = await make(2, pacing=RecoveryPolicy(first_backoff=0.2))
+    world = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
     first = world.engines[0]
     first.refuses = [EngineError("the canary is wrong")]
     await world.publish(2)
@@ -597,7 +597,7 @@ async def test_before_anything_is_published_an_engine_comes_back_as_it_was_start
 
 
 async def test_rows_are_scored_by_any_engine(make):
-    world = await make(2, pacing=PATIENT)
+    world = await make(2, recovery=PATIENT)
     world.engines[0].failing = [EngineError("x")]
     assert list(await world.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
 
@@ -626,7 +626,7 @@ def test_an_opener_that_fails_closes_the_others_also_late_ones():
     sites[1].seconds, sites[1].failing = 0.1, [EngineDead("no such GPU")]
     sites[2].seconds = 0.3
     with pytest.raises(EngineDead, match="no such GPU"):
-        Pool(sites, close=lambda: closed.append(1))
+        EnginePool(sites, close=lambda: closed.append(1))
     assert closed == [1] and sites[0].engine.closed
     end = time.monotonic() + 5
     while not (sites[2].opened and sites[2].engine.closed):
@@ -639,7 +639,7 @@ def test_engines_open_side_by_side():
     for site in sites:
         site.seconds = 0.2
     start = time.monotonic()
-    pool = Pool(sites)
+    pool = EnginePool(sites)
     assert time.monotonic() - start < 0.6
     pool.close()
 
@@ -647,7 +647,7 @@ def test_engines_open_side_by_side():
 async def test_close_ends_all_there_is():
     closed = []
     sites = [Site(0, True), Site(1, False), Site(2, True)]
-    pool = Pool(sites, close=lambda: closed.append(1), pacing=QUICK)
+    pool = EnginePool(sites, close=lambda: closed.append(1), recovery=QUICK)
     sites[0].engine.dead = True
     sites[0].seconds = 0.3
     sites[1].engine.hung = sites[2].engine.hung = True
@@ -669,7 +669,7 @@ async def test_close_ends_all_there_is():
     await asyncio.to_thread(pool.close)
     assert closed == [1]
     assert all(e.closed for site in sites for e in site.opened), "the one being started, too"
-    assert not [t for t in threading.enumerate() if t.name.startswith("mend-engine")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("recover-engine")]
     for call in (pool.ready(), pool.score(PROMPT)):
         with pytest.raises(EngineError, match="closed"):
             await call
@@ -692,13 +692,17 @@ async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
 def test_a_breaker_waits_longer_and_longer_until_a_request_is_answered():
     breaker = Breaker()
     for _ in range(2):
-        assert [breaker.failed(), breaker.failed(), breaker.failed()] == [False, False, True]
+        assert [breaker.record_failure(), breaker.record_failure(), breaker.record_failure()] == [
+            False,
+            False,
+            True,
+        ]
         breaker.open = True
-        breaker.succeeded()  # a late answer says nothing
+        breaker.record_success()  # a late answer says nothing
         assert [breaker.next_wait() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
         breaker.close()
         assert breaker.next_wait() == 60, "it has not answered a request yet"
-        breaker.succeeded()
+        breaker.record_success()
     assert breaker.next_wait() == 1
 
 
@@ -716,7 +720,7 @@ def test_whatever_fails_tokens_are_the_published_policys_and_nothing_hangs(ours,
 
 
 async def any_faults(ours, n, schedule):
-    world = World(n, ours=ours, pacing=QUICK)
+    world = World(n, ours=ours, recovery=QUICK)
     done, version = asyncio.Event(), 1
     try:
         await world.publish(version)

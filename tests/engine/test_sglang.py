@@ -24,7 +24,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.remote import files, sglang
 from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
@@ -79,7 +79,7 @@ def connect(server, model, *, ours=True):
 @contextmanager
 def pooled(server, model):
     """The server as a pool's only engine; left running at the end."""
-    pool = Pool([lambda: connect(server, model, ours=False)])
+    pool = EnginePool([lambda: connect(server, model, ours=False)])
     try:
         yield pool
     finally:
@@ -365,7 +365,7 @@ def in_group(pid, group):
 def test_a_publication_that_did_nothing_is_noticed(engine):
     with pytest.raises(EngineError, match="127 tokens are still in the cache"):
         engine._prove_fresh()  # nothing was published since the last
-    engine._stamp = PolicyVersion("5", 5)
+    engine._policy_version = PolicyVersion("5", 5)
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '0'"):
         engine._prove_fresh()
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
@@ -393,7 +393,7 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, monkeypatch,
             pytest.raises(EngineError, match="/flush_cache: status"),
         ):
             patch.setattr(sglang, "CONTROL_SECONDS", 0.5)
-            engine._flush()  # refused, and the server lives
+            engine._flush_cache()  # refused, and the server lives
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()
     await asyncio.to_thread(engine._control.manage, "/continue_generation", {})

@@ -81,7 +81,7 @@ def test_versions_are_never_guessed():
     ],
 )
 def test_nonsense_is_no_turn(changes):
-    with pytest.raises(EngineNonsense, match="here: not SGLang's answer"):
+    with pytest.raises(EngineNonsense, match="here: not a valid answer of SGLang"):
         read_generation(answer(**changes), 3, PolicyVersion("7", 7), "here")
 
 

@@ -102,7 +102,7 @@ def test_all_end_where_the_parent_watch_is_killed(tmp_path):
     assert all_end([first, second])
     while server.running:  # noticed a moment later
         time.sleep(0.02)
-    said = str(server.death())
+    said = str(server.death_error())
     assert said.endswith("\n  | the last line")
     assert len(said) < 70_000, "the log's end alone is told"
     server.stop()

@@ -15,7 +15,7 @@ from agentrl.agent_loops import attempt
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead
@@ -100,7 +100,7 @@ class World:
                 "rollout": {"max_turn_tokens": turn_tokens, "timeout_s": 60},
             }
         )
-        self.pool = Pool(openers, pacing=QUICK)
+        self.pool = EnginePool(openers, recovery=QUICK)
         self.rollouts = Rollouts(
             attempt.World(self.pool, attempt.load_template(config), LocalToolbox(), config),
             make_scorer(config.reward),

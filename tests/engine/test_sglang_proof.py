@@ -8,8 +8,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.proof import NOT_COMPARED, ROWS, WeightsChecker
 from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.engine.remote.weights_check import NOT_COMPARED, ROWS, WeightsChecker
 from agentrl.errors import EngineError
 
 BF16 = torch.bfloat16
@@ -60,14 +60,14 @@ def weights(seed=0, dtype=torch.float32):
 
 def proof(server):
     found = WeightsChecker(server)  # type: ignore[arg-type]
-    found.before()
+    found.record_first()
     return found
 
 
 def publish(server, found, version, sent, arrives=None):
     """Send some weights, of which others arrive."""
     server.load((sent if arrives is None else arrives).items())
-    found.after(update(sent.items(), version))
+    found.check(update(sent.items(), version))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_a_llama_server_proves_its_weights(sglang_python, random_model, tmp_path
                     p.mul_(1.01)
             sent = [(n, p.detach().clone()) for n, p in model.named_parameters()]
             engine.publish(update(sent, version))
-            assert engine._proof._by_name, "the server gives its weights"
+            assert engine._weights_checker._by_name, "the server gives its weights"
         control = Control(server.url, key=server.token, admin_key=server.admin_token)
         for name, tensor in sent:  # what is never compared is what the server gives wrongly
             held = control.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote import buckets as buckets_module
-from agentrl.engine.remote.buckets import IpcSender, NcclSender, cut, serialize
+from agentrl.engine.remote.buckets import IpcSender, NcclSender, make_buckets, serialize
 from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -59,7 +59,7 @@ def contents(bucket):
 @given(tensors, st.integers(1, 200))
 def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit):
     weights = named(drawn)
-    buckets = list(cut(weights, limit=limit))
+    buckets = list(make_buckets(weights, limit=limit))
     assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in weights]
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     found = {name: t for bucket in buckets for name, t in contents(bucket).items()}
@@ -70,7 +70,7 @@ def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit):
 
 @given(tensors, st.integers(1, 200))
 def test_buckets_are_as_full_as_may_be(drawn, limit):
-    buckets = list(cut(named(drawn), limit=limit))
+    buckets = list(make_buckets(named(drawn), limit=limit))
     for bucket in buckets:
         assert bucket.bytes.nbytes <= limit or len(bucket.names) == 1
     for one, two in pairwise(buckets):
@@ -80,7 +80,7 @@ def test_buckets_are_as_full_as_may_be(drawn, limit):
 
 def test_a_bucket_is_a_copy_of_its_own_size():
     tied = torch.ones(2, 3, requires_grad=True)
-    (bucket,) = cut([("a", tied), ("b", tied), ("c", tied.t())], limit=1000)
+    (bucket,) = make_buckets([("a", tied), ("b", tied), ("c", tied.t())], limit=1000)
     assert bucket.flat.untyped_storage().nbytes() == 3 * 6 * 4
     assert not bucket.flat.requires_grad
     assert contents(bucket)["c"].shape == (3, 2)
@@ -98,7 +98,7 @@ def test_only_the_bucket_that_is_being_filled_is_held():
             alive.append(ref(tensor))
             yield f"t{i}", tensor
 
-    for bucket in cut(weights(), limit=80):  # two of them
+    for bucket in make_buckets(weights(), limit=80):  # two of them
         held = sum(r() is not None for r in alive)
         assert held <= 1, "beside the bucket there is only the tensor that did not fit"
         del bucket
@@ -119,7 +119,7 @@ flat.zero_()
 
 def test_another_process_reads_and_shares_a_bucket():
     weights = [(f"t{i}", torch.full((i,), float(i))) for i in range(6)]
-    (bucket,) = cut(weights, limit=1000)
+    (bucket,) = make_buckets(weights, limit=1000)
     data = serialize(bucket)
     done = subprocess.run(
         [sys.executable, "-c", READER],
@@ -134,7 +134,7 @@ def test_another_process_reads_and_shares_a_bucket():
 
 def test_a_pickle_names_what_the_server_lets_in_and_shares_memory_once():
     """SGLang's unpickler takes classes of torch and of a few standard modules."""
-    (bucket,) = cut([(f"t{i}", torch.ones(3)) for i in range(9)], limit=1000)
+    (bucket,) = make_buckets([(f"t{i}", torch.ones(3)) for i in range(9)], limit=1000)
     names = []
 
     class Reader(pickle.Unpickler):

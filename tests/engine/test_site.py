@@ -84,8 +84,8 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
         (2, ["rollout.sync=ipc"], "GPU 1, which is not the trainer's"),
         (0, ["rollout.sync=ipc"], "a server is on a CPU"),
         (0, ["rollout.sleep=kv_cache"], "shares no GPU"),
-        (0, ["rollout.tensor_parallel_size=2"], "is for GPUs"),
-        (0, ["rollout.deterministic=true"], "deterministic inference is for GPUs"),
+        (0, ["rollout.tensor_parallel_size=2"], "needs GPUs"),
+        (0, ["rollout.deterministic=true"], "deterministic inference needs GPUs"),
     ],
 )
 def test_places_that_cannot_be(starts, random_model, monkeypatch, gpus, overrides, said):
@@ -203,7 +203,7 @@ def test_arguments_that_are_not_ours():
 
 
 def test_a_server_is_not_named_twice():
-    with pytest.raises(ConfigError, match="a URL stands there twice"):
+    with pytest.raises(ConfigError, match="it contains a URL twice"):
         load_config(None, ["rollout.name=sglang", "rollout.urls=[http://a:1, http://a:1/]"])
 
 

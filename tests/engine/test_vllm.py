@@ -308,7 +308,7 @@ def test_weights_that_would_be_garbage_are_not_sent(engine, model, server):
         engine.publish(update(some, 1))
     engine.probe()  # goes on as it was
     engine = attached(server, model, partial(VLLMDiskSender, names=frozenset(), stale_head=True))
-    with pytest.raises(ConfigError, match="go on with the old head"):
+    with pytest.raises(ConfigError, match="keep using the old head"):
         engine.publish(update(weights(model), 1))
 
 
@@ -328,7 +328,7 @@ async def test_weights_change_between_turns(either, model):
     if isinstance(either._endpoint, Generate):
         assert (await late).versions == array("i", [2] * 300)
     else:
-        with pytest.raises(EngineError, match="does not say which sampled"):
+        with pytest.raises(EngineError, match="does not report the version"):
             await late
 
 
@@ -376,7 +376,7 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
 
 
 async def test_seeds(server, engine, model):
-    engine._seeded = True
+    engine._uses_seeds = True
     turn = Sampling(max_tokens=32)
     first, same, other = [
         await ask(engine, array("i", [5, 6]), turn, seed=seed) for seed in (1, 1, 2)

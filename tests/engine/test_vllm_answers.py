@@ -122,7 +122,7 @@ def test_versions_are_never_guessed():
         read(Completions, ANSWERS[Completions], now=PolicyVersion("8", 8))
     older = answer(Generate, choice={"weight_versions": None})
     assert read(Generate, older).versions == array("i", [7, 7])
-    with pytest.raises(EngineError, match="does not say which sampled which token"):
+    with pytest.raises(EngineError, match="does not report the version of each token"):
         read(Generate, older, now=PolicyVersion("8", 8))
     assert read(Generate, ANSWERS[Generate], now=PolicyVersion("8", 8)).versions == array(
         "i", [7, 7]
@@ -158,7 +158,7 @@ def said(*logprobs, ids=(3, 9)):
     ],
 )
 def test_nonsense_is_no_turn(choice):
-    with pytest.raises(EngineNonsense, match="here: not vLLM's answer"):
+    with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
         read(Generate, answer(Generate, choice=choice))
 
 
@@ -173,9 +173,9 @@ def test_nonsense_is_no_turn(choice):
     ],
 )
 def test_an_answer_to_something_else(dialect, changes):
-    with pytest.raises(EngineNonsense, match="here: not vLLM's answer"):
+    with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
         read(dialect, ANSWERS[dialect] | changes)
-    with pytest.raises(EngineNonsense, match="2 tokens of 1"):
+    with pytest.raises(EngineNonsense, match="2 tokens of at most 1"):
         read(dialect, ANSWERS[dialect], limit=1)
 
 
@@ -191,7 +191,7 @@ def test_logprobs_of_fewer_tokens(dialect):
 @BOTH
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_a_turn_given_up_is_no_turn(dialect, reason):
-    with pytest.raises(EngineError, match=f"gave the turn up .{reason}") as e:
+    with pytest.raises(EngineError, match=f"aborted the turn .{reason}") as e:
         read(dialect, answer(dialect, choice={"finish_reason": reason}))
     assert not isinstance(e.value, EngineNonsense)
 
@@ -297,7 +297,7 @@ async def server(scope, receive, send):
 def guarded(tmp_path, key="secret"):
     (tmp_path / "copied.py").write_text(Path(guard.__file__).read_text())
     (tmp_path / guard.KEY_FILE).write_text(key)
-    return runpy.run_path(str(tmp_path / "copied.py"))["Guard"](server)
+    return runpy.run_path(str(tmp_path / "copied.py"))["KeyGuard"](server)
 
 
 def bearer(key):
@@ -324,5 +324,5 @@ async def test_the_guard_asks_for_the_key_everywhere(tmp_path):
 
 
 def test_a_guard_without_a_key_does_not_start(tmp_path):
-    with pytest.raises(ValueError, match="empty key"):
+    with pytest.raises(ValueError, match="key file is empty"):
         guarded(tmp_path, key="")

@@ -7,7 +7,7 @@ import time
 from array import array
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.remote.pool import Pool
+from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -150,10 +150,10 @@ class Site:
 class World:
     """A pool of engines, and the learner whose policy they sample."""
 
-    def __init__(self, n: int = 2, *, ours: bool = True, pacing: RecoveryPolicy = QUICK):
+    def __init__(self, n: int = 2, *, ours: bool = True, recovery: RecoveryPolicy = QUICK):
         self.learner = Learner()
         self.sites = [Site(i, ours) for i in range(n)]
-        self.pool = Pool(self.sites, pacing=pacing)
+        self.pool = EnginePool(self.sites, recovery=recovery)
         self.asking = 0
         """Turns that are asked for now, also those that wait for a place."""
         self.published = 0

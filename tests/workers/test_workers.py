@@ -19,7 +19,7 @@ from support.hostile_functions import add
 from agentrl.errors import ConfigError, EngineError, ToolError
 from agentrl.registry import load_file
 from agentrl.trajectory import ToolResult
-from agentrl.workers import Processes, WorkerDied, WorkerError, check_reachable
+from agentrl.workers import Processes, WorkerDied, WorkerError, locate_function
 from agentrl.workers.child_process import ChildProcess, MessageTooLong
 
 
@@ -118,7 +118,7 @@ async def test_what_a_function_started_ends_with_it(single, tmp_path):
 
 
 async def test_a_worker_is_recycled(single, monkeypatch):
-    monkeypatch.setattr("agentrl.workers.processes.RECYCLE", 2)
+    monkeypatch.setattr("agentrl.workers.processes.MAX_CALLS", 2)
     pids = [await single.call(hostile.pid, seconds=5) for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]
 
@@ -148,7 +148,7 @@ async def test_a_users_file_is_loaded_there(single, tmp_path):
 @pytest.mark.parametrize("function", [lambda: 1, partial(add, 1), "x".upper, [].append])
 def test_what_no_worker_could_find_is_refused(function):
     with pytest.raises(ConfigError, match="at the top level of a file of its own"):
-        check_reachable(function)
+        locate_function(function)
 
 
 async def test_a_closed_pool_leaves_nothing(tmp_path):

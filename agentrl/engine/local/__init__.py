@@ -1,8 +1,8 @@
-"""A transformers model in this process that batches whatever episodes are in flight.
+"""An engine that runs a transformers model in this process and batches all episodes in flight.
 
-`engine` holds the thread and its doors, `schedule` who decodes when, `stepper` one step of it,
-`decoder` the model, `load` its weights, `windows` the proof of its attention, `rows` what it
-remembers, `sampling` draws tokens.
+`engine` has the worker thread and the interface to other threads, `schedule` decides which turns
+decode at which step, `stepper` runs one step, `decoder` runs the model, `load` loads its weights,
+`windows` finds attention windows, `rows` stores tokens, keys and values, `sampling` draws tokens.
 """
 
 from agentrl.engine.local.engine import LocalEngine

@@ -24,11 +24,11 @@ from agentrl.engine.local.windows import LONG, NoSmallCopy, describe_windows, wi
 from agentrl.errors import EngineError, UserError
 
 PREFILL_TOKENS = 2048
-"""A prefill pass takes at most so many tokens, padding included (one row's chunk at least)."""
+"""The most tokens of a prefill pass, padding included (at least one row's chunk)."""
 PREFILL_CHUNK = 512
-"""A long prompt is fed in pieces of this length, which bounds the attention mask."""
+"""A long prompt is fed in chunks of this length, which limits the size of the attention mask."""
 GROUPED = "agentrl_grouped"
-"""transformers' name for `grouped_attention`."""
+"""The name under which `grouped_attention` is registered in transformers."""
 
 
 class CannotDecode(UserError):
@@ -37,7 +37,7 @@ class CannotDecode(UserError):
     def __init__(self, model: PreTrainedModel, why: str):
         super().__init__(
             f"the local engine cannot run {type(model).__name__}: {why}. Use rollout.name=sglang,"
-            " or a decoder of which every layer sees the whole row (Qwen2, Qwen3, Llama, ...)."
+            " or a decoder in which every layer sees the whole row (Qwen2, Qwen3, Llama, ...)."
         )
         self.why = why
 
@@ -45,12 +45,12 @@ class CannotDecode(UserError):
 class Decoder:
     """The model, its rows and their keys and values; used by one thread at a time.
 
-    Legend: N rows at the front that decode, M rows that are prefilled, T tokens, L positions seen,
-    V vocabulary.
+    Legend: N rows at the front that decode, M rows that are prefilled, T tokens, L visible
+    positions, V vocabulary.
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Take a model over; it is put in eval mode and must have no other user.
+        """Take over a model. It is put in eval mode and must have no other user.
 
         Raises:
             UserError: the model cannot be decoded this way.
@@ -70,7 +70,7 @@ class Decoder:
         self._check_cache()
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make room for at least so many rows and tokens a row."""
+        """Make room for at least so many rows, and so many tokens per row."""
         have = self.rows.shape
         if rows > have[0] or capacity > have[1]:
             self.rows.grow(rows, capacity)
@@ -83,51 +83,54 @@ class Decoder:
         self._cache.copy(moves, int(cached[a + b].max(initial=0)))
         self.rows.swap(a, b)
 
-    def wipe(self, row: int) -> None:
-        """Forget a row whose numbers are broken, and let it idle on a token that is not."""
+    def clear(self, row: int) -> None:
+        """Clear a row whose values are NaN.
+
+        Until the row is packed away, it decodes a valid token.
+        """
         self.rows.cached[row] = 0
         self.rows.ids[row, 0] = 0
         self.rows.length[row] = 1
-        self._cache.wipe(row)
+        self._cache.clear(row)
 
     def prefill(self, n: int) -> None:
-        """Bring the first n rows' caches up to all tokens but the last.
+        """Fill the caches of the first n rows up to the second to last token.
 
-        Rows that are empty and have the same prompt are computed once.
+        Empty rows with the same prompt are computed once.
         """
         rows = self.rows
         missing = np.flatnonzero(rows.alive[:n] & (rows.cached[:n] < rows.length[:n] - 1))
         leaders: dict[bytes, int] = {}
-        twins: list[tuple[int, int]] = []
-        todo: list[int] = []
+        duplicates: list[tuple[int, int]] = []
+        rows_left: list[int] = []
         for row in missing.tolist():
             if rows.cached[row] == 0:
                 leader = leaders.setdefault(rows.ids[row, : rows.length[row] - 1].tobytes(), row)
                 if leader != row:
-                    twins.append((leader, row))
+                    duplicates.append((leader, row))
                     continue
-            todo.append(row)
-        # Empty rows first, and by length: little padding, and attention over the new tokens only.
-        todo.sort(key=lambda r: (rows.cached[r] > 0, rows.length[r] - rows.cached[r], r))
-        while todo:
+            rows_left.append(row)
+        # Empty rows first, sorted by length: little padding, and attention over new tokens only.
+        rows_left.sort(key=lambda r: (rows.cached[r] > 0, rows.length[r] - rows.cached[r], r))
+        while rows_left:
             width = 0
             m = 0
-            for row in todo:
+            for row in rows_left:
                 width = max(width, min(PREFILL_CHUNK, int(rows.length[row] - 1 - rows.cached[row])))
                 if m and (m + 1) * width > PREFILL_TOKENS:
                     break
                 m += 1
-            fed, todo = todo[:m], todo[m:]
-            while fed:
-                self._feed(np.array(fed))
-                fed = [r for r in fed if rows.cached[r] < rows.length[r] - 1]
-        if twins:
-            self._cache.copy(twins, int(rows.length[:n].max()))
-            for leader, row in twins:
+            batch, rows_left = rows_left[:m], rows_left[m:]
+            while batch:
+                self._feed(np.array(batch))
+                batch = [r for r in batch if rows.cached[r] < rows.length[r] - 1]
+        if duplicates:
+            self._cache.copy(duplicates, int(rows.length[:n].max()))
+            for leader, row in duplicates:
                 rows.cached[row] = rows.cached[leader]
 
     def _feed(self, at: np.ndarray) -> None:
-        """One prefill pass over rows `at`: a chunk of each row's missing tokens."""
+        """Run one prefill pass over rows `at`: a chunk of each row's missing tokens."""
         rows = self.rows
         begin = rows.cached[at]
         count = np.minimum(rows.length[at] - 1 - begin, PREFILL_CHUNK)
@@ -138,7 +141,7 @@ class Decoder:
         length = 0 if fresh else int((begin + count).max())
         where = self._tensor(positions)
         self._cache.feed_rows(self._tensor(at), where, self._tensor(real), length)
-        # Right-padded rows that hold nothing need the causal mask alone, which the model makes.
+        # Empty right-padded rows need only the causal mask, which the model creates.
         mask = None if fresh else self._mask(where, length)
         self.model(
             input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
@@ -149,10 +152,10 @@ class Decoder:
             logits_to_keep=1,
         )
         rows.cached[at] += count
-        rows.fed[at] += count
+        rows.prefilled[at] += count
 
     def decode(self, n: int) -> torch.Tensor:
-        """Feed the last token of each of the first n rows; returns the logits (N, V) after it."""
+        """Feed the last token of each of the first n rows; return the logits (N, V) after it."""
         rows = self.rows
         last = rows.length[:n] - 1
         length = int(last.max()) + 1
@@ -168,7 +171,7 @@ class Decoder:
         ).logits[:, -1]
 
     def score(self, token_ids: np.ndarray, temperature: float) -> array[float]:
-        """Logprob of each token given those before it; the first one's is 0."""
+        """Return the logprob of each token given the tokens before it. The first token's is 0."""
         ids = self._tensor(token_ids.astype(np.int64))[None]  # (1, T)
         cache = DynamicCache(config=self.model.config)
         scores = [torch.zeros(1)]
@@ -181,33 +184,33 @@ class Decoder:
         return array("f", torch.cat(scores).numpy())
 
     def load(self, update: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Copy named tensors into the model in place and forget all keys and values.
+        """Copy named tensors into the model in place, and invalidate all keys and values.
 
         Returns:
-            How many bytes they had.
+            The number of bytes of the tensors.
 
         Raises:
-            EngineError: a name the model does not have, or another shape.
+            EngineError: the model has no tensor of that name, or its shape differs.
         """
-        held, size = self.model.state_dict(), 0
+        state, size = self.model.state_dict(), 0
         with torch.no_grad():
             for name, tensor in update:
-                if name not in held:
+                if name not in state:
                     raise EngineError(
-                        f"published weights: {name!r} is no tensor of {type(self.model).__name__}"
+                        f"published weights: {type(self.model).__name__} has no tensor {name!r}"
                     )
-                if held[name].shape != tensor.shape:
+                if state[name].shape != tensor.shape:
                     raise EngineError(
-                        f"published weights: {name!r} has shape {tuple(tensor.shape)}, the engine's"
-                        f" has {tuple(held[name].shape)}"
+                        f"published weights: {name!r} has shape {tuple(tensor.shape)}, but the"
+                        f" engine's has {tuple(state[name].shape)}"
                     )
-                held[name].copy_(tensor)
+                state[name].copy_(tensor)
                 size += tensor.nbytes
         self.rows.cached[:] = 0
         return size
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """What each token may see: (N, 1, T, L), 0 or -inf, from its position (N, T)."""
+        """Return what each token sees, from its position (N, T): (N, 1, T, L), 0 or -inf."""
         hidden = torch.arange(length, device=self.device) > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
             hidden, -torch.inf
@@ -217,10 +220,10 @@ class Decoder:
         return torch.from_numpy(values).to(self.device)
 
     def _check_windows(self) -> None:
-        """Prove that rows longer than the model's attention windows are decoded correctly.
+        """Check that rows longer than the model's attention windows are decoded correctly.
 
         Raises:
-            UserError: they are not, or there is no small copy that tests it.
+            UserError: they are not, or no small copy can be built to test it.
         """
         try:
             short = with_short_windows(self.model)
@@ -239,10 +242,10 @@ class Decoder:
             ) from e
 
     def _check_cache(self) -> None:
-        """Decode two rows of different lengths from the cache and compare with plain passes.
+        """Check that decoding with the cache equals plain forward passes, on rows of two lengths.
 
         Raises:
-            UserError: they differ, or the model does not take such a cache.
+            UserError: the logprobs differ, or the model does not accept this cache.
         """
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.3
         lengths = LONG // 2, min(LONG, self.max_length)
@@ -250,7 +253,7 @@ class Decoder:
         self.grow(2, LONG)
         with torch.inference_mode():
             try:
-                for known in (4, None):  # the second time from a cache
+                for known in (4, None):  # The second time with a cache.
                     for row, prompt in enumerate(prompts):
                         self.rows.begin_turn(row, prompt[:known], Sampling(), 0, self.max_length)
                     self.prefill(2)
@@ -264,7 +267,7 @@ class Decoder:
             off = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
         if not off.abs().max() < tolerance:
             raise CannotDecode(
-                self.model, f"its logprobs from a cache are off by {off.abs().max():.3g}"
+                self.model, f"its logprobs with a cache differ by {off.abs().max():.3g}"
             )
         self.rows.cached[:] = 0
         self.rows.alive[:] = False
@@ -280,10 +283,11 @@ def grouped_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For one query a row: two small matrix products on the key/value heads as they are.
+    """Attend with one query per row by two small matrix products on the key/value heads.
 
-    Anything else goes to `sdpa`, which repeats keys and values for every query head first; decoding
-    128 rows of 200 tokens on two cores takes 4.0 ms a step here and 5.1 there (tiny Qwen2 shape).
+    Other shapes go to `sdpa`, which first repeats keys and values for every query head. Decoding
+    128 rows of 200 tokens on two cores takes 4.0 ms per step here and 5.1 ms there (tiny Qwen2
+    shape).
 
     Args:
         module: the attention layer.
@@ -291,11 +295,11 @@ def grouped_attention(
         key: (N, kv_heads, L, head_dim).
         value: (N, kv_heads, L, head_dim).
         attention_mask: (N, 1, T, L), added to the scores; None is causal.
-        scaling: of the scores.
+        scaling: the factor of the scores.
         **kwargs: for `sdpa`.
 
     Returns:
-        (N, T, heads, head_dim), and no weights.
+        The output (N, T, heads, head_dim), and None instead of the attention weights.
     """
     if query.shape[2] != 1 or attention_mask is None:
         return sdpa_attention_forward(

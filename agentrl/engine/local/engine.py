@@ -1,4 +1,4 @@
-"""The engine's thread and its doors to the other threads."""
+"""The worker thread of the local engine, and its interface to the other threads."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ log = logging.getLogger("agentrl")
 
 
 class LocalEngine(Engine):
-    """Samples from a transformers causal LM in this process: a `Sampler` and an `EngineControl`.
+    """Samples from a transformers causal language model in this process.
 
-    Forward passes run in one worker thread; `generate` and `score` may be called from any asyncio
-    loop. Turns join and leave between decode steps, and an episode's keys and values are kept from
-    its first turn to its end.
+    Forward passes run in one worker thread. `generate` and `score` may be called from any asyncio
+    loop. Turns join and leave between decode steps, and the keys and values of an episode are kept
+    from its first turn to its end.
 
-    With `deterministic=True` two runs with the same weights, episodes and seeds give the same bits,
-    however fast tools answer, provided that a wave's episodes are all announced before any of them
-    asks, that none waits for another, and that none exhausts the engine's patience. The price: the
-    engine stands still where an episode is due that has neither asked nor ended (see `schedule`);
-    so bound the number of episodes by `slots`, not by a semaphore outside. After `patience` seconds
-    of it, it warns and goes on without the late episode, whose turns join as they come from then
-    on; the rest of that wave is not bit-exact. With `False` all turns join as they come, and
-    logprobs differ by floating-point noise from run to run.
+    With `deterministic=True`, two runs with the same weights, episodes and seeds compute the same
+    bits, however fast tools answer, provided that all episodes of a wave are announced before any
+    of them requests a turn, that none waits for another, and that none exceeds `patience`. The
+    price: the engine waits if an episode is due that has neither requested a turn nor ended (see
+    `schedule`). So limit the number of episodes by `slots`, not by a semaphore outside. After
+    waiting `patience` seconds, the engine warns and continues without the late episode, whose turns
+    then join when they are requested; the rest of that wave is not bit-exact. With `False`, all
+    turns join when they are requested, and logprobs differ by floating-point noise from run to run.
     """
 
     max_length: int
@@ -65,33 +65,35 @@ class LocalEngine(Engine):
         slots: int = 256,
         patience: float = 60.0,
     ):
-        """Start the worker.
+        """Start the worker thread.
 
         Args:
-            model: a decoder with full attention in all layers. It becomes the engine's own: it is
-                put in eval mode, and `publish` writes into it.
-            tokenizer: the model's; reads what was sampled where a request has stop strings.
-            deterministic: whether the schedule follows episodes and turns alone.
-            slots: episodes that hold a row at once; others wait until one ends.
-            patience: seconds to stand still, with `deterministic`, for an episode that neither asks
-                nor ends while another wants tokens. Keep it well below the time that episodes have,
-                or one that hangs takes the others along; `math.inf` waits for ever.
+            model: a decoder with full attention in all layers. The engine owns it: it is put in
+                eval mode, and `publish` writes into it.
+            tokenizer: the tokenizer of the model; decodes sampled tokens if a request has stop
+                strings.
+            deterministic: whether the schedule depends only on episodes and turns.
+            slots: the number of episodes that can hold a row at once; others wait until one ends.
+            patience: with `deterministic`, the seconds to wait for an episode that neither requests
+                a turn nor ends while another wants tokens. Keep it well below the time limit of
+                episodes, or one that hangs makes the others fail; `math.inf` waits for ever.
 
         Raises:
-            UserError: the model cannot be decoded by this engine.
+            UserError: this engine cannot decode the model.
         """
         self._decoder = Decoder(model)
         self.max_length = self._decoder.max_length
         self._version = 0
-        # The lock guards what follows; the decoder is the worker's, a publisher's while it stands.
+        # The lock guards the attributes below. The decoder belongs to the worker thread; while that
+        # is paused, to `publish`.
         self._changed = threading.Condition()
         self._schedule = DecodeSchedule(slots, deterministic)
         self._patience = WaitLimit(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopStrings(tokenizer))
         self._scores: list[tuple[Future[Any], np.ndarray, float]] = []
-        self._soonest = math.inf
+        self._next_deadline = math.inf
         self._stepping = self._closing = False
-        self._pauses = 0
+        self._pause_count = 0
         self._failure = ""
         self._worker = threading.Thread(target=self._work, name="local-engine", daemon=True)
         self._worker.start()
@@ -106,17 +108,17 @@ class LocalEngine(Engine):
         deterministic: bool | None = None,
         patience: float = 60.0,
     ) -> Self:
-        """An engine with a model from a folder: float32 on a CPU, else the checkpoint's type.
+        """Load an engine with the model of a folder: float32 on a CPU, else the checkpoint's dtype.
 
         Args:
-            path: a model's or a PEFT adapter's: see `load_causal_lm`.
-            tokenizer: the model's.
+            path: the folder or hub name of a model or a PEFT adapter, see `load_causal_lm`.
+            tokenizer: the tokenizer of the model.
             device: "auto", "cpu" or "cuda".
-            deterministic: by default on a CPU.
+            deterministic: see the constructor; by default true on a CPU.
             patience: see the constructor.
 
         Raises:
-            UserError: there is no such model, or it cannot be decoded by this engine.
+            UserError: there is no such model, or this engine cannot decode it.
         """
         device = resolve_device(device)
         on_cpu = device == "cpu"
@@ -144,28 +146,28 @@ class LocalEngine(Engine):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """See `Sampler`. A turn is cut at `max_length` as well as at `max_tokens`.
+        """Sample a turn. It is cut at `max_length` as well as at `max_tokens`.
 
         Raises:
-            EngineError: the prompt leaves no room or is no row of this model's tokens; the episode
-                is unknown or has a turn in flight; the deadline passed; the logits were NaN; the
-                request cannot be served; the engine was closed.
-            UserError: `sampling.stop` holds an empty string or something else than strings.
+            EngineError: the prompt is too long or has tokens outside of the vocabulary; the episode
+                is unknown or already has a turn in flight; the deadline passed; the logits were
+                NaN; the request failed; the engine was closed.
+            UserError: `sampling.stop` is not a tuple of non-empty strings.
         """
         what = f"episode {episode_id!r}"
-        prompt = self._row_of(prompt_ids, what, self.max_length - 1)
+        prompt = self._validate_row(prompt_ids, what, self.max_length - 1)
         check_sampling(sampling, what)
         turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
             self._check_running()
             self._schedule.ask(turn)
-            self._soonest = min(self._soonest, deadline)
+            self._next_deadline = min(self._next_deadline, deadline)
             self._changed.notify_all()
         try:
             return await asyncio.wrap_future(turn.answer)
         except asyncio.CancelledError:
             with self._changed:
-                self._soonest = -math.inf
+                self._next_deadline = -math.inf
                 self._changed.notify_all()
             raise
 
@@ -174,17 +176,17 @@ class LocalEngine(Engine):
             turn = self._schedule.end(episode_id)
             if turn is not None:
                 settle(turn.answer, EngineError(f"episode {episode_id!r} ended during its turn"))
-                self._soonest = -math.inf
+                self._next_deadline = -math.inf
             self._changed.notify_all()
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """See `Sampler`; a pass of its own between decode steps.
+        """Return the logprob of each token, by a separate pass between decode steps.
 
         Raises:
-            EngineError: not a row of this model's tokens, it cannot be scored, or the engine was
-                closed.
+            EngineError: the row is too long or has tokens outside of the vocabulary; it cannot be
+                scored; the engine was closed.
         """
-        row = self._row_of(token_ids, "score", self.max_length)
+        row = self._validate_row(token_ids, "score", self.max_length)
         answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
@@ -195,12 +197,12 @@ class LocalEngine(Engine):
     # -- EngineControl -----------------------------------------------------------------------------
 
     def publish(self, update: Update) -> int:
-        """Copy named tensors into the model, between two steps; what is not named stays.
+        """Copy named tensors into the model between two steps; the other tensors stay.
 
-        All keys and values are dropped; turns in flight go on, each token with its version.
+        All keys and values are dropped. Turns in flight go on; each token carries its own version.
 
         Raises:
-            EngineError: a name the model does not have, or another shape.
+            EngineError: the model has no tensor of a name, or its shape differs.
         """
         with self._paused():
             self._check_running()
@@ -209,7 +211,7 @@ class LocalEngine(Engine):
         return sent
 
     def close(self) -> None:
-        """See `EngineControl`; returns when the worker has ended."""
+        """Stop the worker thread and wait for its end. Requests in flight fail."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -217,22 +219,22 @@ class LocalEngine(Engine):
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Stop stepping within the block. Deadlines go on."""
+        """Pause decoding within the block. Deadlines are not extended."""
         with self._changed:
-            self._pauses += 1
+            self._pause_count += 1
             self._changed.wait_for(lambda: not self._stepping)
         try:
             yield
         finally:
             with self._changed:
-                self._pauses -= 1
+                self._pause_count -= 1
                 self._changed.notify_all()
 
     def _check_running(self) -> None:
         if self._closing or self._failure:
             raise EngineError(self._failure or "the engine is closed")
 
-    def _row_of(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
+    def _validate_row(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
         return validate_row(
             token_ids,
             what,
@@ -263,14 +265,14 @@ class LocalEngine(Engine):
             settle(answer, EngineError(failure))
 
     def _next_work(self) -> list[Callable[[], None]]:
-        """Sleep until there is something to do; nothing when the engine closes."""
+        """Wait until there is something to do; return nothing when the engine closes."""
         with self._changed:
             self._stepping = False
             self._changed.notify_all()
             while not self._closing:
-                if time.monotonic() >= self._soonest:
+                if time.monotonic() >= self._next_deadline:
                     self._give_up_turns()
-                if not self._pauses:
+                if not self._pause_count:
                     work: list[Callable[[], None]] = [self._answer_scores] if self._scores else []
                     joined = self._patience.admit()
                     if self._schedule.decoding and not self._schedule.waiting_for:
@@ -278,7 +280,7 @@ class LocalEngine(Engine):
                     if work:
                         self._stepping = True
                         return work
-                seconds = min(self._soonest, self._patience.ends) - time.monotonic()
+                seconds = min(self._next_deadline, self._patience.ends) - time.monotonic()
                 self._changed.wait(max(0.0, min(seconds, threading.TIMEOUT_MAX)))
             return []
 
@@ -292,7 +294,7 @@ class LocalEngine(Engine):
             del self._scores[0]
 
     def _give_up_turns(self) -> None:
-        """Drop the turns whose caller has gone or whose deadline has passed."""
+        """Drop the turns whose caller was cancelled or whose deadline has passed."""
         now = time.monotonic()
         for entry, turn in self._schedule.in_flight:
             if turn.deadline <= now:
@@ -306,12 +308,12 @@ class LocalEngine(Engine):
                 )
             if turn.answer.done():
                 self._drop(entry)
-        self._soonest = min(
+        self._next_deadline = min(
             (turn.deadline for _, turn in self._schedule.in_flight), default=math.inf
         )
 
     def _drop(self, entry: EpisodeState) -> None:
-        self._stepper.forget(entry)
+        self._stepper.drop(entry)
         self._schedule.drop(entry)
 
     def _step(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> None:

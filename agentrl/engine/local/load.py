@@ -1,7 +1,7 @@
-"""Weights from a folder or the hub: always a plain model, also where they are a PEFT adapter's.
+"""Load a plain model from a folder or the hub, also from a PEFT adapter.
 
-An adapter is merged into its base. Left in place, everything after would have to know of it: full
-training would save the adapter alone, and lose what the base had learned.
+An adapter is merged into its base model. Otherwise all later code would need to know about it: full
+training would save only the adapter, and lose what the base has learned.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ LAUNCHER_PREFIXES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
 
 @contextmanager
 def without_launcher_variables() -> Iterator[None]:
-    """Hide the variables of launchers within the block.
+    """Hide the environment variables of launchers within the block.
 
-    They override the arguments of accelerate and transformers, or decide what has no argument: by
-    what number a gradient is divided, the device, the kind of parallelism, how many processes there
-    are, which of them load weights at all. A shell or a container may have them from another job.
+    These variables override arguments of accelerate and transformers, or decide what has no
+    argument: the divisor of gradients, the device, the kind of parallelism, the number of
+    processes, and which of them load weights. A shell or a container may still have them from
+    another job.
     """
     with environment_variables(
         {name: None for name in os.environ if name.startswith(LAUNCHER_PREFIXES)}
@@ -41,7 +42,7 @@ def without_launcher_variables() -> Iterator[None]:
 
 
 def resolve_device(device: str) -> str:
-    """The device that `trainer.device` means here: "auto" is the GPU where there is one."""
+    """Return the device that `trainer.device` selects: "auto" is the GPU if there is one."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -51,19 +52,21 @@ def resolve_device(device: str) -> str:
 def load_causal_lm(
     path: str | Path, dtype: torch.dtype | str, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """A plain causal LM in evaluation mode.
+    """Load a plain causal language model in evaluation mode.
 
-    Weights are read from safetensors only: a pickle could run code. Of a model with merged adapters
-    `name_or_path` is empty: no folder holds its weights.
+    Weights are read only from safetensors, because a pickle can run code. If adapters were merged,
+    `name_or_path` of the model is empty, because no folder has its weights.
 
     Args:
-        path: a folder in transformers' format or a PEFT adapter's, or the name of either on the
-            hub.
-        dtype: of the weights, adapters are merged in it; "auto": the base's own.
-        device: where it is put.
+        path: a folder in the format of transformers or of a PEFT adapter, or the hub name of
+            either.
+        dtype: the dtype of the weights, in which adapters are merged; "auto": the dtype of the
+            base.
+        device: where to put the model.
 
     Raises:
-        ConfigError: no such model, no causal LM, or an adapter without a base that it fits.
+        ConfigError: there is no such model, it is not a causal language model, or the base of an
+            adapter is missing or does not fit.
     """
     base, adapters = base_and_adapters(path)
     try:
@@ -76,33 +79,34 @@ def load_causal_lm(
             f"cannot load a model from {base!r}{of}: {e}. It must be a causal language model: a"
             " folder in transformers' format with safetensors weights, or a name on the hub."
         ) from e
-    model.to(device)  # type: ignore[arg-type]  # a device_map would have PEFT spread it anew
+    model.to(device)  # type: ignore[arg-type]  # With a device_map, PEFT would spread it again.
     for adapter in adapters:
         model = _merge(model, adapter)
     return model.eval()
 
 
 def base_and_adapters(path: str | Path) -> tuple[str, list[str]]:
-    """The plain model behind a folder or hub name, and the adapters on it, the innermost first.
+    """Return the plain model behind a folder or hub name, and its adapters, innermost first.
 
     Reads no weights.
 
     Raises:
-        ConfigError: an adapter that names no base, or itself.
+        ConfigError: an adapter names no base, or itself.
     """
     base, adapters = str(path), []
     while _is_adapter(base):
         adapters.insert(0, base)
         try:
-            named = PeftConfig.from_pretrained(base).base_model_name_or_path
+            base_name = PeftConfig.from_pretrained(base).base_model_name_or_path
         except (OSError, ValueError, TypeError, KeyError) as e:
-            raise ConfigError(f"the adapter {base!r} has a config PEFT cannot read: {e}") from e
-        if not named or named in adapters:
+            raise ConfigError(f"PEFT cannot read the config of the adapter {base!r}: {e}") from e
+        if not base_name or base_name in adapters:
             raise ConfigError(
-                f"the adapter {base!r} does not say which model it is for: base_model_name_or_path"
-                f" is {named!r}. Write the base's folder or hub name into its adapter_config.json."
+                f"the adapter {base!r} does not name its base model: base_model_name_or_path"
+                f" is {base_name!r}. Write the base's folder or hub name into"
+                " its adapter_config.json."
             )
-        base = named
+        base = base_name
     return base, adapters
 
 
@@ -110,12 +114,12 @@ def _is_adapter(path: str) -> bool:
     try:
         return find_adapter_config_file(path) is not None
     except (OSError, ValueError):
-        return False  # neither a folder nor a name: loading it says so
+        return False  # Neither a folder nor a hub name: loading it raises the error.
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Within the block nobody is told that PEFT asks transformers by an old name."""
+    """Silence the warning that PEFT uses an old name of transformers, within the block."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
@@ -129,17 +133,19 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         config = PeftConfig.from_pretrained(adapter)
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type} adds tokens, which cannot be merged into weights")
-        cached_file(adapter, "adapter_model.safetensors")  # PEFT would fall back to a pickle
+        cached_file(
+            adapter, "adapter_model.safetensors"
+        )  # Without this file, PEFT would load a pickle.
         device = str(model.device)
         tuned = PeftModel.from_pretrained(model, adapter, torch_device=device)
-        # PEFT passes over weights that have no place in the model; asked once more, it names them.
+        # PEFT ignores weights that do not belong to the model. A second call returns their names.
         keys = tuned.load_adapter(adapter, "default", torch_device=device)
-        if astray := keys.unexpected_keys + keys.missing_keys:
-            raise ValueError(f"{astray[0]} is in only one of the two")
+        if unmatched := keys.unexpected_keys + keys.missing_keys:
+            raise ValueError(f"{unmatched[0]} is in only one of adapter and model")
         merged = tuned.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
         raise ConfigError(
             f"the adapter {adapter!r} cannot be merged into {model.name_or_path!r}, its base: {e}"
         ) from e
     merged.name_or_path = ""
-    return merged.requires_grad_(True)  # PEFT froze it
+    return merged.requires_grad_(True)  # PEFT froze the weights.

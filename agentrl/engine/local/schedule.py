@@ -1,20 +1,20 @@
-"""Who decodes when: a function of episodes and turns, not of wall clock.
+"""Decides which turns decode at which step, independently of wall-clock time.
 
 Logical time is a count of decode steps. An episode that was announced, or whose turn has just
-ended, is owed: it will ask for another turn or end. It is due at a step that follows from the step
-its last turn ended at; there the schedule waits until it has asked or ended, however long its tools
-take. So which rows decode together at which step depends on what episodes say alone, and so does
-every bit that is computed. Where nothing decodes, time jumps to the next due step; where no episode
-is left, it begins again at 0.
+ended, will request another turn or end. It is due at a step that follows from the step at which its
+last turn ended. At that step the schedule waits until the episode has requested a turn or ended,
+however long its tools take. So the rows that decode together at a step depend only on the episodes,
+and so does every computed bit. If nothing decodes, time jumps to the next due step. If no episode
+is left, time restarts at 0.
 
-The one exception is `stop_waiting`: an episode that was late once is waited for no more, and its
-turns join when they come, as every episode's do without `deterministic`. Nothing above is promised
-of a wave from there on.
+The only exception is `stop_waiting`: the schedule no longer waits for an episode that was late
+once. Its turns join when they are requested, as all turns do without `deterministic`. From then on,
+the guarantee above does not hold for that wave of episodes.
 
-Turns join decoding rows at multiples of `ADMIT_EVERY` only, several at once: one prefill pass and one
-packing of the rows serve them all, and tools run while the others decode.
+Turns join the decoding rows only at multiples of `ADMIT_EVERY`, several at once: one prefill pass
+and one packing of the rows serve them all, and tools run while the other rows decode.
 
-`WaitLimit` is the one place where wall clock gets in.
+`WaitLimit` is the only part that uses wall-clock time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from agentrl.errors import EngineError
 ADMIT_EVERY = 8
 """Decode steps between two admissions."""
 MIN_TOOL_STEPS = 4
-"""Decode steps that an episode has at least, to run its tools before anybody waits for it."""
-NAMED = 3
-"""A warning names so many episodes; more are counted."""
+"""An episode has at least so many decode steps to run its tools before the others wait for it."""
+MAX_NAMED = 3
+"""A warning names so many episodes, and counts the others."""
 
 log = logging.getLogger("agentrl")
 
 
 def settle(answer: Future[Any], outcome: Any) -> None:
-    """Answer with a result, or with an exception to raise; from any thread, and once.
+    """Set the result of a future, or its exception; from any thread.
 
-    A caller that was cancelled gets nothing.
+    Nothing happens if it is already done or its caller was cancelled.
     """
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
@@ -56,7 +56,7 @@ def settle(answer: Future[Any], outcome: Any) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRequest:
-    """A request in flight."""
+    """A request for a turn that is in flight."""
 
     episode_id: str
     prompt: np.ndarray
@@ -65,12 +65,12 @@ class TurnRequest:
     seed: int
     deadline: float
     answer: Future[Any] = field(default_factory=Future)
-    """A `Generation`, awaited on some asyncio loop. Done once it is given or the caller is gone."""
+    """The future `Generation`. It is also done if the caller was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class EpisodeState:
-    """An episode as the schedule knows it."""
+    """The state of an episode in the schedule."""
 
     id: str
     order: int
@@ -78,31 +78,32 @@ class EpisodeState:
     row: int = -1
     """Its row of the cache from its first turn to its end; -1 before."""
     fresh: bool = True
-    """Nothing of it lies in its row yet."""
+    """Whether no token of this episode has been written to its row yet."""
     awaited: bool = True
-    """When it is due, the others wait until it has asked or ended."""
+    """Whether the others wait, when it is due, until it has requested a turn or ended."""
     turn: TurnRequest | None = None
     next: TurnRequest | None = None
-    """What it asked for since `turn` lost its caller; it takes that one's place when it is over."""
+    """A turn that it requested after the caller of `turn` was cancelled. It replaces `turn` when
+    that one is over."""
     decoding: bool = False
     ended: bool = False
 
 
 @dataclass(slots=True)
 class DecodeSchedule:
-    """Single-threaded; the engine guards it with its lock."""
+    """The schedule of all episodes. It is not thread-safe; the engine guards it with its lock."""
 
     slots: int
     deterministic: bool
     step: int = 0
     waiting_for: str = ""
-    """The episode that must ask or end before the next step; "" if none."""
+    """The episode that must request a turn or end before the next step; "" if none."""
     rows: list[EpisodeState | None] = field(default_factory=list)
-    """Who holds each row."""
+    """The episode that holds each row."""
     decoding: list[EpisodeState] = field(default_factory=list)
-    """Whose turns are being sampled."""
+    """The episodes whose turns are being sampled."""
     width: int = 0
-    """The rows that decode lie among the first `width`."""
+    """The decoding rows are among the first `width` rows."""
     _entries: dict[str, EpisodeState] = field(default_factory=dict)
     _begun: int = 0
 
@@ -112,10 +113,10 @@ class DecodeSchedule:
     # -- what episodes do --------------------------------------------------------------------------
 
     def begin(self, episode_id: str) -> None:
-        """Announce an episode: due now if all others are over, else at a coming tick."""
+        """Announce an episode. It is due now if all others have ended, else at a later tick."""
         self._start_over()
         if episode_id in self._entries:
-            raise EngineError(f"episode {episode_id!r} has begun already; an id is used once")
+            raise EngineError(f"episode {episode_id!r} has already begun. Use an id only once")
         started = any(e.row >= 0 for e in self._entries.values())
         entry = EpisodeState(episode_id, self._begun, self.step, awaited=self.deterministic)
         if started:
@@ -124,30 +125,32 @@ class DecodeSchedule:
         self._begun += 1
 
     def ask(self, turn: TurnRequest) -> None:
-        """An episode asks for a turn.
+        """Add the request of an episode for a turn.
 
-        One in flight that nobody awaits any more is in nobody's way; but the engine's thread may be
-        sampling it, so the new one waits until that has dropped or finished it.
+        An earlier turn whose caller was cancelled does not count. But the engine's thread may still
+        be sampling it, so the new turn waits until the earlier one was dropped or has finished.
         """
         entry = self._entries.get(turn.episode_id)
         if entry is None or entry.ended:
             raise EngineError(
-                f"episode {turn.episode_id!r} is unknown: announce it by begin() before generate(),"
-                " and do not generate after end()"
+                f"episode {turn.episode_id!r} is unknown: call begin() before generate(), and"
+                " do not call generate() after end()"
             )
         latest = entry.next or entry.turn
         if latest is not None and not latest.answer.done():
-            raise EngineError(f"episode {turn.episode_id!r} has a turn in flight already")
+            raise EngineError(f"episode {turn.episode_id!r} already has a turn in flight")
         if entry.turn is None:
             entry.turn = turn
         else:
             entry.next = turn
 
     def end(self, episode_id: str) -> TurnRequest | None:
-        """An episode is over. It keeps its row until it is due, for time must not leak in here.
+        """Mark an episode as ended.
+
+        It keeps its row until it is due, so that wall-clock time has no influence.
 
         Returns:
-            The turn it had in flight, which nobody should await any more.
+            The turn that it had in flight. Nothing should await it any more.
         """
         entry = self._entries.get(episode_id)
         if entry is None:
@@ -159,11 +162,11 @@ class DecodeSchedule:
     # -- what the engine does ----------------------------------------------------------------------
 
     def admit(self) -> list[tuple[EpisodeState, TurnRequest]]:
-        """Let in who is due; where nothing decodes, go on to the next due step.
+        """Admit the turns that are due. If nothing decodes, jump to the next due step.
 
         Returns:
-            Who joins the decoding rows. Empty, with `waiting_for` set, while a due episode has
-            neither asked nor ended.
+            The turns that join the decoding rows. Empty, with `waiting_for` set, while a due
+            episode has neither requested a turn nor ended.
         """
         self.waiting_for = ""
         if self.decoding and self.step % ADMIT_EVERY:
@@ -179,7 +182,7 @@ class DecodeSchedule:
             self.step = min(coming)
 
     def _admit_due(self) -> list[tuple[EpisodeState, TurnRequest]]:
-        # Those that hold a row first: who ends among them makes room.
+        # Episodes that have a row come first: one that has ended frees its row.
         due = [e for e in self._entries.values() if not e.decoding and e.due <= self.step]
         due.sort(key=lambda e: (e.row < 0, e.due, e.order))
         joined = []
@@ -202,9 +205,9 @@ class DecodeSchedule:
         return joined
 
     def stop_waiting(self) -> list[str]:
-        """Wait no more, now or later, for those that are due and have neither asked nor ended.
+        """Stop waiting for the episodes that are due and have neither requested a turn nor ended.
 
-        A row of theirs is freed, so that they hold up nobody who waits for one either.
+        Their rows are freed, so that no episode that waits for a row is delayed either.
 
         Returns:
             Their ids.
@@ -220,10 +223,10 @@ class DecodeSchedule:
         return [e.id for e in late]
 
     def pack(self) -> tuple[list[int], list[int]]:
-        """Bring the decoding rows to the front.
+        """Move the decoding rows to the front.
 
         Returns:
-            Rows to exchange, pairwise.
+            Two lists of rows; exchange them pairwise.
         """
         rows = [e.row for e in self.decoding]
         self.width = len(rows)
@@ -239,7 +242,7 @@ class DecodeSchedule:
         return outside, holes
 
     def finish(self, entry: EpisodeState) -> None:
-        """The entry's turn has ended: it is owed, unless it has asked for the next already."""
+        """Record that the turn of an episode has ended. The episode is due again later."""
         if entry.decoding:
             self.decoding.remove(entry)
         entry.turn, entry.next = entry.next, None
@@ -247,10 +250,11 @@ class DecodeSchedule:
         entry.due = self._next_due(entry)
 
     def drop(self, entry: EpisodeState) -> None:
-        """The entry's turn has failed or was given up: its row is free at once.
+        """Record that the turn of an episode failed or was given up. Its row is free at once.
 
-        One that has not joined yet is taken back as if never asked for: it must not matter for the
-        others whether the engine's thread drops it before the episode asks again or after.
+        A turn that has not joined yet is removed as if it had never been requested: for the other
+        episodes it must not matter whether the engine's thread drops it before or after the next
+        request.
         """
         if entry.decoding:
             self._free_row(entry)
@@ -260,18 +264,18 @@ class DecodeSchedule:
 
     @property
     def in_flight(self) -> list[tuple[EpisodeState, TurnRequest]]:
-        """Who has asked and not been answered; of one episode, the turn that comes first first."""
+        """Return the turns that are not answered yet; an episode's earlier turn comes first."""
         asked = [(e, t) for e in self._entries.values() for t in (e.turn, e.next)]
         return [(e, t) for e, t in asked if t is not None]
 
     def turn_in_row(self, row: int) -> tuple[EpisodeState, TurnRequest]:
-        """Whose turn is being sampled in a row."""
+        """Return the turn that is being sampled in a row, with its episode."""
         entry = self.rows[row]
         assert entry is not None and entry.turn is not None
         return entry, entry.turn
 
     def _next_due(self, entry: EpisodeState) -> int:
-        if not entry.awaited:  # due at all times: who has asked joins at the next tick
+        if not entry.awaited:  # Always due: it joins at the next tick after its request.
             return 0
         return -(-(self.step + MIN_TOOL_STEPS) // ADMIT_EVERY) * ADMIT_EVERY
 
@@ -286,9 +290,9 @@ class DecodeSchedule:
         del self._entries[entry.id]
 
     def _start_over(self) -> None:
-        """Forget a wave of episodes that is over, and begin logical time again.
+        """Remove a wave of episodes that has ended, and restart logical time.
 
-        Whether the engine's thread has come to that already must not matter for the next wave.
+        For the next wave it must not matter whether the engine's thread has handled these ends yet.
         """
         if all(e.ended and not e.decoding for e in self._entries.values()):
             self._entries.clear()
@@ -297,20 +301,24 @@ class DecodeSchedule:
 
 
 class WaitLimit:
-    """Admits by the schedule, and ends a wait of the schedule's that lasts too long.
+    """Admits turns by the schedule, and ends a wait of the schedule that takes too long.
 
-    The clock runs while the schedule waits for an episode and another one wants tokens; it starts
-    anew whenever the engine has moved on.
+    The clock runs while the schedule waits for an episode and another one wants tokens. It restarts
+    whenever the engine has made progress.
     """
 
     def __init__(self, seconds: float, schedule: DecodeSchedule):
         self.ends = math.inf
-        """When, by `time.monotonic()`, the present wait will have lasted too long; else inf."""
+        """The `time.monotonic()` seconds at which the current wait is too long; inf without a wait.
+        The `time.monotonic()` seconds at which the current wait is too long; inf without a wait."""
         self._seconds = seconds
         self._schedule = schedule
 
     def admit(self) -> list[tuple[EpisodeState, TurnRequest]]:
-        """As `DecodeSchedule.admit`; a wait that is too long ends in a warning, and without the late."""
+        """Admit turns as `DecodeSchedule.admit` does.
+
+        If a wait takes too long, warn and continue without the late episodes.
+        """
         while True:
             joined = self._schedule.admit()
             if not self._schedule.waiting_for or not self._schedule.in_flight:
@@ -322,12 +330,12 @@ class WaitLimit:
                 return joined
             self.ends = math.inf
             late = self._schedule.stop_waiting()
-            more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+            more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
             log.warning(
-                "the engine stood still for %g s for episode %s%s, which neither asked for tokens"
-                " nor ended; it goes on without, so logprobs may differ by floating-point noise"
-                " from another run's",
+                "the engine waited %g s for episode %s%s, which neither requested tokens nor ended."
+                " It continues without it, so logprobs may differ from those of another run by"
+                " floating-point noise",
                 self._seconds,
-                ", ".join(map(repr, late[:NAMED])),
+                ", ".join(map(repr, late[:MAX_NAMED])),
                 more,
             )

@@ -1,4 +1,4 @@
-"""One decode step: turns join, every row gets a token, some turns are over."""
+"""One decode step: turns join, every row samples a token, and some turns finish."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
 PACK_BELOW = 0.75
-"""Rows that have finished decode along, idly, until fewer than this share of them is alive."""
+"""Finished rows are decoded along, without use, until fewer than this share of the rows is alive.
+Finished rows are decoded along, without use, until fewer than this share of the rows is alive."""
 
-Outcome = tuple[EpisodeState, TurnRequest, Generation | EngineError]
+TurnOutcome = tuple[EpisodeState, TurnRequest, Generation | EngineError]
 
 
 class Stepper:
-    """Moves the decoder as the schedule says."""
+    """Runs the decoder according to the schedule."""
 
     def __init__(self, decoder: Decoder, schedule: DecodeSchedule, stop_texts: StopStrings):
-        """Share the engine's parts."""
+        """Share the parts of the engine."""
         self._decoder = decoder
         self._schedule = schedule
         self._stop_texts = stop_texts
 
-    def step(self, joined: list[tuple[EpisodeState, TurnRequest]], version: int) -> list[Outcome]:
-        """Let turns join, then sample one token for each turn that is decoding.
+    def step(
+        self, joined: list[tuple[EpisodeState, TurnRequest]], version: int
+    ) -> list[TurnOutcome]:
+        """Add the turns that join, then sample one token for each turn that is decoding.
 
-        What goes wrong with one turn's request ends that turn alone.
+        An error in the request of one turn ends only that turn.
 
         Args:
-            joined: whom the schedule has just admitted.
-            version: of the weights.
+            joined: the turns that the schedule has just admitted.
+            version: the version of the weights.
 
         Returns:
-            The turns that are over. The schedule does not know yet.
+            The turns that have finished. The caller must tell the schedule.
         """
         decoder, schedule = self._decoder, self._schedule
-        outcomes: list[Outcome] = []
+        outcomes: list[TurnOutcome] = []
         if joined or len(schedule.decoding) < PACK_BELOW * schedule.width:
             outcomes += self._rearrange(joined)
         rows, n = decoder.rows, schedule.width
@@ -58,18 +61,18 @@ class Stepper:
         for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
             entry, turn = schedule.turn_in_row(int(live[i]))
             try:
-                stopped[i] = self._stop_texts.ends(rows.sampled(live[i]), turn.sampling.stop)
+                stopped[i] = self._stop_texts.ends(rows.turn_tokens(live[i]), turn.sampling.stop)
             except Exception as e:
                 rows.alive[entry.row] = False
                 outcomes.append((entry, turn, _refusal(entry, e)))
-        over = stopped | (rows.length[live] >= rows.limit[live])
-        over &= rows.alive[live]
+        finished = stopped | (rows.length[live] >= rows.limit[live])
+        finished &= rows.alive[live]
         broken = np.isnan(logprobs[live]) & rows.alive[live]
-        for i in np.flatnonzero(over | broken).tolist():
+        for i in np.flatnonzero(finished | broken).tolist():
             entry, turn = schedule.turn_in_row(int(live[i]))
             rows.alive[entry.row] = False
             if broken[i]:
-                decoder.wipe(entry.row)
+                decoder.clear(entry.row)
                 error = EngineError(f"episode {entry.id!r}: the model's logits are NaN")
                 outcomes.append((entry, turn, error))
             else:
@@ -77,25 +80,25 @@ class Stepper:
                 outcomes.append((entry, turn, rows.generation(entry.row, reason)))
         return outcomes
 
-    def forget(self, entry: EpisodeState) -> None:
-        """Sample no more for an entry whose turn was given up."""
+    def drop(self, entry: EpisodeState) -> None:
+        """Sample no more tokens for an episode whose turn was given up."""
         if entry.decoding:
             self._decoder.rows.alive[entry.row] = False
 
-    def _rearrange(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> list[Outcome]:
-        """Bring the decoding rows to the front and put the joining turns into theirs.
+    def _rearrange(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> list[TurnOutcome]:
+        """Move the decoding rows to the front, and write the joining turns into theirs.
 
         Returns:
-            The turns that cannot be put there.
+            The turns that could not be written.
         """
         decoder, schedule = self._decoder, self._schedule
         reach = max(e.row for e in schedule.decoding) + 1
         decoder.grow(reach, max((len(t.prompt) + 1 for _, t in joined), default=0))
         for row, entry in enumerate(schedule.rows[:reach]):
-            if entry is None or entry.fresh:  # what an episode before left there
+            if entry is None or entry.fresh:  # It may contain the tokens of an earlier episode.
                 decoder.rows.cached[row] = 0
         decoder.swap(*schedule.pack())
-        refused: list[Outcome] = []
+        refused: list[TurnOutcome] = []
         for entry, turn in joined:
             entry.fresh = False
             try:
@@ -103,7 +106,7 @@ class Stepper:
                     entry.row, turn.prompt, turn.sampling, turn.seed, decoder.max_length
                 )
             except Exception as e:
-                decoder.wipe(entry.row)
+                decoder.clear(entry.row)
                 refused.append((entry, turn, _refusal(entry, e)))
         return refused
 
@@ -117,25 +120,25 @@ def _refusal(entry: EpisodeState, error: Exception) -> EngineError:
 
 
 class StopStrings:
-    """Decodes a turn's tail where its last token may complete a stop string.
+    """Decodes the end of a turn if its last token may complete a stop string.
 
-    A stop string is completed by a token whose own text holds the string's last character, so most
-    tokens need no look at the text at all. What each token's text is, is learnt as tokens come.
+    A stop string is completed by a token whose own text contains the last character of the string,
+    so most tokens need no decoding. The texts of tokens are cached.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
-    def ends(self, sampled: np.ndarray, stop: tuple[str, ...]) -> bool:
-        """Whether the last of a turn's sampled tokens completes one of `stop`."""
-        last = self._text(int(sampled[-1]))
-        # U+FFFD: the token may complete a character. White space: some decoders trim a lone token.
+    def ends(self, turn_tokens: np.ndarray, stop: tuple[str, ...]) -> bool:
+        """Return whether the last of a turn's sampled tokens completes one of `stop`."""
+        last = self._text(int(turn_tokens[-1]))
+        # U+FFFD: the token may complete a character. White space: some decoders trim single tokens.
         if "\ufffd" not in last and not any(s[-1] in last or s[-1].isspace() for s in stop):
             return False
-        # Every token but a few control tokens stands for a byte at least.
+        # Every token except a few control tokens stands for at least one byte.
         reach = max(len(s.encode()) for s in stop) + 8
-        text = self._decode(sampled[-reach:].tolist())
+        text = self._decode(turn_tokens[-reach:].tolist())
         return any(s in text for s in stop)
 
     def _text(self, token: int) -> str:

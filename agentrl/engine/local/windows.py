@@ -1,8 +1,8 @@
-"""Find a model's attention windows, and make a small copy of the model in which they are short.
+"""Find the attention windows of a model, and build a small copy of it in which they are short.
 
-A trial with a few tokens does not show what a model does past a window of 4,096 tokens, and a row
-that long needs minutes on a CPU and gigabytes for its masks. What happens there follows from the
-model's code and config, not from its weights. So the trial runs a model of the same class and
+A test with a few tokens does not show what a model does beyond a window of 4,096 tokens, and a row
+that long needs minutes on a CPU and gigabytes for its masks. What happens there depends on the code
+and the config of the model, not on its weights. So the test runs a model of the same class and
 config with random weights, in which each window has `SHORT` tokens, on rows of `LONG` tokens.
 """
 
@@ -17,52 +17,55 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 SHORT = 4
 LONG = 24
-"""Tokens of a row: more than `SHORT` blocks of `SHORT` tokens, which is how sparse attention
-counts."""
+"""The tokens of a test row: more than `SHORT` blocks of `SHORT` tokens, because sparse attention
+counts in blocks."""
 WINDOW_KEYS = re.compile(
     "window|chunk|span|local_attention|block_size|budget|compress|(index|block).*topk"
 )
-"""Names of config values that limit which tokens a token sees."""
+"""Config keys whose values limit which tokens a token sees."""
 NOT_WINDOW_KEYS = re.compile("layers|pattern|feed_forward")
-"""Names that match `WINDOW_KEYS` and limit something else."""
+"""Config keys that match `WINDOW_KEYS` but limit something else."""
 SMALL = 16
 """The width of the copy's feed-forward layers."""
 VOCABULARY = LONG
-"""The size of the copy's vocabulary: each token of a row can be another one."""
+"""The size of the vocabulary of the copy: all tokens of a row can be different."""
 
 
 def find_windows(config: PretrainedConfig) -> dict[str, int]:
     """Return the config values that limit which tokens a token sees, by their dotted path.
 
-    Values up to `SHORT` are left out: a trial on rows of a few tokens already exceeds them.
+    Values up to `SHORT` are left out, because a test on rows of a few tokens already exceeds them.
 
     Args:
-        config: a model's; the configs and dictionaries within it are searched, too.
+        config: the config of a model; nested configs and dictionaries are searched too.
     """
     return {path: values[key] for path, values, key in _windows(vars(config), "")}
 
 
 def describe_windows(config: PretrainedConfig) -> str:
-    """Return a clause for messages: that a config has windows, and which."""
+    """Return a clause for messages that lists the windows of a config."""
     windows = ", ".join(f"{path}={value}" for path, value in find_windows(config).items())
     return f"its config limits which tokens a token sees ({windows})"
 
 
 class NoSmallCopy(Exception):
-    """A small copy of a model cannot be built; the message is a clause that says why."""
+    """A small copy of a model cannot be built; the message is a clause with the reason."""
 
 
 def with_short_windows(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a small copy of a model in which every window has `SHORT` tokens; None without any.
+    """Return a small copy of a model in which every window has `SHORT` tokens.
 
     The copy has one layer of each kind, a small vocabulary, narrow feed-forward layers and random
     float32 weights. Its attention layers have the shape of the model's.
 
     Args:
-        model: any; not changed.
+        model: any model; it is not changed.
+
+    Returns:
+        The copy; None if the model has no windows.
 
     Raises:
-        NoSmallCopy: the model's class does not take such a config.
+        NoSmallCopy: the class of the model does not accept such a config.
     """
     if not find_windows(model.config):
         return None
@@ -90,8 +93,8 @@ def _small_copy(model: PreTrainedModel) -> PreTrainedModel:
         copy = type(model)._from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for weight in copy.parameters():
-                # Wide enough that each token changes what the next ones say: with the weights that
-                # training begins with, a small model hardly listens to its attention.
+                # Large enough that each token changes the logits of the next ones. With the usual
+                # initial weights, attention has little effect in a small model.
                 noise = torch.randn_like(weight)
                 if weight.dim() > 1:
                     weight.copy_(noise * weight.shape[-1] ** -0.5)
@@ -101,27 +104,30 @@ def _small_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _windows(values: Any, path: str) -> list[tuple[str, Any, Any]]:
-    """Return where windows of more than `SHORT` tokens are: dotted path, container, key."""
-    found = []
+    """Return the windows of more than `SHORT` tokens: dotted path, container, key."""
+    windows = []
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         here = f"{path}{key}"
         if isinstance(value, PretrainedConfig):
-            found += _windows(vars(value), f"{here}.")
+            windows += _windows(vars(value), f"{here}.")
         elif isinstance(value, dict | list):
-            found += _windows(value, f"{here}.")
+            windows += _windows(value, f"{here}.")
         elif not WINDOW_KEYS.search(here) or NOT_WINDOW_KEYS.search(here):
             continue
         elif type(value) is int and value > SHORT:
-            found.append((here, values, key))
-    return found
+            windows.append((here, values, key))
+    return windows
 
 
 def _keep_one_layer_of_each_kind(text: PretrainedConfig) -> None:
-    """Drop layers that are like an earlier one; where no list tells them apart, keep two."""
+    """Remove layers of the same kind as an earlier one.
+
+    If no list of the config distinguishes layers, keep two.
+    """
     count = text.num_hidden_layers
     lists = {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == count}
     kinds = list(zip(*lists.values(), strict=True))
-    kept = sorted({kinds.index(kind) for kind in kinds} if kinds else {0, count - 1})
-    text.num_hidden_layers = len(kept)
+    kept_layers = sorted({kinds.index(kind) for kind in kinds} if kinds else {0, count - 1})
+    text.num_hidden_layers = len(kept_layers)
     for key, values in lists.items():
-        setattr(text, key, [values[i] for i in kept])
+        setattr(text, key, [values[i] for i in kept_layers])

@@ -1,10 +1,11 @@
-"""All weights in parts, each in one allocation: through memory that a server reads, or by NCCL.
+"""Send all weights in buckets, each in one allocation: through shared memory, or by NCCL.
 
-In the first case a request carries names, shapes and a handle of the memory, as a pickle: the
-server offers nothing else. A pickle is code to who reads it, so they go one way only: we write
-them, to a server on loopback that we started with an admin key of its own, and never read one.
+With shared memory, a request carries names, shapes and a handle of the memory, as a pickle: the
+server offers nothing else. A pickle can run code of its writer, so it is sent in one direction
+only: we write it for a server on loopback that we started with its own admin key, and never read
+one.
 
-In the second, from GPU to GPU, this process broadcasts and the processes of a server receive.
+With NCCL, from GPU to GPU, this process broadcasts and the processes of a server receive.
 """
 
 from __future__ import annotations
@@ -42,67 +43,70 @@ from agentrl.errors import EngineError
 from agentrl.workers.variables import environment_variables
 
 BUCKET_BYTES = 512 * 2**20
-"""Most bytes of a bucket, but for a tensor that is larger alone."""
+"""The most bytes of a bucket, except if a single tensor is larger."""
 FLATTENED = "flattened_bucket"
-"""The server's name for what comes as one tensor of bytes."""
+"""The server's name of the format in which a bucket is one tensor of bytes."""
 JOIN_SECONDS = 120.0
-"""Most seconds until a server has joined a group."""
+"""The time limit for a server to join a group."""
 JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""By default torch ends the whole process when a peer of a group is lost."""
+"""By default, torch ends the whole process when a peer of a group is lost."""
 GRACE_SECONDS = 10.0
-"""How long a server that left a broadcast may take to say why, and a group to be torn down."""
+"""The time limit for a server that left a broadcast to report why, and for the end of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Copies of named tensors one after the other, without gaps."""
+    """Copies of named tensors, one after the other, without gaps."""
 
     flat: Tensor
-    """All of them, of one dtype, (N,)."""
+    """All tensors, of one dtype, (N,)."""
     names: list[str]
     shapes: list[torch.Size]
     last: bool
-    """Whether no other comes after it."""
+    """Whether it is the last bucket of the update."""
 
     @property
     def bytes(self) -> Tensor:
-        """The same memory as uint8."""
+        """Return the same memory as uint8."""
         return self.flat.view(torch.uint8)
 
 
-def cut(weights: Iterable[tuple[str, Tensor]], *, limit: int) -> Iterator[Bucket]:
+def make_buckets(weights: Iterable[tuple[str, Tensor]], *, limit: int) -> Iterator[Bucket]:
     """Copy named tensors into buckets, in their order.
 
-    A bucket has one dtype, since a view of another would need its bytes aligned, and lies where its
-    tensors do. Tensors are held until their bucket is full, and no longer.
+    A bucket has one dtype, because a view of another dtype would need aligned bytes. It is on the
+    device of its tensors. References to tensors are kept only until their bucket is full.
 
     Args:
-        weights: at least one.
-        limit: most bytes of a bucket; a larger tensor gets one of its own.
+        weights: at least one named tensor.
+        limit: the most bytes of a bucket; a larger tensor gets its own bucket.
     """
-    held: list[tuple[str, Tensor]] = []
+    pending: list[tuple[str, Tensor]] = []
     kind, size = None, 0
     for name, tensor in weights:
-        if held and (size + tensor.nbytes > limit or kind != (tensor.dtype, tensor.device)):
-            yield _pack(held, last=False)
+        if pending and (size + tensor.nbytes > limit or kind != (tensor.dtype, tensor.device)):
+            yield _pack(pending, last=False)
             size = 0
-        held.append((name, tensor))
+        pending.append((name, tensor))
         kind, size = (tensor.dtype, tensor.device), size + tensor.nbytes
-    assert held, "no weights"
-    yield _pack(held, last=True)
+    assert pending, "no weights"
+    yield _pack(pending, last=True)
 
 
 @torch.no_grad()
-def _pack(held: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
-    """A bucket of what is held; then nothing is."""
-    names, tensors = map(list, zip(*held, strict=True))
+def _pack(pending: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
+    """Return a bucket of the pending tensors, and clear the list."""
+    names, tensors = map(list, zip(*pending, strict=True))
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    held.clear()
+    pending.clear()
     return Bucket(flat, names, [t.shape for t in tensors], last)
 
 
 class BucketSender(Sender):
-    """Sends all weights, a bucket at a time. Tensors that are not named keep their values."""
+    """Sends all weights, a bucket at a time.
+
+    Tensors that are not in the update keep their values.
+    """
 
     def __init__(
         self,
@@ -111,24 +115,24 @@ class BucketSender(Sender):
         tp: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """Send nothing yet.
+        """Store the options; send nothing yet.
 
         Args:
-            control: of a server on this machine.
-            tp: over how many processes a model is spread there.
-            bucket_bytes: most bytes that are copied at a time.
+            control: the client of a server on this machine.
+            tp: the number of the server's processes that share a model.
+            bucket_bytes: the most bytes to copy at a time.
         """
         super().__init__(control)
         self._tp, self._bucket_bytes = tp, bucket_bytes
 
     def send(self, update: Update) -> int:
-        """See `Sender`.
+        """Send the weights.
 
-        The version comes with the last bucket: whoever asks the server before gets an answer of
-        mixed weights under the old one, and so does who asks it after an error here.
+        The version is sent with the last bucket. Until then, and after an error here, answers are
+        sampled from mixed weights and carry the old version.
         """
         sent = 0
-        for bucket in cut(update.weights(), limit=self._bucket_bytes):
+        for bucket in make_buckets(update.weights(), limit=self._bucket_bytes):
             body = {
                 "load_format": FLATTENED,
                 "flush_cache": False,
@@ -136,24 +140,27 @@ class BucketSender(Sender):
             }
             self._send_bucket(bucket, body)
             sent += bucket.bytes.nbytes
-            # Answered, so read: its memory is free before the next one's is taken.
+            # The server has read it. Free its memory before the next bucket is allocated.
             del bucket
         return sent
 
     @abstractmethod
     def _send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
-        """Return once the server has read a bucket; `body` is what every way's request says."""
+        """Send a bucket and return when the server has read it.
+
+        `body` has the fields of the request that do not depend on the transport.
+        """
 
 
 class IpcSender(BucketSender):
-    """Sends to a server on the learner's own GPU, or on a CPU beside a learner on a CPU.
+    """Sends to a server on the same GPU as the learner, or on a CPU like the learner.
 
-    The server is one that we started here. The processes of a server with several GPUs all read the
-    learner's one, which they must see.
+    We must have started the server. If a server has several GPUs, all its processes read from the
+    learner's GPU, which they must see.
     """
 
     def send(self, update: Update) -> int:
-        """See `BucketSender`."""
+        """Send the weights, then release the shared GPU memory."""
         try:
             return super().send(update)
         finally:
@@ -161,7 +168,7 @@ class IpcSender(BucketSender):
                 torch.cuda.ipc_collect()
 
     def _send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
-        # A pickle for each process: torch counts who has yet to let go of the memory.
+        # One pickle per process, because torch counts the readers of the memory.
         pickles = [base64.b64encode(serialize(bucket)).decode() for _ in range(self._tp)]
         self._control.manage(
             "/update_weights_from_tensor",
@@ -171,14 +178,14 @@ class IpcSender(BucketSender):
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """What one process of a server needs to read a bucket: the memory's handle, and what is where.
+    """Return what one process of a server needs to read a bucket: a handle and the tensors' ranges.
 
-    It must be read once, and the bucket kept until then.
+    It must be read once, and the bucket must exist until then.
     """
     sizes = (shape.numel() * bucket.flat.itemsize for shape in bucket.shapes)
-    places = pairwise(accumulate(sizes, initial=0))
+    ranges = pairwise(accumulate(sizes, initial=0))
     metadata = [
-        # SGLang's own class for it is not to be had here; it reads these fields and no others.
+        # SGLang's own class is not importable here. SGLang reads only these fields.
         SimpleNamespace(
             name=name,
             shape=shape,
@@ -187,7 +194,7 @@ def serialize(bucket: Bucket) -> bytes:
             end_idx=end,
             numel=end - start,
         )
-        for name, shape, (start, end) in zip(bucket.names, bucket.shapes, places, strict=True)
+        for name, shape, (start, end) in zip(bucket.names, bucket.shapes, ranges, strict=True)
     ]
     written = io.BytesIO()
     pickler = ForkingPickler(written)
@@ -201,10 +208,10 @@ _DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).ind
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, ...]:
-    """As torch does, but a GPU goes by its UUID: the server may count others, and knows to read it.
+    """Reduce a tensor as torch does, but name a GPU by its UUID.
 
-    torch keeps what is shared until it was let go of, and has the reader wait for what was still
-    being written when it was pickled.
+    The server may count GPUs differently, and can read the UUID. torch keeps shared memory until it
+    is released, and makes the reader wait for writes that were pending at the time of pickling.
     """
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if tensor.is_cuda:
@@ -215,7 +222,10 @@ def _reduce(tensor: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Memory of a CPU is shared by name: file descriptors go to children of this process only."""
+    """Share CPU memory by name within the block.
+
+    File descriptors could only be passed to child processes of this process.
+    """
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -227,53 +237,53 @@ def _shared_by_name() -> Iterator[None]:
 class NcclSender(BucketSender):
     """Sends to a server on other GPUs of this machine.
 
-    The group of this process and the server's lives from the first `send` to `close`, or to an
-    error; the next `send` makes another. The meeting point listens on loopback. Where NCCL listens
-    for the data itself is NCCL's to say (`NCCL_SOCKET_IFNAME`).
+    The group of this process and the server exists from the first `send` to `close`, or to an
+    error; the next `send` creates a new one. The rendezvous listens on loopback. NCCL chooses where
+    it listens for the data itself (`NCCL_SOCKET_IFNAME`).
     """
 
     def __init__(self, control: Control, *, backend: str = "nccl", **options: Any):
-        """Send nothing yet.
+        """Store the options; send nothing yet.
 
         Args:
-            control: of a server on this machine.
-            backend: nccl, or gloo where all tensors lie on CPUs.
+            control: the client of a server on this machine.
+            backend: nccl, or gloo if all tensors are on CPUs.
             **options: see `BucketSender`.
         """
-        # Processes that disagree about it fail in NCCL with "invalid argument"; a server runs with
-        # 0. NCCL reads it once, so this must come before anything else here uses NCCL.
+        # NCCL fails with "invalid argument" if processes have different values; servers have 0.
+        # NCCL reads the variable once, so set it before anything in this process uses NCCL.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         super().__init__(control, **options)
         self._backend = backend
-        self._group: _Group | None = None
+        self._group: _BroadcastGroup | None = None
 
     def send(self, update: Update) -> int:
-        """See `BucketSender`."""
+        """Send the weights; create the group first if there is none."""
         try:
             if self._group is None:
                 self._join()
             return super().send(update)
         except BaseException:
-            self._abandon()
+            self._abort_group()
             raise
 
     def close(self) -> None:
-        """See `Sender`. Bounded, whatever became of the server."""
+        """Leave the group. It takes a limited time, whatever happened to the server."""
         if self._group is None:
             return
         group, body = self._group, {"group_name": self._group.name}
         with suppress(EngineError):
-            # At once: NCCL takes leave of a group together.
-            _both(
+            # At the same time: all processes of an NCCL group must leave it together.
+            _run_both(
                 lambda: self._control.manage("/destroy_weights_update_group", body),
                 group.shutdown,
                 CONTROL_SECONDS,
             )
-        self._abandon()
+        self._abort_group()
 
     def _join(self) -> None:
         name, size = f"agentrl-{uuid.uuid4().hex[:8]}", 1 + self._tp
-        self._group = group = _Group(name, self._backend, size)
+        self._group = group = _BroadcastGroup(name, self._backend, size)
         body = {
             "master_address": "127.0.0.1",
             "master_port": group.port,
@@ -284,7 +294,7 @@ class NcclSender(BucketSender):
         }
         path = "/init_weights_update_group"
         with environment_variables(JOIN_VARIABLES):
-            _both(
+            _run_both(
                 lambda: self._control.manage(path, body, seconds=JOIN_SECONDS),
                 group.open,
                 JOIN_SECONDS,
@@ -300,40 +310,40 @@ class NcclSender(BucketSender):
             "group_name": group.name,
         }
         path = "/update_weights_from_distributed"
-        if data.is_cuda:  # another thread sends it, and waits for streams of its own only
+        if data.is_cuda:  # Another thread sends it, and waits only for its own streams.
             torch.cuda.current_stream(data.device).synchronize()
-        _both(
+        _run_both(
             lambda: self._control.manage(path, body, seconds=SEND_SECONDS),
             lambda: group.broadcast(data),
             SEND_SECONDS,
         )
 
-    def _abandon(self) -> None:
-        """Forget the group; whatever still waits in it is ended, or left to threads of its own."""
+    def _abort_group(self) -> None:
+        """Abort the group. Operations that still wait are ended, or left to their threads."""
         group, self._group = self._group, None
         if group is not None:
             wait([in_thread(group.abort)], timeout=GRACE_SECONDS)
 
 
-class _Group:
-    """Our end of a group, as rank 0, made as SGLang makes the other.
+class _BroadcastGroup:
+    """Our end of a group, as rank 0, created in the same way as SGLang creates the other end.
 
-    Not through `torch.distributed`'s own registry of groups: a default group is neither needed nor
-    split, and whoever makes or destroys one later finds nothing of ours.
+    It does not use the group registry of `torch.distributed`: no default group is needed, and code
+    that creates or destroys one later is not affected by this group.
     """
 
     def __init__(self, name: str, backend: str, size: int):
-        """Listen for the others.
+        """Listen for the other processes.
 
         Args:
-            name: unlike that of any other group of the server.
+            name: a name that no other group of the server has.
             backend: nccl or gloo.
-            size: of the group.
+            size: the size of the group.
         """
-        self.name, self._kind, self._size = name, backend, size
-        self._left = Event()
-        self._opened: Any = None
-        # torch's own socket would be open to other machines, and its port be chosen beforehand.
+        self.name, self._backend, self._size = name, backend, size
+        self._is_aborted = Event()
+        self._group: Any = None
+        # The socket that torch creates would accept other machines and need a fixed port.
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -347,68 +357,69 @@ class _Group:
         )
 
     def open(self) -> None:
-        """Meet the others."""
+        """Wait for the other processes."""
         # The keys that `torch.distributed` uses for a group that SGLang makes.
-        kinds = BackendConfig(Backend(self._kind))  # type: ignore[arg-type]
-        device = next(iter(kinds.device_backend_map))
+        backends = BackendConfig(Backend(self._backend))  # type: ignore[arg-type]
+        device = next(iter(backends.device_backend_map))
         store: Store = self._store
         for prefix in (self.name, f"{self.name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
-        # Longer than any wait of ours, which are the ones that end things.
+        # Longer than all our time limits, so that these apply.
         timeout = timedelta(seconds=2 * SEND_SECONDS)
-        if self._kind == "gloo":
-            opened = dist.ProcessGroupGloo(store, 0, self._size, timeout)
+        if self._backend == "gloo":
+            group = dist.ProcessGroupGloo(store, 0, self._size, timeout)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             options.group_name = self.name  # type: ignore[assignment]
-            opened = dist.ProcessGroupNCCL(store, 0, self._size, options)
-        opened._set_sequence_number_for_group()
-        self._opened = opened
+            group = dist.ProcessGroupNCCL(store, 0, self._size, options)
+        group._set_sequence_number_for_group()
+        self._group = group
 
     def broadcast(self, data: Tensor) -> None:
-        """Return when it is with the others, or once the group is aborted."""
+        """Broadcast a tensor; return when the others have it, or when the group is aborted."""
         if data.is_cuda:
-            torch.cuda.set_device(data.device)  # of this thread
+            torch.cuda.set_device(data.device)  # The device is a property of the thread.
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        work = self._opened.broadcast([data], options)
-        # Polled, since a wait for a GPU cannot be broken off.
+        work = self._group.broadcast([data], options)
+        # Poll, because a wait for a GPU cannot be interrupted.
         while not work.is_completed():
-            if self._left.is_set():
+            if self._is_aborted.is_set():
                 return
             time.sleep(0.0005)
         work.wait()
 
     def shutdown(self) -> None:
-        """Leave together with the others: instead of `abort`, since NCCL survives one of them."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.shutdown()
+        """Leave the group together with the others. NCCL needs this instead of `abort`."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
 
     def abort(self) -> None:
-        """Leave at once. Only in a thread of its own: it may wait for what cannot come any more."""
-        self._left.set()
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.abort()
+        """Leave the group at once. Call it in its own thread only: it may block."""
+        self._is_aborted.set()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
-def _both(ask: Callable[[], object], act: Callable[[], object], seconds: float) -> None:
-    """What a server is asked for and our part in it, at once; nothing of it outlasts the time.
+def _run_both(ask: Callable[[], object], act: Callable[[], object], seconds: float) -> None:
+    """Run a request to the server and our part of the operation at the same time.
 
     Raises:
-        EngineError: one of the two failed, the server's reason first, or both take too long.
+        EngineError: one of them failed (the server's reason comes first), or they took longer than
+            `seconds`.
     """
-    asked, acted = in_thread(ask), in_thread(act)
-    wait([asked, acted], timeout=seconds, return_when=FIRST_EXCEPTION)
-    if acted.done() and acted.exception() is not None:
-        wait([asked], timeout=GRACE_SECONDS)
-    for part in (asked, acted):
+    request, action = in_thread(ask), in_thread(act)
+    wait([request, action], timeout=seconds, return_when=FIRST_EXCEPTION)
+    if action.done() and action.exception() is not None:
+        wait([request], timeout=GRACE_SECONDS)
+    for part in (request, action):
         if part.done() and (error := part.exception()) is not None:
             if isinstance(error, EngineError):
                 raise error
             raise EngineError(f"sending weights: {type(error).__name__}: {error}") from error
-    if not (asked.done() and acted.done()):
+    if not (request.done() and action.done()):
         raise EngineError(f"sending weights: not done after {seconds:g} s")

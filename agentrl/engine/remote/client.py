@@ -1,8 +1,8 @@
-"""One client for inference servers: tokens from a running server, the policy to it.
+"""The client for inference servers: it requests tokens and sends the policy.
 
-What a request and its answer look like is the dialect's, a subclass: `sglang`, `vllm`. Ids and
-logprobs are read from where the server gives them as numbers, never from the text. Nothing is
-guessed: a field that is missing or cannot be is an error.
+Subclasses (`sglang`, `vllm`) define the formats of requests and answers. Ids and logprobs are read
+from numeric fields, never from the text. Nothing is guessed: a field that is missing or invalid is
+an error.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ SCORE_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """What an answer says of the weights that sampled it, and which policy that is."""
+    """The version of weights in an answer, and the version of the policy."""
 
     weights: str
     """The server's `weight_version`."""
     policy: int
-    """The policy's version: the same number where weights are published, the adapter's else."""
+    """The policy's version: the same number if weights are published, else the adapter's."""
 
 
 class RemoteEngine(Engine):
     """Samples from one server.
 
-    `generate`, `score` and `check_health` belong to the event loop of the first request; the other
-    methods wait for the server and are for other threads. A turn also ends at the end-of-turn
-    tokens that the model's own folder names, whatever `stop_ids` are.
+    `generate`, `score` and `check_health` belong to the event loop of the first request. The other
+    methods block and are for other threads. A turn also ends at the end-of-turn tokens in the
+    folder of the model, whatever `stop_ids` are.
     """
 
     max_length: int
-    """The longest row, in tokens, as the server has it."""
+    """The longest row, in tokens, that the server accepts."""
     name: ClassVar[str]
-    """The server's, for messages."""
-    health: ClassVar[str]
-    """The path that says whether it samples."""
+    """The name of the server, for messages."""
+    health_path: ClassVar[str]
+    """The path that reports whether the server can sample."""
     probe_tokens: ClassVar[int]
-    """More than a block of any cache of it: a shorter prompt is never found there."""
-    _stamp: PolicyVersion
+    """More tokens than a block of any cache of the server: a shorter prompt is never cached."""
+    _policy_version: PolicyVersion
 
     def __init__(
         self,
@@ -64,53 +64,56 @@ class RemoteEngine(Engine):
         admin_key: str = "",
         process: ServerHandle | None = None,
     ):
-        """Ask a running server what it can do, and let it sample a token.
+        """Ask a running server for its properties, and let it sample a token.
 
         Args:
-            url: the server's.
-            vocabulary: how many tokens the model has: others would crash the server.
-            sender: how the policy goes to it.
-            key: the server's api key.
-            admin_key: the one for what manages it; "" where that is the same.
-            process: its own, where it is ours: watched, and ended by `close`.
+            url: the URL of the server.
+            vocabulary: the size of the model's vocabulary; token ids outside of it would crash the
+                server.
+            sender: returns the sender of the policy.
+            key: the API key of the server.
+            admin_key: the key of its management endpoints; "" if it is the same.
+            process: the process of the server, if we started it: `close` ends it.
 
         Raises:
-            EngineError: no server answers, or one of another kind.
+            EngineError: no server answers, or it is of another kind.
         """
         self.url, self._process, self._vocabulary = url, process, vocabulary
         self._http = HttpClient(url, token=key, error=EngineError)
-        # Its requests do not wait for a place behind turns, which may hang.
-        self._aside = HttpClient(url, token=admin_key or key, error=EngineError, control=True)
+        # Its requests do not wait for a connection behind turns, which may hang.
+        self._control_http = HttpClient(
+            url, token=admin_key or key, error=EngineError, control=True
+        )
         self._control = Control(url, key=key, admin_key=admin_key, process=process)
         self._sender = sender(self._control)
-        self._seeded = False
+        self._uses_seeds = False
         with reading(self.name, url):
             self._connect()
         self.probe()
 
     @property
     def version(self) -> int:
-        """Of the policy that it samples from."""
-        return self._stamp.policy
+        """Return the version of the policy from which it samples."""
+        return self._policy_version.policy
 
     @property
     def restartable(self) -> bool:
-        """Whether the server is ours."""
+        """Return whether we started the server."""
         return self._process is not None
 
     # -- Sampler -----------------------------------------------------------------------------------
 
     async def check_health(self, deadline: float) -> None:
-        """Have the server show that it samples, or could.
+        """Check that the server can sample.
 
         Raises:
-            EngineError: it did not by then.
+            EngineError: it did not confirm that before the deadline.
         """
-        status, answer = await self._aside.request_json(
-            "GET", self.health, deadline=deadline, retries=1
+        status, answer = await self._control_http.request_json(
+            "GET", self.health_path, deadline=deadline, retries=1
         )
         if status != 200:
-            raise refusal(status, answer, f"{self.url}{self.health}")
+            raise refusal(status, answer, f"{self.url}{self.health_path}")
 
     async def generate(
         self,
@@ -121,35 +124,35 @@ class RemoteEngine(Engine):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """See `Sampler`. A turn is cut at `max_length` as well as at `max_tokens`.
+        """Sample a turn. It is cut at `max_length` as well as at `max_tokens`.
 
         Raises:
-            PromptTooLong: the prompt leaves no room.
-            EngineOverloaded: the server takes no more requests.
-            EngineDead: the server, which is ours, ended.
-            EngineNonsense: its answer cannot be.
-            EngineError: no answer before the deadline, no row of this model's tokens, a request
+            PromptTooLong: the prompt is too long.
+            EngineOverloaded: the server accepts no more requests.
+            EngineDead: the server, which we started, has ended.
+            EngineNonsense: its answer is invalid.
+            EngineError: no answer before the deadline, tokens outside of the vocabulary, a request
                 that cannot be served, or weights that changed within the turn.
-            UserError: `sampling.stop` holds an empty string or something else than strings, or a
-                temperature that this server does not have.
+            UserError: `sampling.stop` is not a tuple of non-empty strings, or the server does not
+                support the temperature.
         """
         where = f"episode {episode_id!r}"
         self._check_row(prompt_ids, where)
         self._check_sampling(sampling, where)
         limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
-        body = self._body(prompt_ids, sampling, limit, seed % 2**63 if self._seeded else None)
-        stamp, named = self._stamp, self._sender.request()
-        answer = await self._ask(body | named, where, deadline, episode_id)
-        found = self._read_turn(answer, limit, stamp, where, named)
-        if max(found.token_ids) >= self._vocabulary:
+        body = self._body(prompt_ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
+        policy_version, adapter_fields = self._policy_version, self._sender.request_fields()
+        answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
+        generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
+        if max(generation.token_ids) >= self._vocabulary:
             raise EngineNonsense(
-                f"{where}: token {max(found.token_ids)}, but the model's vocabulary has"
+                f"{where}: token {max(generation.token_ids)}, but the model's vocabulary has"
                 f" {self._vocabulary}"
             )
-        return found
+        return generation
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """See `Sampler`; at temperature 1 alone, since servers score at no other.
+        """Return the logprob of each token. Servers score only at temperature 1.
 
         Raises:
             EngineError: another temperature, or as `generate`.
@@ -157,52 +160,54 @@ class RemoteEngine(Engine):
         if temperature != 1:
             raise EngineError(f"{self.name} scores rows at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
-        body = self._score_body(token_ids) | self._sender.request()
+        body = self._score_body(token_ids) | self._sender.request_fields()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
 
     # -- EngineControl -----------------------------------------------------------------------------
 
     def publish(self, update: Update) -> int:
-        """Send the policy, and prove that the server holds it and samples from it.
+        """Send the policy, and check that the server has loaded it and samples from it.
 
-        Where weights are sent, the next answer carries their version and finds nothing in the
-        cache; where an adapter is, the server lists it and every request names it.
+        After new weights, the next answer must carry their version and find nothing in the cache.
+        After a new adapter, the server must list it, and every request names it.
 
         Raises:
-            ConfigError: this server cannot be sent it; nothing was.
-            EngineError: the server does not take it, or goes on as before.
+            ConfigError: this server cannot be sent the policy; nothing was sent.
+            EngineError: the server does not load the policy, or does not sample from it.
         """
         if not isinstance(self._sender, AdapterSender):
             return self._replace_weights(update)
         sent = self._send(update)
-        self._stamp = PolicyVersion(self._stamp.weights, update.version)
+        self._policy_version = PolicyVersion(self._policy_version.weights, update.version)
         self.probe()
         return sent
 
     def close(self) -> None:
-        """End the server where it is ours, or leave it without our adapters.
+        """End the server if we started it, else unload our adapters.
 
         Requests in flight fail then.
         """
-        if self._process is not None:  # first: nobody waits then for one that hangs
+        if (
+            self._process is not None
+        ):  # Stop it first, so that nothing waits for a server that hangs.
             self._process.stop()
         self._sender.close()
 
     def probe(self) -> Generation:
-        """Let the server sample a token after the same prompt as ever, which it then caches.
+        """Let the server sample a token after a fixed prompt, which it then caches.
 
         Raises:
-            EngineError: it does not, or under another version than was published.
+            EngineError: it does not, or the version differs from the published one.
         """
-        named, where = self._sender.request(), f"{self.url}: a probe"
+        adapter_fields, where = self._sender.request_fields(), f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
-        body = self._body(row, Sampling(temperature=0.0), 1) | named
+        body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
         answer = self._control.ask(self._path, body)
-        found = self._read_turn(answer, 1, self._stamp, where, named)
-        if found.versions[0] != self.version:
-            raise EngineError(f"{where}: version {found.versions[0]}, not {self.version}")
-        return found
+        generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
+        if generation.versions[0] != self.version:
+            raise EngineError(f"{where}: version {generation.versions[0]}, not {self.version}")
+        return generation
 
     # -- what both dialects need -------------------------------------------------------------------
 
@@ -225,14 +230,14 @@ class RemoteEngine(Engine):
         deadline: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """The status and the answer of a request for tokens.
+        """Send a request for tokens; return the status and the answer.
 
         Raises:
-            EngineDead: the server, which is ours, ended.
+            EngineDead: the server, which we started, has ended.
             EngineError: no answer in time.
         """
         try:
-            # Sent again where an idle connection was closed at that moment.
+            # It is sent again if an idle connection was closed at that moment.
             return await self._http.request_json(
                 "POST", self._path, body, deadline=deadline, retries=1, headers=headers
             )
@@ -244,11 +249,11 @@ class RemoteEngine(Engine):
     def _send(self, update: Update) -> int:
         return self._sender.send(update)
 
-    def _prove_fresh(self) -> None:
-        """The next answer is of the published version, and of nothing that was cached before.
+    def _check_cache_is_empty(self) -> None:
+        """Check that the next answer is of the published version, and uses no cached tokens.
 
         Raises:
-            EngineError: it is not.
+            EngineError: it is not, or it does.
         """
         if cached := self.probe().cached_tokens:
             raise EngineError(
@@ -261,50 +266,59 @@ class RemoteEngine(Engine):
     @property
     @abstractmethod
     def _path(self) -> str:
-        """Where the server is asked for tokens."""
+        """Return the path of requests for tokens."""
 
     @abstractmethod
     def _connect(self) -> None:
-        """Ask for `max_length` and the stamp of the weights."""
+        """Ask for `max_length` and the version of the weights."""
 
     @abstractmethod
     def _body(
         self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
-        """A request for a turn of at most `limit` tokens."""
+        """Return a request for a turn of at most `limit` tokens."""
 
     @abstractmethod
     def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
-        """A request for the logprobs of a row."""
+        """Return a request for the logprobs of a row."""
 
     @abstractmethod
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        """One request's answer; what is not waited for any more is aborted.
+        """Send one request and return the answer. If the caller is cancelled, the server aborts it.
 
         Raises:
-            EngineDead: the server, which is ours, ended.
-            EngineError: it is refused, or there is no answer in time.
+            EngineDead: the server, which we started, has ended.
+            EngineError: the request is refused, or there is no answer in time.
         """
 
     @abstractmethod
     def _read_turn(
-        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
+        self,
+        answer: Any,
+        limit: int,
+        policy_version: PolicyVersion,
+        where: str,
+        adapter_fields: dict[str, Any],
     ) -> Generation:
-        """A turn from an answer; `stamp` and `named` are of when it was asked for."""
+        """Return the turn in an answer.
+
+        `policy_version` and `adapter_fields` are those of the time of the request.
+        """
 
     @abstractmethod
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
-        """Logprobs of a whole row, the first token's as 0, from an answer."""
+        """Return the logprobs of a whole row; the first token's is 0."""
 
     @abstractmethod
     def _replace_weights(self, update: Update) -> int:
-        """Send weights, and prove that the server samples from them. Returns their bytes."""
+        """Send weights, and check that the server samples from them; return the bytes."""
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters that both servers call by the same names.
+    """Return the sampling parameters that have the same names in both servers.
 
-    All of them: what a request leaves out comes from the server's settings or the model's folder.
+    All are set, because a server takes missing ones from its settings or from the folder of the
+    model.
     """
     return {
         "temperature": sampling.temperature,
@@ -318,41 +332,43 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def check_turn(ids: Sequence[int], reason: Any, limit: int, counted: Any) -> None:
-    """Refuse a turn that cannot be.
+def check_turn(ids: Sequence[int], reason: Any, limit: int, reported: Any) -> None:
+    """Check the length and the finish reason of a turn.
 
     Args:
-        ids: of the sampled tokens.
-        reason: why it ended, as the server says.
-        limit: how many tokens were asked for.
-        counted: how many the server says there are.
+        ids: the ids of the sampled tokens.
+        reason: the finish reason that the server reports.
+        limit: the number of tokens that was requested.
+        reported: the number of tokens that the server reports.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: they are inconsistent.
     """
     if reason not in ("stop", "length"):
         raise ValueError(f"finish reason {reason!r}")
-    if not 0 < len(ids) <= limit or len(ids) != counted:
-        raise ValueError(f"{len(ids)} tokens of {limit} asked for, and it counts {counted}")
+    if not 0 < len(ids) <= limit or len(ids) != reported:
+        raise ValueError(f"{len(ids)} tokens of at most {limit}, but it reports {reported}")
 
 
-def versions_of(spans: list[dict[str, Any]] | None, n: int, stamp: PolicyVersion) -> array[int]:
-    """The policy version of each of a turn's n tokens.
+def token_versions(
+    spans: list[dict[str, Any]] | None, n: int, policy_version: PolicyVersion
+) -> array[int]:
+    """Return the policy version of each of a turn's n tokens.
 
     Args:
-        spans: which weights sampled which tokens, as both servers say it; none: all the same.
-        n: how many tokens there are.
-        stamp: what was published when the turn was asked for.
+        spans: which weights sampled which tokens, as both servers report it; None: all the same.
+        n: the number of tokens.
+        policy_version: the version that was published at the time of the request.
 
     Raises:
-        ValueError: the spans are not of n tokens.
+        ValueError: the spans do not cover n tokens.
     """
     versions = token_array()
-    for span in spans or [{"version": stamp.weights, "start": 0, "end": n}]:
+    for span in spans or [{"version": policy_version.weights, "start": 0, "end": n}]:
         if span["start"] != len(versions):
             raise ValueError(f"spans of versions with gaps: {spans}")
         weights = str(span["version"])
-        policy = stamp.policy if weights == stamp.weights else int(weights)
+        policy = policy_version.policy if weights == policy_version.weights else int(weights)
         versions.extend([policy] * (span["end"] - span["start"]))
     if len(versions) != n:
         raise ValueError(f"spans of versions for {len(versions)} of {n} tokens")

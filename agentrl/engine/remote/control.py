@@ -1,4 +1,4 @@
-"""What is asked of a server from code that is not async, and the errors behind all its answers."""
+"""The blocking client of a server, and the errors for all its answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Control:
-    """One server's blocking door."""
+    """A client of one server for code that is not async."""
 
     def __init__(
         self,
@@ -40,39 +40,40 @@ class Control:
         admin_key: str = "",
         process: ServerHandle | None = None,
     ):
-        """Ask nothing yet.
+        """Store the address and the keys; send nothing yet.
 
         Args:
-            url: the server's.
-            key: its api key.
-            admin_key: for what manages it; "" where it has none, and takes the api key there too.
-            process: its own, where it is ours: an answer that does not come may be its death.
+            url: the URL of the server.
+            key: its API key.
+            admin_key: the key of its management endpoints; "" if these use the API key.
+            process: the process of the server, if we started it. If an answer does not come, the
+                process may have ended.
         """
         self.url, self.process = url, process
         self.key, self._admin_key = key, admin_key or key
 
     def ask(self, path: str, body: Any = None, *, seconds: float = CONTROL_SECONDS) -> Any:
-        """The answer to a GET, or to a POST of a body.
+        """Send a GET, or a POST if there is a body; return the parsed answer.
 
         Raises:
-            EngineError: it is refused, or there is none in time.
-            EngineDead: the server ended.
+            EngineError: the server refuses the request, or does not answer in time.
+            EngineDead: the server's process has ended.
         """
-        return self._must(path, *self._fetch(path, body, self.key, seconds))
+        return self._parse_or_raise(path, *self._fetch(path, body, self.key, seconds))
 
     def manage(
         self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS, json: bool = True
     ) -> Any:
-        """As `ask`, where the server wants its admin key; `json`: whether success is JSON."""
-        return self._must(path, *self.attempt(path, body, seconds=seconds), json=json)
+        """Send a request as `ask` does, with the admin key; `json`: whether a success is JSON."""
+        return self._parse_or_raise(path, *self.attempt(path, body, seconds=seconds), json=json)
 
     def attempt(
         self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS
     ) -> tuple[int, bytes]:
-        """As `manage`, whatever the answer is: its status and its body."""
+        """Send a request as `manage` does, and return the status and the body of any answer."""
         return self._fetch(path, body, self._admin_key, seconds)
 
-    def _must(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
+    def _parse_or_raise(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
         try:
             answer = orjson.loads(content) if content else None
         except orjson.JSONDecodeError as e:
@@ -90,44 +91,46 @@ class Control:
             return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
         except EngineError:
             if self.process is not None and not self.process.running:
-                raise self.process.death() from None
+                raise self.process.death_error() from None
             raise
 
 
 def refusal(status: int, answer: Any, where: str) -> EngineError:
-    """The error behind a status that is not 200."""
-    said = _message(answer)
-    text = f"{where}: status {status}: {said[:2000]}"
+    """Return the error for an answer whose status is not 200."""
+    message = _message(answer)
+    text = f"{where}: status {status}: {message[:2000]}"
     if status in (429, 503):
         return EngineOverloaded(text)
     if status == 400:
-        return PromptTooLong(text) if _TOO_LONG.search(said) else RequestRefused(text)
+        return PromptTooLong(text) if _TOO_LONG.search(message) else RequestRefused(text)
     return EngineError(text)
 
 
 def _message(answer: Any) -> str:
-    """The text in one of the shapes that SGLang's errors have."""
+    """Return the text of an error, which SGLang writes in several formats."""
     while isinstance(answer, dict):
-        found = [answer[key] for key in ("error", "message", "detail") if key in answer]
-        answer = found[0] if found else str(answer)
+        texts = [answer[key] for key in ("error", "message", "detail") if key in answer]
+        answer = texts[0] if texts else str(answer)
     return str(answer)
 
 
 @contextmanager
 def reading(server: str, where: str) -> Iterator[None]:
-    """Take what goes wrong in reading an answer for the fault of the answer.
+    """Raise exceptions that occur while an answer is read as `EngineNonsense`.
 
     Raises:
-        EngineNonsense: the answer cannot be `server`'s.
+        EngineNonsense: the answer is not a valid one of `server`.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as e:
-        raise EngineNonsense(f"{where}: not {server}'s answer: {type(e).__name__}: {e}") from e
+        raise EngineNonsense(
+            f"{where}: not a valid answer of {server}: {type(e).__name__}: {e}"
+        ) from e
 
 
 def in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
-    """Run it in a thread that nobody must wait for, not even the interpreter's end."""
+    """Run a function in a daemon thread, for which not even the exit of Python waits."""
     future: Future[T] = Future()
 
     def run() -> None:

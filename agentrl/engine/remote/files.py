@@ -1,4 +1,4 @@
-"""Weights in a folder, as servers load them: safetensors alone."""
+"""Weights as safetensors in a folder that servers read."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ FILE_BYTES = 2 * 2**30
 
 
 def transfer_folder() -> TemporaryDirectory[str]:
-    """A folder of ours for what goes from process to process, gone when it was read.
+    """Create a temporary folder that passes files from process to process.
 
-    It lies in TMPDIR. Whoever writes or reads it on another machine must see it (`check_folder_visible`).
+    It is in TMPDIR. Processes on other machines that write or read it must see it
+    (`check_folder_visible`).
     """
     return TemporaryDirectory(prefix="agentrl-weights-")
 
 
 def check_folder_visible(path: Path, where: str = "this machine") -> None:
-    """Refuse a machine that does not see what is passed on.
+    """Check that this machine sees a folder that passes weights.
 
     Args:
-        path: in a `transfer_folder`, or one itself; made on the run's own machine.
-        where: the name of the machine that this is called on.
+        path: a `transfer_folder`, or a path in one, created on the machine of the run.
+        where: the name of this machine.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: this machine does not see it.
     """
     if not path.exists():
         raise ConfigError(
-            f"weights go through files in {gettempdir()} of the run's machine, and {where} does"
-            f" not see {path}: set TMPDIR to a folder on a file system that all machines see"
+            f"weights are passed through files in {gettempdir()} of the run's machine, but {where}"
+            f" does not see {path}. Set TMPDIR to a folder on a file system that all machines see"
         )
 
 
 def write_update(update: Update, folder: Path) -> int:
-    """Write an update's weights, or have them written where they are.
+    """Write the weights of an update, or let the processes that hold them write them.
 
     Returns:
-        Their bytes.
+        The number of bytes.
     """
     if update.write is not None:
         return update.write(folder, None)
@@ -53,34 +54,34 @@ def write_update(update: Update, folder: Path) -> int:
 
 
 def write_weights(weights: Iterable[tuple[str, Any]], folder: Path, dtype: Any = None) -> int:
-    """Write named tensors, a file at a time: at most `FILE_BYTES` and a tensor are held.
+    """Write named tensors to files. At most `FILE_BYTES` and one tensor are in memory at a time.
 
     Args:
-        weights: of floating-point numbers.
-        folder: an existing one.
-        dtype: what they are cast to; None: as they are.
+        weights: named floating-point tensors.
+        folder: an existing folder.
+        dtype: the dtype to write; None keeps the dtype of each tensor.
 
     Returns:
-        Their bytes.
+        The number of bytes.
     """
-    held: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     size = written = files = 0
     for name, tensor in weights:
         tensor = tensor if dtype is None else tensor.to(dtype)
-        held[name] = tensor.contiguous()
+        tensors[name] = tensor.contiguous()
         size += tensor.nbytes
         if size >= FILE_BYTES:
-            save_file(held, folder / f"{files:05d}.safetensors")
-            held, written, size, files = {}, written + size, 0, files + 1
-    if held:
-        save_file(held, folder / f"{files:05d}.safetensors")
+            save_file(tensors, folder / f"{files:05d}.safetensors")
+            tensors, written, size, files = {}, written + size, 0, files + 1
+    if tensors:
+        save_file(tensors, folder / f"{files:05d}.safetensors")
     return written + size
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Of the tensors that were written."""
-    named: set[str] = set()
+    """Return the names of the tensors in a folder."""
+    names: set[str] = set()
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            named |= set(tensors.keys())
-    return named
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names

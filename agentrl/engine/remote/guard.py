@@ -1,9 +1,9 @@
-"""Asks every caller of a vLLM server for its key.
+"""ASGI middleware that requires the key for every request to a vLLM server.
 
-vLLM's own key guards what lies under /v1 and /inference. What manages the server (weights, pauses,
-calls of any worker's method) it leaves open to every process of the machine. So this stands before
-all of it: copied beside a file with the key, and named by `--middleware`. Standard library only,
-since it runs in the server's environment.
+vLLM's own key protects only the paths under /v1 and /inference. Its management endpoints (weights,
+pauses, calls of any method of a worker) are open to every process of the machine. So this
+middleware protects all paths. It is copied beside a file with the key, and passed by
+`--middleware`. It uses only the standard library, because it runs in the environment of the server.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "key"
-OPEN = ("/health",)
-"""Says nothing but that the server is there."""
+OPEN_PATHS = ("/health",)
+"""Paths without a key. The answer shows only that the server runs."""
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 
 
-class Guard:
-    """ASGI middleware: 401 for who does not know the key."""
+class KeyGuard:
+    """ASGI middleware that answers 401 to requests without the key."""
 
     def __init__(self, app: _App):
-        """Read the key from beside this file; without it the server does not start."""
+        """Read the key from the file beside this one. Without a key the server does not start."""
         self._app = app
         key = Path(__file__).with_name(KEY_FILE).read_bytes()
         if not key:
-            raise ValueError("an empty key would let everybody in")
-        self._wanted = b"Bearer " + key
+            raise ValueError("the key file is empty: every request would be accepted")
+        self._expected = b"Bearer " + key
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
-        """Let a request through, or answer it."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN or self._known(scope):
+        """Pass a request on, or answer it with 401."""
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]
@@ -43,6 +43,6 @@ class Guard:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _known(self, scope: _Scope) -> bool:
-        found = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(found) == 1 and compare_digest(found[0], self._wanted)
+    def _has_key(self, scope: _Scope) -> bool:
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(values) == 1 and compare_digest(values[0], self._expected)

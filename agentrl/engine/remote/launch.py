@@ -1,6 +1,6 @@
-"""Servers of our own: on loopback, with a random key, for as long as this process lives.
+"""Servers that this process starts: on loopback, with a random key, for as long as it lives.
 
-For a run on another machine a server listens on an address of its own, with the same keys.
+For a run on another machine, a server listens on an address of its own machine, with the same keys.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from agentrl.workers.child_process import OUTPUT_GRACE_SECONDS, ChildProcess
 log = logging.getLogger("agentrl")
 
 START_SECONDS = 1800.0
-"""Loading and compiling take their time; a server that dies meanwhile is noticed at once."""
+"""Loading and compiling take long. A server that ends meanwhile is noticed at once."""
 HEALTH_SECONDS = 30.0
 TAIL_LINES = 25
 LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
 PORT_TRIES = 200
 LOOPBACK = "127.0.0.1"
 MAX_ADAPTERS = 2
-"""How many adapters of a run a server holds: the last two, so that turns in flight can end."""
+"""How many adapters of a run a server keeps: the last two, so that turns in flight can end."""
 
 
 class ServerHandle(Protocol):
-    """What an engine needs of its server's process, wherever that is."""
+    """What an engine uses of its server's process, on this or another machine."""
 
     url: str
     token: str
@@ -51,20 +51,20 @@ class ServerHandle(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether it is there; asked often, so it does not wait."""
+        """Return whether the process runs. Called often, so it does not wait."""
         ...
 
-    def death(self) -> EngineDead:
-        """What to raise of a server that ended: with the last lines it said."""
+    def death_error(self) -> EngineDead:
+        """Return the error for a server that ended, with the last lines that it printed."""
         ...
 
     def stop(self) -> None:
-        """End it and all that it started. Idempotent."""
+        """End the server and all processes that it started. Idempotent."""
         ...
 
 
 class ServerProcess:
-    """A server's process, from its start to its end."""
+    """The process of a server on this machine."""
 
     def __init__(
         self,
@@ -75,36 +75,37 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         start_seconds: float = START_SECONDS,
     ):
-        """Start a server and return once it is healthy (GET /health).
+        """Start a server and return when it is healthy (GET /health).
 
         Args:
-            name: the server's, for messages.
-            command: what to run, given `folder`, `host`, `port` and `token`. The token must go by a
-                file in the folder or by the environment, since command lines are read by everybody.
-            host: the address of this machine that it listens on.
-            environment: variables beside our own.
-            start_seconds: how long that may take.
+            name: the name of the server, for messages.
+            command: returns the command from `folder`, `host`, `port` and `token`. Pass the token
+                in a file in the folder or in the environment, because all users can read command
+                lines.
+            host: the address of this machine on which it listens.
+            environment: variables in addition to ours.
+            start_seconds: the time limit for the start.
 
         Raises:
-            EngineDead: it ended; with the last lines it said.
-            EngineError: it is not healthy in time.
+            EngineDead: it ended; the message has the last lines that it printed.
+            EngineError: it was not healthy in time.
         """
         self._name = name
         self.token = secrets.token_hex(32)
-        """A random key that its endpoints ask for."""
+        """A random key that its endpoints require."""
         self.admin_token = secrets.token_hex(32)
-        """Another, for those that manage it, where it tells the two apart."""
+        """Another key for its management endpoints, if it distinguishes the two."""
         self._folder = TemporaryDirectory(prefix="agentrl-engine-")
         self.folder = Path(self._folder.name)
-        """For its files; gone after its end."""
+        """A folder for its files, removed after its end."""
         self.host, self.port = host, _free_port(host)
         self.url = f"http://{host}:{self.port}"
         self._process = ChildProcess(
             [sys.executable, "-I", parent_watch.__file__, str(self.folder), *command(self)],
             stops_at_eof=True,
             environment={
-                "TMPDIR": str(self.folder),  # its sockets lie where they are cleared away
-                "PYTHONSAFEPATH": "1",  # no file where we stand is a module
+                "TMPDIR": str(self.folder),  # Its sockets are removed with the folder.
+                "PYTHONSAFEPATH": "1",  # Import no module from the working directory.
                 **(environment or {}),
             },
         )
@@ -116,16 +117,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds the server, and of the process group."""
+        """Return the id of the process that runs the server, which is also its process group."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it is there."""
+        """Return whether the process runs."""
         return self._process.running
 
-    def death(self) -> EngineDead:
-        """What to raise of a server that ended: with the last lines it said."""
+    def death_error(self) -> EngineDead:
+        """Return the error for a server that ended, with the last lines that it printed."""
         self._process.wait(OUTPUT_GRACE_SECONDS)
         lines = list(self._process.tail)[-TAIL_LINES:]
         text = "\n".join(f"  | {line}" for line in lines)
@@ -133,7 +134,7 @@ class ServerProcess:
         return EngineDead(f"the {self._name} server at {self.url} ended. Its last lines:\n{said}")
 
     def stop(self) -> None:
-        """End it and all that it started. Idempotent."""
+        """End the server and all processes that it started. Idempotent."""
         self._process.stop()
         self._folder.cleanup()
 
@@ -141,7 +142,7 @@ class ServerProcess:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if not self.running:
-                raise self.death()
+                raise self.death_error()
             with contextlib.suppress(EngineError):
                 status, _ = fetch(self.url, "/health", error=EngineError, timeout=HEALTH_SECONDS)
                 if status == 200:
@@ -152,100 +153,103 @@ class ServerProcess:
         )
 
 
-Start = Callable[[str], tuple[ServerProcess, bool]]
-"""Starts a server that listens on an address; with a word on how (see `EngineSlot.run`)."""
+StartServer = Callable[[str], tuple[ServerProcess, bool]]
+"""Starts a server that listens on an address. Returns its process, and whether it computes in the
+order and precision of the trainer."""
 
 
-def here(start: Start) -> tuple[ServerHandle, bool]:
-    """On this machine, for this machine alone."""
+def start_here(start: StartServer) -> tuple[ServerHandle, bool]:
+    """Start a server on this machine that only this machine can reach."""
     return start(LOOPBACK)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSlot:
-    """One of a run's places for servers."""
+    """The GPUs and the machine of one server of a run."""
 
     gpus: Sequence[int] = ()
-    """Those of the server, as torch counts them there; none: a CPU."""
-    shared: bool = False
-    """Whether the first of them is the learner's."""
-    near: bool = True
-    """Whether the learner's weights are in this process's memory, or on a GPU that it sees."""
-    run: Callable[[Start], tuple[ServerHandle, bool]] = here
-    """Has a server started there, and hands back what this process needs of it."""
+    """The indices of its GPUs, as torch counts them on that machine; none: a CPU."""
+    shares_gpu: bool = False
+    """Whether its first GPU is also used by the learner."""
+    is_local: bool = True
+    """Whether the learner's weights are in the memory of this process, or on a GPU that it sees."""
+    run: Callable[[StartServer], tuple[ServerHandle, bool]] = start_here
+    """Starts a server there, and returns a handle for this process."""
 
 
 async def raise_if_dead(process: ServerHandle | None) -> None:
-    """A connection breaks a moment before its process is seen to have ended.
+    """Wait a moment and raise an error if the server has ended.
+
+    Its connections break shortly before its process is seen to have ended.
 
     Raises:
-        EngineDead: it did.
+        EngineDead: the server has ended.
     """
     for _ in range(20):
         if process is None:
             return
         if not process.running:
-            raise process.death() from None
+            raise process.death_error() from None
         await asyncio.sleep(0.05)
 
 
 def find_package(package: str, python: str) -> tuple[str, Path]:
-    """Ask an interpreter for a package; importing one may take half a minute.
+    """Ask a Python interpreter for the folder of a package, without importing the package.
 
     Args:
-        package: such as sglang.
-        python: the interpreter's path; "" is this one.
+        package: such as "sglang".
+        python: the path of the interpreter; "" is this one.
 
     Returns:
-        The interpreter's full path, and the package's folder.
+        The full path of the interpreter, and the folder of the package.
 
     Raises:
-        ConfigError: the interpreter does not run, or has no such package.
+        ConfigError: the interpreter does not run, or does not have the package.
     """
     path = str(Path(python).absolute()) if python else sys.executable
-    asks = (
+    code = (
         f"import importlib.util as u; print(u.find_spec('{package}').submodule_search_locations[0])"
     )
     try:
         found = subprocess.run(
-            [path, "-c", asks], cwd="/", capture_output=True, text=True, timeout=60
+            [path, "-c", code], cwd="/", capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
     if found.returncode:
         raise ConfigError(
             f"rollout.name={package}: {path} has no {package}. Install it there (pip install"
-            f' "agentrl[{package}]"), or name the Python of an environment that has it:'
-            " rollout.python"
+            f' "agentrl[{package}]"), or set rollout.python to the Python of an environment'
+            " that has it"
         )
     return path, Path(found.stdout.strip())
 
 
 def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
-    """The environment in which a process sees these of our GPUs only; none named: all as they are.
+    """Return the environment variables that show a process only these GPUs; none for no index.
 
     Args:
         gpus: indices as torch counts them here.
     """
     if not gpus:
         return {}
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = ours.split(",") if ours else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[g] if names else str(g) for g in gpus)}
 
 
 def _free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on, with room above: SGLang takes others up to 10,000 higher.
+    """Return a free port with room above it: SGLang also uses ports up to 10,000 higher.
 
     Raises:
-        EngineError: none is found.
+        EngineError: none was found.
     """
     for k in range(2 * PORT_TRIES):
-        # The system's choice, and where its range lies too high, our own.
+        # A port that the system chooses; if those are too high, a random one.
         span = HIGHEST_PORT - LOWEST_PORT
-        wanted = 0 if k < PORT_TRIES else LOWEST_PORT + secrets.randbelow(span)
+        candidate = 0 if k < PORT_TRIES else LOWEST_PORT + secrets.randbelow(span)
         with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind((host, wanted))
+            s.bind((host, candidate))
             if (port := s.getsockname()[1]) < HIGHEST_PORT:
                 return port
     raise EngineError(f"no port below {HIGHEST_PORT} is free for a server")
@@ -253,34 +257,35 @@ def _free_port(host: str = LOOPBACK) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch(ABC):
-    """How a server is started."""
+    """The options with which a server is started."""
 
     name: ClassVar[str]
-    """The server's, for messages."""
+    """The name of the server, for messages."""
     package: ClassVar[str]
 
     model: str
-    """A folder in transformers' format, or a name on the hub."""
+    """A folder in the format of transformers, or a hub name."""
     python: str = ""
-    """Of the environment that has the server; "" is this one."""
+    """The Python of the environment that has the server; "" is this one."""
     dtype: str = "auto"
     gpus: Sequence[int] = ()
-    """The GPUs it sees, one for each share of the model, as torch counts them here; none: a CPU."""
+    """The GPUs that it sees, one for each part of the model, as torch counts them here; none: a
+    CPU."""
     memory: float = 0.5
-    """Its share of a GPU's memory."""
+    """The server's share of a GPU's memory."""
     deterministic: bool = False
     lora_rank: int = 0
-    """Of the policy's LoRA; 0: all weights learn."""
+    """The rank of the policy's LoRA; 0: all weights are trained."""
     arguments: Sequence[str] = ()
-    """Further ones, which win."""
+    """Additional arguments, which override ours."""
 
     def start(self, start_seconds: float = START_SECONDS, *, host: str = LOOPBACK) -> ServerProcess:
-        """Start it, listening on an address of this machine, and wait until it is healthy.
+        """Start the server on an address of this machine, and wait until it is healthy.
 
         Raises:
-            ConfigError: there is no such Python, or no such server in it.
-            EngineDead: it ended; with the last lines it said.
-            EngineError: it is not healthy in time.
+            ConfigError: there is no such Python, or it does not have the server.
+            EngineDead: it ended; the message has the last lines that it printed.
+            EngineError: it was not healthy in time.
         """
         python, folder = find_package(self.package, self.python)
 
@@ -301,14 +306,18 @@ class Launch(ABC):
         )
 
     def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
-        """Start it; also says whether it computes in the order and precision of our trainer."""
+        """Start the server.
+
+        Returns:
+            Its process, and whether it computes in the order and precision of the trainer.
+        """
         return self.start(host=host), False
 
     @abstractmethod
     def _command(self, server: ServerProcess, python: str) -> list[str]:
-        """The program, its model and its keys.
+        """Return the program, its model and its keys.
 
-        The command line of a process is read by everybody: the keys go by a file.
+        All users can read the command line of a process, so the keys are passed in a file.
         """
 
     @abstractmethod
@@ -324,26 +333,30 @@ SGLANG_CPU = (
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
 )
-"""How a server runs where there is no GPU; what others allot while it starts counts as its own."""
+"""The flags for a machine without a GPU. SGLang counts memory that others allocate during its start
+as its own."""
 ON_POLICY_TARGET = "fsdp"
-"""Of `--rl-on-policy-target`: a trainer of plain torch modules, such as ours."""
+"""The value of `--rl-on-policy-target` for a trainer of plain torch modules, as ours is."""
 
 
 @dataclass(frozen=True, slots=True)
 class SGLangLaunch(Launch):
-    """How an SGLang server is started."""
+    """The options with which an SGLang server is started."""
 
     name, package = "SGLang", "sglang"
 
     lora_targets: Sequence[str] = ()
-    """The modules that adapters adapt, or `all`. None: it is sent weights, with LoRA merged into
-    those that LoRA adapts, and the others stay as they were."""
+    """The modules that adapters adapt, or `all`. Empty: the server is sent no adapters, but the
+    weights that LoRA adapts, with LoRA merged into them."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     on_policy: bool = False
     """Whether it computes in the order and precision of a trainer of plain torch modules."""
 
     def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
-        """See `Launch`: where it is deterministic, on a GPU. Not every model can."""
+        """Start the server; if it is deterministic and on a GPU, try `on_policy` first.
+
+        Not every model can do that.
+        """
         if self.deterministic and self.gpus and self.has_on_policy_option():
             try:
                 return replace(self, on_policy=True).start(host=host), True
@@ -351,13 +364,17 @@ class SGLangLaunch(Launch):
                 why = str(e).splitlines()[1:]
                 log.warning(
                     "this model does not start with --rl-on-policy-target: rollouts are"
-                    " deterministic, but not as near to the trainer as could be. SGLang said:\n%s",
+                    " deterministic, but their logprobs differ more from the trainer's. SGLang's"
+                    " error:\n%s",
                     "\n".join(line for line in why if "Error" in line)[:500],
                 )
         return self.start(host=host), False
 
     def has_on_policy_option(self) -> bool:
-        """Whether this SGLang has the option: its source says so faster than its help."""
+        """Return whether this SGLang has the option `--rl-on-policy-target`.
+
+        It reads the source of SGLang, which is faster than running its help.
+        """
         source = find_package("sglang", self.python)[1] / "srt/server_args.py"
         return source.is_file() and "rl_on_policy_target" in source.read_text()
 
@@ -399,29 +416,29 @@ class SGLangLaunch(Launch):
         return flags
 
     def _environment(self) -> dict[str, str]:
-        return {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}  # longer than a client keeps connections
+        return {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}  # Longer than a client keeps connections.
 
 
 GUARD = "agentrl_vllm_guard"
-"""The module's name in the server's environment."""
+"""The name of the guard's module in the environment of the server."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The greatest ranks of adapters that vLLM makes room for."""
+"""The maximum ranks of adapters that vLLM supports."""
 VLLM_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""How a server runs where there is no GPU: a GiB of cache, and threads that share the cores."""
+"""The environment without a GPU: 1 GiB of cache, and threads that share the cores."""
 VLLM_ALWAYS = {
-    # What manages it: weights, pauses, the cache.
+    # Enable its management endpoints: weights, pauses, the cache.
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     # Longer than a client keeps connections.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",
-    # Nobody is told what is trained here.
+    # Send no usage statistics.
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMLaunch(Launch):
-    """How a vLLM server is started."""
+    """The options with which a vLLM server is started."""
 
     name, package = "vLLM", "vllm"
 
@@ -433,20 +450,20 @@ class VLLMLaunch(Launch):
         return [
             *("/usr/bin/env", f"PYTHONPATH={server.folder}"),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
-            *("--middleware", f"{GUARD}.Guard"),
+            *("--middleware", f"{GUARD}.KeyGuard"),
         ]
 
     def _flags(self, package: Path) -> list[str]:
         flags = [
             *("--dtype", self.dtype),
-            # Of what was sampled, after the temperature; the default is before it.
+            # Logprobs after the temperature; by default they are before it.
             *("--logprobs-mode", "processed_logprobs"),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
         ]
-        # Whether it has an option: from its source, since importing it takes half a minute.
+        # Read its source for the option, because importing vLLM takes half a minute.
         sources = (package / "entrypoints").rglob("cli_args.py")
         if any("enable_scale_out" in file.read_text() for file in sources):
-            flags.append("--enable-scale-out")  # no /inference/v1/generate without it
+            flags.append("--enable-scale-out")  # Needed for /inference/v1/generate.
         if self.gpus:
             flags += [
                 *("--gpu-memory-utilization", f"{self.memory:g}"),

@@ -1,4 +1,4 @@
-"""A run's servers: where they stand, how each is started or found, how the policy goes there."""
+"""The servers of a run: where and how each is started, and how the policy is sent to it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.errors import ConfigError, EngineError
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
-"""Environment variables with the keys of servers that run already."""
+"""Environment variables with the keys of servers that already run."""
 
 MakeSender = Callable[[Control], Sender]
 
 
 def make_openers(
-    config: Config, base: str, *, cpu: bool, places: Sequence[EngineSlot] | None = None
+    config: Config, base: str, *, cpu: bool, slots: Sequence[EngineSlot] | None = None
 ) -> list[Callable[[], RemoteEngine]]:
-    """What starts each server of a run, or finds it.
+    """Return one function per server of a run, which starts it or connects to it.
 
     Args:
-        config: the run's.
+        config: the config of the run.
         base: the plain model that servers load.
-        cpu: whether they do without a GPU.
-        places: where those stand that are started; None: on this machine.
+        cpu: whether servers run without a GPU.
+        slots: where to start servers; None: on this machine.
 
     Raises:
-        ConfigError: this machine has no such places.
+        ConfigError: this machine cannot run them.
     """
     model = AutoConfig.from_pretrained(base).get_text_config()
     half = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
@@ -53,55 +53,56 @@ def make_openers(
         return [partial(_attach, config, base, url, dtype) for url in config.rollout.urls]
     if cpu:
         _check_without_gpu(config)
-    found = _places(config, cpu) if places is None else places
-    return [partial(_start, config, base, place, dtype) for place in found]
+    if slots is None:
+        slots = _local_slots(config, cpu)
+    return [partial(_start, config, base, slot, dtype) for slot in slots]
 
 
-# -- where they stand ------------------------------------------------------------------------------
+# -- where servers are started ---------------------------------------------------------------------
 
 
-def _places(config: Config, cpu: bool) -> list[EngineSlot]:
-    """The last GPUs, since the trainer is on the first.
+def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
+    """Return the slots on this machine: the last GPUs, because the trainer uses the first.
 
     Raises:
-        ConfigError: there are fewer, or none that the trainer shares where one is to sleep, or one
-            where none is to be shared.
+        ConfigError: there are too few GPUs; or a server is to sleep but shares no GPU; or one
+            shares the trainer's GPU although `trainer.placement` forbids it.
     """
     r = config.rollout
     if cpu:
         return [EngineSlot([])] * r.engines
-    found, each = torch.cuda.device_count(), r.tensor_parallel_size
-    first = found - r.engines * each
+    gpu_count, each = torch.cuda.device_count(), r.tensor_parallel_size
+    first = gpu_count - r.engines * each
     if first < 0:
         raise ConfigError(
             f"rollout.engines={r.engines} times rollout.tensor_parallel_size={each} are"
-            f" {r.engines * each} GPUs, but torch finds {found}"
+            f" {r.engines * each} GPUs, but torch finds {gpu_count}"
         )
     if first == 0 and config.trainer.placement == "separate":
         raise ConfigError(
             f"trainer.placement=separate: rollout.engines={r.engines} times"
-            f" rollout.tensor_parallel_size={each} leave none of {found} GPUs to the trainer alone."
-            " Set trainer.placement=colocated, or one of them lower"
+            f" rollout.tensor_parallel_size={each} leave none of {gpu_count} GPUs to the"
+            " trainer alone. Set trainer.placement=colocated, or reduce one of them"
         )
     if first > 0 and r.sleep != "none":
         raise ConfigError(
             f"rollout.sleep={r.sleep}: no server shares the trainer's GPU, which is the first of"
-            f" {found}. Set rollout.sleep=none"
+            f" {gpu_count}. Set rollout.sleep=none"
         )
-    starts = range(first, found, each)
-    return [EngineSlot(list(range(k, k + each)), shared=k == 0) for k in starts]
+    starts = range(first, gpu_count, each)
+    return [EngineSlot(list(range(k, k + each)), shares_gpu=k == 0) for k in starts]
 
 
 def _check_without_gpu(config: Config) -> None:
-    """Raises where a server is to do what takes a GPU.
+    """Check that the config needs no GPU for servers.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: a setting needs a GPU.
     """
     r = config.rollout
     if r.tensor_parallel_size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={r.tensor_parallel_size} is for GPUs. Set it to 1"
+            f"rollout.tensor_parallel_size={r.tensor_parallel_size} needs GPUs. Set it to 1"
         )
     if r.sleep != "none":
         raise ConfigError(
@@ -110,26 +111,26 @@ def _check_without_gpu(config: Config) -> None:
         )
     if r.deterministic and r.name == "sglang":
         raise ConfigError(
-            "rollout.deterministic=true: SGLang's deterministic inference is for GPUs. Leave it"
-            " out, or set rollout.name=local, which always is deterministic"
+            "rollout.deterministic=true: SGLang's deterministic inference needs GPUs. Remove it,"
+            " or set rollout.name=local, which is always deterministic"
         )
 
 
-# -- one that is started here, one that runs already -----------------------------------------------
+# -- one server: started or attached ---------------------------------------------------------------
 
 
-def _start(config: Config, base: str, place: EngineSlot, dtype: torch.dtype) -> RemoteEngine:
-    """Start a server and return once it samples.
+def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> RemoteEngine:
+    """Start a server and return when it samples.
 
     Raises:
-        ConfigError: there is no such server, or the policy cannot go to it as was asked for.
-        EngineError: the server did not start; with the last lines it said.
+        ConfigError: there is no such server, or the policy cannot be sent to it as configured.
+        EngineError: the server did not start; the message has its last lines.
     """
     r = config.rollout
     common: dict[str, Any] = {
         "python": r.python,
         "dtype": str(dtype).removeprefix("torch."),
-        "gpus": place.gpus,
+        "gpus": slot.gpus,
         "memory": r.gpu_memory_utilization,
         "deterministic": r.deterministic,
         "lora_rank": config.model.lora_rank,
@@ -137,18 +138,17 @@ def _start(config: Config, base: str, place: EngineSlot, dtype: torch.dtype) -> 
     }
     if r.name == "vllm":
         launch = VLLMLaunch(base, **common)
-        sender = _vllm_sender(config, base, cpu=not place.gpus)
-        connect = partial(VLLMEngine, sender=sender, seeded=r.deterministic)
+        sender = _vllm_sender(config, base, cpu=not slot.gpus)
+        connect = partial(VLLMEngine, sender=sender, uses_seeds=r.deterministic)
     else:
-        sender = _sglang_sender(config, place)
-        sleep = r.sleep if place.shared else "none"
-        targets = _targets(config) if sender is SGLangAdapterSender else ()
+        sender = _sglang_sender(config, slot)
+        sleep = r.sleep if slot.shares_gpu else "none"
+        targets = _lora_targets(config) if sender is SGLangAdapterSender else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
         connect = partial(SGLangEngine, sender=sender, sleep=sleep)
-    process, on_policy = place.run(launch.start_for_trainer)
+    process, on_policy = slot.run(launch.start_for_trainer)
     if r.name == "sglang":
-        # A trainer's float32 embeddings and norms are kept as they are by a server that computes as
-        # the trainer does.
+        # A server that computes as the trainer does keeps its float32 embeddings and norms.
         sent = None if on_policy else dtype
         connect = partial(connect, admin_key=process.admin_token, dtype=sent)
     try:
@@ -161,13 +161,13 @@ def _start(config: Config, base: str, place: EngineSlot, dtype: torch.dtype) -> 
 
 
 def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEngine:
-    """Use a server that runs already.
+    """Connect to a server that already runs.
 
-    To be trained with, a vLLM must run with `--logprobs-mode processed_logprobs` and under
+    For training, a vLLM server must run with `--logprobs-mode processed_logprobs` and with
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or VLLM_SERVER_DEV_MODE=1 (all weights).
 
     Raises:
-        EngineError: there is none.
+        EngineError: there is no such server.
     """
     r = config.rollout
     key, admin_key = os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, "")
@@ -175,7 +175,7 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEn
     try:
         if r.name == "vllm":
             sender = _vllm_sender(config, base, cpu=False)
-            return VLLMEngine(url, sender=sender, seeded=r.deterministic, **options)
+            return VLLMEngine(url, sender=sender, uses_seeds=r.deterministic, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
             adapter = bool(Control(url, key=key).ask("/server_info").get("enable_lora"))
@@ -192,59 +192,59 @@ def _vocabulary(base: str) -> int:
     return AutoConfig.from_pretrained(base).get_text_config().vocab_size
 
 
-def _targets(config: Config) -> Sequence[str]:
-    """The modules that LoRA adapts, as SGLang names them."""
+def _lora_targets(config: Config) -> Sequence[str]:
+    """Return the modules that LoRA adapts, by their names in SGLang."""
     targets = config.model.lora_target_modules
     if targets == "all-linear":
         return ["all"]
     return [targets] if isinstance(targets, str) else targets
 
 
-# -- how the policy goes to it ---------------------------------------------------------------------
+# -- how the policy is sent ------------------------------------------------------------------------
 
 
-def _sglang_sender(config: Config, place: EngineSlot) -> MakeSender:
-    """How the policy goes to an SGLang server of our own.
+def _sglang_sender(config: Config, slot: EngineSlot) -> MakeSender:
+    """Return the way to send the policy to an SGLang server that we started.
 
     Raises:
-        ConfigError: not in the way that was asked for.
+        ConfigError: the configured way is not possible.
     """
-    r, gpus, shared = config.rollout, place.gpus, place.shared
+    r, gpus, shares_gpu = config.rollout, slot.gpus, slot.shares_gpu
     if config.model.lora_rank and (r.lora == "adapter" or (r.lora == "auto" and gpus)):
         if not gpus:
             raise ConfigError(
-                "rollout.lora=adapter: SGLang takes no adapters on a CPU. Set rollout.lora=merge"
+                "rollout.lora=adapter: SGLang supports no adapters on a CPU. Set rollout.lora=merge"
             )
         return SGLangAdapterSender
     sync = r.sync
     if sync == "auto":
-        sync = "disk" if not gpus or not place.near else "ipc" if shared else "nccl"
+        sync = "disk" if not gpus or not slot.is_local else "ipc" if shares_gpu else "nccl"
     if sync == "disk":
         return SGLangDiskSender
-    if not place.near:
+    if not slot.is_local:
         raise ConfigError(
-            f"rollout.sync={sync}: the weights are spread over processes of their own, and go to"
-            " servers through files. Set rollout.sync=auto"
+            f"rollout.sync={sync}: the weights are in other processes, and are sent to servers"
+            " through files. Set rollout.sync=auto"
         )
-    if not gpus or shared != (sync == "ipc"):
-        where = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
-        owner = "" if not gpus else "the trainer's" if shared else "not the trainer's"
+    if not gpus or shares_gpu != (sync == "ipc"):
+        device = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
+        owner = "" if not gpus else "the trainer's" if shares_gpu else "not the trainer's"
         raise ConfigError(
-            f"rollout.sync={sync}: a server is on {where}{owner}. Set rollout.sync=auto"
+            f"rollout.sync={sync}: a server is on {device}{owner}. Set rollout.sync=auto"
         )
     return partial(IpcSender if sync == "ipc" else NcclSender, tp=len(gpus))
 
 
 def _vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
-    """How the policy goes to a vLLM server: LoRA as an adapter, here on a CPU as well.
+    """Return the way to send the policy to a vLLM server: LoRA as an adapter, also on a CPU.
 
     Raises:
-        ConfigError: it was to be merged.
+        ConfigError: LoRA is to be merged.
     """
     if config.model.lora_rank:
         if config.rollout.lora == "merge":
             raise ConfigError(
-                "rollout.lora=merge: vLLM takes all weights at once, not only those that LoRA"
+                "rollout.lora=merge: vLLM needs all weights at once, not only those that LoRA"
                 " adapts. Set rollout.lora=adapter"
             )
         return VLLMAdapterSender
@@ -253,7 +253,7 @@ def _vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
 
 
 def parameter_names(base: str) -> frozenset[str]:
-    """Of all a model's tensors, each once; no weights are read."""
+    """Return the names of all tensors of a model, each once. No weights are read."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
     return frozenset(name for name, _ in model.named_parameters())

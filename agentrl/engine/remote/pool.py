@@ -1,8 +1,8 @@
 """Several engines as one.
 
-An episode's first turn goes to the engine with the fewest episodes, later ones to the same, where
-their prefix is cached. When an engine fails, the turn is sent to another with the same tokens, and
-the episode stays there. What becomes of the engine is the supervisor's business.
+The first turn of an episode goes to the engine with the fewest episodes, later turns to the same
+engine, where their prefix is cached. When an engine fails, the turn is sent to another one with the
+same tokens, and the episode stays there. The supervisor repairs the engine that failed.
 """
 
 from __future__ import annotations
@@ -29,70 +29,72 @@ from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverlo
 from agentrl.trajectory import Generation
 
 SCORE_SECONDS = 600.0
-READY_SECONDS = 0.1
-"""Between two looks for an engine that is back."""
+POLL_SECONDS = 0.1
+"""The interval between two checks whether an engine is available again."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
-"""Seconds to wait for a place where all engines are full; doubled from time to time."""
+"""The seconds to wait if all engines are full; doubled each time."""
 
 T = TypeVar("T")
 
 
-class Pool(Engine):
-    """An engine made of engines; one alone gains by it too, since it is started anew.
+class EnginePool(Engine):
+    """Several engines that are used as one.
 
-    `generate`, `score`, `ready`, `begin` and `end` belong to one event loop; the other methods wait
-    for the engines and are for another thread.
+    A pool of one engine is useful too, because it restarts the engine. `generate`, `score`,
+    `ready`, `begin` and `end` belong to one event loop. The other methods block, and are for
+    another thread.
     """
 
     max_length: int
-    """The longest row, in tokens, of the engine that takes the fewest."""
+    """The longest row, in tokens, that all engines accept."""
 
     def __init__(
         self,
         openers: Sequence[Opener],
         *,
         close: Callable[[], None] = lambda: None,
-        pacing: RecoveryPolicy | None = None,
+        recovery: RecoveryPolicy | None = None,
     ):
-        """Open all engines, side by side.
+        """Open all engines at the same time.
 
         Args:
-            openers: one an engine: starts it or attaches to it. One that is ours and dies is opened
-                again, on a thread.
-            close: called at the end, also where an engine does not open.
-            pacing: how patient to be.
+            openers: one function per engine, which starts it or connects to it. An engine that we
+                started and that ends is opened again, in a thread.
+            close: called at the end, also if an engine cannot be opened.
+            recovery: intervals and limits of the recovery of engines.
 
         Raises:
-            AgentRLError: what the first opener that failed raised; the other engines are closed.
+            AgentRLError: the error of the first opener that failed. The other engines are closed.
         """
-        self._pacing = p = pacing or RecoveryPolicy()
+        self._recovery = policy = recovery or RecoveryPolicy()
         with contextlib.ExitStack() as stack:
             stack.callback(close)
             engines = open_all(openers)
             self._close = stack.pop_all()
         replicas = [
-            Replica(i, opener, engine, Breaker(p.first_backoff, p.max_backoff))
+            Replica(i, opener, engine, Breaker(policy.first_backoff, policy.max_backoff))
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
-        self._supervisor = Supervisor(replicas, p)
+        self._supervisor = Supervisor(replicas, policy)
         self._replicas = replicas
         self._assignments: dict[str, tuple[Replica, RemoteEngine]] = {}
-        """By episode: whose turns go where. Not to a replica's next engine: its cache is empty."""
+        """The engine of each episode. After a restart, a replica has another engine, with an empty
+        cache."""
         self._failovers = 0
-        self._told = {"engine/restarts": 0, "engine/failovers": 0}
+        self._reported = {"engine/restarts": 0, "engine/failovers": 0}
         self.max_length = min(e.max_length for e in engines)
 
     # -- Sampler -----------------------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """See `Sampler`: once an engine can be asked.
+        """Return when an engine can be used.
 
         Raises:
-            EngineDead: none ever will; with the last lines they said.
+            EngineDead: no engine will be available; the message has the last lines of each.
         """
         while not any(map(self._supervisor.is_usable, self._replicas)):
             self._supervisor.raise_if_hopeless()
-            await asyncio.sleep(READY_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         self.max_length = min(self.max_length, *(m.engine.max_length for m in self._replicas))
 
     async def generate(
@@ -104,25 +106,26 @@ class Pool(Engine):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """See `Sampler`. An engine that is full is waited for, if all are.
+        """Sample a turn on one of the engines. If all are full, wait.
 
         Raises:
-            RequestRefused: no engine would serve it; PromptTooLong where it leaves no room.
+            RequestRefused: no engine can serve the request; PromptTooLong if the prompt is too
+                long.
             EngineOverloaded: all engines were full until the deadline.
-            EngineError: all engines failed, there is none to ask, or the deadline passed.
-            UserError: `sampling` cannot be.
+            EngineError: all engines failed, none can be used, or the deadline passed.
+            UserError: `sampling` is invalid.
         """
 
-        async def ask(engine: RemoteEngine) -> Generation:
+        async def send_request(engine: RemoteEngine) -> Generation:
             sent = self._supervisor.version
-            found = await engine.generate(
+            result = await engine.generate(
                 prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
             )
-            self._check_version(found, sent, engine)
-            return found
+            self._check_version(result, sent, engine)
+            return result
 
         return await self._try_engines(
-            lambda tried: self._replica_for_episode(episode_id, tried), ask, deadline
+            lambda tried: self._replica_for_episode(episode_id, tried), send_request, deadline
         )
 
     def end(self, episode_id: str) -> None:
@@ -132,7 +135,7 @@ class Pool(Engine):
             engine.end(episode_id)
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """See `Sampler`: by any engine."""
+        """Return the logprob of each token, by any engine."""
         return await self._try_engines(
             lambda tried: min(
                 self._candidates(tried), key=lambda m: len(m.in_flight), default=None
@@ -142,48 +145,51 @@ class Pool(Engine):
         )
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """See `Engine`: by all that can be asked. One that fails alone is sent the policy again."""
-        found: list[array[float]] = []
+        """Return the logprobs of each engine that can be used.
+
+        An engine that fails while another succeeds is sent the policy again.
+        """
+        result: list[array[float]] = []
         failed: list[tuple[Replica, RemoteEngine, EngineError]] = []
         deadline = time.monotonic() + SCORE_SECONDS
         for replica in self._candidates(set()):
             engine = replica.engine
             try:
-                found.append(await self._ask(replica, lambda e: e.score(token_ids), deadline))
+                result.append(await self._send(replica, lambda e: e.score(token_ids), deadline))
             except EngineError as e:
                 failed.append((replica, engine, e))
-        if not found:
+        if not result:
             if failed:
                 raise failed[-1][2]
-            self._supervisor.refuse()
+            self._supervisor.raise_unavailable()
         for failure in failed:
             self._supervisor.exclude(*failure, stale=True)
-        return found
+        return result
 
     # -- EngineControl -----------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """See `EngineControl`; no engine is sent the policy until it is published."""
+        """Announce that the trainer works. No engine is sent the policy until it is published."""
         self._supervisor.sleep()
 
     def publish(self, update: Update) -> int:
-        """See `EngineControl`; an engine that does not take it is left out.
+        """Send the policy to all engines. An engine that does not load it is excluded.
 
         Raises:
-            EngineError: no engine took it; with all causes.
+            EngineError: no engine loaded it; the message has all causes.
         """
         return self._supervisor.publish(update)
 
     def close(self) -> None:
-        """See `EngineControl`. Idempotent."""
+        """Close all engines. Idempotent."""
         with self._close:
             self._supervisor.close()
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, and how many engines can be asked now."""
+        """Return the counts of events since the last call, and how many engines can be used now."""
         now = {"engine/restarts": self._supervisor.restarts, "engine/failovers": self._failovers}
-        since = {name: float(count - self._told[name]) for name, count in now.items()}
-        self._told = now
+        since = {name: float(count - self._reported[name]) for name, count in now.items()}
+        self._reported = now
         return since | {
             "engine/usable": float(sum(map(self._supervisor.is_usable, self._replicas)))
         }
@@ -193,14 +199,14 @@ class Pool(Engine):
     async def _try_engines(
         self,
         choose: Callable[[set[Replica]], Replica | None],
-        ask: Callable[[RemoteEngine], Awaitable[T]],
+        send_request: Callable[[RemoteEngine], Awaitable[T]],
         deadline: float,
     ) -> T:
-        """Ask one engine after another, each once; and again those that were full."""
+        """Send a request to one engine after another, once to each; to full engines again."""
         failed: set[Replica] = set()
         full: set[Replica] = set()
         error: EngineError | None = None
-        backoff, moved = FIRST_BACKOFF, False
+        backoff, has_failed_over = FIRST_BACKOFF, False
         while True:
             replica = choose(failed | full)
             if replica is None and full:
@@ -215,12 +221,12 @@ class Pool(Engine):
             if replica is None:
                 if error is not None:
                     raise error
-                self._supervisor.refuse()
-            if moved:
+                self._supervisor.raise_unavailable()
+            if has_failed_over:
                 self._failovers += 1
-                moved = False
+                has_failed_over = False
             try:
-                return await self._ask(replica, ask, deadline)
+                return await self._send(replica, send_request, deadline)
             except RequestRefused:
                 raise
             except EngineOverloaded as e:
@@ -228,36 +234,42 @@ class Pool(Engine):
                 error = e
             except EngineError as e:
                 failed.add(replica)
-                error, moved = e, True
+                error, has_failed_over = e, True
             if time.monotonic() >= deadline:
                 raise error
 
-    async def _ask(
-        self, replica: Replica, ask: Callable[[RemoteEngine], Awaitable[T]], deadline: float
+    async def _send(
+        self,
+        replica: Replica,
+        send_request: Callable[[RemoteEngine], Awaitable[T]],
+        deadline: float,
     ) -> T:
-        """One request to one engine, and what its outcome says of the engine."""
-        engine, flight = replica.engine, asyncio.timeout(None)
+        """Send a request to one engine, and record its outcome."""
+        engine, timeout = replica.engine, asyncio.timeout(None)
         try:
-            async with flight:
-                with self._in_flight(replica, engine, flight):
-                    found = await ask(engine)
+            async with timeout:
+                with self._in_flight(replica, engine, timeout):
+                    result = await send_request(engine)
         except TimeoutError:
-            if not flight.expired():
+            if not timeout.expired():
                 raise
             cause = replica.cause or "the engine is closed"
-            raise EngineError(f"{engine.url} was given up: {cause}") from None
+            raise EngineError(f"{engine.url} was abandoned: {cause}") from None
         except (RequestRefused, EngineOverloaded):
             raise
         except EngineError as e:
-            # An answer that came too late says nothing: the episode had no time left.
+            # A missed deadline says nothing about the engine: the episode had no time left.
             if time.monotonic() < deadline or isinstance(e, EngineDead):
-                self._supervisor.failed(replica, engine, e)
+                self._supervisor.record_failure(replica, engine, e)
             raise
-        self._supervisor.succeeded(replica, engine)
-        return found
+        self._supervisor.record_success(replica, engine)
+        return result
 
     def _replica_for_episode(self, episode_id: str, tried: set[Replica]) -> Replica | None:
-        """Whom to ask for an episode's turn: where it was, or where the fewest are."""
+        """Return the replica for the next turn of an episode.
+
+        It is the last one that was used, or the one with the fewest episodes.
+        """
         replica, engine = self._assignments.get(episode_id, (None, None))
         if (
             replica is not None
@@ -282,19 +294,19 @@ class Pool(Engine):
     def _candidates(self, tried: set[Replica]) -> list[Replica]:
         return [m for m in self._replicas if m not in tried and self._supervisor.is_usable(m)]
 
-    def _check_version(self, found: Generation, sent: int | None, engine: RemoteEngine) -> None:
-        """Refuse what another policy sampled than those published while it was in flight.
+    def _check_version(self, result: Generation, sent: int | None, engine: RemoteEngine) -> None:
+        """Check that a policy sampled the turn that was published while it was in flight.
 
         Raises:
-            EngineNonsense: it did.
+            EngineNonsense: another policy did.
         """
         now = self._supervisor.version
         if sent is None or now is None:
             return
         lo, hi = min(sent, now), max(sent, now)
-        if not lo <= min(found.versions, default=lo) <= max(found.versions, default=lo) <= hi:
+        if not lo <= min(result.versions, default=lo) <= max(result.versions, default=lo) <= hi:
             raise EngineNonsense(
-                f"{engine.url}: tokens of policy {sorted(set(found.versions))}, but {now} is"
+                f"{engine.url}: tokens of policy {sorted(set(result.versions))}, but {now} is"
                 " published"
             )
 
@@ -302,31 +314,31 @@ class Pool(Engine):
 
     @contextlib.contextmanager
     def _in_flight(
-        self, replica: Replica, engine: RemoteEngine, flight: asyncio.Timeout
+        self, replica: Replica, engine: RemoteEngine, timeout: asyncio.Timeout
     ) -> Iterator[None]:
-        """Watch the engine while a request is there."""
-        replica.in_flight.add(flight)
+        """Check the health of the engine regularly while a request is in flight."""
+        replica.in_flight.add(timeout)
         replica.loop = asyncio.get_running_loop()
         if replica.watch is None or replica.watch.done():
             replica.watch = asyncio.create_task(self._watch(replica, engine))
         try:
             yield
         finally:
-            replica.in_flight.discard(flight)
+            replica.in_flight.discard(timeout)
             if not replica.in_flight:
                 replica.watch.cancel()
                 replica.watch = None
 
     async def _watch(self, replica: Replica, engine: RemoteEngine) -> None:
-        """Look at an engine every so often; leave it out once it is seen to hang."""
+        """Check the health of an engine regularly; exclude it if it hangs."""
         misses = 0
         while replica.engine is engine and not replica.breaker.open:
-            await asyncio.sleep(self._pacing.health_interval)
+            await asyncio.sleep(self._recovery.health_interval)
             try:
-                await engine.check_health(time.monotonic() + self._pacing.health_timeout)
+                await engine.check_health(time.monotonic() + self._recovery.health_timeout)
                 misses = 0
             except EngineError as e:
-                if self._supervisor.standing:
+                if self._supervisor.is_suspended:
                     misses = 0
                     continue
                 misses += 1

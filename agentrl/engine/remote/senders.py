@@ -1,6 +1,6 @@
-"""The ways of the policy to a server: weights through files, or a LoRA adapter under a name.
+"""How the policy is sent to a server: weights through files, or a LoRA adapter with a name.
 
-Weights within a machine's memory go by `buckets` and `nccl`.
+`buckets` sends weights within one machine.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from agentrl.engine.base import Update
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control
 from agentrl.engine.remote.files import tensor_names, transfer_folder, write_update
 from agentrl.engine.remote.launch import MAX_ADAPTERS
-from agentrl.engine.remote.proof import check_norms
+from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, EngineNonsense
 
 SEND_SECONDS = 1800.0
-"""Most seconds that a server may take to load what it was sent."""
+"""The time limit for a server to load what it was sent."""
 
 
 class Sender(ABC):
-    """A way for the policy to one server."""
+    """A way to send the policy to one server."""
 
     def __init__(self, control: Control):
-        """Send nothing yet."""
+        """Store the client of the server; send nothing yet."""
         self._control = control
 
     @abstractmethod
     def send(self, update: Update) -> int:
-        """Have the server hold the policy when this returns.
+        """Send the policy. When this returns, the server has loaded it.
 
         Returns:
-            How many bytes were sent.
+            The number of bytes that were sent.
 
         Raises:
-            EngineError: the server does not hold it.
+            EngineError: the server did not load it.
         """
 
-    def request(self) -> dict[str, Any]:
-        """What every request says to be answered by what was sent last.
+    def request_fields(self) -> dict[str, Any]:
+        """Return the fields that make a request use the policy that was sent last.
 
-        Nothing where the server's weights are what it samples from.
+        Empty if the server samples from its own weights.
         """
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Leave nothing behind, also at a server that is not ours."""
+        """Remove everything that was sent, also from a server that we did not start."""
 
 
 class SGLangDiskSender(Sender):
-    """Sends all weights to any SGLang server that reads our files, whatever it runs on."""
+    """Sends all weights through files, to any SGLang server that can read them."""
 
     def send(self, update: Update) -> int:
-        """See `Sender`. Tensors that are not named keep their values."""
+        """Send all weights. Tensors that are not in the update keep their values."""
         with transfer_folder() as folder:
             sent = write_update(update, Path(folder))
-            # Not flushed with the update: there SGLang ends over a cache that is in use.
+            # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
             body = {
                 "model_path": folder,
                 "weight_version": str(update.version),
@@ -70,41 +70,41 @@ class SGLangDiskSender(Sender):
 
 
 class VLLMDiskSender(Sender):
-    """Sends all weights to a server in vLLM's development mode that reads our files."""
+    """Sends all weights through files, to a server in vLLM's development mode."""
 
     def __init__(self, control: Control, names: frozenset[str], *, stale_head: bool = False):
-        """Send nothing yet.
+        """Store the options; send nothing yet.
 
         Args:
-            control: the server's.
-            names: of all the model's tensors.
-            stale_head: whether it runs on a CPU and ties the head to the embeddings. There vLLM
-                keeps a packed copy of the head, and an update leaves it as it was.
+            control: the client of the server.
+            names: the names of all tensors of the model.
+            stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
+                vLLM keeps a packed copy of the head that an update does not change.
         """
         super().__init__(control)
         self._names = names
         self._stale_head = stale_head
 
     def send(self, update: Update) -> int:
-        """See `Sender`. The server must be paused, with no turn in flight.
+        """Send all weights. The server must be paused, without turns in flight.
 
         Raises:
             ConfigError: this server cannot be sent weights, or a tensor is missing. vLLM loads
-                layers, and the parts of a layer (q, k and v are one) that are not in the files it
-                fills with whatever memory held.
-            EngineError: it does not take them, or holds others now.
+                whole layers: the parts of a layer (q, k and v are one) that are not in the files
+                get whatever was in memory.
+            EngineError: the server does not load them, or holds other weights afterwards.
         """
         if self._stale_head:
             raise ConfigError(
                 "rollout.name=vllm on a CPU cannot train all weights of this model: its head is"
-                " tied to its embeddings, and vLLM would go on with the old head. Train LoRA"
+                " tied to its embeddings, and vLLM would keep using the old head. Train LoRA"
                 " (model.lora_rank), or set rollout.name=sglang"
             )
         with transfer_folder() as folder:
             sent = write_update(update, Path(folder))
             if missing := sorted(self._names - tensor_names(Path(folder))):
                 raise ConfigError(
-                    f"vLLM takes all weights at once, but {len(missing)} of {len(self._names)} are"
+                    f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
                     f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
                     " rollout.lora=adapter"
                 )
@@ -115,36 +115,36 @@ class VLLMDiskSender(Sender):
 
 
 class AdapterSender(Sender):
-    """Sends LoRA alone to a server that was started with `--enable-lora`.
+    """Sends only LoRA, to a server that was started with `--enable-lora`.
 
-    A server applies an adapter only where a request names it, and says nothing where none is named;
-    by the name it also tells apart what it cached. So every adapter has a name of its own, which is
-    in one place, `request`, and every request is made with it.
+    A server applies an adapter only to requests that name it, and reports no error if a request
+    names none. It also uses the name to distinguish cached prefixes. So every adapter has a unique
+    name, only `request_fields` returns it, and every request contains those fields.
     """
 
-    key: ClassVar[str]
-    """Of a request, whose value is an adapter's name."""
-    kept: ClassVar[int]
-    """How many adapters' folders outlive their loading."""
+    request_field: ClassVar[str]
+    """The field of a request that contains the name of an adapter."""
+    kept_folders: ClassVar[int]
+    """The number of adapter folders that are kept after loading."""
 
     def __init__(self, control: Control):
-        """Send nothing yet."""
+        """Store the client of the server; send nothing yet."""
         super().__init__(control)
-        # A server that outlives runs may hold adapters of others: names are ours alone.
-        self._prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
-        self._sent = 0
-        self._loaded: list[str] = []
+        # A server may hold adapters of other runs, so the names of this run are unique.
+        self._name_prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
+        self._send_count = 0
+        self._adapters: list[str] = []
         self._folders: list[TemporaryDirectory[str]] = []
 
     def send(self, update: Update) -> int:
-        """See `Sender`; then proves that the server lists it, and that it forgot the stale ones."""
-        assert update.adapter is not None, "an adapter is sent of a policy that has one"
-        self._forget_lost()
-        while len(self._loaded) >= MAX_ADAPTERS:
-            self._unload(self._loaded[0])
-        # A name of its own each time: of one whose answer was lost nobody knows what it holds.
-        self._sent += 1
-        name = f"{self._prefix}{update.version}-{self._sent}"
+        """Send the adapter; check that the server lists it, and no longer lists the old ones."""
+        assert update.adapter is not None, "only a policy with LoRA has an adapter"
+        self._sync_with_server()
+        while len(self._adapters) >= MAX_ADAPTERS:
+            self._unload(self._adapters[0])
+        # Use a new name each time: if an answer was lost, it is unknown what the old name holds.
+        self._send_count += 1
+        name = f"{self._name_prefix}{update.version}-{self._send_count}"
         self._folders.append(transfer_folder())
         try:
             folder = Path(self._folders[-1].name)
@@ -152,67 +152,70 @@ class AdapterSender(Sender):
             self._manage("load", {"lora_name": name, "lora_path": str(folder)})
             sent = sum(file.stat().st_size for file in folder.iterdir())
         finally:
-            self._clear_folders(self.kept)
-        self._loaded.append(name)
+            self._clear_folders(self.kept_folders)
+        self._adapters.append(name)
         self._check_listed()
         return sent
 
-    def request(self) -> dict[str, Any]:
-        """See `Sender`: the newest adapter's name."""
-        return {self.key: self._loaded[-1]} if self._loaded else {}
+    def request_fields(self) -> dict[str, Any]:
+        """Return the field with the name of the newest adapter."""
+        return {self.request_field: self._adapters[-1]} if self._adapters else {}
 
     def close(self) -> None:
-        """Unload what a server that is not ours would keep."""
+        """Unload our adapters, which a server that we did not start would keep."""
         with contextlib.suppress(EngineError):
-            while self._loaded:
-                self._unload(self._loaded[0])
+            while self._adapters:
+                self._unload(self._adapters[0])
         self._clear_folders(0)
 
     @abstractmethod
     def _manage(self, verb: str, body: dict[str, str]) -> None:
-        """Have the server load or unload an adapter."""
+        """Make the server load or unload an adapter."""
 
     def _unload(self, name: str) -> None:
         self._manage("unload", {"lora_name": name})
-        self._loaded.remove(name)
+        self._adapters.remove(name)
 
-    def _forget_lost(self) -> None:
-        """Agree with the server on what it holds, where an answer was lost or it was restarted."""
-        listed = self._listed()
-        self._loaded = [known for known in self._loaded if known in listed]
-        for lost in listed - set(self._loaded):
-            self._manage("unload", {"lora_name": lost})
+    def _sync_with_server(self) -> None:
+        """Remove the differences between our list of adapters and the server's.
+
+        An answer may have been lost, or the server restarted.
+        """
+        server_adapters = self._list_adapters()
+        self._adapters = [adapter for adapter in self._adapters if adapter in server_adapters]
+        for extra in server_adapters - set(self._adapters):
+            self._manage("unload", {"lora_name": extra})
 
     def _check_listed(self) -> None:
-        """The server lists our adapters: these and no others.
+        """Check that the server lists exactly our adapters.
 
         Raises:
             EngineError: it does not.
         """
-        if (listed := self._listed()) != set(self._loaded):
+        if (server_adapters := self._list_adapters()) != set(self._adapters):
             raise EngineError(
-                f"{self._control.url}: its adapters are {sorted(listed)}, not"
-                f" {sorted(self._loaded)}"
+                f"{self._control.url}: its adapters are {sorted(server_adapters)}, not"
+                f" {sorted(self._adapters)}"
             )
 
-    def _listed(self) -> set[str]:
-        """Those of our adapters that the server has."""
+    def _list_adapters(self) -> set[str]:
+        """Return those of our adapters that the server has."""
         answer = self._control.ask("/v1/models")
         try:
             names = [str(model["id"]) for model in answer["data"]]
         except (LookupError, TypeError) as e:
             raise EngineNonsense(f"{self._control.url}/v1/models: not a list: {e}") from e
-        return {name for name in names if name.startswith(self._prefix)}
+        return {name for name in names if name.startswith(self._name_prefix)}
 
-    def _clear_folders(self, kept: int) -> None:
-        while len(self._folders) > kept:
+    def _clear_folders(self, kept_folders: int) -> None:
+        while len(self._folders) > kept_folders:
             self._folders.pop(0).cleanup()
 
 
 class SGLangAdapterSender(AdapterSender):
-    """To SGLang, which reads an adapter's folder once."""
+    """Sends adapters to SGLang, which reads an adapter's folder once."""
 
-    key, kept = "lora_path", 0
+    request_field, kept_folders = "lora_path", 0
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         seconds = SEND_SECONDS if verb == "load" else CONTROL_SECONDS
@@ -220,10 +223,10 @@ class SGLangAdapterSender(AdapterSender):
 
 
 class VLLMAdapterSender(AdapterSender):
-    """To vLLM, which reads the folder of one again that it had put aside."""
+    """Sends adapters to vLLM, which reads the folder of an unloaded adapter again."""
 
-    key, kept = "model", 2 * MAX_ADAPTERS
+    request_field, kept_folders = "model", 2 * MAX_ADAPTERS
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         path = f"/v1/{verb}_lora_adapter"
-        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # a sentence
+        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # It answers a sentence.

@@ -1,4 +1,4 @@
-"""SGLang's dialect: how a server of its kind is asked for tokens, and takes weights.
+"""The client for SGLang: formats of requests and answers, and updates of weights.
 
 Ids and logprobs are read from `output_token_logprobs`.
 """
@@ -24,30 +24,31 @@ from agentrl.engine.remote.client import (
     RemoteEngine,
     check_turn,
     sampling_params,
-    versions_of,
+    token_versions,
 )
 from agentrl.engine.remote.control import CONTROL_SECONDS, Control, reading, refusal
-from agentrl.engine.remote.proof import WeightsChecker
 from agentrl.engine.remote.senders import Sender, SGLangDiskSender
+from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
 ABORT_SECONDS = 10.0
 MIN_TOP_P = 1e-6
-ROUNDED = 1e-2
-"""Above 0 by rounding; more is no logprob."""
-MEMORY = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
-"""What a server gives up asleep, in the order in which it is taken back."""
+ROUNDING_TOLERANCE = 1e-2
+"""A logprob may be above 0 by rounding, but not by more."""
+MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
+"""The memory that a server releases for each `rollout.sleep`, in the order in which it is resumed.
+The memory that a server releases for each `rollout.sleep`, in the order in which it is resumed."""
 
 
 class SGLangEngine(RemoteEngine):
-    """Samples from one SGLang server: an `Engine`.
+    """Samples from one SGLang server.
 
-    A seed counts where the server runs with `--enable-deterministic-inference`; elsewhere two runs
-    sample different tokens. `max_length` is a little less than the model's.
+    Seeds have an effect only if the server runs with `--enable-deterministic-inference`; otherwise
+    two runs sample different tokens. `max_length` is slightly below the model's.
     """
 
-    name, health = "SGLang", "/health_generate"
+    name, health_path = "SGLang", "/health_generate"
     probe_tokens = 128
 
     def __init__(
@@ -59,29 +60,29 @@ class SGLangEngine(RemoteEngine):
         sleep: Literal["none", "kv_cache", "all"] = "none",
         **options: Any,
     ):
-        """Ask a running server what it can do, and let it sample a token.
+        """Ask a running server for its properties, and let it sample a token.
 
         Args:
-            url: the server's.
-            dtype: what it computes in, and what it is sent; None: what it is given.
-            sender: how the policy goes to it.
-            sleep: what it gives up while the trainer works.
-            **options: see `RemoteEngine`. SGLang aborts nothing without the admin key.
+            url: the URL of the server.
+            dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
+            sender: returns the sender of the policy.
+            sleep: the memory that the server releases while the trainer works.
+            **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
 
         Raises:
-            EngineError: no server answers, or one that is no SGLang.
+            EngineError: no server answers, or it is not SGLang.
         """
         self._dtype = dtype
-        self._memory, self._given_up = MEMORY[sleep], set[str]()
+        self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
         super().__init__(url, sender=sender, **options)
 
     def _connect(self) -> None:
-        self._proof = WeightsChecker(self._control)
+        self._weights_checker = WeightsChecker(self._control)
         info, model = self._control.ask("/server_info"), self._control.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
-        self._seeded = bool(info.get("enable_deterministic_inference"))
-        self._stamp = PolicyVersion(str(model["weight_version"]), 0)
+        self._uses_seeds = bool(info.get("enable_deterministic_inference"))
+        self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
 
     # -- requests and answers ----------------------------------------------------------------------
 
@@ -107,31 +108,31 @@ class SGLangEngine(RemoteEngine):
         }
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        # SGLang aborts by prefix: ids of one length are no prefix of each other. It refuses an id
-        # that it is at work on.
+        # SGLang aborts all ids with a prefix; ids of equal length are no prefixes of each other. It
+        # refuses an id that is in use, so each request has a new one.
         rid = uuid.uuid4().hex
-        answered = False
+        has_answer = False
         try:
-            # SGLang's router keeps an episode to a worker.
+            # SGLang's router sends the requests of an episode to one worker.
             headers = {"x-smg-routing-key": episode_id}
             status, answer = await self._post(body | {"rid": rid}, where, deadline, headers)
-            answered = True
+            has_answer = True
         finally:
-            if not answered:
+            if not has_answer:
                 task = asyncio.create_task(self._abort(rid))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
         if status != 200:
             error = refusal(status, answer, where)
             adapter = body.get("lora_path")
-            # A server that was started anew forgot it: its fault, not the request's.
+            # A restarted server has lost the adapter: the request is not at fault.
             raise EngineError(str(error)) if adapter and adapter in str(error) else error
         return answer
 
     async def _abort(self, rid: str) -> None:
-        """Best effort: a server that does not hear it ends the turn at its limit."""
+        """Abort a request. If the server does not receive this, the turn ends at its limit."""
         with contextlib.suppress(EngineError):
-            await self._aside.request_json(
+            await self._control_http.request_json(
                 "POST",
                 "/abort_request",
                 {"rid": rid},
@@ -139,9 +140,14 @@ class SGLangEngine(RemoteEngine):
             )
 
     def _read_turn(
-        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
+        self,
+        answer: Any,
+        limit: int,
+        policy_version: PolicyVersion,
+        where: str,
+        adapter_fields: dict[str, Any],
     ) -> Generation:
-        return read_generation(answer, limit, stamp, where)
+        return read_generation(answer, limit, policy_version, where)
 
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
         return read_scores(answer, row, self._vocabulary, where)
@@ -149,18 +155,18 @@ class SGLangEngine(RemoteEngine):
     # -- EngineControl -----------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Give up the memory that the trainer needs now, once no turn is in flight."""
-        if self._memory and not self._given_up:
-            self._flush()
+        """Release the memory that the trainer needs, once no turn is in flight."""
+        if self._memory and not self._released:
+            self._flush_cache()
             body = {"tags": list(reversed(self._memory))}
             self._control.manage("/release_memory_occupation", body)
-            self._given_up = set(self._memory)
+            self._released = set(self._memory)
 
     def probe(self) -> Generation:
-        """See `RemoteEngine`."""
-        if self._given_up:
+        """Let the server sample a token. It must not be asleep."""
+        if self._released:
             raise EngineError(
-                f"{self.url}: asleep, without its {', '.join(sorted(self._given_up))}"
+                f"{self.url} is asleep, without its {', '.join(sorted(self._released))}"
             )
         return super().probe()
 
@@ -171,16 +177,16 @@ class SGLangEngine(RemoteEngine):
             weights=partial(self._cast, update),
             write=write and (lambda folder, _: write(folder, self._dtype)),
         )
-        self._proof.before()
+        self._weights_checker.record_first()
         sent = self._send(update)
-        self._stamp = PolicyVersion(str(update.version), update.version)
-        self._flush()
-        self._prove_fresh()
-        self._proof.after(update)
+        self._policy_version = PolicyVersion(str(update.version), update.version)
+        self._flush_cache()
+        self._check_cache_is_empty()
+        self._weights_checker.check(update)
         return sent
 
     def _cast(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the precision that the server has them in, with the same rounding."""
+        """Yield the weights in the server's dtype, rounded as the server would."""
         for name, tensor in update.weights():
             yield name, tensor.to(self._dtype or tensor.dtype)
 
@@ -191,23 +197,23 @@ class SGLangEngine(RemoteEngine):
         return sent
 
     def _wake(self, tag: str) -> None:
-        if tag in self._given_up:
+        if tag in self._released:
             self._control.manage("/resume_memory_occupation", {"tags": [tag]})
-            self._given_up.remove(tag)
+            self._released.remove(tag)
 
-    def _flush(self) -> None:
-        """Empty the cache, once the turns that were aborted have left it.
+    def _flush_cache(self) -> None:
+        """Empty the cache, once the aborted turns have left it.
 
-        Not with the update: there SGLang ends over a cache that is in use. So does it where turns
-        that were paused keep theirs.
+        The cache is not flushed with the update: SGLang crashes if the cache is in use then, also
+        by paused turns.
 
         Raises:
-            EngineError: it is in use for too long.
+            EngineError: the cache is in use for too long.
         """
         end = time.monotonic() + CONTROL_SECONDS
-        while (found := self._control.attempt("/flush_cache", {}))[0] != 200:
+        while (answer := self._control.attempt("/flush_cache", {}))[0] != 200:
             if time.monotonic() > end:
-                raise refusal(found[0], found[1].decode(errors="replace"), "/flush_cache")
+                raise refusal(answer[0], answer[1].decode(errors="replace"), "/flush_cache")
             time.sleep(0.02)
 
 
@@ -219,25 +225,27 @@ def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[s
         "presence_penalty": 0.0,
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
-        # SGLang takes it for greedy, and then the logprobs are of temperature 1 or not by what
-        # else is sampled at the moment. The least top_p is the same choice.
+        # SGLang treats it as greedy. Then the temperature of the logprobs depends on the other
+        # requests of the batch. The smallest top_p selects the same token.
         params |= {"top_k": -1, "top_p": MIN_TOP_P}
     return params if seed is None else params | {"sampling_seed": seed}
 
 
-def read_generation(answer: Any, limit: int, stamp: PolicyVersion, where: str) -> Generation:
-    """A turn from an answer of `/generate`.
+def read_generation(
+    answer: Any, limit: int, policy_version: PolicyVersion, where: str
+) -> Generation:
+    """Return the turn in an answer of `/generate`.
 
     Args:
-        answer: parsed.
-        limit: how many tokens were asked for.
-        stamp: what was published when it was sent.
-        where: for messages.
+        answer: the parsed answer.
+        limit: the number of tokens that was requested.
+        policy_version: the version that was published at the time of the request.
+        where: the request, for messages.
 
     Raises:
-        EngineNonsense: the answer cannot be.
-        EngineError: the request was aborted, or sampled by two policies and the server does not say
-            which token by which.
+        EngineNonsense: the answer is invalid.
+        EngineError: the request was aborted; or two policies sampled the turn, and the server does
+            not report which tokens are whose.
     """
     with reading("SGLang", where):
         meta = answer["meta_info"]
@@ -252,15 +260,16 @@ def read_generation(answer: Any, limit: int, stamp: PolicyVersion, where: str) -
             now = meta["weight_version"]
             if not isinstance(now, str):
                 raise TypeError(f"weight_version {now!r}")
-            if now != stamp.weights:
+            if now != policy_version.weights:
                 raise EngineError(
-                    f"{where}: the weights were {stamp.weights!r} when this turn began and {now!r}"
-                    " when it ended, and this SGLang does not say which sampled which token"
+                    f"{where}: the weights were {policy_version.weights!r} when this turn began and"
+                    f" {now!r} when it ended, and this SGLang does not report the version of each"
+                    " token"
                 )
         return Generation(
             token_ids=ids,
             logprobs=logprobs,
-            versions=versions_of(spans, len(ids), stamp),
+            versions=token_versions(spans, len(ids), policy_version),
             finish_reason=reason,
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta["cached_tokens"]),
@@ -268,29 +277,30 @@ def read_generation(answer: Any, limit: int, stamp: PolicyVersion, where: str) -
 
 
 def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
-    """Logprobs of a whole row, the first token's as 0.
+    """Return the logprobs of a whole row; the first token's is 0.
 
     Args:
-        answer: parsed.
-        row: what was to be scored.
-        vocabulary: the model's; SGLang repeats the last of its ids as 0, while it scores the token.
-        where: for messages.
+        answer: the parsed answer.
+        row: the row to score.
+        vocabulary: the size of the model's vocabulary. SGLang repeats its last id as 0, although it
+            scores the right token.
+        where: the request, for messages.
 
     Raises:
-        EngineNonsense: the answer cannot be, or is of another row.
+        EngineNonsense: the answer is invalid, or of another row.
     """
     with reading("SGLang", where):
         (_, first, *_), *rest = answer["meta_info"]["input_token_logprobs"]
         ids, logprobs = _tokens(rest)
-        repeated = [token if token < vocabulary - 1 else 0 for token in row]
-        if [first, *ids] not in (repeated, list(row)):
+        expected = [token if token < vocabulary - 1 else 0 for token in row]
+        if [first, *ids] not in (expected, list(row)):
             raise ValueError("logprobs of another row")
         return float_array([0.0, *logprobs])
 
 
 def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]:
-    """Ids and logprobs of `[logprob, id, text]`."""
+    """Return the ids and logprobs of a list of `[logprob, id, text]`."""
     logprobs = float_array([entry[0] for entry in entries])
-    if not all(-math.inf < logprob < ROUNDED for logprob in logprobs):
-        raise ValueError("a logprob that is not finite, or of more than certainty")
+    if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
+        raise ValueError("a logprob that is not finite, or above 0")
     return token_array([entry[1] for entry in entries]), logprobs

@@ -1,12 +1,12 @@
-"""Keeps the engines of a pool alive, and all that are asked at the published policy.
+"""Recovers the engines of a pool, and keeps all that are used at the published policy.
 
-A replica that fails is left out, and a thread of its own tries to take it back: by a probe, or by
-starting it anew where it is ours and a probe would be in vain. Before it is asked again it is sent
-the policy, which is sound only while the learner's weights stand still: from `publish` to `sleep`.
-In between the thread waits, and the next `publish` includes the replica.
+A replica that fails is excluded, and a recovery thread tries to repair it: by a probe, or by a
+restart if we started it and a probe is useless. Before it is used again it is sent the policy. That
+is correct only while the learner's weights do not change: from `publish` to `sleep`. In between the
+thread waits, and the next `publish` includes the replica.
 
-Two locks: `_weights` is held while a policy is sent, for minutes perhaps, `_lock` for moments. The
-event loop takes the second only.
+There are two locks: `_weights` is held while a policy is sent, perhaps for minutes, `_lock` only
+for moments. The event loop takes only the second.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from agentrl.errors import (
 log = logging.getLogger("agentrl")
 
 FAILURES = 3
-"""In a row: then an engine is asked no more."""
+"""After so many failures in a row, an engine is excluded."""
 CLOSE_SECONDS = 5.0
-"""How long to wait for the threads' end; one that is starting a server ends it later."""
+"""The time to wait for the recovery threads. A thread that is starting a server ends it later."""
 
 
 Opener = Callable[[], RemoteEngine]
-"""Starts an engine or finds it. One whose process is ours is closed and started again."""
+"""Starts an engine or connects to it. An engine that we started is closed and opened again."""
 
 
 class Breaker:
-    """Closed: the engine is asked. Open: it is not, until somebody tried it and it held.
+    """A circuit breaker: closed, the engine is used; open, it is not, until a try has succeeded.
 
-    Three failures in a row open it. The time until the next try doubles, also over tries that
-    succeed, and is the first one again once the engine has answered a request. Not guarded: the
-    owner's lock is.
+    `FAILURES` failures in a row open it. The time until the next try doubles, also after tries that
+    succeed, and is reset once the engine has answered a request. Not thread-safe: its owner's lock
+    guards it.
     """
 
     def __init__(self, first_backoff: float = 1.0, max_backoff: float = 60.0):
         """Start closed.
 
         Args:
-            first_backoff: seconds from its opening to the first try.
-            max_backoff: what doubling ends at.
+            first_backoff: the seconds from its opening to the first try.
+            max_backoff: the limit of the doubled time.
         """
         self.open = False
         self._failures = 0
         self._first, self._longest, self._wait = first_backoff, max_backoff, first_backoff
 
-    def succeeded(self) -> None:
-        """A request was answered; after its opening that says nothing any more."""
+    def record_success(self) -> None:
+        """Record that a request was answered. It has no effect after the breaker has opened."""
         if not self.open:
             self._failures, self._wait = 0, self._first
 
-    def failed(self) -> bool:
-        """A request was not. True where it must be opened."""
+    def record_failure(self) -> bool:
+        """Record that a request failed; return True if the breaker must be opened."""
         self._failures += 1
         return self._failures >= FAILURES
 
     def close(self) -> None:
-        """The engine held when it was tried."""
+        """Close it, because the engine passed a try."""
         self.open, self._failures = False, 0
 
     def next_wait(self) -> float:
-        """Seconds until the next try."""
+        """Return the seconds until the next try."""
         wait = self._wait
         self._wait = min(2 * wait, self._longest)
         return wait
@@ -88,27 +88,27 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """How patient a pool is, in seconds and times."""
+    """The intervals (in seconds) and limits of the recovery of engines."""
 
     health_interval: float = 10.0
-    """Between two looks at an engine that has requests in flight."""
+    """The time between two health checks of an engine that has requests in flight."""
     health_timeout: float = 20.0
-    """That such a look may take. Two in a row that fail: it hangs."""
+    """The time limit of a health check. After two failures in a row, the engine hangs."""
     first_backoff: float = 1.0
-    """From a failure to the first try to take the engine back; doubled from try to try."""
+    """The time from a failure to the first try to use the engine again; doubled each time."""
     max_backoff: float = 60.0
     restarts: int = 3
-    """Of an engine between two updates of the policy; then it stays out."""
+    """The restarts of an engine between two updates of the policy. After that, it is abandoned."""
     outage: float = 300.0
-    """How long to wait for servers that are not ours, once none answers."""
+    """How long to wait for servers that we did not start, once none answers."""
 
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One engine. `engine` is another object after each restart.
+    """One engine of a pool. After a restart, `engine` is another object.
 
-    What routes requests (`episodes`, `served`, `in_flight`, `watch`) is the event loop's; the rest is
-    written under the supervisor's lock.
+    The event loop owns the attributes for routing (`episodes`, `served`, `in_flight`, `watch`). The
+    others are written under the lock of the supervisor.
     """
 
     index: int
@@ -117,64 +117,65 @@ class Replica:
     breaker: Breaker
 
     episodes: set[str] = field(default_factory=set)
-    """Those whose turns go here."""
+    """The episodes whose turns go here."""
     served: int = 0
-    """How many episodes ever."""
+    """The number of all episodes so far."""
     in_flight: set[asyncio.Timeout] = field(default_factory=set)
-    """Requests in flight."""
+    """The timeouts of the requests in flight."""
     watch: asyncio.Task[None] | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     broken: bool = False
-    """A probe would be in vain: it is dead, hangs, or failed one. Ours is started anew."""
-    held: Update | None = None
-    """What it was sent last, and took; a version alone may have been published twice."""
-    waiting: bool = False
-    """Fit for use but for the weights, which the trainer is changing."""
-    out: bool = False
-    """For good."""
+    """A probe is useless: the engine has ended, hangs, or failed a probe. Ours is restarted."""
+    sent_update: Update | None = None
+    """The update that it loaded last. Two updates may have the same version."""
+    awaits_weights: bool = False
+    """It works, but needs the weights, which the trainer is changing."""
+    is_abandoned: bool = False
+    """It is not restarted any more."""
     restarts: int = 0
-    """Since the last update of the policy."""
-    since: float = 0.0
-    """When it was left out."""
+    """The restarts since the last update of the policy."""
+    excluded_at: float = 0.0
+    """When it was excluded."""
     cause: Exception | None = None
     recovery_thread: threading.Thread | None = None
 
-    def lost(self, outage: float) -> bool:
-        """Whether it is not worth waiting for."""
+    def is_hopeless(self, outage: float) -> bool:
+        """Return whether waiting for it is useless."""
         if self.engine.restartable:
-            return self.out
-        return self.breaker.open and time.monotonic() - self.since > outage
+            return self.is_abandoned
+        return self.breaker.open and time.monotonic() - self.excluded_at > outage
 
     def cancel_requests(self) -> None:
-        """Have the requests in flight fail, from any thread."""
+        """Make the requests in flight fail; from any thread."""
 
         def drop() -> None:
             for flight in self.in_flight:
-                if flight.when() is None:  # not dropped already
+                if flight.when() is None:  # not cancelled already
                     flight.reschedule(-1.0)
 
         if self.loop is not None:
-            with contextlib.suppress(RuntimeError):  # a closed loop has none
+            with contextlib.suppress(RuntimeError):  # A closed loop has no requests.
                 self.loop.call_soon_threadsafe(drop)
 
 
 class Supervisor:
-    """See the module."""
+    """Excludes, repairs and readmits the replicas of a pool."""
 
-    def __init__(self, replicas: Sequence[Replica], pacing: RecoveryPolicy):
-        """Look after replicas.
+    def __init__(self, replicas: Sequence[Replica], recovery: RecoveryPolicy):
+        """Use all replicas from now on.
 
         Args:
-            replicas: all open, and asked from now on.
-            pacing: how patient to be.
+            replicas: open engines.
+            recovery: intervals and limits.
         """
         self.replicas = replicas
         self.version: int | None = None
-        """The published one; before, each engine samples from what it was started with."""
+        """The published version. Before the first, each engine samples from the weights of its
+        start."""
         self.restarts = self.sent = 0
         """How often an engine was started anew, and how many bytes of weights were sent, ever."""
-        self._pacing = pacing
+        self._recovery = recovery
         self._update: Update | None = None
         self._weights = threading.Condition()
         self._lock = threading.Lock()
@@ -184,25 +185,25 @@ class Supervisor:
     # -- for the event loop ------------------------------------------------------------------------
 
     def is_usable(self, replica: Replica) -> bool:
-        """Whether it may be asked: it works, and holds the published policy."""
+        """Return whether a replica works and has the published policy."""
         if replica.breaker.open or self._closing.is_set():
             return False
         return self.version in (None, replica.engine.version)
 
     @property
-    def standing(self) -> bool:
-        """Whether engines need not sample at the moment, however healthy they are."""
+    def is_suspended(self) -> bool:
+        """Return whether engines need not sample now, even if they are healthy."""
         return self._asleep or self._publishing
 
-    def succeeded(self, replica: Replica, engine: RemoteEngine) -> None:
-        """A request was answered."""
+    def record_success(self, replica: Replica, engine: RemoteEngine) -> None:
+        """Record that a request was answered."""
         if replica.engine is engine:
-            replica.breaker.succeeded()
+            replica.breaker.record_success()
 
-    def failed(self, replica: Replica, engine: RemoteEngine, error: EngineError) -> None:
-        """A request was not."""
+    def record_failure(self, replica: Replica, engine: RemoteEngine, error: EngineError) -> None:
+        """Record that a request failed; exclude the replica if it failed too often."""
         with self._lock:
-            over = replica.engine is engine and replica.breaker.failed()
+            over = replica.engine is engine and replica.breaker.record_failure()
         if over or isinstance(error, EngineDead):
             self.exclude(replica, engine, error, broken=isinstance(error, EngineDead))
 
@@ -215,63 +216,67 @@ class Supervisor:
         broken: bool = False,
         stale: bool = False,
     ) -> None:
-        """Ask a replica no more until it is mended.
+        """Stop using a replica until it is repaired.
 
         Args:
-            replica: the one.
-            engine: what failed; where it has been replaced since, nothing happens.
-            cause: for messages.
-            broken: whether to start it anew without a probe; its requests in flight fail.
-            stale: whether its weights must be sent again.
+            replica: the replica.
+            engine: the engine that failed. If it was replaced since, nothing happens.
+            cause: the error, for messages.
+            broken: restart the engine without a probe; its requests in flight fail.
+            stale: send the weights again.
         """
         with self._lock:
             if self._closing.is_set() or replica.engine is not engine:
                 return
-            replica.cause, replica.waiting = cause, False
+            replica.cause, replica.awaits_weights = cause, False
             replica.broken |= broken
-            replica.held = None if stale else replica.held
-            new = not replica.breaker.open
-            if new:
+            replica.sent_update = None if stale else replica.sent_update
+            is_new = not replica.breaker.open
+            if is_new:
                 replica.breaker.open = True
-                replica.since = time.monotonic()
+                replica.excluded_at = time.monotonic()
                 replica.recovery_thread = threading.Thread(
                     target=self._recover,
                     args=(replica,),
-                    name=f"mend-engine-{replica.index}",
+                    name=f"recover-engine-{replica.index}",
                     daemon=True,
                 )
                 replica.recovery_thread.start()
-        if new:
-            said = cause if isinstance(cause, EngineDead) else line(cause)  # its last lines, once
-            log.warning("engine %s is left out: %s", engine.url, said)
+        if is_new:
+            message = (
+                cause if isinstance(cause, EngineDead) else first_line(cause)
+            )  # with its last lines
+            log.warning("engine %s is excluded: %s", engine.url, message)
         if broken:
             replica.cancel_requests()
 
     def raise_if_hopeless(self) -> None:
-        """Raises where no replica is worth waiting for.
+        """Raise an error if waiting for every replica is useless.
 
         Raises:
-            EngineDead: with what each said last.
+            EngineDead: with the last error of each.
         """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
-        if all(m.lost(self._pacing.outage) for m in self.replicas):
+        if all(m.is_hopeless(self._recovery.outage) for m in self.replicas):
             raise EngineDead(f"no engine is left.\n{self._causes()}")
 
-    def refuse(self) -> NoReturn:
-        """No replica can be asked now.
+    def raise_unavailable(self) -> NoReturn:
+        """Raise the error that no replica can be used now.
 
         Raises:
-            EngineError: with what each was left out for.
+            EngineError: with the reason why each was excluded.
         """
         self.raise_if_hopeless()
-        causes = "; ".join(f"{m.engine.url}: {line(m.cause)}" for m in self.replicas if m.cause)
-        raise EngineError(f"no engine can be asked now ({causes})")
+        causes = "; ".join(
+            f"{m.engine.url}: {first_line(m.cause)}" for m in self.replicas if m.cause
+        )
+        raise EngineError(f"no engine can be used now ({causes})")
 
     # -- for the trainer ---------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Tell the replicas, once nothing reads the learner's weights any more."""
+        """Announce that the trainer works, once nothing reads the learner's weights any more."""
         with self._weights:
             self._asleep = True
             for m in self.replicas:
@@ -279,27 +284,27 @@ class Supervisor:
                     self._try(m, lambda e: e.sleep())
 
     def publish(self, update: Update) -> int:
-        """Send the policy to all replicas that can take it, in order.
+        """Send the policy to all replicas that can load it, one after the other.
 
-        Where none can, those that are being mended are waited for, but not those that refuse it.
+        If none can, wait for those that are being repaired, but not for those that refuse it.
 
         Returns:
-            Bytes.
+            The number of bytes that were sent.
 
         Raises:
-            EngineError: none took it; with all causes.
+            EngineError: none loaded it; the message has all causes.
         """
         before = self.sent
         with self._weights:
             self._update, self._asleep, self._publishing = update, False, True
             try:
-                fit = [m for m in self.replicas if m.waiting or not m.breaker.open]
-                refused = {m for m in fit if not self._publish_to(m, update)}
+                candidates = [m for m in self.replicas if m.awaits_weights or not m.breaker.open]
+                refused = {m for m in candidates if not self._publish_to(m, update)}
                 self.version = update.version
             finally:
                 self._publishing = False
                 self._weights.notify_all()
-        while not self._taken(update, refused):
+        while not self._is_published(update, refused):
             if self._closing.wait(0.05):
                 raise EngineError("the engine is closed")
         return self.sent - before
@@ -322,32 +327,36 @@ class Supervisor:
         for thread in recovery_threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _taken(self, update: Update, refused: set[Replica]) -> bool:
-        """Whether a replica samples from it; False where one still may, mended."""
+    def _is_published(self, update: Update, refused: set[Replica]) -> bool:
+        """Return whether a replica samples from an update; False if one still may after its repair.
+
+        Raises:
+            EngineError: none will.
+        """
         with self._lock:
             if any(map(self.is_usable, self.replicas)):
                 for m in self.replicas:
                     m.restarts = 0
                 return True
-            hope = (m for m in self.replicas if not m.lost(self._pacing.outage))
+            hope = (m for m in self.replicas if not m.is_hopeless(self._recovery.outage))
             if any(m not in refused or (m.broken and m.engine.restartable) for m in hope):
                 return False
-            raise EngineError(f"no engine took version {update.version}.\n{self._causes()}")
+            raise EngineError(f"no engine loaded version {update.version}.\n{self._causes()}")
 
     def _publish_to(self, m: Replica, update: Update) -> bool:
-        """Send it to one; False, and it is left out, where that fails."""
+        """Send the update to one replica; return False and exclude it if that fails."""
         engine = m.engine
         try:
             self._send(m, update)
         except EngineError as e:
-            self.exclude(m, engine, e, broken=died(engine, e), stale=True)
+            self.exclude(m, engine, e, broken=is_dead(engine, e), stale=True)
             return False
         self.version = update.version
         self._admit(m)
         return True
 
     def _try(self, m: Replica, do: Callable[[RemoteEngine], None]) -> None:
-        """Have a replica do what it must, or leave it out."""
+        """Call a method of an engine; exclude the replica if that fails."""
         engine = m.engine
         try:
             with as_engine_errors(engine):
@@ -358,9 +367,9 @@ class Supervisor:
     # -- mending -----------------------------------------------------------------------------------
 
     def _recover(self, m: Replica) -> None:
-        """A thread's life: until the replica is back, or is out for good."""
+        """Run as a thread until the replica is used again, or is abandoned."""
         full_since: float | None = None
-        while not self._out(m) and not self._closing.wait(m.breaker.next_wait()):
+        while not self._give_up_if_exhausted(m) and not self._closing.wait(m.breaker.next_wait()):
             try:
                 self._repair(m)
                 if self._readmit(m):
@@ -368,24 +377,24 @@ class Supervisor:
                 full_since = None
             except EngineOverloaded as e:
                 full_since = full_since or time.monotonic()
-                with self._lock:  # what has no place for one token for so long is not full
-                    m.cause, m.broken = e, time.monotonic() - full_since > self._pacing.outage
-            except (
-                Exception
-            ) as e:  # openers are anybody's, and this thread must not end by them
+                with self._lock:  # An engine that accepts no request for so long is not full.
+                    m.cause, m.broken = e, time.monotonic() - full_since > self._recovery.outage
+            except Exception as e:  # Openers may raise anything. This thread must not end.
                 full_since = None
                 with self._lock:
                     m.cause, m.broken = e, True
 
-    def _out(self, m: Replica) -> bool:
-        """Whether that was the last restart."""
+    def _give_up_if_exhausted(self, m: Replica) -> bool:
+        """Abandon a replica that has used up its restarts; return whether it has."""
         with self._lock:
-            m.out = m.engine.restartable and m.broken and m.restarts >= self._pacing.restarts
-            if m.out:
+            m.is_abandoned = (
+                m.engine.restartable and m.broken and m.restarts >= self._recovery.restarts
+            )
+            if m.is_abandoned:
                 m.recovery_thread = None
-        if m.out:
-            log.error("engine %s stays out: %s", m.engine.url, line(m.cause))
-        return m.out
+        if m.is_abandoned:
+            log.error("engine %s is abandoned: %s", m.engine.url, first_line(m.cause))
+        return m.is_abandoned
 
     def _repair(self, m: Replica) -> None:
         """Probe the engine, or replace it."""
@@ -398,17 +407,17 @@ class Supervisor:
         except (EngineDead, EngineOverloaded):
             raise
         except EngineError as e:
-            # It may be a server that somebody else has started anew: it samples, but from what?
+            # Its owner may have restarted it: it samples, but from unknown weights.
             if self._update is None or not self._healthy(m):
                 raise
-            log.warning("engine %s is sent the policy again: %s", m.engine.url, line(e))
-            m.held = None
+            log.warning("engine %s is sent the policy again: %s", m.engine.url, first_line(e))
+            m.sent_update = None
 
     def _healthy(self, replica: Replica) -> bool:
-        """Whether an engine samples; waits for it, on another thread than the loop's."""
+        """Return whether an engine samples. Waits for it, on another thread than the loop's."""
         if replica.loop is None or not replica.loop.is_running():
             return False
-        seconds = self._pacing.health_timeout
+        seconds = self._recovery.health_timeout
         check = replica.engine.check_health(time.monotonic() + seconds)
         answer = asyncio.run_coroutine_threadsafe(check, replica.loop)
         try:
@@ -419,58 +428,62 @@ class Supervisor:
         return True
 
     def _restart(self, m: Replica) -> None:
-        """Replace the engine, once the trainer is not at work on the GPU that it may share."""
+        """Replace the engine, once the trainer does not use the GPU that they may share."""
         while self._asleep:
             if self._closing.wait(0.05):
                 return
         with self._lock:
             m.restarts += 1
             self.restarts += 1
-        log.warning("engine %s is started anew (%d)", m.engine.url, m.restarts)
+        log.warning("engine %s is restarted (%d)", m.engine.url, m.restarts)
         with contextlib.suppress(Exception):
             m.engine.close()
         try:
             engine = m.opener()
         except Exception:
-            if self._asleep:  # since it began: no fault of the engine's
+            if self._asleep:  # The trainer's work began meanwhile: do not count the failure.
                 m.restarts -= 1
             raise
         with self._lock:
             if not self._closing.is_set():
-                m.engine, m.held = engine, None
+                m.engine, m.sent_update = engine, None
                 return
         engine.close()
         raise EngineError("the engine is closed")
 
     def _readmit(self, m: Replica) -> bool:
-        """Give an engine that works the policy and its place; False where `publish` could not."""
+        """Send the policy to an engine that works, and use it again.
+
+        Returns:
+            False if `publish` could not send the policy.
+        """
         with self._weights:
             if self._asleep:
                 m.engine.sleep()
-                m.waiting = True
+                m.awaits_weights = True
                 while self._asleep and not self._closing.is_set():
                     self._weights.wait(0.2)
                 if m.recovery_thread is not threading.current_thread():
-                    return True  # `publish` has taken it in
-                if not m.waiting:
+                    return True  # `publish` has included it.
+                if not m.awaits_weights:
                     return False
             if self._closing.is_set():
                 return True
-            if self._update is not None and m.held is not self._update:
+            if self._update is not None and m.sent_update is not self._update:
                 self._send(m, self._update)
             self._admit(m)
-        log.warning("engine %s is back (policy version %d)", m.engine.url, m.engine.version)
+        log.warning("engine %s is used again (policy version %d)", m.engine.url, m.engine.version)
         return True
 
     def _send(self, m: Replica, update: Update) -> None:
         with as_engine_errors(m.engine):
             self.sent += m.engine.publish(update)
-        m.held = update
+        m.sent_update = update
 
     def _admit(self, m: Replica) -> None:
         with self._lock:
             m.breaker.close()
-            m.broken = m.waiting = False
+            m.broken = m.awaits_weights = False
             m.recovery_thread = m.cause = None
 
     def _causes(self) -> str:
@@ -478,11 +491,11 @@ class Supervisor:
 
 
 def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
-    """One engine of each opener, side by side.
+    """Open all engines at the same time.
 
     Raises:
-        AgentRLError: what the first opener that failed raised; the other engines are closed, also
-            those that open only later.
+        AgentRLError: the error of the first opener that failed. The other engines are closed, also
+            those that open later.
     """
     if len(openers) == 1:
         return [openers[0]()]
@@ -504,10 +517,12 @@ def _close_opened(opened: Future[RemoteEngine]) -> None:
 
 @contextlib.contextmanager
 def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
-    """Lay at an engine's door what its client raises of its own: no answer of one ends the run.
+    """Raise other exceptions of an engine's client as engine errors.
+
+    Otherwise they would stop the run.
 
     Raises:
-        EngineNonsense: an answer, or what it was sent, was not what the client took it for.
+        EngineNonsense: an answer, or the data to send, was not what the client expected.
         EngineError: a file or a socket failed.
     """
     try:
@@ -520,8 +535,8 @@ def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
         raise EngineNonsense(f"{engine.url}: {type(e).__name__}: {e}") from e
 
 
-def died(engine: RemoteEngine, error: EngineError) -> bool:
-    """Whether an engine that failed is gone: connections break a moment before it is seen."""
+def is_dead(engine: RemoteEngine, error: EngineError) -> bool:
+    """Return whether an engine that failed has ended. Its connections break a moment before."""
     if isinstance(error, EngineDead) or not engine.restartable:
         return isinstance(error, EngineDead)
     time.sleep(0.2)
@@ -535,6 +550,6 @@ def died(engine: RemoteEngine, error: EngineError) -> bool:
     return False
 
 
-def line(cause: Exception | None) -> str:
-    """The first line of what an error says."""
+def first_line(cause: Exception | None) -> str:
+    """Return the first line of the message of an error."""
     return str(cause).partition("\n")[0]

@@ -1,8 +1,8 @@
-"""vLLM's dialect: how a server of its kind is asked for tokens, and takes weights. Experimental.
+"""The client for vLLM: formats of requests and answers, and updates of weights. Experimental.
 
-There are two ways to ask. `/inference/v1/generate` says which weights sampled each token; it is
-used where a server has it. `/v1/completions` is everywhere, and does not say. Both take ids and
-give ids.
+There are two endpoints. `/inference/v1/generate` reports which weights sampled each token; it is
+used if a server has it. Every server has `/v1/completions`, which does not report that. Both take
+and return token ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.engine.remote.client import (
     RemoteEngine,
     check_turn,
     sampling_params,
-    versions_of,
+    token_versions,
 )
 from agentrl.engine.remote.control import CONTROL_SECONDS, reading, refusal
 from agentrl.engine.remote.launch import raise_if_dead
@@ -28,24 +28,24 @@ from agentrl.trajectory import Generation, float_array, token_array
 
 LOGPROB_TOKENS = 4
 UNNAMED_VERSION = "default"
-"""The version of weights that nobody has named."""
+"""The version of weights whose version was never set."""
 TEMPERATURES = (0.01, 2.0)
-"""vLLM refuses to go above, and quietly does not go below."""
-ABSENT = (403, 404, 405)
-"""What is answered where an endpoint is switched off or unknown."""
+"""vLLM refuses temperatures above, and silently raises those below."""
+MISSING_STATUSES = (403, 404, 405)
+"""The statuses of an endpoint that is disabled or unknown."""
 NO_LOGPROB = -9999.0
-"""What vLLM writes instead of NaN, of minus infinity, and of a logprob that it does not have."""
+"""The number that vLLM writes instead of NaN, minus infinity and missing logprobs."""
 
 
 class Generate:
-    """`/inference/v1/generate`."""
+    """The endpoint `/inference/v1/generate`."""
 
     path = "/inference/v1/generate"
 
     def body(self, row: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
-        """What to send, for a row and vLLM's sampling parameters.
+        """Return a request, from a row and vLLM's sampling parameters.
 
-        Texts are made only where one may end the turn.
+        Tokens are decoded only if there are stop strings.
         """
         return {
             "token_ids": list(row),
@@ -53,65 +53,65 @@ class Generate:
         }
 
     def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Ids and logprobs of an answer's only choice, as they stand there."""
+        """Return the ids and logprobs of an answer's only choice, unchecked."""
         entries = choice["logprobs"]["content"]
         if [entry["token_id"] for entry in entries] != choice["token_ids"]:
             raise ValueError("logprobs of other tokens")
         return choice["token_ids"], [entry["logprob"] for entry in entries]
 
     def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """One for each token of the row, as they stand there."""
+        """Return one entry for each token of the row, unchecked."""
         return answer["prompt_logprobs"]
 
 
 class Completions:
-    """`/v1/completions`."""
+    """The endpoint `/v1/completions`."""
 
     path = "/v1/completions"
 
     def body(self, row: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
-        """See `Generate`."""
+        """Return a request, from a row and vLLM's sampling parameters."""
         return {"prompt": list(row), "return_token_ids": True, **params}
 
     def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """See `Generate`."""
+        """Return the ids and logprobs of an answer's only choice, unchecked."""
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `Generate`."""
+        """Return one entry for each token of the row, unchecked."""
         return answer["choices"][0]["prompt_logprobs"]
 
 
 class VLLMEngine(RemoteEngine):
-    """Samples from one vLLM server: an `Engine`. Experimental.
+    """Samples from one vLLM server. Experimental.
 
-    Where `top_p` or `top_k` narrow what is sampled (evaluation alone may), logprobs are those of
-    the narrowed distribution.
+    With `top_p` or `top_k` (only evaluation may set them), logprobs are those of the truncated
+    distribution.
     """
 
-    name, health = "vLLM", "/health"
+    name, health_path = "vLLM", "/health"
     probe_tokens = 300
 
-    def __init__(self, url: str, *, seeded: bool = False, **options: Any):
-        """Ask a running server what it can do, and let it sample a token.
+    def __init__(self, url: str, *, uses_seeds: bool = False, **options: Any):
+        """Ask a running server for its properties, and let it sample a token.
 
         Args:
-            url: the server's.
-            seeded: whether to sample by the turns' seeds, at a cost per row.
+            url: the URL of the server.
+            uses_seeds: whether to send the seeds of turns, which costs time for each row.
             **options: see `RemoteEngine`.
 
         Raises:
-            EngineError: no server answers, or one that is no vLLM with
-                `--logprobs-mode processed_logprobs`.
+            EngineError: no server answers, or it is not vLLM with `--logprobs-mode
+                processed_logprobs`.
         """
         super().__init__(url, **options)
-        self._seeded = seeded
+        self._uses_seeds = uses_seeds
 
     def _connect(self) -> None:
         self.max_length = int(self._control.ask("/v1/models")["data"][0]["max_model_len"])
-        there = self._control.attempt(Generate.path, {})[0] not in ABSENT
-        self._endpoint = Generate() if there else Completions()
-        self._stamp = PolicyVersion(self._weights_now(), 0)
+        has_generate = self._control.attempt(Generate.path, {})[0] not in MISSING_STATUSES
+        self._endpoint = Generate() if has_generate else Completions()
+        self._policy_version = PolicyVersion(self._current_weight_version(), 0)
         self._check_logprobs()
 
     # -- requests and answers ----------------------------------------------------------------------
@@ -125,7 +125,7 @@ class VLLMEngine(RemoteEngine):
         least, most = TEMPERATURES
         if sampling.temperature and not least <= sampling.temperature <= most:
             raise UserError(
-                f"{where}: vLLM samples at temperature 0 and {least:g} to {most:g}, not"
+                f"{where}: vLLM supports temperature 0 and {least:g} to {most:g}, not"
                 f" {sampling.temperature:g}"
             )
 
@@ -140,7 +140,7 @@ class VLLMEngine(RemoteEngine):
         return self._endpoint.body(row, params)
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        """See `RemoteEngine`: the connection's end aborts it."""
+        """Send one request. Closing the connection aborts it."""
         status, answer = await self._post(body, where, deadline)
         if status != 200:
             if status >= 500:
@@ -149,70 +149,84 @@ class VLLMEngine(RemoteEngine):
         return answer
 
     def _read_turn(
-        self, answer: Any, limit: int, stamp: PolicyVersion, where: str, named: dict[str, Any]
+        self,
+        answer: Any,
+        limit: int,
+        policy_version: PolicyVersion,
+        where: str,
+        adapter_fields: dict[str, Any],
     ) -> Generation:
         return read_generation(
-            self._endpoint, answer, limit, stamp, where, now=self._stamp, name=named.get("model")
+            self._endpoint,
+            answer,
+            limit,
+            policy_version,
+            where,
+            now=self._policy_version,
+            name=adapter_fields.get("model"),
         )
 
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
         return read_scores(self._endpoint, answer, row, where)
 
     def _check_logprobs(self) -> None:
-        """Logprobs must be of what was sampled from: where one token may be, its probability is 1.
+        """Check that logprobs include the temperature and top_k.
 
-        Or one of a whole number: those that tie with the likeliest may be, too.
+        If only one token can be sampled, its probability must be 1; or 1/n, if n tokens are equally
+        likely.
 
         Raises:
-            EngineError: they are of the model before its temperature.
+            EngineError: they are the logprobs before the temperature.
         """
         body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
-        # The first request of a server's life compiles what it needs.
+        # The first request of a server may take long, because it compiles kernels.
         answer = self._control.ask(self._path, body, seconds=SEND_SECONDS)
-        found = self._read_turn(answer, LOGPROB_TOKENS, self._stamp, f"{self.url}: a probe", {})
+        found = self._read_turn(
+            answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
+        )
         ties = [math.exp(-logprob) for logprob in found.logprobs]
         if any(abs(n - round(n)) > 1e-4 * n for n in ties):
             raise EngineError(
-                f"{self.url} says logprobs before the temperature. Start it with"
+                f"{self.url} returns logprobs without the sampling temperature. Start it with"
                 " --logprobs-mode processed_logprobs"
             )
 
     # -- EngineControl -----------------------------------------------------------------------------
 
     def _replace_weights(self, update: Update) -> int:
-        """See `RemoteEngine`. Weights are replaced once the turns in flight have ended.
+        """Replace the weights once the turns in flight have ended.
 
-        Where they were not taken it stays paused: nobody knows what they are.
+        If the server does not load them, it stays paused, because its weights are unknown then.
         """
         self._manage("/pause?mode=wait", SEND_SECONDS)
         try:
             sent = self._send(update)
-        except ConfigError:  # before anything was sent
+        except ConfigError:  # Nothing was sent.
             self._manage("/resume")
             raise
         weights = str(update.version)
-        self._name_weights(weights)
+        self._set_weight_version(weights)
         self._manage("/reset_prefix_cache")
-        self._stamp = PolicyVersion(weights, update.version)
+        self._policy_version = PolicyVersion(weights, update.version)
         self._manage("/resume")
-        self._prove_fresh()
+        self._check_cache_is_empty()
         return sent
 
-    def _weights_now(self) -> str:
-        """The version that it says its weights have."""
+    def _current_weight_version(self) -> str:
+        """Return the version of the weights that the server reports."""
         if self._control.attempt("/weight_info", None)[0] != 200:
             return UNNAMED_VERSION
         return str(self._control.ask("/weight_info")["weight_version"])
 
-    def _name_weights(self, version: str) -> None:
-        """Have answers say which weights sampled their tokens, where the server can.
+    def _set_weight_version(self, version: str) -> None:
+        """Set the version that answers report, if the server supports it.
 
         Raises:
-            EngineError: it does not.
+            EngineError: the server refuses it.
         """
         path, body = "/update_weight_version", {"new_version": version}
         status, content = self._control.attempt(path, body)
-        if status != 200 and status not in ABSENT:
+        if status != 200 and status not in MISSING_STATUSES:
             raise refusal(status, content.decode("utf-8", "replace"), f"{self.url}{path}")
 
     def _manage(self, path: str, seconds: float = CONTROL_SECONDS) -> None:
@@ -227,48 +241,48 @@ def read_generation(
     endpoint: Generate | Completions,
     answer: Any,
     limit: int,
-    stamp: PolicyVersion,
+    policy_version: PolicyVersion,
     where: str,
     *,
     now: PolicyVersion,
     name: str | None,
 ) -> Generation:
-    """A turn from an answer.
+    """Return the turn in an answer.
 
     Args:
-        endpoint: the one that gave it.
-        answer: parsed.
-        limit: how many tokens were asked for.
-        stamp: what was published when it was sent.
-        where: for messages.
-        now: what is published now.
-        name: of the adapter that was asked for.
+        endpoint: the endpoint of the request.
+        answer: the parsed answer.
+        limit: the number of tokens that was requested.
+        policy_version: the version that was published at the time of the request.
+        where: the request, for messages.
+        now: the version that is published now.
+        name: the name of the requested adapter.
 
     Raises:
-        EngineNonsense: the answer cannot be.
-        EngineError: the request was aborted, or the weights changed meanwhile and it does not say
-            which sampled which token.
+        EngineNonsense: the answer is invalid.
+        EngineError: the request was aborted; or the weights changed meanwhile, and the server does
+            not report which weights sampled which token.
     """
     with reading("vLLM", where):
         (choice,) = answer["choices"]
         if (reason := choice["finish_reason"]) in ("abort", "error"):
-            raise EngineError(f"{where}: vLLM gave the turn up ({reason})")
+            raise EngineError(f"{where}: vLLM aborted the turn ({reason})")
         if name is not None and answer["model"] != name:
-            raise ValueError(f"{answer['model']!r} answers for {name!r}")
-        said, logprobs = endpoint.tokens(choice)
-        ids, usage = token_array(said), answer["usage"]
+            raise ValueError(f"the answer is of model {answer['model']!r}, not {name!r}")
+        token_ids, logprobs = endpoint.tokens(choice)
+        ids, usage = token_array(token_ids), answer["usage"]
         spans = choice.get("weight_versions")
-        if spans is None and now.weights != stamp.weights:
+        if spans is None and now.weights != policy_version.weights:
             raise EngineError(
-                f"{where}: the weights were {stamp.weights!r} when this turn began and"
-                f" {now.weights!r} when it ended, and {endpoint.path} does not say which sampled"
-                " which token"
+                f"{where}: the weights were {policy_version.weights!r} when this turn began and"
+                f" {now.weights!r} when it ended, and {endpoint.path} does not report the version"
+                " of each token"
             )
         check_turn(ids, reason, limit, usage["completion_tokens"])
         return Generation(
             token_ids=ids,
             logprobs=_finite(logprobs, len(ids)),
-            versions=versions_of(spans, len(ids), stamp),
+            versions=token_versions(spans, len(ids), policy_version),
             finish_reason=reason,
             prompt_tokens=int(usage["prompt_tokens"]),
             cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
@@ -278,10 +292,10 @@ def read_generation(
 def read_scores(
     endpoint: Generate | Completions, answer: Any, row: Sequence[int], where: str
 ) -> array[float]:
-    """Logprobs of a whole row, the first token's as 0.
+    """Return the logprobs of a whole row; the first token's is 0.
 
     Raises:
-        EngineNonsense: the answer cannot be, or is of another row.
+        EngineNonsense: the answer is invalid, or of another row.
     """
     with reading("vLLM", where):
         _, *rest = endpoint.prompt_logprobs(answer)
@@ -292,7 +306,7 @@ def read_scores(
 def _finite(logprobs: Sequence[float], n: int) -> array[float]:
     found = float_array(logprobs)
     if len(found) != n:
-        raise ValueError(f"{len(found)} logprobs of {n} tokens")
+        raise ValueError(f"{len(found)} logprobs for {n} tokens")
     if not all(math.isfinite(x) and x > NO_LOGPROB for x in found):
         raise ValueError("a logprob that is not finite")
     return found

@@ -1,13 +1,13 @@
-"""Proof that a server holds the weights which it was sent: of numbers, not of what it samples.
+"""Checks that a server holds the weights that it was sent, by numbers and not by samples.
 
-SGLang may offer two, each used where it is there:
+SGLang may offer two endpoints. Each is used if it exists:
 
-- `/get_weights_by_name` (models of Llama's family) returns the head of a tensor: it must be the one
-  that was sent, to the bit.
-- `/weights_checker` (on a GPU) returns a checksum of all its weights: it must differ from the last
-  one exactly where what was sent differs from what was sent before.
+- `/get_weights_by_name` (models of the Llama family) returns the first rows of a tensor. They must
+  equal those that were sent, bit for bit.
+- `/weights_checker` (on a GPU) returns a checksum of all weights. It must differ from the last one
+  exactly if the weights that were sent differ from those sent before.
 
-vLLM may offer `/weight_checker`, the checksum of each tensor's bytes.
+vLLM may offer `/weight_checker`, the checksum of the bytes of each tensor.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from agentrl.engine.remote.control import Control
 from agentrl.errors import EngineError
 
 COMPARED = 3
-"""Tensors compared by value."""
+"""The number of tensors that are compared by value."""
 ROWS = 8
-"""Their first rows."""
+"""The number of first rows that are compared."""
 MOST_ELEMENTS = 2**21
-"""Of a tensor that is compared: SGLang writes all of it as numbers, then takes the first rows."""
+"""The largest tensor to compare: SGLang writes all of it as numbers, then takes the first rows."""
 NOT_COMPARED = ("k_proj", "v_proj")
-"""SGLang cuts these out of a fused tensor, at places that are wrong where a model's heads are not
-as wide as its hidden size divided by their number."""
+"""SGLang cuts these out of a fused tensor, at wrong positions if the width of a model's heads is
+not its hidden size divided by the number of heads."""
 NORM = "norm.weight"
-"""Tensors so named lie in vLLM as in the files: not fused with others, nor split over GPUs."""
-PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that a server may hold a tensor in."""
+"""vLLM holds tensors with this name as they are in the files: not fused, not split over GPUs."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes in which a server may hold a tensor."""
 
 
 class WeightsChecker:
-    """What is known of one SGLang server's weights."""
+    """Checks the weights of one SGLang server."""
 
     def __init__(self, control: Control):
-        """Ask nothing yet: what a server offers shows at the first update."""
+        """Send no request yet. The first update shows which endpoints the server has."""
         self._control = control
         self._by_name = self._by_checksum = True
         self._checksum: str | None = None
         self._digest: int | None = None
 
-    def before(self) -> None:
-        """Look at the weights that are there before the first update."""
+    def record_first(self) -> None:
+        """Record the checksum of the weights that the server has before the first update."""
         if self._by_checksum and self._digest is None:
             self._checksum = self._ask_checksum()
 
-    def after(self, update: Update) -> None:
-        """Prove an update.
+    def check(self, update: Update) -> None:
+        """Check that the server holds the weights of an update.
 
         Raises:
-            EngineError: the server holds something else.
+            EngineError: the server holds other weights.
         """
         if self._by_name:
             self._compare(update)
         if self._by_checksum:
-            self._check(update)
+            self._check_checksum(update)
 
     def _compare(self, update: Update) -> None:
-        """Some tensors, spread over the model."""
+        """Compare the values of some tensors, spread over the model."""
         names = [
             name
             for name, tensor in update.weights()
@@ -77,27 +77,27 @@ class WeightsChecker:
             status, content = self._control.attempt(
                 "/get_weights_by_name", {"name": name, "truncate_size": ROWS}
             )
-            held = orjson.loads(content) if status == 200 and content else None
-            if held is None:  # not of this model's family
+            server_weights = orjson.loads(content) if status == 200 and content else None
+            if server_weights is None:  # Not a model of the Llama family.
                 self._by_name = False
                 return
-            if not _same(held, tensor[:ROWS]):
+            if not _is_same(server_weights, tensor[:ROWS]):
                 raise EngineError(
                     f"{self._control.url}: version {update.version} was published, but the server"
                     f" holds another {name}"
                 )
 
-    def _check(self, update: Update) -> None:
-        """The checksum changes with what is sent, and with nothing else."""
+    def _check_checksum(self, update: Update) -> None:
+        """Check that the checksum changes if and only if the weights that are sent change."""
         digest, checksum = _digest(update), self._ask_checksum()
         if self._digest is not None and checksum is not None:
-            sent, held = digest != self._digest, checksum != self._checksum
-            if sent != held:
+            sent_changed, server_changed = digest != self._digest, checksum != self._checksum
+            if sent_changed != server_changed:
                 raise EngineError(
                     f"{self._control.url}: version {update.version} was published, and its weights"
                     + (
                         " differ from the last ones, but the server's are as they were"
-                        if sent
+                        if sent_changed
                         else " are the last ones, but the server's have changed"
                     )
                 )
@@ -105,39 +105,39 @@ class WeightsChecker:
 
     def _ask_checksum(self) -> str | None:
         status, content = self._control.attempt("/weights_checker", {"action": "checksum"})
-        if status != 200:  # no GPU, or a release without it
+        if status != 200:  # No GPU, or a version without it.
             self._by_checksum = False
             return None
         answer: dict[str, Any] = orjson.loads(content)
         return str(answer.get("per_engine_checksum") or answer.get("ranks"))
 
 
-def _same(held: list[Any], sent: Tensor) -> bool:
-    """Whether the numbers are those of the tensor, in the server's precision or the tensor's."""
+def _is_same(server_weights: list[Any], sent: Tensor) -> bool:
+    """Return whether the numbers equal the tensor, in a dtype that the server may use."""
     wide = sent.detach().float().cpu()
-    found = torch.tensor(held, dtype=torch.float32)
-    if found.shape != wide.shape:
+    server_tensor = torch.tensor(server_weights, dtype=torch.float32)
+    if server_tensor.shape != wide.shape:
         return False
-    return any(torch.equal(found, wide.to(d).float()) for d in PRECISIONS)
+    return any(torch.equal(server_tensor, wide.to(d).float()) for d in DTYPES)
 
 
 def _digest(update: Update) -> int:
-    """A number that differs where any weight does: sums of bits, by row and by name."""
+    """Return a number that differs if any weight does: sums of bits, by row and by name."""
     total = 0
     for name, tensor in update.weights():
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view(torch.int16).reshape(len(tensor) if tensor.dim() else 1, -1)
         rows = bits.sum(1, dtype=torch.int64)
-        places = torch.arange(1, len(rows) + 1, device=rows.device)
-        total ^= hash((name, int((rows * places).sum())))
+        positions = torch.arange(1, len(rows) + 1, device=rows.device)
+        total ^= hash((name, int((rows * positions).sum())))
     return total
 
 
 def check_norms(control: Control, update: Update) -> bool:
-    """Compare vLLM's checksums of the model's norms with those of what was sent.
+    """Compare vLLM's checksums of the model's norms with those of the tensors that were sent.
 
     Returns:
-        Whether the server has checksums, and one at least could be compared.
+        Whether the server has checksums and at least one could be compared.
 
     Raises:
         EngineError: one differs.
@@ -145,14 +145,14 @@ def check_norms(control: Control, update: Update) -> bool:
     status, content = control.attempt("/weight_checker", {"action": "checksum"})
     if status != 200:
         return False
-    held: dict[str, set[str]] = {}
+    server_digests: dict[str, set[str]] = {}
     for name, digest in orjson.loads(content)["checksums"].items():
-        held.setdefault(name.rpartition(":")[2], set()).add(digest)
+        server_digests.setdefault(name.rpartition(":")[2], set()).add(digest)
     compared = False
     for name, tensor in update.weights():
-        if not name.endswith(NORM) or name not in held:
+        if not name.endswith(NORM) or name not in server_digests:
             continue
-        if not held[name] <= _digests(tensor) or len(held[name]) > 1:
+        if not server_digests[name] <= _digests(tensor) or len(server_digests[name]) > 1:
             raise EngineError(
                 f"{control.url}: version {update.version} was published, but the server holds"
                 f" another {name}"
@@ -162,9 +162,9 @@ def check_norms(control: Control, update: Update) -> bool:
 
 
 def _digests(tensor: Tensor) -> set[str]:
-    """SHA-256 of a tensor's bytes, in every precision that a server may hold it in."""
-    there = tensor.detach().cpu().contiguous()
+    """Return the SHA-256 of a tensor's bytes, in every dtype that a server may use."""
+    on_cpu = tensor.detach().cpu().contiguous()
     return {
-        hashlib.sha256(there.to(precision).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for precision in PRECISIONS
+        hashlib.sha256(on_cpu.to(precision).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for precision in DTYPES
     }
