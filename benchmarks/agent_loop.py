@@ -1,16 +1,16 @@
-"""What the agent loop costs beside the leanest hand-written one, in one process.
+"""Measure the cost of the agent loop, compared with a minimal hand-written loop in one process.
 
     python benchmarks/agent_loop.py                    # all cases: two minutes
     python benchmarks/agent_loop.py narrow_2k_64       # some of them
     python benchmarks/agent_loop.py --threads          # the tool is a plain function, in a thread
 
-The engine answers at once (or after some milliseconds) with arrays made beforehand, the tool with a
-ready text; everything else is what a training run does: `play_episode` with the template, parsing,
-schemas, masks and every check that is always on. Each row must be the floor's, token for token.
+The engine returns prepared arrays at once (or after some milliseconds), and the tool returns a
+prepared text. Everything else is as in a training run: `play_episode` with the template, parsing,
+schemas, masks and all checks. Each row must have exactly the tokens of the minimal loop ("floor").
 
-CPU time is of the whole process, per generation, the least of the rounds; the rounds alternate
-between the contestants. The wide cases take new texts every round: what a cache of pieces has seen
-there is what earlier text happened to share.
+CPU time is the time of the whole process per generation, the minimum of the rounds. The contestants
+alternate in each round. The wide cases use new texts in every round, so a cache of words only helps
+with words of earlier texts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Play = Callable[[Talk], Coroutine[Any, Any, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """How many conversations, of which shape, play at once."""
+    """The shape and number of the conversations that are played at once."""
 
     name: str
     turns: int
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Ready:
-    """A `Sampler` that says what the talks say."""
+    """A `Sampler` that returns the turns of scripted conversations."""
 
     max_length = 1 << 20
 
@@ -74,8 +74,10 @@ class Ready:
         self._engine_s = engine_s
         self._left: dict[str, Iterator[Generation]] = {}
 
+    async def ready(self) -> None: ...
+
     def announce(self, episode_id: str, talk: Talk) -> None:
-        """`begin`, for an episode whose turns are known."""
+        """Set the turns of an episode."""
         self._left[episode_id] = iter(talk.turns)
 
     def begin(self, episode_id: str) -> None: ...
@@ -90,8 +92,8 @@ class Ready:
         deadline: float,
     ) -> Generation:
         await asyncio.sleep(self._engine_s)
-        said = next(self._left[episode_id])
-        return Generation(said.token_ids, said.logprobs, said.versions, "stop", len(prompt_ids))
+        turn = next(self._left[episode_id])
+        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
 
     def end(self, episode_id: str) -> None:
         del self._left[episode_id]
@@ -101,7 +103,7 @@ class Ready:
 
 
 class Agentrl:
-    """Plays talks as a training run plays its samples."""
+    """Plays scripted conversations as a training run plays its samples."""
 
     def __init__(self, template: ChatTemplate, toolbox: LocalToolbox, case: Case):
         most = {"max_turns": case.turns + 1, "max_tool_calls": case.turns + 1}
@@ -167,15 +169,19 @@ def report(case: Case, rounds: dict[str, list[timing.Round]], tokens: float, who
         "engine_ms": case.engine_ms,
         "loop": type(asyncio.get_running_loop()).__module__.partition(".")[0],
     }
-    cpu = {name: [1e6 * r.cpu_s / generations for r in held] for name, held in rounds.items()}
-    for name, held in rounds.items():
-        said, median = f"agent_loop/{case.name}/{name}", statistics.median(cpu[name])
-        timing.print_figure(f"{said}/cpu", min(cpu[name]), "us", median=round(median, 1), **context)
-        timing.print_figure(f"{said}/stall_p99", min(r.stall_p99_ms for r in held), "ms", **context)
+    cpu = {name: [1e6 * r.cpu_s / generations for r in played] for name, played in rounds.items()}
+    for name, played in rounds.items():
+        figure, median = f"agent_loop/{case.name}/{name}", statistics.median(cpu[name])
+        timing.print_figure(
+            f"{figure}/cpu", min(cpu[name]), "us", median=round(median, 1), **context
+        )
+        timing.print_figure(
+            f"{figure}/stall_p99", min(r.stall_p99_ms for r in played), "ms", **context
+        )
         if case.engine_ms:
             ideal = (case.turns + 1) * case.engine_ms / 1e3
             timing.print_figure(
-                f"{said}/wall", min(r.wall_s for r in held) / ideal, "of ideal", **context
+                f"{figure}/wall", min(r.wall_s for r in played) / ideal, "of ideal", **context
             )
     for name in ("floor", "floor_cached"):
         ratio = statistics.median(a / b for a, b in zip(cpu[who], cpu[name], strict=True))

@@ -1,4 +1,4 @@
-"""The learner's update, beside a loop packed by hand and TRL's, on the same rows in one run.
+"""Measure the learner's update, compared with a hand-written loop and TRL's, on the same rows.
 
     python benchmarks/learner.py --shape tiny --trajs 16           # a CPU: a minute or two
     python benchmarks/learner.py --shape 0.5b                      # a GPU
@@ -6,15 +6,15 @@
     python benchmarks/learner.py --case long --shape 7b --lora 32  # one row of 32 k tokens
     python benchmarks/learner.py --case shared --shape 1.5b        # prompts of 4 k, shared or not
 
-agentrl  `Learner.update` and what `Trainer` calls before it: targets, packing, metrics included
-hand     a loop written out for the model (`workload/packed.py`)
-trl      TRL's loss, where TRL is installed
+agentrl  `Learner.update` and the calls of `Trainer` before it: targets, packing, metrics
+hand     a hand-written loop for this model (`workload/packed.py`)
+trl      TRL's loss, if TRL is installed
 
-Every line is a JSON object: name, value, unit, context. Tokens are those of the trajectories, each
-with its prompt, whatever an arm shares or pads; MFU is the model's FLOPs for them over the peak of
-the device, on a CPU that of a matrix product: 6 a weight and token, 4 where the weight is frozen,
-none for what is recomputed (`Rollouts.flops`). Times are medians; on a CPU the arms take turns, and
-CPU seconds are told as well.
+Every line is a JSON object: name, value, unit, context. Tokens are the tokens of all trajectories
+with their prompts, without padding and without sharing of prompts. MFU is the FLOPs of the model
+for them divided by the peak of the device (on a CPU: of a matrix product): 6 per weight and token,
+4 for a frozen weight, none for recomputation (`Rollouts.flops`). Times are medians. On a CPU the
+arms take turns, and CPU seconds are reported, too.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.packing import assign_rows, has_new_prompt
 
 CARD = 78e9
-"""Bytes that PyTorch may take of a card of 80 GB; the rest is the driver's and the libraries'."""
-Held = Callable[[], dict[str, float | None]]
-"""The memory that updates took."""
-Arm = tuple[Update, Held]
+"""The bytes that PyTorch may use of a card of 80 GB; the driver and the libraries use the rest."""
+MemoryUse = Callable[[], dict[str, float | None]]
+"""Returns the memory that the updates used."""
+Arm = tuple[Update, MemoryUse]
 
 
 # --- the arms ------------------------------------------------------------------------------------
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Of the run that would make these updates."""
+    """Return the config of a run with these updates."""
     return Config.model_validate(
         {
             "model": {"lora_rank": args.lora},
@@ -74,8 +74,8 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 @contextmanager
-def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Held]]:
-    """As a run has it, in this process or spread over ranks; and what memory that took."""
+def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, MemoryUse]]:
+    """Yield a learner as in a run, in this process or on ranks, and a function of its memory."""
     if config.trainer.n_gpus_per_node == 1:
         yield Learner(folder, config, total_steps=1000), memory
         return
@@ -88,7 +88,7 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Held]]
 
 
 def update_of(learner: Learner, batch: Batch) -> dict[str, float]:
-    """What `Trainer.step` does once the batch is there."""
+    """Run the part of `Trainer.step` that follows the collection of a batch."""
     old = learner.old_logprobs(batch)
     targets = make_targets(batch, learner.config, old, None, None)
     return learner.update(batch, targets, 1)
@@ -100,8 +100,8 @@ def targets_of(batch: Batch, args: argparse.Namespace) -> Targets:
 
 @contextmanager
 def agentrl_arm(folder: Path, batch: Batch, args: argparse.Namespace) -> Iterator[Arm]:
-    with open_learner(folder, settings(args)) as (learner, held):
-        yield partial(update_of, learner, batch), held
+    with open_learner(folder, settings(args)) as (learner, memory_use):
+        yield partial(update_of, learner, batch), memory_use
 
 
 @contextmanager
@@ -134,7 +134,7 @@ ARMS = {"hand": hand_arm, "trl": trl_arm, "agentrl": agentrl_arm}
 
 
 def tokens_run(batch: Batch, args: argparse.Namespace) -> dict[str, int]:
-    """What the learner makes of the rows: tokens, shared prompts once, and micro-batches."""
+    """Return the number of tokens that run (shared prompts count once) and of micro-batches."""
     every = torch.arange(len(batch.prompt_ids))
     dealt = assign_rows(batch, every, args.ranks, args.tokens)
     pieces = [rows for share in dealt for rows in share if len(rows)]
@@ -143,7 +143,7 @@ def tokens_run(batch: Batch, args: argparse.Namespace) -> dict[str, int]:
 
 
 def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
-    """Tokens a second of each arm."""
+    """Report the tokens per second of each arm."""
     rollouts = draw(
         args.trajs, args.group, args.prompt, long_tailed(args.mean), model.vocab_size, args.seed
     )
@@ -166,15 +166,15 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
         "peak_tflops": round(peak / 1e12, 2),
     }
     wanted = [a for a in args.arms if a != "trl" or importlib.util.find_spec("trl")]
-    # Side by side they would not fit into a GPU's memory.
-    found: dict[str, Timed] = {}
+    # All arms at once would not fit into the memory of a GPU.
+    times: dict[str, Timed] = {}
     failed = False
     for arms in [[arm] for arm in wanted] if GPU else [wanted]:
         try:
             with ExitStack() as stack:
                 opened = {a: stack.enter_context(ARMS[a](folder, batch, args)) for a in arms}
                 timed = measure({a: update for a, (update, _) in opened.items()}, args.steps)
-                held = {a: memory() for a, (_, memory) in opened.items()}
+                memory_use = {a: memory() for a, (_, memory) in opened.items()}
         except Exception as e:
             fail(e, arms=arms, **context)
             failed = True
@@ -182,7 +182,7 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
         finally:
             opened = {}
             release()
-        found |= timed
+        times |= timed
         for name, took in timed.items():
             own = {"run_tokens": run["tokens"], "passes": run["passes"]}
             wall = took.seconds
@@ -197,11 +197,11 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
                 cpu_s=round(statistics.median(took.cpu), 4),
                 mfu=round(flops / wall / peak, 4),
                 warmup_s=round(took.warmup_s, 2),
-                **held[name],
+                **memory_use[name],
             )
     for other in ("hand", "trl"):
-        if other in found and "agentrl" in found:
-            mine, its = found["agentrl"], found[other]
+        if other in times and "agentrl" in times:
+            mine, its = times["agentrl"], times[other]
             cpu = statistics.median(its.cpu) / statistics.median(mine.cpu)
             of_cpu = {} if GPU else {"of_cpu_seconds": round(cpu, 3)}
             print_figure(
@@ -216,21 +216,21 @@ def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
 
 
 def fail(error: Exception, **context: object) -> None:
-    """Say so; what else was asked for may go on."""
+    """Report an error; the other arms continue."""
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     print_figure("learner/failed", None, "", **context, why=why)
     traceback.print_exception(error)
 
 
 def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
-    """One row of 32 k tokens (`--long`), in the memory of a card of 80 GB."""
+    """Train on one row of 32 k tokens (`--long`) in the memory of a card of 80 GB."""
     args.estimator = "reinforce_plus_plus"  # no other row to compare it with
     response = args.long - args.prompt
     rollouts = draw(1, 1, args.prompt, lambda _: response, model.vocab_size, args.seed)
     rollouts = replace(rollouts, rewards=[1.0])
     batch = rollouts.batch(model.vocab_size)
     if GPU:
-        # More than this, and PyTorch raises.
+        # PyTorch raises if it needs more memory than this.
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, CARD / total))
     context = {"shape": args.shape, "lora": args.lora, "recompute": args.recompute}
@@ -241,16 +241,16 @@ def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
         why = str(e).split(".")[0]
         print_figure("learner/long_row", None, "GB", **context, verdict=False, why=why, **memory())
         return
-    held = torch.cuda.max_memory_allocated() / 1e9 if GPU else None
+    memory_use = torch.cuda.max_memory_allocated() / 1e9 if GPU else None
     flops = rollouts.flops(model, frozen=args.lora > 0)
     print_figure(
         "learner/long_row",
-        held,
+        memory_use,
         "GB",
         **context,
         tokens=rollouts.tokens,
         limit_gb=CARD / 1e9,
-        verdict=None if held is None else held <= CARD / 1e9,
+        verdict=None if memory_use is None else memory_use <= CARD / 1e9,
         step_s=round(took.seconds, 3),
         mfu=round(flops / took.seconds / peak_flops(args.peak), 4),
         **memory(),
@@ -258,7 +258,7 @@ def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
 
 
 def shared(folder: Path, model: Any, args: argparse.Namespace) -> None:
-    """Groups that share a long prompt, beside the same rows with prompts that differ."""
+    """Compare groups that share a long prompt with the same rows with different prompts."""
     prompt, mean = (args.long // 8, args.long // 64)
     rollouts = draw(
         args.trajs, args.group, prompt, lambda r: r.randint(mean // 2, 3 * mean // 2),
@@ -306,8 +306,8 @@ def main() -> None:
     add("--arms", nargs="+", choices=ARMS, default=["hand", "agentrl"])
     add("--shape", choices=SHAPES, default="tiny")
     add("--trajs", type=int, default=64)
-    add("--group", type=int, default=8, help="rollouts of each prompt")
-    add("--prompt", type=int, default=400, help="its tokens")
+    add("--group", type=int, default=8, help="rollouts per prompt")
+    add("--prompt", type=int, default=400, help="tokens of a prompt")
     add("--mean", type=float, default=1500, help="response tokens")
     add("--long", type=int, default=32768, help="tokens of the long row; 8 times a shared prompt")
     add("--seed", type=int, default=0)
@@ -315,11 +315,11 @@ def main() -> None:
     add("--recompute", action="store_true")
     add("--compile", choices=("auto", "never"), default="auto")
     add("--offload", choices=("none", "optimizer", "all"), default="none")
-    add("--tokens", type=int, default=32768, help="of a micro-batch")
-    add("--trl-rows", type=int, default=8, help="of a micro-batch of TRL's")
+    add("--tokens", type=int, default=32768, help="tokens of a micro-batch")
+    add("--trl-rows", type=int, default=8, help="rows of a micro-batch of TRL")
     add("--ranks", type=int, default=1, help="GPUs or, on a CPU, processes")
     add("--steps", type=int, default=4)
-    add("--threads", type=int, default=2, help="of a CPU")
+    add("--threads", type=int, default=2, help="threads of a CPU")
     add("--peak", type=float, default=0.0, help="FLOP/s; 0: an H200's, or this CPU's")
     add("--models", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-models")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The learner's two kernels by themselves: the loss head, and attention over packed rows.
+"""Measure the learner's two kernels alone: the loss head, and attention over packed rows.
 
     python benchmarks/learner_kernels.py                    # a GPU: some minutes
     python benchmarks/learner_kernels.py --parts head       # some of: head attention prompts layer
-    python benchmarks/learner_kernels.py --tiny             # any CPU: whether it runs at all
+    python benchmarks/learner_kernels.py --tiny             # any CPU: checks that it runs
 
-Every line is a JSON object: name, value, unit, context. Times are medians of forward and backward
-pass together. On a CPU, sequences of different lengths are taken one by one.
+Every line is a JSON object: name, value, unit, context. Times are medians of the forward and
+backward pass together. On a CPU, sequences of different lengths run one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def seconds(f: Callable[[], object], repetitions: int) -> float:
 
 
 def peak(f: Callable[[], object]) -> int | None:
-    """Bytes at most held over what was held before."""
+    """Return the peak memory in bytes, minus the memory before."""
     if not GPU:
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -76,14 +76,14 @@ def head_step(
     frozen: bool,
 ) -> None:
     weight, learns = (weight.detach(), (hidden,)) if frozen else (weight, (hidden, weight))
-    found = chosen_logprobs(hidden, weight, tokens, 0.9, entropy, block_bytes=block, fused=fused)
-    total = sum((upstream * x).sum() for x in found if x.requires_grad)
+    outputs = chosen_logprobs(hidden, weight, tokens, 0.9, entropy, block_bytes=block, fused=fused)
+    total = sum((upstream * x).sum() for x in outputs if x.requires_grad)
     assert isinstance(total, Tensor)
     torch.autograd.grad(total, learns)
 
 
 def heads(tiny: bool, repetitions: int) -> None:
-    """The loss head beside the three bare products of its forward and backward pass."""
+    """Compare the loss head with the three matrix products of its forward and backward pass."""
     n, vocabulary, widths = (64, 500, (16,)) if tiny else (32768, 151936, (896, 3584))
     for width in widths:
         torch.manual_seed(0)
@@ -105,17 +105,21 @@ def heads(tiny: bool, repetitions: int) -> None:
                 taken = seconds(step, repetitions)
                 print_figure("head_time", taken * 1e3, "ms", **how)
                 print_figure("head_time_over_bare_products", taken / limit, "x", **how)
-                held = peak(step)
-                if held is not None:
-                    held -= 0 if frozen else weight.nbytes
-                    print_figure("head_memory_over_weights_and_inputs", held / 2**30, "GiB", **how)
+                memory = peak(step)
+                if memory is not None:
+                    memory -= 0 if frozen else weight.nbytes
+                    print_figure(
+                        "head_memory_over_weights_and_inputs", memory / 2**30, "GiB", **how
+                    )
         few = slice(0, min(n, 1024))
         exact = (hidden[few].float() @ weight.float().t() / 0.9).log_softmax(-1)
         expected = exact.gather(1, tokens[few, None])[:, 0]
-        found = chosen_logprobs(hidden[few], weight, tokens[few], 0.9)[0]
-        print_figure("head_logprob_error", (found - expected).abs().max().item(), "nat", **context)
-        found, expected = (torch.autograd.grad(x.sum(), weight)[0] for x in (found, expected))
-        error = ((found.float() - expected).norm() / expected.norm()).item()
+        logprobs = chosen_logprobs(hidden[few], weight, tokens[few], 0.9)[0]
+        print_figure(
+            "head_logprob_error", (logprobs - expected).abs().max().item(), "nat", **context
+        )
+        grads, expected = (torch.autograd.grad(x.sum(), weight)[0] for x in (logprobs, expected))
+        error = ((grads.float() - expected).norm() / expected.norm()).item()
         print_figure("head_weight_gradient_error", error, "relative", **context)
 
 
@@ -130,7 +134,7 @@ def by_sequence(
     scale: float | None,
     window: int,
 ) -> Tensor:
-    """A kernel for where there is none; without windows."""
+    """A kernel for devices without one; it has no windows."""
     out = []
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         at = torch.arange(d - c - (b - a), d - c, device=q.device)
@@ -142,26 +146,26 @@ def by_sequence(
 
 
 def to_compare() -> dict[str, Any]:
-    """Those to compare; torch's own also with keys that it may or may not share by itself."""
+    """Return the kernels to compare; torch's kernel also with shared keys."""
     if not GPU:
         return {"by_sequence": by_sequence}
     own = kernel_for(DEVICE)
     assert own is not None
-    found: dict[str, Any] = {"torch": attention.torch_kernel}
+    kernels: dict[str, Any] = {"torch": attention.torch_kernel}
     if own is not attention.torch_kernel:
-        found["flash_attention"] = own
-    if not attention.GROUPED:
+        kernels["flash_attention"] = own
+    if not attention.HAS_GQA:
 
         def shares(*arguments: Any) -> Any:
             *sequences, scale, window = arguments
             return attention.varlen_attn(*sequences, scale=scale, window_size=(window, 0))
 
-        found["torch_sharing_keys"] = shares
-    return found
+        kernels["torch_sharing_keys"] = shares
+    return kernels
 
 
 def ways(layout: Layout) -> dict[str, Layout]:
-    """The layout for each kernel, and piece by piece."""
+    """Return the layout for each kernel, and for attention piece by piece."""
     every = (torch.bfloat16, torch.float32)
     made = {
         n: replace(layout, varlen=varlen(layout, DEVICE, k, every)) for n, k in to_compare().items()
@@ -170,7 +174,7 @@ def ways(layout: Layout) -> dict[str, Layout]:
 
 
 def layer_step(layout: Layout, shape: tuple[int, int, int], dtype: torch.dtype = DTYPE):
-    """Attention of one layer there and back; returns its output and the gradients."""
+    """Return a step of one attention layer, which returns its output and gradients."""
     q_heads, kv_heads, d = shape
     length = sum(layout.pieces)
     g = torch.Generator().manual_seed(0)
@@ -189,7 +193,7 @@ def layer_step(layout: Layout, shape: tuple[int, int, int], dtype: torch.dtype =
 
 
 def compare(name: str, layout: Layout, shape: tuple[int, int, int], repetitions: int, **context):
-    """Times of all ways, and how far each is from float32."""
+    """Report the time of each kernel, and its error relative to float32."""
     exact = layer_step(layout, shape, torch.float32)()
     for way, made in ways(layout).items():
         context = {**context, "way": way, "tokens": sum(layout.pieces), "heads": shape}
@@ -207,7 +211,7 @@ def compare(name: str, layout: Layout, shape: tuple[int, int, int], repetitions:
 
 
 def trajectories(tiny: bool) -> list[Layout]:
-    """64 rollouts in groups of 8, log-normal lengths: one layout for each pack of 32 k tokens."""
+    """Return the packs of 64 rollouts in groups of 8, each of at most 32 k tokens."""
     rng = random.Random(0)
     prompt, mean, budget = (6, 10, 200) if tiny else (400, 1500, 32768)
     packs: list[Layout] = []
@@ -228,7 +232,7 @@ def trajectories(tiny: bool) -> list[Layout]:
 
 
 def alone(layout: Layout) -> Layout:
-    """The same with a prompt for each response."""
+    """Return the same layout with a separate prompt for each response."""
     pieces = []
     at = 0
     for count in layout.responses:
@@ -240,7 +244,7 @@ def alone(layout: Layout) -> Layout:
 
 
 def packs(tiny: bool, repetitions: int) -> None:
-    """One layer's attention over the first pack of the 64 trajectories."""
+    """Measure the attention of one layer over the first pack of the 64 trajectories."""
     first = trajectories(tiny)[0]
     for shape in [(4, 2, 8)] if tiny else [HEADS["0.5b"], HEADS["7b"]]:
         compare("attention_pack", first, shape, repetitions, shared=True)
@@ -251,7 +255,7 @@ def packs(tiny: bool, repetitions: int) -> None:
 
 
 def prompts(tiny: bool, repetitions: int) -> None:
-    """One layer's attention over a group of 8 that shares a prompt of 4 k tokens."""
+    """Measure the attention of one layer over a group of 8 with a shared prompt of 4 k tokens."""
     prompt, response = (40, 5) if tiny else (4096, 500)
     group = Layout([prompt] + 8 * [response], [8])
     for shape in [(4, 2, 8)] if tiny else [HEADS["0.5b"], HEADS["7b"]]:
@@ -260,7 +264,7 @@ def prompts(tiny: bool, repetitions: int) -> None:
 
 
 def layer(tiny: bool, repetitions: int) -> None:
-    """Decoder layers of transformers, compiled: time, and programs made over packs of all sizes."""
+    """Measure compiled decoder layers: time, and the number of programs for all packs."""
     q_heads, kv_heads, d = (4, 2, 8) if tiny else HEADS["0.5b"]
     config = Qwen2Config(
         vocab_size=1000,
@@ -307,7 +311,7 @@ PARTS = {"head": heads, "attention": packs, "prompts": prompts, "layer": layer}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The learner's two kernels by themselves.")
+    parser = argparse.ArgumentParser(description="Measure the learner's two kernels alone.")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repetitions", type=int, default=10)

@@ -1,10 +1,10 @@
-"""How fast the local engine samples, beside plain batched `model.generate` in the same run.
+"""Measure how fast the local engine samples, compared with batched `model.generate`.
 
 One JSON object a line: name, value, unit, context. `python benchmarks/local_engine.py`.
 
 The model is tiny (Qwen2 shape, 2 layers, hidden 128, MLP 384, heads 4/2, vocabulary 576, float32),
-so these figures are about what the engine adds to the model. Each is the best of its repetitions,
-which alternate between the contestants.
+so these figures show what the engine adds to the model. Each is the best of its repetitions, in
+which the contestants alternate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 async def flood(engine: LocalEngine, prompts: list[array], tokens: int, tag: str) -> int:
-    """All prompts at once, one turn each; returns how many tokens were sampled."""
+    """Run all prompts at once, one turn each, and return the number of sampled tokens."""
     ids = [f"{tag}-{i}" for i in range(len(prompts))]
     for episode_id in ids:
         engine.begin(episode_id)
@@ -72,10 +72,10 @@ async def flood(engine: LocalEngine, prompts: list[array], tokens: int, tag: str
 
 
 async def episodes(engine: LocalEngine, tag: str, tool_seconds: float) -> tuple[int, int]:
-    """The demo's step: 16 prompts x 8 rollouts, up to 4 turns of ~25 tokens, answers of ~20.
+    """Run the demo's step: 16 prompts x 8 rollouts, up to 4 turns of ~25 tokens, answers of ~20.
 
     Returns:
-        Tokens sampled, and decode turns played.
+        The number of sampled tokens, and of turns.
     """
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCABULARY, rng.integers(85, 116)) for _ in range(16)]
@@ -93,7 +93,7 @@ async def episodes(engine: LocalEngine, tag: str, tool_seconds: float) -> tuple[
         for t, (length, observed) in enumerate(plans[i]):
             answer = await engine.generate(
                 row,
-                # A third of the demo's rows are react's, which look for a text.
+                # A third of the demo's rows are ReAct rows, which have a stop string.
                 Sampling(max_tokens=length, stop=("Observation:",) if i % 3 == 0 else ()),
                 episode_id=ids[i],
                 seed=i * 10 + t,
@@ -164,7 +164,7 @@ def main() -> None:
                 seconds = min(seconds, time.perf_counter() - start)
             context = {"episodes": 128, "turns": turns, "tool_s": tool_seconds, **machine}
             name = f"episodes/deterministic={deterministic}"
-            print_figure(f"{name}/seconds", seconds, "s a step's rollouts", **context)
+            print_figure(f"{name}/seconds", seconds, "s per step", **context)
             print_figure(f"{name}/speed", sampled / seconds, "tokens/s", **context)
             engine.close()
 

@@ -1,8 +1,8 @@
-"""Programs a second in the sandbox. One JSON object a line: name, value, unit, context.
+"""Measure programs per second in the sandbox. One JSON object a line: name, value, unit, context.
 
-`python benchmarks/sandbox.py [RUNS] [BACKEND]`. Starts of an interpreter, which is what a short
-program costs, at 1, 2, 4, 8 and 16 at once; then boxes: opening one, and a call in it. The p99 of
-the last tenth over that of the first shows whether long runs grow slower.
+`python benchmarks/sandbox.py [RUNS] [BACKEND]`. First the start of an interpreter, which is the
+cost of a short program, with 1, 2, 4, 8 and 16 at once; then opening a box, and a call in a box.
+The p99 of the last tenth divided by that of the first tenth shows whether long runs become slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def p99(took: list[float]) -> float:
 
 
 async def measure(place: Sandbox, runs: int, at_once: int) -> tuple[float, list[float]]:
-    """Runs a second, and how long each took."""
+    """Return the runs per second, and the seconds of each run."""
     took: list[float] = []
     gate = asyncio.Semaphore(at_once)
 
@@ -45,9 +45,9 @@ async def measure(place: Sandbox, runs: int, at_once: int) -> tuple[float, list[
 
 
 async def grade(tests: int, backend: str) -> None:
-    """Time the code grader: a program that does next to nothing, so that the grader's cost shows.
+    """Measure the cost of the code grader with a program that does almost nothing.
 
-    One that writes a file out of its folder gets a new sandbox for each test.
+    A program that writes a file outside of its folder gets a new sandbox for each test.
     """
     sums = "print(sum(map(int, input().split())))"
     programs = {"grade": sums, "grade_with_files": f"open('/tmp/left', 'a').close()\n{sums}"}
@@ -74,7 +74,7 @@ async def main(runs: int, backend: str) -> None:
     machine = {"kernel": platform.release(), "backend": backend}
     for at_once in (1, 2, 4, 8, 16):
         place = open_sandbox(SandboxConfig(backend=backend, slots=at_once))
-        await measure(place, at_once, at_once)  # user ids are taken once
+        await measure(place, at_once, at_once)  # the first run reserves user ids
         fds = len(os.listdir("/proc/self/fd"))
         rate, took = await measure(place, runs, at_once)
         print_figure("sandbox/runs", rate, "1/s", at_once=at_once, runs=runs, **machine)

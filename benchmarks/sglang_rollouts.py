@@ -1,12 +1,13 @@
-"""How fast agentrl plays rollouts, beside a bare aiohttp loop on the same SGLang server.
+"""Measure rollouts per second, compared with a minimal aiohttp loop on the same SGLang server.
 
     python benchmarks/sglang_rollouts.py                      # a GPU: some minutes
     python benchmarks/sglang_rollouts.py --device cpu --small --launch=--sleep-on-idle
 
-256 trajectories of 8 turns at once, every turn 64 sampled tokens and then a forced observation, by
-a model of Qwen2.5-0.5B's shape whose turns all have that length (`workload/models.py`). The bare
-loop sends the same prompts, the same observations and the same request fields, and keeps nothing
-but the ids. The two alternate, the cache is emptied before each, and the ratio is of neighbours.
+256 trajectories of 8 turns run at once. Every turn has 64 sampled tokens, then an observation
+follows. The model has the shape of Qwen2.5-0.5B, and all of its turns have that length
+(`workload/models.py`). The minimal loop sends the same prompts, observations and request fields,
+and keeps only the ids. The two alternate, the cache is flushed before each, and a ratio compares
+two consecutive runs.
 
 Needs aiohttp (`pip install aiohttp`).
 """
@@ -47,12 +48,12 @@ from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.trajectory import Group, Message, Sample
 
 OBSERVED = "Nothing more is known here; please continue."
-"""64 tokens with the 20 that the template puts around it: each byte is one."""
+"""64 tokens, including the 20 that the template writes around it: each byte is one token."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the workload."""
+    """The size of the workload."""
 
     prompts: int = 32
     n: int = 8
@@ -64,22 +65,22 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Sampled ones of a round."""
+        """Return the number of sampled tokens in a round."""
         return self.prompts * self.n * self.turns * self.turn
 
 
 @dataclass(frozen=True)
 class Round:
-    """What playing all trajectories took."""
+    """The cost of playing all trajectories."""
 
     seconds: float
     cpu: float
     later_cached: float
-    """Of the prompts of all turns but the first, the share that the server had cached."""
+    """The share of prompt tokens that the server had cached, in all turns but the first."""
 
 
 def register(size: Size) -> None:
-    """The loop and the reward."""
+    """Register the agent loop and the reward."""
 
     @agent_loop("fixed_turns", uses_tools=False)
     async def fixed_turns(ep: Any) -> None:
@@ -94,7 +95,7 @@ def register(size: Size) -> None:
 
 
 def samples(size: Size) -> list[Sample]:
-    """Prompts that share their first tokens only."""
+    """Return rows whose prompts share only their first tokens."""
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz "
     texts = ("".join(rng.choices(letters, k=size.prompt)) for _ in range(size.prompts))
@@ -104,8 +105,8 @@ def samples(size: Size) -> list[Sample]:
     ]
 
 
-class Ours:
-    """The rollouts of a run."""
+class AgentrlLoop:
+    """Plays the rollouts as a run does."""
 
     def __init__(self, rollouts: Rollouts, size: Size):
         self._rollouts, self._size = rollouts, size
@@ -113,7 +114,7 @@ class Ours:
         self._played = 0
 
     def play(self) -> tuple[Round, list[Group]]:
-        """All trajectories once."""
+        """Play all trajectories once."""
         size = self._size
         self._played += 1
         began, cpu = time.perf_counter(), cpu_seconds()
@@ -129,11 +130,11 @@ class Ours:
         return Round(took, cpu, cached), groups
 
 
-class Bare:
-    """The leanest loop over the same server: it keeps the ids, and nothing else."""
+class BareLoop:
+    """A minimal loop on the same server, which keeps only the ids."""
 
     def __init__(self, url: str, key: str, groups: Sequence[Group], size: Size):
-        """Take prompts and observation from what was played."""
+        """Take prompts and observation from trajectories that were played."""
         self._url, self._key, self._turns = url, key, size.turns
         trajectories = [s.trajectory for g in groups for s in g.scored]
         self._prompts = [list(t.segments[0].prompt_ids) for t in trajectories]
@@ -146,36 +147,36 @@ class Bare:
 
     @property
     def observed(self) -> int:
-        """Tokens between two turns."""
+        """Return the number of tokens between two turns."""
         return len(self._observed)
 
     @property
     def cacheable(self) -> float:
-        """The share of the prompts of later turns that was in the turn before, but for one token.
+        """Return the share of later prompts that the server can have cached.
 
-        The last token sampled has not been through the model.
+        This is the previous turn without the last sampled token, which the model has not read yet.
         """
         added = self._turn + self.observed
-        asked = [len(p) + k * added for p in self._prompts for k in range(1, self._turns)]
-        return 1 - len(asked) * (self.observed + 1) / sum(asked)
+        prompt_tokens = [len(p) + k * added for p in self._prompts for k in range(1, self._turns)]
+        return 1 - len(prompt_tokens) * (self.observed + 1) / sum(prompt_tokens)
 
     async def play(self) -> Round:
-        """All trajectories once."""
+        """Play all trajectories once."""
         began, cpu = time.perf_counter(), cpu_seconds()
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
         ) as session:
-            found = await asyncio.gather(*(self._trajectory(session, p) for p in self._prompts))
+            counts = await asyncio.gather(*(self._trajectory(session, p) for p in self._prompts))
         took, cpu = time.perf_counter() - began, cpu_seconds() - cpu
-        cached, asked = (sum(column) for column in zip(*found, strict=True))
-        return Round(took, cpu, cached / asked)
+        cached, prompt_tokens = (sum(column) for column in zip(*counts, strict=True))
+        return Round(took, cpu, cached / prompt_tokens)
 
     async def _trajectory(
         self, session: aiohttp.ClientSession, prompt: list[int]
     ) -> tuple[int, int]:
-        ids, cached, asked = list(prompt), 0, 0
+        ids, cached, prompt_tokens = list(prompt), 0, 0
         for turn in range(self._turns):
             if turn:
                 ids += self._observed
@@ -196,24 +197,27 @@ class Bare:
             async with session.post(f"{self._url}/generate", data=orjson.dumps(body)) as answer:
                 meta = orjson.loads(await answer.read())["meta_info"]
             if turn:
-                cached, asked = cached + meta["cached_tokens"], asked + meta["prompt_tokens"]
+                cached, prompt_tokens = (
+                    cached + meta["cached_tokens"],
+                    prompt_tokens + meta["prompt_tokens"],
+                )
             sampled = [token for _, token, _ in meta["output_token_logprobs"]]
             assert len(sampled) == self._turn
             ids += sampled
-        return cached, asked
+        return cached, prompt_tokens
 
 
 def flush(control: Control) -> None:
-    """Empty the cache; refused while the last turns leave it."""
+    """Flush the cache; the server refuses while turns are running."""
     end = time.monotonic() + 60
     while control.attempt("/flush_cache", {})[0] != 200:
-        assert time.monotonic() < end, "the cache is not to be emptied"
+        assert time.monotonic() < end, "the server did not flush its cache"
         time.sleep(0.05)
 
 
-def measure(ours: Ours, control: Control, size: Size, runner: asyncio.Runner) -> None:
-    _, groups = ours.play()  # both are warm then
-    bare = Bare(control.url, control.key, groups, size)
+def measure(ours: AgentrlLoop, control: Control, size: Size, runner: asyncio.Runner) -> None:
+    _, groups = ours.play()  # warm-up
+    bare = BareLoop(control.url, control.key, groups, size)
     del groups
     runner.run(bare.play())
     rounds: dict[str, list[Round]] = {"agentrl": [], "aiohttp": []}
@@ -225,7 +229,7 @@ def measure(ours: Ours, control: Control, size: Size, runner: asyncio.Runner) ->
     report(rounds, size, bare)
 
 
-def report(rounds: dict[str, list[Round]], size: Size, bare: Bare) -> None:
+def report(rounds: dict[str, list[Round]], size: Size, bare: BareLoop) -> None:
     say = partial(
         print_figure,
         shape=size.shape,
@@ -236,8 +240,8 @@ def report(rounds: dict[str, list[Round]], size: Size, bare: Bare) -> None:
         prompt_tokens=size.prompt,
         rounds=size.rounds,
     )
-    for name, held in rounds.items():
-        speeds = [size.tokens / r.seconds for r in held]
+    for name, played in rounds.items():
+        speeds = [size.tokens / r.seconds for r in played]
         say(
             f"sglang_rollouts/{name}",
             round(statistics.median(speeds)),
@@ -245,9 +249,9 @@ def report(rounds: dict[str, list[Round]], size: Size, bare: Bare) -> None:
             all=[round(s) for s in speeds],
         )
         turns = size.prompts * size.n * size.turns
-        cpu = statistics.median(1e6 * r.cpu / turns for r in held)
+        cpu = statistics.median(1e6 * r.cpu / turns for r in played)
         say(f"sglang_rollouts/{name}/cpu", round(cpu), "us a turn")
-        cached = statistics.median(r.later_cached for r in held)
+        cached = statistics.median(r.later_cached for r in played)
         say(
             f"sglang_rollouts/{name}/cached_later_turns",
             round(cached, 4),
@@ -310,7 +314,7 @@ def main() -> None:
             open_rollouts(config, engine, load_template(config), scorer) as rollouts,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            measure(Ours(rollouts, size), control, size, runner)
+            measure(AgentrlLoop(rollouts, size), control, size, runner)
         engine.close()
     finally:
         server.stop()

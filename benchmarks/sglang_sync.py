@@ -1,18 +1,18 @@
-"""How the policy reaches an SGLang server: seconds, bytes, memory, and the proof that it arrived.
+"""Measure weight updates of an SGLang server: seconds, bytes, memory, and the canary check.
 
     python benchmarks/sglang_sync.py --shapes 0.5b 1.5b 7b        # a GPU: minutes
     python benchmarks/sglang_sync.py --device cpu --small --launch=--sleep-on-idle
 
-Random models of Qwen2.5's shapes, and the learner, publisher and engine of a run. Before each
-update the learner's weights are moved so far that an engine which stayed behind would show it.
+Random models of Qwen2.5's shapes are used with the learner, publisher and engine of a run. Before
+each update the learner's weights change so much that an engine with old weights would be detected.
 
 full       all weights through the GPU's memory and through files; asleep without weights and cache
 lora       adapters of rank 32; asleep without the cache
 lora_all   the same, asleep without weights and cache
 
-`canary` is the mean distance in nats between the logprobs of engine and trainer, as a share of that
-at the start; more than 1.5 stops a run. `skipped` is the distance where an update was not sent, and
-whether the canary noticed. Where the device is a CPU there is `full` alone, through files.
+`canary` is the mean distance in nats between the logprobs of engine and trainer, relative to the
+start; more than 1.5 stops a run. `skipped` is the distance after an update that was not sent, and
+whether the canary detected it. On a CPU only `full` runs, through files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from agentrl.trainer.publisher import Canary, Publisher
 ROW = 256
 RANK = 32
 STEP = 0.7
-"""How much of a weight is new after a perturbation; its spread stays as it was."""
+"""The share of a weight that a perturbation replaces; its standard deviation stays the same."""
 ADAPTER_SPREAD = 0.3
-"""Standard deviation of LoRA's second matrices, which begin as zero."""
+"""The standard deviation of LoRA's second matrices, which are zero at first."""
 DISK_SECONDS = 90.0
-"""After so long no further update goes through files."""
+"""The time limit of updates through files."""
 ADAPTERS = 20
 CASES: dict[str, dict[str, Any]] = {
     "full": {"rollout.sync": "ipc", "rollout.sleep": "all"},
@@ -66,44 +66,46 @@ CPU_KEYS = {"rollout.sync": "disk", "rollout.sleep": "none", "model.lora_rank": 
 
 
 class Deaf:
-    """An engine whose updates go nowhere, and that says nothing of it."""
+    """An engine that silently ignores updates."""
 
     def publish(self, update: Update) -> int:
         return 0
 
 
 class Lenient:
-    """A canary that tells what would stop a run, and lets the measurements go on."""
+    """A canary that reports an error that would stop a run, and continues."""
 
-    def __init__(self, strict: Canary, told: Callable[[str], None]):
+    def __init__(self, strict: Canary, report: Callable[[str], None]):
         self.strict, self.reference = strict, strict.reference
-        self._told = told
+        self._report = report
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
         try:
             return self.strict.check(trainer, engines, version)
         except RunStopped as e:
-            self._told(str(e))
+            self._report(str(e))
             self.strict._last = trainer
             worst = (engines - trainer).abs().mean(1).max().item()
             return {"canary/mismatch": worst, "canary/drift": 0.0}
 
 
 class Bench:
-    """A run's learner, and a way to engines that a run's publisher goes."""
+    """A run's learner, with updates of engines through a run's publisher."""
 
     def __init__(self, name: str, learner: Learner, repeats: int):
         self.name, self.learner, self.repeats = name, learner, repeats
+        assert learner.rank is not None
+        self.rank = learner.rank
         self._version = 0
         self._runner = asyncio.Runner()
-        vocabulary = learner.rank.policy.model.config.get_text_config().vocab_size
+        vocabulary = self.rank.policy.model.config.get_text_config().vocab_size
         self._row = array("i", random.Random(0).choices(range(vocabulary - 1), k=ROW))
-        self._random = torch.Generator(learner.accelerator.device).manual_seed(1)
+        self._random = torch.Generator(self.rank.device).manual_seed(1)
 
     def close(self) -> None:
         self._runner.close()
 
-    def say(self, what: str, value: float, unit: str, **context: object) -> None:
+    def report(self, what: str, value: float, unit: str, **context: object) -> None:
         print_figure(f"sglang_sync/{self.name}/{what}", value, unit, **context)
 
     def publisher(self, engine: Any) -> Publisher:
@@ -114,9 +116,9 @@ class Bench:
 
     @torch.no_grad()
     def move(self) -> None:
-        """What many steps of training would do at once."""
-        keep, lora = (1 - STEP**2) ** 0.5, self.learner.rank.policy.peft is not None
-        for name, p in self.learner.rank.policy.model.named_parameters():
+        """Change the weights as much as many training steps would."""
+        keep, lora = (1 - STEP**2) ** 0.5, self.rank.policy.peft is not None
+        for name, p in self.rank.policy.model.named_parameters():
             if not p.requires_grad or p.dim() < 2:
                 continue
             spread = ADAPTER_SPREAD if "lora_B" in name else p.std().item()
@@ -126,70 +128,70 @@ class Bench:
             p.mul_(keep).add_(noise, alpha=STEP * spread)
 
     def publish(self, publisher: Publisher) -> dict[str, float]:
-        """The next version; the first is where the canary is calibrated."""
+        """Publish the next version. The first update calibrates the canary."""
         self._version += 1
-        found = publisher.publish(self._version)
+        updates = publisher.publish(self._version)
         if isinstance(publisher._canary, Canary):
-            told = partial(self.say, "refused", 1, "failure")
-            publisher._canary = Lenient(publisher._canary, lambda said: told(said=said))  # type: ignore
-        return found
+            refused = partial(self.report, "refused", 1, "failure")
+            publisher._canary = Lenient(publisher._canary, lambda error: refused(error=error))  # type: ignore
+        return updates
 
     def updates(self, way: str, engine: Any, publisher: Publisher, most: float = 1e9) -> None:
-        """Some updates by one way: their seconds, bytes and canary."""
+        """Run updates by one transport, and report seconds, bytes and canary."""
         sends = _timed_sends(only(engine))
         first = self.publish(publisher)  # compiles, allocates and calibrates
         sends.clear()
-        reference, seconds, found = publisher.noise, [], [first]
+        reference, seconds, updates = publisher.noise, [], [first]
         began = time.monotonic()
         while len(seconds) < self.repeats and (not seconds or time.monotonic() < began + most):
             self.move()
-            found.append(self.publish(publisher))
-            seconds.append(found[-1]["timing_s/update_weights"])
+            updates.append(self.publish(publisher))
+            seconds.append(updates[-1]["timing_s/update_weights"])
         count = len(seconds)
-        self.say(
+        self.report(
             f"{way}/update",
             statistics.median(seconds),
             "s",
             updates=count,
             sending=round(statistics.median(sends), 4),
-            canary_seconds=round(statistics.median(m["timing_s/canary"] for m in found[1:]), 4),
+            canary_seconds=round(statistics.median(m["timing_s/canary"] for m in updates[1:]), 4),
             all=[round(s, 4) for s in seconds],
         )
-        self.say(f"{way}/sent", found[-1]["perf/update_weights_bytes"] / 1e6, "MB")
-        self.canary(way, reference, found)
+        self.report(f"{way}/sent", updates[-1]["perf/update_weights_bytes"] / 1e6, "MB")
+        self.canary(way, reference, updates)
 
-    def canary(self, way: str, reference: float, found: list[dict[str, float]]) -> None:
-        """The worst of some updates."""
-        worst = max(m["canary/mismatch"] for m in found)
-        self.say(
+    def canary(self, way: str, reference: float, updates: list[dict[str, float]]) -> None:
+        """Report the largest mismatch of some updates."""
+        worst = max(m["canary/mismatch"] for m in updates)
+        self.report(
             f"{way}/canary",
             worst / reference,
             "of the start's",
             start=short(reference),
-            mismatches=[short(m["canary/mismatch"]) for m in found],
-            drifts=[short(m["canary/drift"]) for m in found],
+            mismatches=[short(m["canary/mismatch"]) for m in updates],
+            drifts=[short(m["canary/drift"]) for m in updates],
         )
 
     def skipped(self, engine: Any, publisher: Publisher) -> None:
-        """An update that is not sent must be noticed; the next one mends it."""
+        """Skip an update, which the canary must detect; the next update repairs it."""
         deaf = self.publisher(engine)
         deaf._engine = Deaf()  # type: ignore[assignment]
         deaf._canary = publisher._canary.strict  # type: ignore[union-attr]
         self.move()
-        said = ""
+        error = ""
         self._version += 1
         try:
             deaf.publish(self._version)
         except RunStopped as e:
-            said = str(e)
-        found = torch.tensor(self._scores(engine, self._row)[0])[1:]
-        apart = (found - self.learner.ranks.score(self._row)).abs().mean().item()
-        self.say("skipped", apart, "nats", noticed=bool(said), said=said)
+            error = str(e)
+        scores = torch.tensor(self._scores(engine, self._row)[0])[1:]
+        apart = (scores - self.learner.ranks.score(self._row)).abs().mean().item()
+        self.report("skipped", apart, "nats", noticed=bool(error), error=error)
         self.publish(publisher)
 
     def sleeps(self, way: str, engine: Any, publisher: Publisher) -> None:
-        """Asleep and awake again, with an update: seconds, and memory that was free meanwhile."""
-        reference, found = publisher.noise, []
+        """Measure sleep and wake-up with an update: seconds, and the memory that becomes free."""
+        reference, updates = publisher.noise, []
         falls, wakes, freed = [], [], []
         for _ in range(min(3, self.repeats)):
             before, began = others_memory(), time.perf_counter()
@@ -197,28 +199,30 @@ class Bench:
             falls.append(time.perf_counter() - began)
             freed.append(before - others_memory())
             self.move()
-            found.append(self.publish(publisher))
-            wakes.append(found[-1]["timing_s/update_weights"])
-        self.say(f"{way}/fall_asleep", statistics.median(falls), "s")
-        self.say(f"{way}/wake_and_update", statistics.median(wakes), "s")
-        self.say(f"{way}/freed", statistics.median(freed), "GiB", server=round(others_memory(), 2))
-        self.canary(way, reference, found)
+            updates.append(self.publish(publisher))
+            wakes.append(updates[-1]["timing_s/update_weights"])
+        self.report(f"{way}/fall_asleep", statistics.median(falls), "s")
+        self.report(f"{way}/wake_and_update", statistics.median(wakes), "s")
+        self.report(
+            f"{way}/freed", statistics.median(freed), "GiB", server=round(others_memory(), 2)
+        )
+        self.canary(way, reference, updates)
 
     def many_adapters(self, engine: Any, publisher: Publisher) -> None:
-        """The server's memory does not grow with updates."""
-        before, resident, found = others_memory(), 0, []
+        """Check that the server's memory does not grow with updates."""
+        before, resident, updates = others_memory(), 0, []
         for _ in range(ADAPTERS):
             self.move()
-            found.append(self.publish(publisher))
+            updates.append(self.publish(publisher))
             resident = max(resident, adapters(engine))
         grown = others_memory() - before
-        self.say("grown", grown, "GiB", updates=ADAPTERS, server=round(before, 2))
-        self.say("adapters_resident", resident, "adapters", most=MAX_ADAPTERS)
-        self.canary("many", publisher.noise, found)
+        self.report("grown", grown, "GiB", updates=ADAPTERS, server=round(before, 2))
+        self.report("adapters_resident", resident, "adapters", most=MAX_ADAPTERS)
+        self.canary("many", publisher.noise, updates)
 
 
 def _timed_sends(engine: SGLangEngine) -> list[float]:
-    """The seconds of sending alone, as they come: without flush and proof."""
+    """Return a list that collects the seconds of each send, without flush and check."""
     seconds: list[float] = []
     send: Callable[[Update], int] = engine._sender.send
 
@@ -248,11 +252,11 @@ def measure(case: str, shape: str, args: argparse.Namespace) -> None:
         learner = Learner(folder, config, total_steps=1)
         bench = Bench(name, learner, args.repeats)
         stack.callback(bench.close)
-        bench.say("learner", time.perf_counter() - began, "s")
+        bench.report("learner", time.perf_counter() - began, "s")
         began = time.perf_counter()
         engine = open_engine(config, load_tokenizer(folder))
         stack.callback(engine.close)
-        bench.say("ready", time.perf_counter() - began, "s", server=round(others_memory(), 2))
+        bench.report("ready", time.perf_counter() - began, "s", server=round(others_memory(), 2))
         publisher = bench.publisher(engine)
         way = "adapter" if keys.get("model.lora_rank") else str(keys["rollout.sync"])
         bench.updates(way, engine, publisher, DISK_SECONDS if way == "disk" else 1e9)
@@ -270,7 +274,7 @@ def measure(case: str, shape: str, args: argparse.Namespace) -> None:
                 bench.updates(way, attached, bench.publisher(attached), DISK_SECONDS)
         if gpu:
             peak = torch.cuda.max_memory_allocated() / serving.GIB
-            bench.say("trainer_peak", peak, "GiB")
+            bench.report("trainer_peak", peak, "GiB")
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
-"""A training run on an SGLang server, watched: reward, adapters, memory, canary, where time goes.
+"""Observe a training run on an SGLang server: reward, adapters, memory, canary, timings.
 
     python benchmarks/sglang_train.py --lora 16 --steps 50     # adapters go to the server
     python benchmarks/sglang_train.py --goal 0.9               # all weights, `make demo`'s settings
     python benchmarks/sglang_train.py --device cpu --small --launch=--sleep-on-idle
 
-The arithmetic task with the tiny model, which is made on first use (`--model` names another
-folder), with a calculator that is called. It is what `agentrl train` does with the same keys;
-further KEY=VALUE follow the options.
+The task is the arithmetic task with the tiny model (created on first use; `--model` names another
+folder) and a calculator. The run is the same as `agentrl train` with these keys; further KEY=VALUE
+follow the options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.trainer.tracking import METRICS, read_metrics
 
 DATASETS = Path(__file__).parent.parent / "datasets"
 EVERY = 10
-"""Steps between two looks at the server."""
+"""The steps between two measurements of the server."""
 LORA_LR = 2e-3
 VAL = "val/reward/mean@1"
 LEADING = {
@@ -44,11 +44,11 @@ LEADING = {
     "rollout/cached_token_ratio/later_turns": "of prompt tokens",
     "tool_call_counts/mean": "calls",
 }
-"""Metrics whose course is told, and their units."""
+"""The metrics that are reported over time, and their units."""
 
 
 class Watched(Trainer):
-    """Looks at its server every so often."""
+    """A trainer that measures its server every few steps."""
 
     def __init__(self, config: Config, name: str):
         super().__init__(config)
@@ -92,30 +92,32 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal: float) -> None:
-    say = partial(print_figure, steps=trainer.total_steps)
+    say_figure = partial(print_figure, steps=trainer.total_steps)
     by_step = {step: metrics for step, metrics in history if step > 0}
     for key, unit in LEADING.items():
         course = [metrics[key] for metrics in by_step.values() if metrics.get(key) is not None]
         if course:
             tens = [course[i : i + EVERY] for i in range(0, len(course), EVERY)]
-            say(
+            say_figure(
                 f"{name}/{key}",
                 statistics.fmean(tens[-1]),
                 unit,
-                what=f"mean of the last {EVERY} steps, and of each {EVERY} before",
+                what=f"mean of the last {EVERY} steps, and of every {EVERY} steps",
                 course=[short(statistics.fmean(ten)) for ten in tens],
                 largest=short(max(course)),
             )
     timings = sorted({k for metrics in by_step.values() for k in metrics if k[:9] == "timing_s/"})
     for key in timings:
         seen = [metrics[key] for metrics in by_step.values() if key in metrics]
-        say(f"{name}/{key}", statistics.median(seen), "s", times=len(seen))
-    say(f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used)
-    say(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=MAX_ADAPTERS)
+        say_figure(f"{name}/{key}", statistics.median(seen), "s", times=len(seen))
+    say_figure(
+        f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used
+    )
+    say_figure(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=MAX_ADAPTERS)
     vals = {step: round(m[VAL], 4) for step, m in history if m.get(VAL) is not None}
     if vals:
         best = max(vals.values())
-        say(
+        say_figure(
             f"{name}/val_reward",
             vals[max(vals)],
             "reward",

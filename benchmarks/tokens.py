@@ -1,12 +1,12 @@
-"""What turning one tool result into tokens costs, against the length of the history behind it.
+"""Measure the cost of encoding one tool result, depending on the length of the history.
 
     python benchmarks/tokens.py
 
-The template's delta (close of the turn, the result, the next header; foreign text guarded) beside
-the tokenizer on the same text written out by hand, whose ids it must equal. Then the template's
-encoder alone, a token: on text it has seen, and on text it has not. And the prompts of a step: new
-rows with two tools, each for a group of eight rollouts. Microseconds are CPU time, medians of
-rounds that alternate between the contestants.
+First the template's delta (close of the turn, the result, the next header, with untrusted text),
+compared with the tokenizer on the same text written by hand; both must return the same ids. Then
+the encoder alone, per token, on text that it has seen and on new text. Then the prompts of a step:
+new rows with two tools, each for a group of eight rollouts. Microseconds are CPU time: medians of
+rounds in which the contestants alternate.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from agentrl.trajectory import Message
 ROUNDS, CALLS = 7, 200
 GROUP = 8
 TURNS = (12, 52, 201, 807)
-"""Tool turns of a history: 2k, 9k, 34k and 137k tokens."""
+"""The numbers of tool turns in a history of 2k, 9k, 34k and 137k tokens."""
 Encode = Callable[[str], Sequence[int]]
 
 
 def history_of(talk: Talk, template: ChatTemplate, turns: int) -> tuple[int, list[Message]]:
-    """A conversation up to a turn that called a tool: its length in tokens, its messages."""
+    """Return a conversation up to a turn with a call: its length in tokens, and its messages."""
     messages, tokens = list(talk.prompt), 0
     for turn, result in itertools.islice(zip(talk.turns, talk.results, strict=False), turns):
-        said = template.decode_turn(turn.token_ids)
-        messages += Message("assistant", said), Message("tool", result)
+        text = template.decode_turn(turn.token_ids)
+        messages += Message("assistant", text), Message("tool", result)
         tokens += len(turn.token_ids) + len(template.encode(result))
     return tokens, messages[:-1]
 
@@ -47,14 +47,14 @@ def medians(
     calls: int,
     per: Callable[[str], int] = lambda text: 1,
 ) -> dict[str, float]:
-    """CPU microseconds a call, or per what `per` counts; in a round, all take the same texts."""
+    """Return CPU microseconds per call or per unit of `per`, on the same texts for all."""
     took: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(ROUNDS):
         taken = list(itertools.islice(texts, calls))
         count = statistics.mean(map(per, taken))
         for name, encode in contestants.items():
             took[name].append(timing.cpu_us(encode, taken) / count)
-    return {name: statistics.median(held) for name, held in took.items()}
+    return {name: statistics.median(values) for name, values in took.items()}
 
 
 def measure_deltas(template: ChatTemplate, floor: Floor) -> None:
@@ -75,12 +75,12 @@ def measure_deltas(template: ChatTemplate, floor: Floor) -> None:
 
             assert all(delta(r) == by_hand(r) for r in results[:16])
             contestants[f"agentrl_{tokens}"] = delta
-        found = medians(contestants, itertools.cycle(results), CALLS)
+        figures = medians(contestants, itertools.cycle(results), CALLS)
         context = {"result_words": words}
-        for name, value in found.items():
+        for name, value in figures.items():
             timing.print_figure(f"tokens/delta/{name}", value, "us", **context)
-        short, *_, long = (found[f"agentrl_{tokens}"] for tokens in histories)
-        timing.print_figure("tokens/delta/of_floor", short / found["floor"], "ratio", **context)
+        short, *_, long = (figures[f"agentrl_{tokens}"] for tokens in histories)
+        timing.print_figure("tokens/delta/of_floor", short / figures["floor"], "ratio", **context)
         timing.print_figure("tokens/delta/long_of_short", long / short, "ratio", **context)
 
 
@@ -106,8 +106,8 @@ def measure_encoder(template: ChatTemplate, floor: Floor) -> None:
     ):
         for text in itertools.islice(source, len(words)):
             assert len({tuple(encode(text)) for encode in contestants.values()}) == 1, text
-        found = medians(contestants, source, len(words), lambda text: len(floor.encode(text)))
-        for name, value in found.items():
+        figures = medians(contestants, source, len(words), lambda text: len(floor.encode(text)))
+        for name, value in figures.items():
             timing.print_figure(f"tokens/encode/{name}", value, "us/token", text=kind)
 
 
@@ -135,9 +135,9 @@ def measure_prompts(template: ChatTemplate) -> None:
 
     for kind, length in (("short", 40), ("long", 4_000)):
         texts = (f"{next(words)} " + "How much is it? " * (length // 16) for _ in iter(int, 1))
-        found = medians({"agentrl": group}, texts, 100)
+        figures = medians({"agentrl": group}, texts, 100)
         timing.print_figure(
-            "tokens/prompt", found["agentrl"] / GROUP, "us/rollout", row=kind, group=GROUP
+            "tokens/prompt", figures["agentrl"] / GROUP, "us/rollout", row=kind, group=GROUP
         )
 
 

@@ -1,13 +1,13 @@
-"""Tool calls over HTTP, beside a bare FastAPI route asked by the same client in the same run.
+"""Measure tool calls over HTTP, compared with a minimal FastAPI route and the same client.
 
 One JSON object a line: name, value, unit, context. `python benchmarks/tools_http.py`.
 
-The tool is the shelf's calculator: each call is checked against its schema, runs in a thread under
-a deadline, and is remembered by its key. The route reads the same body into a pydantic model and
-answers with constants. Both servers are processes of their own (httptools and uvloop), the client
-is this one. Figures are medians of rounds that alternate between the contestants; microseconds are
-CPU time a call, of the client and of the server. Then tools that wait: 300 calls of a second each
-without a thread, and 512 that hold one for 0.2 s, by one worker and by two.
+The tool is the shelf's calculator: each call is checked against its schema, runs in a thread with a
+deadline, and its result is cached by its key. The route parses the same body into a pydantic model
+and returns constants. Both servers run in their own processes (httptools and uvloop); this process
+is the client. Figures are medians of rounds in which the contestants alternate; microseconds are
+the CPU time per call of client and server. Then tools that wait: 300 async calls of one second
+each, and 512 calls that block a thread for 0.2 s, with one worker and with two.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def hold(seconds: float) -> str:
 
 @dataclass
 class Round:
-    """What one contestant did in one round."""
+    """The figures of one contestant in one round."""
 
     rate: float
     p99_ms: float
@@ -93,7 +93,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 async def measure(one: Callable[[int, int], Awaitable[None]], in_flight: int, pid: int) -> Round:
-    """`CALLS` calls, `in_flight` at a time: `one(worker, n)` makes the nth."""
+    """Run `CALLS` calls, `in_flight` at a time; `one(worker, n)` runs the nth."""
     numbers = iter(range(CALLS))
     seconds: list[float] = []
 
@@ -144,21 +144,21 @@ async def compare(in_flight: int, tools: tuple[str, str, int], bare: tuple[str, 
             rounds["bare_route"].append(plain)
             rounds["toolbox"].append(ours)
     context = {"in_flight": in_flight, "calls": CALLS, "rounds": ROUNDS}
-    for name, held in rounds.items():
+    for name, played in rounds.items():
         for field, unit in (
             ("rate", "1/s"),
             ("p99_ms", "ms"),
             ("client_us", "us"),
             ("server_us", "us"),
         ):
-            value = statistics.median(getattr(r, field) for r in held)
+            value = statistics.median(getattr(r, field) for r in played)
             print_figure(f"tools_http/{name}/{field}", value, unit, **context)
     ratios = [t.rate / b.rate for t, b in zip(rounds["toolbox"], rounds["bare_route"], strict=True)]
     print_figure("tools_http/toolbox_of_bare_route", statistics.median(ratios), "ratio", **context)
 
 
 async def at_once(url: str, token: str, name: str, calls: int, seconds: float) -> float:
-    """How long it takes until so many calls that are made at once are all answered."""
+    """Return the seconds until all of some simultaneous calls have returned."""
     box, sample = HttpToolbox(url, token), Sample("row", (), tools=(name,))
     ids = [f"{name}-{i}" for i in range(calls)]
     await asyncio.gather(*(box.open(i, sample) for i in ids))

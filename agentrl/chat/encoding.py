@@ -1,16 +1,16 @@
-"""Text to token ids, in two ways: as a template's own text, and as text that can forge nothing.
+"""Encode text in two ways: as the template's own text, or as untrusted text.
 
-A tokenizer splits a text at its control tokens (`<|im_end|>`, `<tool_call>`) before it looks at
-anything else, wherever they come from. So what a tool returned is encoded by a copy of the
-tokenizer that owns no control tokens: there, `<|im_end|>` is ten characters of text. Neither
-`split_special_tokens` nor `encode_special_tokens` does that: they know only the tokens flagged
-special, and let `<tool_call>` through.
+A tokenizer splits a text at its control tokens (`<|im_end|>`, `<tool_call>`) before it does
+anything else, whoever wrote them. So the text of a tool is encoded by a copy of the tokenizer that
+has no control tokens: there, `<|im_end|>` is ten characters of text. The options
+`split_special_tokens` and `encode_special_tokens` are not enough: they know only the tokens that
+are marked as special, and still encode `<tool_call>` as one token.
 
-A byte-level tokenizer (BPE) first cuts a text into words by regular expressions, and then merges
-within words only. So in front of the copy stands a cache of what it makes of each word (`Words`).
-Libraries disagree about what is a letter where Unicode is still growing; text with such characters
-is left to the tokenizer. Ids become text by a table (`Pieces`): a turn is decoded once to be read,
-and the tokenizer takes as long for that as for all else that a turn costs.
+A byte-level BPE tokenizer first splits a text into words by regular expressions, and then merges
+within words only. So `BpeCache` keeps the token ids of each word. Unicode libraries disagree about
+the class of recently added characters; a text with such characters is encoded by the tokenizer
+itself. `ByteDecoder` decodes ids by a table, because the tokenizer's own decoder takes as long as
+the rest of a turn.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agentrl.errors import TemplateError
 from agentrl.trajectory import token_array
 
 MAX_CONTROL = 256
-"""No control token is longer."""
+"""The greatest length of a control token, in characters."""
 
 _LIKE_A_ROLE = re.compile(r"<[|｜].*[|｜]>|\[[A-Z_]+\]")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# What regular expressions are known to disagree about.
+# Texts that regular expression libraries are known to split differently.
 _PROBES = (
     "The year 2024's  sum:\t12345.67 (or so)\r\n\r\n  don't I'LL we'd\n",
     " leading, trailing \n\n\n",
@@ -47,21 +47,21 @@ _PROBES = (
 
 
 class Encoder:
-    """One tokenizer's two ways to encode.
+    """Encodes text with one tokenizer, as trusted or as untrusted text.
 
     Attributes:
         control_ids: the ids of all added and special tokens.
-        ends: the characters that begin or end their texts.
+        ends: the characters that control tokens begin or end with.
     """
 
     def __init__(self, tokenizer: Any):
-        """Copy the tokenizer without its control tokens, and check what the copy makes of text.
+        """Copy the tokenizer without its control tokens, and check the copy.
 
         Args:
             tokenizer: a fast transformers tokenizer.
 
         Raises:
-            TemplateError: texts do not survive encoding and decoding.
+            TemplateError: if a text is not the same after it was encoded and decoded.
         """
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         state = json.loads(self._backend.to_str())
@@ -72,19 +72,20 @@ class Encoder:
             for i, token in added.items()
             if not (token.special or token.content.strip(" \n\r\t▁"))
         ]
-        for i in blank:  # runs of white space that are a token of their own (Gemma): harmless
+        for i in blank:  # Gemma has tokens for runs of white space; they are harmless
             del added[i]
         self._id_of = {token.content: i for i, token in added.items()}
         self.control_ids = frozenset([*added, *tokenizer.all_special_ids])
-        # Those a prompt may speak of: they are text of a turn, such as `<think>`. What looks like a
-        # token of roles and turns counts as one, though some tokenizers do not call it special.
+        # Prompts may contain these tokens: they are part of a turn's text, such as `<think>`. A
+        # token that looks like a token of roles is not among them, even if it is not marked as
+        # special.
         self.tags = frozenset(
             i
             for i, token in added.items()
             if not (token.special or _LIKE_A_ROLE.fullmatch(token.content))
         )
         self.control = _pattern({t.content: (t.lstrip, t.rstrip) for t in added.values()})
-        self.guard(())
+        self.restrict_tags(())
         self._openers = "".join(sorted({content[0] for content in self._id_of}))
         self.ends = "".join(
             sorted({c for content in self._id_of for c in (content[0], content[-1])})
@@ -92,48 +93,50 @@ class Encoder:
         state = _without_control(state, blank)
         self._plain_tokenizer = Tokenizer.from_str(json.dumps(state))
         self._cache = None if blank else BpeCache.of(self._plain_tokenizer, state, self.control_ids)
-        # SentencePiece's bytes: to some vocabularies, the text `<0x0A>` is a newline.
+        # SentencePiece's byte tokens: some vocabularies encode the text `<0x0A>` as a newline.
         self._owns_bytes = (
             self._plain_tokenizer.decode(self._plain_tokenizer.encode("<0x41>").ids) != "<0x41>"
         )
         self._check()
 
     def encode_plain(self, text: str) -> array[int]:
-        """Text as ids, none of which is a control token, whatever the text holds.
+        """Encode untrusted text. No id is a control token, whatever the text contains.
 
         Raises:
-            TemplateError: the vocabulary itself knows no other way to write it.
+            TemplateError: if the vocabulary has no other tokens for a part of the text.
         """
         ids = self._cache.encode(text) if self._cache is not None else None
         return self._encode_uncached(text) if ids is None else ids
 
     def encode_prompt_text(self, text: str) -> array[int]:
-        """A prompt's text: it may speak of tags such as `<think>`, but makes no roles and turns."""
-        return self._around(self._tags, text)
+        """Encode a prompt's text: it may contain tags such as `<think>`, but no tokens of roles."""
+        return self._encode_with(self._tags, text)
 
-    def guard(self, ids: Iterable[int]) -> None:
-        """Count tokens among those of roles and turns that the tokenizer does not call special."""
+    def restrict_tags(self, ids: Iterable[int]) -> None:
+        """Treat these ids as tokens of roles, which prompts may not contain."""
         self.tags -= frozenset(ids)
         texts = [text for text, i in self._id_of.items() if i in self.tags]
         self._tags = _pattern(dict.fromkeys(texts, (False, False)))
 
     def encode_template_text(self, text: str) -> array[int]:
-        """A template's own text: control tokens are what they are."""
-        return self._around(self.control, text)
+        """Encode text that the chat template wrote, with its control tokens."""
+        return self._encode_with(self.control, text)
 
     def split(self, text: str) -> tuple[str, array[int], str]:
-        """A template's text as what stands before its first control token, ids, and the rest.
+        """Split a template's text around its control tokens.
 
-        Where it holds none, all of it is "before".
+        Returns:
+            The text before the first control token, the ids from the first to the last control
+            token, and the text after the last one. Without control tokens, all text is "before".
         """
-        spans = [found.span() for found in self.control.finditer(text)]
+        spans = [match.span() for match in self.control.finditer(text)]
         if not spans:
             return text, token_array(), ""
         start, end = spans[0][0], spans[-1][1]
         return text[:start], self.encode_template_text(text[start:end]), text[end:]
 
     def shared_length(self, a: str, b: str) -> int:
-        """How many characters two texts begin with alike, not counting half a control token."""
+        """Return the length of the common prefix of two texts, without part of a control token."""
         n = common_prefix_length(a, b)
         cut = (
             m.start()
@@ -144,28 +147,28 @@ class Encoder:
         return min(cut, default=n)
 
     def count_control_tokens(self, text: str, allowed: Set[int] = frozenset()) -> int:
-        """How many control tokens a text spells, some ids aside."""
+        """Return the number of control tokens in a text, except those with an allowed id."""
         return sum(self._id_of[token] not in allowed for token in self.control_tokens_in(text))
 
     def control_tokens_in(self, text: str) -> list[str]:
-        """Return the control tokens that a text spells, as texts."""
+        """Return the control tokens in a text, as texts."""
         if not any(c in text for c in self._openers):
             return []
-        return [self._token_of(found) for found in self.control.finditer(text)]
+        return [self._token_of(match) for match in self.control.finditer(text)]
 
-    def _token_of(self, found: regex.Match[str]) -> str:
-        """Return a token without the white space that it swallows."""
-        return found[0] if found[0] in self._id_of else found[0].strip()
+    def _token_of(self, match: regex.Match[str]) -> str:
+        """Return the text of a matched control token, without the white space that it absorbs."""
+        return match[0] if match[0] in self._id_of else match[0].strip()
 
     def cannot_form_control_token(self, text: str) -> bool:
-        """Return whether no character of a text begins or ends a control token."""
+        """Return whether no control token begins or ends with a character of a text."""
         return not any(c in text for c in self.ends)
 
     def decodes_to(self, ids: Sequence[int], text: str) -> bool:
-        """Return whether ids decode to a text, up to what the tokenizer does to every text.
+        """Return whether ids decode to a text, except for what the tokenizer changes in every text.
 
-        It may normalize a text, drop white space beside a control token, and have no token for a
-        character.
+        A tokenizer may normalize a text, drop white space next to a control token, and have no
+        token for a character.
         """
         decoded = self.decode(ids)
         if decoded == text:
@@ -174,31 +177,31 @@ class Encoder:
         return self._normalized(decoded) in map(self._normalized, texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Return the text of ids, with control tokens."""
         if self._bytes is not None:
             return self._bytes.decode(ids)
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_plain(self, ids: Sequence[int]) -> str:
-        """The text that `plain` was given."""
+        """Return the text of ids from `encode_plain`."""
         return self._plain_tokenizer.decode(list(ids), skip_special_tokens=False)
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _around(self, tokens: regex.Pattern[str], text: str) -> array[int]:
+    def _encode_with(self, tokens: regex.Pattern[str], text: str) -> array[int]:
         ids = token_array()
         position = 0
-        for found in tokens.finditer(text):
-            if found.start() > position:
-                ids.extend(self.encode_plain(text[position : found.start()]))
-            ids.append(self._id_of[self._token_of(found)])
-            position = found.end()
+        for match in tokens.finditer(text):
+            if match.start() > position:
+                ids.extend(self.encode_plain(text[position : match.start()]))
+            ids.append(self._id_of[self._token_of(match)])
+            position = match.end()
         if position < len(text):
             ids.extend(self.encode_plain(text[position:]))
         return ids
 
     def _encode_uncached(self, text: str) -> array[int]:
-        """Encode without the cache."""
+        """Encode untrusted text without the cache."""
         try:
             ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # a lone surrogate
@@ -206,34 +209,34 @@ class Encoder:
             ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
         if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
             return token_array(ids)
-        # The vocabulary owns control strings: cut each after its first character.
+        # The vocabulary itself has a token for a control string: split it after one character.
         cuts = {m.start() + 1 for m in self.control.finditer(text, overlapped=True)}
         if self._owns_bytes:
             cuts |= {m.start() + 1 for m in _BYTE.finditer(text)}
-        return token_array(self._pieces(text, sorted(cuts)))
+        return token_array(self._encode_split_at(text, sorted(cuts)))
 
-    def _pieces(self, text: str, cuts: Sequence[int]) -> list[int]:
+    def _encode_split_at(self, text: str, cuts: Sequence[int]) -> list[int]:
         ids: list[int] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             piece = text[start:end]
-            made = self._plain_tokenizer.encode(piece, add_special_tokens=False)
-            # Something else than the control string may become the token, a normalized form of it.
-            forged = [i for i, id in enumerate(made.ids) if id in self.control_ids]
+            encoded = self._plain_tokenizer.encode(piece, add_special_tokens=False)
+            # Another text than the control string can become the token if it is normalized to it.
+            forged = [i for i, id in enumerate(encoded.ids) if id in self.control_ids]
             if not forged:
-                ids += made.ids
+                ids += encoded.ids
                 continue
             if len(piece) == 1:
                 raise TemplateError(
                     f"the tokenizer turns text into the control token"
-                    f" {self._backend.id_to_token(made.ids[forged[0]])!r} even without its added"
+                    f" {self._backend.id_to_token(encoded.ids[forged[0]])!r} even without its added"
                     f" tokens: agentrl cannot keep {text[:80]!r} harmless."
                 )
-            starts = {made.offsets[i][0] for i in forged}
-            ids += self._pieces(piece, sorted(starts | {start + 1 for start in starts}))
+            starts = {encoded.offsets[i][0] for i in forged}
+            ids += self._encode_split_at(piece, sorted(starts | {start + 1 for start in starts}))
         return ids
 
     def _check(self) -> None:
-        """Compare the cache with the tokenizer, and what comes back with what went in."""
+        """Disable a cache that differs from the tokenizer; check that texts survive decoding."""
         texts = [*_PROBES, *self._id_of, "".join(self._id_of)]
         if self._cache is not None and any(
             self.encode_plain(t) != self._encode_uncached(t) for t in texts
@@ -243,14 +246,14 @@ class Encoder:
             back, normal = self.decode_plain(self.encode_plain(text)), self._normal(text)
             if back != normal:
                 raise TemplateError(
-                    f"the tokenizer does not give back {normal!r} after encoding and decoding it,"
-                    f" but {back!r}; tool results would reach the model changed."
+                    f"the tokenizer encodes {normal!r} and decodes it as {back!r}; tool results"
+                    " would be changed. Use a tokenizer that decodes a text to the same text."
                 )
 
     def _normalized(self, text: str) -> str:
-        """Return a text normalized, without the white space that control tokens drop."""
+        """Return a normalized text, without the white space that control tokens absorb."""
         text = self._normal(text.encode("utf-8", "replace").decode())
-        return self.control.sub(lambda found: found[0].strip(), text)
+        return self.control.sub(lambda match: match[0].strip(), text)
 
     def _normal(self, text: str) -> str:
         normalizer = self._plain_tokenizer.normalizer
@@ -258,23 +261,27 @@ class Encoder:
 
 
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return how many items two texts, or rows of ids, begin with alike."""
+    """Return the length of the common prefix of two texts or two rows of ids."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
-    """Any of the tokens, the longest first; some swallow the white space before or after them."""
+    """Return a pattern of tokens, the longest first.
+
+    Args:
+        tokens: by text, whether a token absorbs the white space before it and after it.
+    """
     texts = sorted(tokens, key=len, reverse=True)
-    found = "|".join(
+    joined = "|".join(
         r"\s*" * tokens[t][0] + re.escape(t) + r"\s*" * tokens[t][1] for t in texts if t
     )
-    return regex.compile(found or r"(?!)")
+    return regex.compile(joined or r"(?!)")
 
 
 def _without_control(state: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """A tokenizer's state without added tokens but some, that adds no space of its own."""
+    """Return a tokenizer's state with some of the added tokens, which adds no space to texts."""
     state = json.loads(json.dumps(state))
     added = [token for token in state["added_tokens"] if token["id"] in kept]
     state.update(added_tokens=added, post_processor=None, truncation=None, padding=None)
@@ -284,7 +291,7 @@ def _without_control(state: dict[str, Any], kept: Sequence[int]) -> dict[str, An
 
 
 def _without_prefix(part: Any) -> Any:
-    """A part of a tokenizer, less what adds a space before a text or takes it away again."""
+    """Return a part of a tokenizer without the steps that add or remove a space before a text."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
@@ -301,56 +308,59 @@ def _without_prefix(part: Any) -> Any:
     return part
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- the cache of words ---------------------------------------------------------------------------
 
 MAX_CACHED_WORDS = 1 << 17
-"""Words in the cache, some 20 MB; when it is full, it is emptied."""
+"""The greatest number of words in the cache (about 20 MB). A full cache is cleared."""
 MAX_WORD_LENGTH = 48
-"""Longer words (base64, minified code) are not kept."""
+"""Longer words (base64, minified code) are not cached."""
 
-Cut = Callable[[str], list[str]]
+Split = Callable[[str], list[str]]
 
-# GPT-2's rule, which a tokenizer with a plain `ByteLevel` follows.
+# GPT-2's pattern, which `ByteLevel` uses by default.
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class _ForgedError(Exception):
-    """A word has become what no text may become."""
+    """The ids of a word contain a control token."""
 
 
 class BpeCache(dict[str, bytes]):
-    """A cache from words to their token ids, as the bytes of an array.
+    """A cache of the token ids of each word of a byte-level BPE tokenizer.
 
-    A word not seen before is encoded. Joining bytes is faster than joining lists of numbers.
+    The ids are kept as the bytes of an array, because joining bytes is faster than joining lists. A
+    word that is not in the cache is encoded and added.
     """
 
     def __init__(
         self,
         tokenize: Callable[[str], list[Any]],
-        cut: Cut,
-        cut_ascii: Cut,
-        never: Set[int] = frozenset(),
+        split: Split,
+        split_ascii: Split,
+        forbidden: Set[int] = frozenset(),
         *,
-        normalized: bool,
+        normalizes: bool,
     ):
-        """Start empty.
+        """Start with an empty cache.
 
         Args:
-            tokenize: a byte-level BPE's, for one word.
-            cut: a text into words.
-            cut_ascii: the same for a text of ASCII alone.
-            never: the ids that no text may become.
-            normalized: the tokenizer normalizes text (NFC) before it cuts it.
+            tokenize: the `tokenize` of a byte-level BPE model, for one word.
+            split: splits a text into words.
+            split_ascii: does the same for a text of ASCII characters only.
+            forbidden: the ids that no text may become.
+            normalizes: whether the tokenizer normalizes text (NFC) before it splits it.
         """
         self._tokenize = tokenize
-        self._cut = cut
-        self._cut_ascii = cut_ascii
-        self._never = never
-        self._normalized = normalized
+        self._split = split
+        self._split_ascii = split_ascii
+        self._forbidden = forbidden
+        self._normalizes = normalizes
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, state: dict[str, Any], never: Set[int]) -> BpeCache | None:
-        """A cache for a tokenizer whose state this is, or None where it is not made of words."""
+    def of(
+        cls, tokenizer: Tokenizer, state: dict[str, Any], forbidden: Set[int]
+    ) -> BpeCache | None:
+        """Return the cache of a tokenizer with this state; None if it does not split into words."""
         model, normalizer = state["model"], state["normalizer"]
         if model["type"] != "BPE" or model.get("continuing_subword_prefix"):
             return None
@@ -358,19 +368,19 @@ class BpeCache(dict[str, bytes]):
             return None
         if normalizer and normalizer["type"] != "NFC":
             return None
-        cut = _cut_of(state["pre_tokenizer"])
-        if not cut:
+        splits = _split_functions(state["pre_tokenizer"])
+        if not splits:
             return None
-        return cls(tokenizer.model.tokenize, *cut, never, normalized=bool(normalizer))
+        return cls(tokenizer.model.tokenize, *splits, forbidden, normalizes=bool(normalizer))
 
     def encode(self, text: str) -> array[int] | None:
-        """A text's ids, or None where only the tokenizer itself can tell."""
+        """Return the ids of a text, or None if only the tokenizer itself can encode it."""
         if text.isascii():
-            words = self._cut_ascii(text)
-        elif _unsettled().search(text) or (self._normalized and not is_normalized("NFC", text)):
+            words = self._split_ascii(text)
+        elif _unsettled().search(text) or (self._normalizes and not is_normalized("NFC", text)):
             return None
         else:
-            words = self._cut(text)
+            words = self._split(text)
         if "".join(words) != text:
             return None
         ids = token_array()
@@ -383,7 +393,7 @@ class BpeCache(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         letters = word.encode().decode("latin-1").translate(BYTE_LETTERS)
         ids = token_array([token.id for token in self._tokenize(letters)])
-        if not self._never.isdisjoint(ids):
+        if not self._forbidden.isdisjoint(ids):
             raise _ForgedError
         if len(word) <= MAX_WORD_LENGTH:
             if len(self) >= MAX_CACHED_WORDS:
@@ -399,17 +409,17 @@ def _letters() -> dict[int, str]:
 
 
 BYTE_LETTERS = _letters()
-"""The character that stands for each byte in byte-level BPE (GPT-2's table), in their order.
+"""The character for each byte in byte-level BPE (GPT-2's table), in the order of the bytes.
 
-Printable bytes stand for themselves, the others for characters from 256 on.
+A printable byte has its own character, the others have characters from 256 on.
 """
 
 
 @cache
 def _unsettled() -> re.Pattern[str]:
-    """Any character that is not the same in all versions of Unicode, from 3.2 on.
+    """Return a pattern of the characters whose class differs between Unicode versions from 3.2 on.
 
-    Lone surrogates and whatever was added later are among them, but not the common emoji.
+    Lone surrogates and all characters that were added later match, except the common emoji.
     """
     settled = {
         i
@@ -423,15 +433,19 @@ def _unsettled() -> re.Pattern[str]:
     return re.compile(f"[^{''.join(ranges)}]")
 
 
-def _cut_of(pre_tokenizer: dict[str, Any] | None) -> tuple[Cut, Cut] | None:
-    """How a byte-level tokenizer cuts text, and ASCII, into words; None for any other tokenizer."""
+def _split_functions(pre_tokenizer: dict[str, Any] | None) -> tuple[Split, Split] | None:
+    """Return how a byte-level tokenizer splits any text, and ASCII text, into words.
+
+    Returns:
+        Two functions; None for any other tokenizer.
+    """
     *rules, last = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     patterns: list[str] = []
     for step in rules:
         match step:
             case {"type": "Split", "pattern": {"Regex": str(text)}, **how} if (
                 (how.get("behavior"), how.get("invert")) == ("Isolated", False)
-                # Drops what does not match: `encode` sees that something is missing.
+                # Text that does not match is dropped; `encode` then returns None.
                 or (len(rules) == 1 and (how["behavior"], how["invert"]) == ("Removed", True))
             ):
                 patterns.append(text)
@@ -445,21 +459,21 @@ def _cut_of(pre_tokenizer: dict[str, Any] | None) -> tuple[Cut, Cut] | None:
         case _:
             return None
     try:
-        cut = _cutter(patterns, regex.compile)
-        return (cut, _ascii_cutter(patterns) or cut) if cut else None
+        split = _splitter(patterns, regex.compile)
+        return (split, _ascii_splitter(patterns) or split) if split else None
     except regex.error:
         return None
 
 
-def _ascii_cutter(patterns: Sequence[str]) -> Cut | None:
-    """The same rules for the standard library's expressions: twice as fast, where they suffice."""
+def _ascii_splitter(patterns: Sequence[str]) -> Split | None:
+    """Return the same splitting with the `re` module, which is twice as fast; None if it cannot."""
     try:
-        return _cutter([_in_ascii(p) for p in patterns], partial(re.compile, flags=re.ASCII))
+        return _splitter([_in_ascii(p) for p in patterns], partial(re.compile, flags=re.ASCII))
     except (re.error, KeyError):
         return None
 
 
-# What each class of characters has in ASCII.
+# The ASCII characters of each Unicode class.
 _ASCII = {
     **{"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "Mn": ""},
     **{"N": "0-9", "Nd": "0-9", "Nl": "", "No": ""},
@@ -470,52 +484,57 @@ _CLASSES = re.compile(r"\\p\{(\w+)\}|\\p(\w)|(\\.|\[\^?|\])", re.DOTALL)
 
 
 def _in_ascii(pattern: str) -> str:
-    """An expression with the characters of ASCII in place of Unicode's classes."""
+    """Return a pattern with ASCII characters in place of Unicode classes.
+
+    Raises:
+        KeyError: if the pattern has a class that is not in the table.
+    """
     within = False
 
-    def in_ascii(found: re.Match[str]) -> str:
+    def in_ascii(match: re.Match[str]) -> str:
         nonlocal within
-        if found[3]:
-            within = (within or found[3][0] == "[") and found[3] != "]"
-            return found[3]
-        letters = _ASCII[found[1] or found[2]]
+        if match[3]:
+            within = (within or match[3][0] == "[") and match[3] != "]"
+            return match[3]
+        letters = _ASCII[match[1] or match[2]]
         return letters if within else f"[{letters}]" if letters else "(?!)"
 
     return _CLASSES.sub(in_ascii, pattern)
 
 
-def _cutter(patterns: Sequence[str], compile: Callable[[str], Any]) -> Cut | None:
-    """Cut by one rule after another, each within what the one before has left."""
+def _splitter(patterns: Sequence[str], compile: Callable[[str], Any]) -> Split | None:
+    """Return a function that splits by each pattern in turn; None if a pattern has groups."""
     compiled = [compile(p) for p in patterns]
     if not compiled or any(p.groups for p in compiled):
         return None
     if len(compiled) == 1:
         return compiled[0].findall
-    return partial(_cut_again, [compile(f"({p})") for p in patterns])
+    return partial(_split_in_turn, [compile(f"({p})") for p in patterns])
 
 
-def _cut_again(patterns: Sequence[Any], text: str) -> list[str]:
-    """Cut by one rule after another, each within what the one before has left."""
+def _split_in_turn(patterns: Sequence[Any], text: str) -> list[str]:
+    """Split a text by the first pattern, each part by the second one, and so on."""
     words = [text]
     for pattern in patterns:
         words = [piece for word in words for piece in pattern.split(word) if piece]
     return words
 
 
-# -- pieces ----------------------------------------------------------------------------------------
+# -- decoding
+# ----------------------------------------------------------------------------------------
 
 _BYTES = {letter: b for b, letter in BYTE_LETTERS.items()}
 
 
 class ByteDecoder(dict[int, bytes]):
-    """The bytes that each token of a byte-level vocabulary stands for."""
+    """A table of the bytes of each token of a byte-level vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._token_of = tokenizer.id_to_token
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, state: dict[str, Any]) -> ByteDecoder | None:
-        """The table of a tokenizer whose state this is, or None where it decodes otherwise."""
+        """Return the table of a tokenizer with this state, or None if it is not byte-level."""
         if (state["decoder"] or {}).get("type") != "ByteLevel":
             return None
         pieces = cls(tokenizer)
@@ -528,14 +547,14 @@ class ByteDecoder(dict[int, bytes]):
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are no characters become U+FFFD."""
+        """Return the text of ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return b"".join(map(self.__getitem__, ids)).decode("utf-8", "replace")
 
     def __missing__(self, token: int) -> bytes:
         text = self._token_of(token) or ""
         try:
             piece = bytes(_BYTES[c] for c in text)
-        except KeyError:  # an added token that is no row of bytes
+        except KeyError:  # an added token, which is not written in byte characters
             piece = text.encode()
         self[token] = piece
         return piece

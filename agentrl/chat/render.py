@@ -1,19 +1,19 @@
-"""Running a chat template, and cutting what it writes into its own text and the contents.
+"""Run a chat template, and split the rendered text into the template's text and the contents.
 
-A chat template is a Jinja program over whole conversations. What it puts around a message is found
-by giving it marks for contents and looking where they come out; what it does to contents (trims
-them, writes them as JSON), by giving it contents that would show it.
+A chat template is a Jinja program over whole conversations. To see what it writes around a message,
+we render placeholders as contents and search for them in the result. To see how it changes contents
+(it trims them, or writes them as JSON), we render contents that show each of these changes.
 
 A template also writes the schemas of tools into the prompt: names, descriptions, enum values. These
-strings may come from others (an MCP server), and `<|im_end|>` in a description would end the turn.
-They cannot simply be cut out as the contents of messages are: templates branch on types and names,
-and show a name again among the required ones. So the prompt is rendered a second time with inert
-strings. If both have the same control tokens, no string made one, not even one that begins in the
-template's own text and ends in the string. Otherwise the strings at fault are marked, and are
-encoded as plain text (`guard_schemas`).
+strings may be untrusted (an MCP server), and `<|im_end|>` in a description would end the turn. They
+cannot be replaced by placeholders, because templates branch on types and names, and write a name
+again in the list of required parameters. So the prompt is rendered a second time with harmless
+strings. If both results have the same control tokens, no string forms a control token, not even one
+that begins in the template's text and ends in the string. Otherwise the strings at fault are
+marked, and are encoded as plain text (`guard_schemas`).
 
-A template takes any variable and says nothing of those that it never reads, so a misspelt name
-would leave it as it is (`check_variables`).
+A template accepts any variable and ignores those that it never reads, so a misspelt name would have
+no effect (`check_variables`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from agentrl.trajectory import token_array
 
 Schemas = Sequence[Mapping[str, Any]]
 TemplateMessage = Mapping[str, Any]
-"""A message as templates see it: `{"role": ..., "content": ..., ...}`."""
-Write = Callable[[str], str]
+"""A message in the form that templates read: `{"role": ..., "content": ..., ...}`."""
+Writer = Callable[[str], str]
 
 SALT = secrets.token_hex(8)
-"""Random, so that no text of a row, a tool or a user can be taken for a mark."""
+"""Random, so that no text of a row, a tool or a user can equal a placeholder."""
 _MARKED = re.compile(rf"zq{SALT}from(\d*)qz(.*?)zq{SALT}to\1qz", re.DOTALL)
 
-WRITERS: tuple[Write, ...] = (
+WRITERS: tuple[Writer, ...] = (
     str,
     str.strip,
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
@@ -53,11 +53,11 @@ WRITERS: tuple[Write, ...] = (
     str.rstrip,
     str.lstrip,
 )
-"""The changes that templates make to a content; the most frequent first."""
+"""The ways in which templates change a content, the most frequent first."""
 
 
 class Renderer:
-    """A tokenizer's chat template, with the run's further variables."""
+    """Renders conversations with a tokenizer's chat template and the run's template variables."""
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any]):
         self._tokenizer = tokenizer
@@ -69,23 +69,23 @@ class Renderer:
         schemas: Schemas = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation as text; with `add_generation_prompt`, up to where the assistant speaks next.
+        """Return a conversation as text, by default with the header of the next assistant turn.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: if the template refuses the conversation.
         """
         tools = list(schemas) or self._no_tools(messages)
         try:
             return self._render(messages, tools, add_generation_prompt)
-        # Templates raise of their own, and fail in every way a program can.
+        # A template can raise errors of its own, and fail in every way in which a program can.
         except Exception as e:
-            if tools is None:  # a template for tools alone takes an empty list of them
+            if tools is None:  # a template that is only for tools needs a list, even an empty one
                 with suppress(Exception):
                     return self._render(messages, [], add_generation_prompt)
             if isinstance(e, UndefinedError) and (why := self._missing(tools, str(e))):
                 raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
-            # Of exactly this class is what a template raises by itself (`raise_exception`).
+            # `raise_exception` in a template raises exactly this class.
             why = f'the template raised: "{e}"' if type(e) is RaisedByTemplate else str(e)
             raise TemplateError(f"the chat template fails on the roles ({roles}): {why}") from e
 
@@ -102,15 +102,15 @@ class Renderer:
     def _no_tools(self, messages: Sequence[TemplateMessage]) -> list[Any] | None:
         """Return `[]` if the tokenizer's template for tools is needed without tools, else None.
 
-        Of a tokenizer's several templates, only that one writes calls and their results.
+        If a tokenizer has several templates, only the one for tools writes calls and results.
         """
         named = isinstance(self._tokenizer.chat_template, Mapping)
         calls = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         return [] if named and calls else None
 
     def _missing(self, tools: list[Any] | None, error: str) -> str:
-        """Return what to do if a template fails because variables have no value, or ""."""
-        if not error.endswith(" is undefined"):  # an attribute: reading the template takes long
+        """Return what to do if a template failed because variables have no value, or ""."""
+        if not error.endswith(" is undefined"):  # an attribute: parsing the template takes long
             return ""
         template = self._tokenizer.get_chat_template(tools=tools)
         missing, reads_tools = missing_variables(template, self.variables)
@@ -142,20 +142,20 @@ class Renderer:
 
 
 def content_mark(i: int) -> str:
-    """A content that can be found again, whatever is done to it."""
+    """Return a placeholder for a content that templates do not change."""
     return f"zq{SALT}{i}content{i}qz"
 
 
-def _telling(i: int) -> str:
-    """A content that shows what is done to it."""
-    return f' \n\t zq{SALT}{i}"telling"\\ é😀 <a>&\' {{{{ x }}}}{i}qz \n\n'
+def _probe_content(i: int) -> str:
+    """Return a placeholder for a content that shows how a template changes contents."""
+    return f' \n\t zq{SALT}{i}"probed"\\ é😀 <a>&\' {{{{ x }}}}{i}qz \n\n'
 
 
 def markers(index: int | None = None) -> tuple[str, str]:
-    """Return what stands before and behind a text that others wrote, to find it again.
+    """Return the markers before and after an untrusted text.
 
     Args:
-        index: of the message whose content it is; None: it is a string of a tool's schema.
+        index: the index of the message with this content; None for a string of a tool's schema.
     """
     number = "" if index is None else index
     return f"zq{SALT}from{number}qz", f"zq{SALT}to{number}qz"
@@ -168,56 +168,62 @@ def add_markers(text: str, index: int | None = None) -> str:
 
 
 def _split_core(text: str) -> tuple[str, str, str]:
-    """Split a text into white space, the rest, and white space. White space alone is the rest."""
+    """Split a text into leading white space, the rest, and trailing white space.
+
+    If a text is only white space, all of it is "the rest".
+    """
     core = text.strip() or text
     start = text.index(core)
     return text[:start], core, text[start + len(core) :]
 
 
 def mark_core(text: str, index: int | None = None) -> str:
-    """Return a text with markers around all but the white space at its ends: templates trim it."""
+    """Return a text with markers inside of its leading and trailing white space.
+
+    Templates trim the white space at the ends of a content.
+    """
     before, core, after = _split_core(text)
     return before + add_markers(core, index) + after
 
 
 def remove_markers(text: str) -> str:
-    """Return a text without the marks of `add_markers`."""
-    return _MARKED.sub(lambda found: found[2], text)
+    """Return a text without the markers of `add_markers`."""
+    return _MARKED.sub(lambda match: match[2], text)
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text that others wrote, as it stands in what the template writes."""
+    """An untrusted text within a rendered text."""
 
     text: str
     index: int | None
-    """Of the message whose content it is; None: it is a string of a tool's schema."""
+    """The index of the message with this content; None for a string of a tool's schema."""
 
 
 def split_at_markers(text: str) -> Iterator[str | MarkedText]:
-    """Yield the template's own parts of a text, and between them what `add_markers` has marked."""
+    """Yield the parts of a rendered text: the template's text, and between it the marked texts."""
     position = 0
-    for found in _MARKED.finditer(text):
-        yield text[position : found.start()]
-        yield MarkedText(found[2], int(found[1]) if found[1] else None)
-        position = found.end()
+    for match in _MARKED.finditer(text):
+        yield text[position : match.start()]
+        yield MarkedText(match[2], int(match[1]) if match[1] else None)
+        position = match.end()
     yield text[position:]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentSlot:
-    """Where the content of a message stands, and how the template writes it."""
+    """The place of a message's content in a template's text, and how the template writes it."""
 
     index: int
-    write: Write
+    write: Writer
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateParts:
-    """What a template puts around contents: ids, and between them regions of text.
+    """What a template writes around contents: ids, and between them regions of text.
 
-    A region reaches from one control token to the next and is encoded whole, as the tokenizer
-    itself would: the contents' words may run into the template's.
+    A region is the text from one control token to the next. It is encoded as a whole, as the
+    tokenizer would do it, because a word may begin in the template's text and end in a content.
     """
 
     parts: tuple[array[int] | tuple[str | ContentSlot | MarkedText, ...], ...]
@@ -227,12 +233,12 @@ class TemplateParts:
         contents: Sequence[str],
         encode: Callable[[str, Sequence[int | None]], array[int]],
     ) -> array[int]:
-        """The ids with these contents.
+        """Return the ids with these contents.
 
         Args:
-            contents: by the slots' indices.
-            encode: a region's text, and which contents are in it, as ids; None among these stands
-                for a string of a tool's schema.
+            contents: the contents by the index of their slot.
+            encode: returns the ids of a region from its text and the indices of the contents in it.
+                The index None is a string of a tool's schema.
         """
         ids = token_array()
         for part in self.parts:
@@ -253,31 +259,31 @@ class TemplateParts:
 
     @property
     def ids(self) -> set[int]:
-        """The ids that do not depend on contents."""
+        """Return the ids that do not depend on contents."""
         return {i for part in self.parts if isinstance(part, array) for i in part}
 
     @property
     def first(self) -> int:
-        """The first id, or -1 where a region stands first."""
+        """Return the first id, or -1 if a region comes first."""
         head = self.parts[0] if self.parts else ()
         return head[0] if isinstance(head, array) and head else -1
 
 
 def split_rendering(
-    render: Callable[[Sequence[str]], str], roles: Sequence[str], shown: str = ""
+    render: Callable[[Sequence[str]], str], roles: Sequence[str], before: str = ""
 ) -> tuple[list[str], list[ContentSlot]]:
-    """What a template writes around some contents, and how it writes them.
+    """Split a rendered conversation into the template's texts and the slots of contents.
 
     Args:
-        render: the conversation with these contents.
-        roles: of the messages whose contents they are, for messages to people.
-        shown: what comes before, for messages to people.
+        render: renders the conversation with these contents.
+        roles: the roles of the messages with these contents, for error messages.
+        before: the roles of the messages before them, for error messages.
 
     Returns:
-        The template's own texts, and between each two of them a slot.
+        The template's texts, and one slot between each two of them.
 
     Raises:
-        TemplateError: a content is not shown exactly once, or changed in an unknown way.
+        TemplateError: if a content is not written exactly once, or is changed in an unknown way.
     """
     marks = [content_mark(i) for i in range(len(roles))]
     text = render(marks)
@@ -285,46 +291,46 @@ def split_rendering(
         if text.count(m) != 1:
             times = f"{text.count(m)} times" if m in text else "not at all"
             raise TemplateError(
-                f"the chat template shows a {role} message {times} in ({shown}{', '.join(roles)});"
+                f"the chat template shows a {role} message {times} in ({before}{', '.join(roles)});"
                 " agentrl needs each content exactly once."
             )
     order = sorted(range(len(marks)), key=lambda i: text.index(marks[i]))
     texts: list[str] = []
     for i in order:
-        before, _, text = text.partition(marks[i])
-        texts.append(before)
+        head, _, text = text.partition(marks[i])
+        texts.append(head)
     texts.append(text)
-    telling = render([_telling(i) for i in range(len(roles))])
+    probed = render([_probe_content(i) for i in range(len(roles))])
     slots, position = [], len(texts[0])
     for i, after in zip(order, texts[1:], strict=True):
         for write in WRITERS:
-            written = write(_telling(i)) + after
-            if telling.startswith(written, position):
+            written = write(_probe_content(i)) + after
+            if probed.startswith(written, position):
                 slots.append(ContentSlot(i, write))
                 position += len(written)
                 break
         else:
             raise TemplateError(
                 f"the chat template changes the content of a {roles[i]} message: of"
-                f" {_telling(i)!r} it makes {telling[position : position + 60]!r}"
+                f" {_probe_content(i)!r} it makes {probed[position : position + 60]!r}"
             )
     return texts, slots
 
 
 def find_content(render: Callable[[str], str], text: str, content: str) -> tuple[int, int] | None:
-    """Find where a template writes a content, if the template may look at what it holds.
+    """Find where a template writes a content, even if the template reads contents.
 
-    Marks around the content would change what the template does if it looks at the content's
-    beginning or end: then there is one mark, at the other side.
+    If the template looks at the beginning or the end of the content, a marker there would change
+    the result. Then only the other side is marked.
 
     Args:
-        render: the conversation with this content instead.
-        text: the conversation with the content itself.
-        content: of one message.
+        render: renders the conversation with another content.
+        text: the conversation rendered with the content itself.
+        content: the content of one message.
 
     Returns:
-        The content's first character in `text` and the one behind its last; None if the template
-        writes another conversation whatever is marked, or the content not at all.
+        Start and end (exclusive) of the content in `text`; None if every marker changes the
+        conversation, or if the template does not write the content.
     """
     begin, end = markers(0)
     before, core, after = _split_core(content)
@@ -333,7 +339,7 @@ def find_content(render: Callable[[str], str], text: str, content: str) -> tuple
         head, _, rest = shown.partition(begin)
         middle, _, tail = rest.partition(end)
         start, stop = len(head), len(text) - len(tail)
-        # The white space that was beside a word which the template took out may be gone.
+        # If the template removes a word, it may also remove the white space next to it.
         same = text[start:stop].split() == middle.split()
         if same and start <= stop and text.startswith(head) and text.endswith(tail):
             return start, stop
@@ -353,13 +359,13 @@ def find_content(render: Callable[[str], str], text: str, content: str) -> tuple
 def encode_parts(
     encoder: Encoder, texts: Sequence[str], slots: Sequence[ContentSlot]
 ) -> TemplateParts:
-    """Encode what does not change, and leave the regions that do.
+    """Encode the template's texts, and keep the regions with slots as text.
 
     Args:
-        encoder: the tokenizer's.
-        texts: what the template writes before, between and after the slots. What `add_markers` has
-            marked in them is never a control token, nor part of one.
-        slots: one between each two texts.
+        encoder: the encoder of the tokenizer.
+        texts: the template's texts before, between and after the slots. A text that `add_markers`
+            marked in them is encoded as plain text.
+        slots: one slot between each two texts.
     """
     parts: list[array[int] | tuple[str | ContentSlot | MarkedText, ...]] = []
     region: list[str | ContentSlot | MarkedText] = []
@@ -375,7 +381,7 @@ def encode_parts(
         if len(constant) < len(region):
             parts.append(tuple(region))
         elif text := "".join(map(str, constant)):
-            add(encoder.encode_plain(text))  # the template's control tokens stand between regions
+            add(encoder.encode_plain(text))  # a region contains no control token of the template
         region.clear()
 
     for i, text in enumerate(texts):
@@ -396,14 +402,14 @@ def encode_parts(
 
 
 def _constant(piece: str | ContentSlot | MarkedText) -> bool:
-    """Return whether a piece is the same text, encoded in the same way, in every conversation."""
+    """Return whether a piece has the same text and encoding in every conversation."""
     return isinstance(piece, str) or (isinstance(piece, MarkedText) and piece.index is None)
 
 
 # -- schemas of tools ------------------------------------------------------------------------------
 
 _PRIVATE, _LAST = 0xE000, "\x01"
-"""Characters that stand in no control token: private ones, and one that sorts before all others."""
+"""Characters that no control token contains: private ones, and one that sorts before all others."""
 
 _KEYWORDS = frozenset(
     [
@@ -417,25 +423,25 @@ _KEYWORDS = frozenset(
         *("STRING", "INTEGER", "NUMBER", "BOOLEAN", "OBJECT", "ARRAY", "NULL"),
     ]
 )
-"""Words of JSON Schema and of OpenAI's tool format: templates branch on them."""
+"""The words of JSON Schema and of OpenAI's tool format, on which templates branch."""
 
 
 def guard_schemas(
     encoder: Encoder, render: Callable[[Schemas], str], schemas: Schemas
 ) -> tuple[Schemas, int]:
-    """Mark the strings of schemas that a template would turn into control tokens.
+    """Mark the strings of schemas that would become control tokens in the rendered prompt.
 
     Args:
-        encoder: the tokenizer's.
-        render: a prompt with these schemas.
-        schemas: of the tools.
+        encoder: the encoder of the tokenizer.
+        render: renders a prompt with these schemas.
+        schemas: the schemas of the tools.
 
     Returns:
-        The schemas, in which `add_markers` marks the strings at fault; and how many control tokens
-        these spell.
+        The schemas, with markers (`add_markers`) in the strings at fault; and the number of control
+        tokens in these strings.
 
     Raises:
-        TemplateError: the template writes such a string in another way once it is marked.
+        TemplateError: if the template writes such a string differently when it is marked.
     """
     text = render(schemas)
     tokens = encoder.control_tokens_in(text)
@@ -455,14 +461,14 @@ def guard_schemas(
         return at_fault(some[:middle]) + at_fault(some[middle:])
 
     def with_marks(bad: Sequence[str]) -> Schemas | None:
-        """The schemas with these strings marked, or None if that does not do."""
+        """Return the schemas with these strings marked, or None if this changes the prompt."""
         marked = _replaced(schemas, {s: mark_core(s) for s in bad})
         shown = render(marked)
         parts = (p for p in split_at_markers(shown) if isinstance(p, str))
         own = [token for part in parts for token in encoder.control_tokens_in(part)]
         return marked if remove_markers(shown) == text and own == safe else None
 
-    # Most of the strings at fault spell a token by themselves: the search is for the others alone.
+    # Most strings at fault contain a whole control token; only the others must be searched for.
     bad = [s for s in free if encoder.control_tokens_in(s)]
     marked = with_marks(bad)
     if marked is None:
@@ -479,16 +485,17 @@ def guard_schemas(
 
 
 def _inert(encoder: Encoder, text: str) -> str:
-    """Return a text of the same shape that is no part of a control token beside any other text.
+    """Return a harmless text in place of a text: no control token can contain a part of it.
 
-    It holds no character that begins or ends one, its last is in none, and it sorts as before.
+    It has no character that begins or ends a control token, no control token contains its last
+    character, and it sorts like the text itself.
     """
     private = {ord(c): _PRIVATE + i for i, c in enumerate(encoder.ends)}
     return text.translate(private) + _LAST if text else text
 
 
 def strings(node: Any) -> Iterator[str]:
-    """Yield every string of a JSON value, its keys included."""
+    """Yield every string of a JSON value, including keys."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, Mapping):
@@ -501,7 +508,7 @@ def strings(node: Any) -> Iterator[str]:
 
 
 def _replaced(node: Any, by: Mapping[str, str]) -> Any:
-    """Return a JSON value with other strings, its keys included."""
+    """Return a JSON value with some strings replaced, including keys."""
     if isinstance(node, str):
         return by.get(node, node)
     if isinstance(node, Mapping):
@@ -513,22 +520,22 @@ def _replaced(node: Any, by: Mapping[str, str]) -> Any:
 
 # -- variables -------------------------------------------------------------------------------------
 
-# Transformers has tags of its own for what the assistant says; they read nothing.
+# Transformers adds a Jinja tag for the assistant's text (`{% generation %}`); it reads no variable.
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-_GIVEN |= {"raise_exception", "strftime_now"}
-"""Variables that transformers sets, besides the special tokens (`bos_token`)."""
+_SET_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt"}
+_SET_BY_TRANSFORMERS |= {"raise_exception", "strftime_now"}
+"""The variables that transformers sets, in addition to the special tokens (`bos_token`)."""
 
 
 def check_variables(template: str, names: Iterable[str]) -> None:
-    """Refuse names that a chat template never reads.
+    """Raise `ConfigError` if a chat template does not read one of these variables.
 
     Args:
-        template: its text.
-        names: of the variables that it is to be given.
+        template: the source text of the template.
+        names: the names of the variables.
 
     Raises:
-        ConfigError: it does not read one of them; with those that it does.
+        ConfigError: if the template does not read one of them. The message lists those it reads.
     """
     names = list(names)
     if not names:
@@ -538,7 +545,9 @@ def check_variables(template: str, names: Iterable[str]) -> None:
         return
     read = meta.find_undeclared_variables(program)
     if unread := [name for name in names if name not in read]:
-        known = sorted(n for n in read - _own(program) - _GIVEN if not n.endswith("_token"))
+        known = sorted(
+            n for n in read - _own(program) - _SET_BY_TRANSFORMERS if not n.endswith("_token")
+        )
         wrong = ", ".join(f"{n!r}.{did_you_mean(n, known)}".rstrip(".") for n in unread)
         stop = "" if wrong.endswith("?") else "."
         raise ConfigError(
@@ -550,42 +559,42 @@ def check_variables(template: str, names: Iterable[str]) -> None:
 def missing_variables(template: str, variables: Iterable[str]) -> tuple[list[str], bool]:
     """Return the variables that a chat template needs and that have no value.
 
-    A variable that the template tests with `is defined`, or gives a default, is not needed.
+    A variable is not needed if the template tests it with `is defined` or gives it a default.
 
     Args:
-        template: its text.
-        variables: the names of those that have one.
+        template: the source text of the template.
+        variables: the names of the variables that have a value.
 
     Returns:
-        Their names, and whether the template reads `tools`.
+        The names of the missing variables, and whether the template reads `tools`.
     """
     program = _parse(template)
     if program is None:
         return [], True
     read = meta.find_undeclared_variables(program)
-    needed = read - _own(program) - _optional(program) - _GIVEN - set(variables)
+    needed = read - _own(program) - _optional(program) - _SET_BY_TRANSFORMERS - set(variables)
     return sorted(name for name in needed if not name.endswith("_token")), "tools" in read
 
 
 def _parse(template: str) -> nodes.Template | None:
-    """Return a template's program; None if it has a fault, which its first use reports."""
+    """Parse a template; return None on a syntax error, which the first rendering reports."""
     try:
         return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
             _GENERATION.sub("", template)
         )
-    except TemplateSyntaxError:  # or it has an extension's tags
+    except TemplateSyntaxError:  # also for the tags of an unknown extension
         return None
 
 
 def _own(program: nodes.Template) -> set[str]:
-    """What the template sets itself, in one branch or another, without asking for a value."""
+    """Return the variables that the template sets itself, in any branch."""
     names = list(program.find_all(nodes.Name))
     kept = {name.name for name in names if name.ctx == "store"} - _optional(program)
     return kept | {name.name for name in names if name.ctx == "param"}
 
 
 def _optional(program: nodes.Template) -> set[str]:
-    """Return the variables that the template tests with `is defined`, or gives a default."""
+    """Return the variables that the template tests with `is defined` or gives a default."""
     tests = [t for t in program.find_all(nodes.Test) if t.name in ("defined", "undefined")]
     filters = [f for f in program.find_all(nodes.Filter) if f.name in ("default", "d")]
     return {x.node.name for x in (*tests, *filters) if isinstance(x.node, nodes.Name)}

@@ -1,9 +1,9 @@
-"""The smallest change of a chat template that makes it append-only, where there is one.
+"""Find the smallest change of a chat template that makes it append-only.
 
-Templates rewrite what was said by conditions: they show a thought `if loop.index0 >
-ns.last_query_index`. So each condition of the template, and each part of one, is tried as true and
-as false, alone and then in pairs. A change is good where prompts, single turns and what follows a
-turn stay as they were, letter by letter, and every turn is shown ever after as it was at first,
+A template changes earlier turns by conditions: it writes a thought `if loop.index0 >
+ns.last_query_index`. So each condition of the template, and each part of one, is replaced by true
+and by false, one at a time and then in pairs. A change is accepted if prompts, single turns and the
+text after a turn stay exactly the same, and if every turn is rendered later as it was at first,
 with its thought.
 """
 
@@ -38,7 +38,7 @@ _WORD = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\w+|\S", re.DOTALL)
 
 
 class Edit(NamedTuple):
-    """A text that stands instead of what a template has from `start` to `end`."""
+    """A replacement text for the characters of a template from `start` to `end`."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class Edit(NamedTuple):
 
     @property
     def size(self) -> tuple[bool, int]:
-        """Rather something is left out than put in; then by the characters taken and given."""
+        """Return the order of edits: deletions first, then by the number of changed characters."""
         return bool(self.text), self.end - self.start + len(self.text)
 
 
@@ -56,22 +56,22 @@ def repair_template(
     schemas: Schemas = (PROBE_TOOL,),
     seconds: float = 20.0,
 ) -> str | None:
-    """The tokenizer's chat template with the fewest characters changed that is append-only.
+    """Return the tokenizer's chat template with the smallest change that makes it append-only.
 
     Args:
         tokenizer: a fast transformers tokenizer with a chat template.
         end_ids: as for `ChatTemplate`.
-        schemas: tools to show in prompts.
-        seconds: when to stop looking.
+        schemas: the schemas of the tools in prompts.
+        seconds: the time limit of the search.
 
     Returns:
-        The template's text, or None where no small change was found.
+        The source of the changed template, or None if no small change works.
     """
-    over = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     wanted = {
         v.shape for v in verify_tokenizer(tokenizer, end_ids, schemas) if v.status != "unsupported"
     }
-    for changed in _candidates(tokenizer, schemas, over):
+    for changed in _candidates(tokenizer, schemas, deadline):
         try:
             after = verify_tokenizer(_with(tokenizer, changed), end_ids, schemas)
         except TemplateError:
@@ -82,7 +82,7 @@ def repair_template(
 
 
 def template_diff(before: str, after: str) -> str:
-    """A change of a template, as `patch` takes it."""
+    """Return the change of a template in the format of `patch`."""
     name = "chat_template.jinja"
     lines = unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
@@ -97,13 +97,13 @@ def _with(tokenizer: Any, template: str) -> Any:
     return other
 
 
-def _candidates(tokenizer: Any, schemas: Schemas, over: float) -> Iterator[str]:
-    """Changed templates that pass what is quick to see, the smallest change first."""
+def _candidates(tokenizer: Any, schemas: Schemas, deadline: float) -> Iterator[str]:
+    """Yield the changed templates that pass the fast checks, the smallest change first."""
     source: str = tokenizer.chat_template
-    shown = _Shown(tokenizer, schemas)
+    shown = _Renderings(tokenizer, schemas)
     harmless = []
     for edit in sorted(set(_edits(source)), key=lambda e: (e.size, e.start)):
-        if time.monotonic() > over:
+        if time.monotonic() > deadline:
             return
         changed = _apply(source, [edit])
         if shown.changes(changed) and shown.keeps(changed):
@@ -112,7 +112,7 @@ def _candidates(tokenizer: Any, schemas: Schemas, over: float) -> Iterator[str]:
                 yield changed
     pairs = [(a, b) for a, b in combinations(sorted(harmless), 2) if a.end <= b.start]
     for pair in sorted(pairs, key=lambda pair: sum(e.size[1] for e in pair)):
-        if time.monotonic() > over:
+        if time.monotonic() > deadline:
             return
         changed = _apply(source, pair)
         if shown.keeps(changed) and shown.grows(changed):
@@ -128,8 +128,8 @@ def _apply(source: str, changes: Sequence[Edit]) -> str:
 # -- what a template shows ------------------------------------------------------------------------
 
 
-class _Shown:
-    """Conversations by which a changed template is compared with the original, as text."""
+class _Renderings:
+    """The conversations on which a changed template is compared with the original, as text."""
 
     def __init__(self, tokenizer: Any, schemas: Schemas):
         self._tokenizer = tokenizer
@@ -143,37 +143,37 @@ class _Shown:
             for chain in self._chains(variables)
             if self._text(tokenizer.chat_template, chain, variables) is not None
         ]
-        self._still = self._stills(tokenizer.chat_template)
-        self._later = self._laters(tokenizer.chat_template)
+        self._unchanging = self._render_short(tokenizer.chat_template)
+        self._long_texts = self._render_long(tokenizer.chat_template)
 
     def keeps(self, template: str) -> bool:
-        """Return whether prompts, single turns and what follows a turn are rendered as before."""
-        return self._stills(template) == self._still
+        """Return whether prompts, single turns and the text after a turn are rendered as before."""
+        return self._render_short(template) == self._unchanging
 
     def changes(self, template: str) -> bool:
-        """Whether longer conversations are not."""
-        return self._laters(template) != self._later
+        """Return whether longer conversations are rendered differently."""
+        return self._render_long(template) != self._long_texts
 
     def grows(self, template: str) -> bool:
-        """Whether what is shown of a conversation begins with what was shown of it before."""
+        """Return whether each rendered conversation begins with the shorter ones before it."""
         for variables, chain in self._long:
             heads: list[str] = []
-            for i, said in enumerate([*chain, None]):
-                if said and said["role"] != "assistant":
+            for i, message in enumerate([*chain, None]):
+                if message and message["role"] != "assistant":
                     continue
                 prompt = self._text(template, chain[:i], variables)
                 if prompt is None or not all(map(prompt.startswith, heads)):
                     return False
-                if said is None:
+                if message is None:
                     break
                 alone = self._text(template, chain[: i + 1], variables, add_generation_prompt=False)
-                own = PROBE_ARGUMENT if said.get("tool_calls") else PROBE_TEXT
+                own = PROBE_ARGUMENT if message.get("tool_calls") else PROBE_TEXT
                 if alone is None or own not in alone:
                     return False
                 heads += [prompt, alone[: alone.rindex(own) + len(own)]]
         return True
 
-    def _stills(self, template: str) -> list[str | None]:
+    def _render_short(self, template: str) -> list[str | None]:
         prompts = [[_USER], [_SYSTEM, _USER]]
         single = [
             *probe_turns_with_thought(),
@@ -182,14 +182,14 @@ class _Shown:
             *probe_turns(_CALLS),
         ]
         whole = [
-            self._text(template, said, variables, schemas, add_generation_prompt)
+            self._text(template, messages, variables, schemas, add_generation_prompt)
             for variables in self._variables
             for conversations, schemas, add_generation_prompt in (
                 (prompts, (), True),
                 (prompts, self._schemas, True),
                 ([[_USER, turn] for turn in single], (), False),
             )
-            for said in conversations
+            for messages in conversations
         ]
         return whole + [
             self._after_last_turn(template, chain[:end], variables)
@@ -199,29 +199,33 @@ class _Shown:
         ]
 
     def _after_last_turn(
-        self, template: str, said: Sequence[TemplateMessage], variables: Mapping[str, Any]
+        self, template: str, messages: Sequence[TemplateMessage], variables: Mapping[str, Any]
     ) -> str | None:
-        """Return what a prompt shows behind the last turn: its end, results or a user, the header.
+        """Return the text of a prompt after the last turn: its end, new messages, the header.
 
-        A change may show more of earlier turns, but must not show a result as anything else.
+        A change may write more of earlier turns, but it must not change how results are written.
         """
-        text, turn = self._text(template, said, variables), _last_turn(said)
+        text, turn = self._text(template, messages, variables), _last_turn(messages)
         return text and text.rpartition(PROBE_ARGUMENT if turn.get("tool_calls") else PROBE_TEXT)[2]
 
-    def _laters(self, template: str) -> list[str | None]:
+    def _render_long(self, template: str) -> list[str | None]:
         return [self._text(template, chain, variables) for variables, chain in self._long]
 
     def _chains(self, variables: Mapping[str, Any]) -> list[list[TemplateMessage]]:
-        said, called = self._turn(variables, ()), self._turn(variables, _CALLS)
-        tools = [_SYSTEM, _USER, called, _TOOL, called, _TOOL]
-        return [[_USER, said, _USER, said, _USER], tools, [*tools, said, _USER, said, _USER]]
+        answer, call = self._turn(variables, ()), self._turn(variables, _CALLS)
+        tools = [_SYSTEM, _USER, call, _TOOL, call, _TOOL]
+        return [
+            [_USER, answer, _USER, answer, _USER],
+            tools,
+            [*tools, answer, _USER, answer, _USER],
+        ]
 
     def _turn(
         self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]
     ) -> TemplateMessage:
-        """The first way to write a turn that goes on from the prompt and is shown, thoughts too.
+        """Return the first form of a turn that the template shows completely, with its thought.
 
-        Where the prompt ends the thinking, that is a turn without.
+        A form that continues the prompt is preferred: without a thought if the prompt ends it.
         """
         source = self._tokenizer.chat_template
         prompt = self._text(source, [_USER], variables, ()) or ""
@@ -236,20 +240,20 @@ class _Shown:
     def _text(
         self,
         template: str,
-        said: Sequence[TemplateMessage],
+        messages: Sequence[TemplateMessage],
         variables: Mapping[str, Any],
         schemas: Schemas | None = None,
         add_generation_prompt: bool = True,
     ) -> str | None:
         render = Renderer(_with(self._tokenizer, template), variables)
         return render.attempt(
-            said, self._schemas if schemas is None else schemas, add_generation_prompt
+            messages, self._schemas if schemas is None else schemas, add_generation_prompt
         )
 
 
-def _last_turn(said: Sequence[TemplateMessage]) -> TemplateMessage:
-    """Return the assistant's last message, or an empty one."""
-    return next((m for m in reversed(said) if m["role"] == "assistant"), {})
+def _last_turn(messages: Sequence[TemplateMessage]) -> TemplateMessage:
+    """Return the last assistant message, or an empty one."""
+    return next((m for m in reversed(messages) if m["role"] == "assistant"), {})
 
 
 # -- what can be changed --------------------------------------------------------------------------
@@ -263,7 +267,7 @@ class _Word(NamedTuple):
 
 
 def _edits(source: str) -> Iterator[Edit]:
-    """Every condition of a template, and every part of one, as true and as false."""
+    """Yield the edits that replace a condition, or a part of one, by true or false."""
     for tag in _TAG.finditer(source):
         group = 1 if tag[1] is not None else 2
         words = _words(tag[group] or "", tag.start(group))
@@ -271,21 +275,21 @@ def _edits(source: str) -> Iterator[Edit]:
             continue
         for i, word in enumerate(words):
             if word.text in ("if", "elif"):
-                yield from _parts(_condition(words, i))
+                yield from _edits_of_condition(_condition(words, i))
 
 
 def _words(text: str, offset: int) -> list[_Word]:
-    """The words of an expression, each with how many brackets it stands in."""
+    """Return the words of an expression, each with its depth of brackets."""
     words, depth = [], 0
-    for found in _WORD.finditer(text):
-        depth -= found[0] in ")]}"
-        words.append(_Word(found[0], offset + found.start(), offset + found.end(), depth))
-        depth += found[0] in "([{"
+    for match in _WORD.finditer(text):
+        depth -= match[0] in ")]}"
+        words.append(_Word(match[0], offset + match.start(), offset + match.end(), depth))
+        depth += match[0] in "([{"
     return words
 
 
 def _condition(words: Sequence[_Word], at: int) -> Sequence[_Word]:
-    """What follows an `if`, up to its `else` or the end of what it stands in."""
+    """Return the words after an `if`, up to its `else` or the end of the enclosing expression."""
     depth = words[at].depth
     end = next(
         (
@@ -298,16 +302,16 @@ def _condition(words: Sequence[_Word], at: int) -> Sequence[_Word]:
     return words[at + 1 : end]
 
 
-def _parts(words: Sequence[_Word]) -> Iterator[Edit]:
-    """A condition as true and as false, and less each part that `and` and `or` join to it."""
+def _edits_of_condition(words: Sequence[_Word]) -> Iterator[Edit]:
+    """Yield edits: the condition as true, as false, and without each operand of `and` and `or`."""
     if words:
         yield Edit(words[0].start, words[-1].end, "true")
         yield Edit(words[0].start, words[-1].end, "false")
-        yield from _less(words)
+        yield from _without_operands(words)
 
 
-def _less(words: Sequence[_Word]) -> Iterator[Edit]:
-    while _enclosed(words):
+def _without_operands(words: Sequence[_Word]) -> Iterator[Edit]:
+    while _is_enclosed(words):
         words = words[1:-1]
     depth = min((word.depth for word in words), default=0)
     for joint in ("or", "and"):
@@ -319,14 +323,14 @@ def _less(words: Sequence[_Word]) -> Iterator[Edit]:
         for before, operand, after in zip(
             [None, *operands], operands, [*operands[1:], None], strict=False
         ):
-            yield from _less(operand)
+            yield from _without_operands(operand)
             start = before[-1].end if before else operand[0].start
             yield Edit(start, after[0].start if after and not before else operand[-1].end, "")
         return
 
 
-def _enclosed(words: Sequence[_Word]) -> bool:
-    """Whether one pair of brackets stands around all of it."""
+def _is_enclosed(words: Sequence[_Word]) -> bool:
+    """Return whether one pair of brackets encloses all words."""
     if len(words) < 3 or words[0].text != "(" or words[-1].text != ")":
         return False
     return all(word.depth > words[0].depth for word in words[1:-1])

@@ -1,8 +1,8 @@
-r"""What a chat template makes of a turn's thinking once the conversation has gone on.
+r"""Find out how a chat template changes the thinking of a turn when more messages follow.
 
-Qwen3, GLM, DeepSeek R1, gpt-oss and others show a turn with its thinking while it is the last, and
-without it from the next user message on. How they do it is read off the template: two renderings
-of one conversation, with and without something after the turn.
+Qwen3, GLM, DeepSeek R1, gpt-oss and others render the last turn with its thinking, and drop the
+thinking from the next user message on. What they do is read from two renderings of one probe
+conversation: with and without further messages after the turn.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ _TAGGED = "\n</think>\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The difference between a turn as it was sampled and as the template shows it later."""
+    """The difference between a turn as it is sampled and as the template renders it later."""
 
     probe: TemplateProbe
     after_user: bool
-    """The thinking of turns before the last user message is dropped."""
+    """Whether the thinking of turns before the last user message is dropped."""
     always: bool = False
-    """It is dropped as soon as anything follows."""
+    """Whether thinking is dropped as soon as any message follows."""
     until_answer: bool = False
-    """That of a turn that calls stays until a later one does not (gpt-oss), whatever users say."""
+    """Whether the thinking of a turn with calls stays until a later turn has none (gpt-oss)."""
     blank: bool = False
-    """A turn without a thought is shown without the tags around it as soon as anything follows."""
+    """Whether a turn without a thought loses its empty tags as soon as any message follows."""
     extra: str = ""
-    """What the template puts before a turn to sample (`<think>\\n`) and not before an old one."""
+    """The text (`<think>\\n`) that the template writes before a new turn, not before old ones."""
     also: str = ""
-    """The same after a tool's result, where it differs (Gemma 4)."""
+    """The same text after a tool result, if it is another one (Gemma 4)."""
     instead: str = ""
-    """What it puts before an old turn instead."""
+    """The text that the template writes before old turns, but not before a new one."""
     end: str = "</think>"
-    """What ends the thinking, and what stands between it and the answer."""
+    """The text that ends the thinking."""
     gap: str = "\n\n"
+    """The text between the end of the thinking and the answer."""
     trims: bool = True
-    """The answer is shown without the empty lines before it."""
+    """Whether the template removes the empty lines before the answer."""
     heads: Mapping[tuple[bool, bool], tuple[str, str]] = field(default_factory=dict)
     """Key: whether a turn has a text, whether it has calls. Value: the text after the end of a
-    thought, and what the template writes later instead of the thought and this text."""
+    thought, and the text that the template writes later in place of the thought and this text."""
     call: str = ""
-    """What begins a call that stands behind no text."""
+    """The text that begins a call in a turn without other text."""
     header: str = ""
-    """What a turn begins with; a turn of several messages (gpt-oss) holds it again."""
+    """The text that begins a turn. A turn of several messages (gpt-oss) contains it again."""
     begin: str = "<think>\n"
-    """What begins the thinking."""
+    """The text that begins the thinking."""
 
     def drops(self, turn: Sequence[int], calls: bool, later: Sequence[Message]) -> bool:
-        """Whether a turn that something followed is shown without its thinking.
+        """Return whether the template drops the thinking of a turn.
 
         Args:
             turn: the sampled ids.
-            calls: whether it calls tools.
-            later: what came after it.
+            calls: whether the turn calls tools.
+            later: the messages after the turn.
         """
         later_user = any(m.role == "user" for m in later)
         if self.until_answer and calls:
@@ -80,34 +81,34 @@ class Thinking:
         return self.blank and not self._thought(turn)
 
     def opening(self, ids: array[int]) -> str:
-        """What the prompt of a turn has begun to think, or ""."""
+        """Return the beginning of a thought at the end of a prompt's ids, or ""."""
         end = self.probe.encoder.decode(ids[-16:]).rstrip()
         return self.begin if end.endswith(self.begin.strip()) else ""
 
     def may_drop(self, *, later_user: bool) -> bool:
-        """Whether `drops` can hold for any turn."""
+        """Return whether `drops` can be true for any turn."""
         return self.always or self.blank or (self.after_user and later_user)
 
     def _thought(self, turn: Sequence[int]) -> str:
-        """What was thought in a turn, without the tags."""
-        before, found, _ = self.probe.encoder.decode(turn).partition(self.end)
-        if not found and (not self.extra or self.end in self.extra):
-            return ""  # nothing opened a thought
+        """Return the thought in a turn, without its tags."""
+        before, end, _ = self.probe.encoder.decode(turn).partition(self.end)
+        if not end and (not self.extra or self.end in self.extra):
+            return ""  # no thought was begun
         return self.probe.encoder.control.sub("", before).strip()
 
     def strip(self, ids: array[int], turn: Sequence[int], calls: bool) -> int:
-        """Add a turn to a row as the template shows it later, without the token that closed it.
+        """Append a turn to a row as the template renders it later, without its closing token.
 
         Args:
-            ids: the row, up to where the turn was sampled.
+            ids: the row before the sampled turn. It is changed in place.
             turn: the sampled ids.
-            calls: whether it calls tools.
+            calls: whether the turn calls tools.
 
         Returns:
-            Where the turn begins in the row: what the prompt had opened is gone.
+            The index of the turn in the row. The thought that the prompt had begun is removed.
         """
         encoder = self.probe.encoder
-        opened, prompted = bool(self.opening(ids)), len(ids)
+        is_open, prompted = bool(self.opening(ids)), len(ids)
         for text in (self.extra, self.also):
             extra = encoder.encode_template_text(text)
             if len(extra) and ids[-len(extra) :] == extra:
@@ -115,26 +116,26 @@ class Thinking:
                 break
         start = len(ids)
         body = list(turn[:-1] if len(turn) and turn[-1] in self.probe.ends else turn)
-        said = self.probe.encoder.decode(body)
-        answer, instead = self._answer(said, opened, calls)
-        if answer != said or start < prompted:  # else nothing of it is dropped
+        sampled = self.probe.encoder.decode(body)
+        answer, instead = self._answer(sampled, is_open, calls)
+        if answer != sampled or start < prompted:  # otherwise nothing is dropped
             ids.extend(encoder.encode_template_text(instead))
         ids.extend(self._last(body, answer))
         return start
 
-    def _answer(self, text: str, opened: bool, calls: bool) -> tuple[str, str]:
-        """What is left of a turn's text, and what the template puts before it.
+    def _answer(self, text: str, is_open: bool, calls: bool) -> tuple[str, str]:
+        """Return the rest of a turn's text, and the text that the template writes before it.
 
-        Only a thought that was begun can end: an answer may speak of `</think>`.
+        Only a thought that was begun can end, because an answer may contain `</think>`.
         """
         begin = self.begin.strip()
-        while opened or text.lstrip().startswith(begin):
-            _, found, rest = text.partition(self.end)
-            if not found:
+        while is_open or text.lstrip().startswith(begin):
+            _, end, rest = text.partition(self.end)
+            if not end:
                 break
-            opened = False
-            spoken = not (calls and self.call and rest.lstrip().startswith(self.call))
-            head = self.heads.get((spoken, calls))
+            is_open = False
+            has_text = not (calls and self.call and rest.lstrip().startswith(self.call))
+            head = self.heads.get((has_text, calls))
             if head and rest.startswith(head[0]):
                 return rest[len(head[0]) :], head[1]
             if self.gap.strip() and rest.startswith(self.gap):
@@ -144,12 +145,12 @@ class Thinking:
                 text = rest.lstrip("\n") if self.trims else rest
                 break
             text = rest[len(self.header) :]
-            if not text.lstrip().startswith(begin):  # a message of its own, with its own head
+            if not text.lstrip().startswith(begin):  # a separate message, with its own header
                 return text, ""
         return text, "" if self.instead and text.startswith(self.instead) else self.instead
 
     def _last(self, ids: list[int], text: str) -> list[int]:
-        """The ids that stand for the end of a turn: as sampled, where they begin with a token."""
+        """Return the ids of the end of a turn: the sampled ids, from the first whole token on."""
         decode, low, high = self.probe.encoder.decode, 0, len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -157,14 +158,14 @@ class Thinking:
                 low = middle + 1
             else:
                 high = middle
-        said = decode(ids[low:])
-        if not text.endswith(said):  # cut within a character
+        rest = decode(ids[low:])
+        if not text.endswith(rest):  # the text begins within a character
             return list(self.probe.encoder.encode_plain(text))
-        return [*self.probe.encoder.encode_plain(text[: len(text) - len(said)]), *ids[low:]]
+        return [*self.probe.encoder.encode_plain(text[: len(text) - len(rest)]), *ids[low:]]
 
     @classmethod
     def of(cls, probe: TemplateProbe) -> Thinking:
-        """Read it off a template."""
+        """Find out what a template does."""
 
         def before_answer(text: str) -> str:
             return _after_question(text).partition(PROBE_TEXT)[0]
@@ -173,7 +174,7 @@ class Thinking:
         old = before_answer(probe.render([_QUESTION, probe_turn(), _MORE]))
         shared = fresh[: probe.encoder.shared_length(fresh, old)]
         control = list(probe.encoder.control.finditer(shared))
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "after_user": not old.startswith(fresh),
             "extra": fresh[len(shared) :],
             "instead": old[len(shared) :],
@@ -190,13 +191,13 @@ class Thinking:
             gap = gap or _TAGGED
             mark = probe.encoder.control.search(gap)
             end = mark[0] if mark else end
-            found |= {
+            fields |= {
                 "begin": _begin(probe, alone, len(shared)),
                 "end": end,
                 "gap": gap.partition(end)[2],
             }
             if PROBE_THOUGHT not in later:
-                found |= {
+                fields |= {
                     "after_user": True,
                     "always": PROBE_THOUGHT not in alone
                     or _outlives(probe, [], [_RESULT]) is False,
@@ -206,10 +207,10 @@ class Thinking:
             break
         return cls(
             probe,
-            **found,
-            blank=_drops_empty_tags(probe, found["extra"], end),
+            **fields,
+            blank=_drops_empty_tags(probe, fields["extra"], end),
             also=_after_a_result(probe),
-            until_answer=found["after_user"]
+            until_answer=fields["after_user"]
             and _outlives(probe, [_RESULT], [_RESULT, _MORE]) is True,
         )
 
@@ -219,20 +220,20 @@ def _after_question(text: str) -> str:
 
 
 def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
-    """What stands before the answers of turns whose thought is dropped: `heads` and `call`.
+    """Return the fields `heads` and `call` of `Thinking`.
 
     Args:
-        probe: of the template that drops it.
-        end: what ends a thought.
-        header: what stands before any turn, sampled or old.
+        probe: the probe of a template that drops thinking.
+        end: the text that ends a thought.
+        header: the text before every turn, new or old.
     """
     heads: dict[tuple[bool, bool], tuple[str, str]] = {}
     call = ""
     for calls, then in (([], []), (_CALL, [_RESULT])):
         for turn in probe_turns_with_thought(calls):
-            spoken = bool(turn["content"])
-            own = PROBE_TEXT if spoken else PROBE_ARGUMENT
-            if (spoken, bool(calls)) in heads:
+            has_text = bool(turn["content"])
+            own = PROBE_TEXT if has_text else PROBE_ARGUMENT
+            if (has_text, bool(calls)) in heads:
                 continue
             alone = probe.render.attempt([_QUESTION, turn], add_generation_prompt=False)
             later = probe.render.attempt([_QUESTION, turn, *then, _MORE])
@@ -240,31 +241,31 @@ def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
                 continue
             before = _after_question(alone).partition(PROBE_THOUGHT)[2].partition(own)[0]
             shown = _after_question(later).partition(own)[0]
-            ended, found, before = before.partition(end)
-            if PROBE_THOUGHT in later or not found or ended.strip() or not shown.startswith(header):
+            ended, mark, before = before.partition(end)
+            if PROBE_THOUGHT in later or not mark or ended.strip() or not shown.startswith(header):
                 continue
-            if spoken and PROBE_ARGUMENT in before:  # the text is shown behind the call
+            if has_text and PROBE_ARGUMENT in before:  # the template writes the text after the call
                 continue
             shown = shown[len(header) :]
             same = probe.encoder.shared_length(before[::-1], shown[::-1])
-            heads[spoken, bool(calls)] = before[: len(before) - same], shown[: len(shown) - same]
-            if calls and not spoken:
+            heads[has_text, bool(calls)] = before[: len(before) - same], shown[: len(shown) - same]
+            if calls and not has_text:
                 call = before.rpartition(_CALL[0][0])[0].strip()
     return {"heads": heads, "call": call}
 
 
 def _begin(probe: TemplateProbe, alone: str, header: int) -> str:
-    """What stands before the thought in a turn, after the turn's header."""
+    """Return the text between a turn's header and its thought."""
     before = _after_question(alone).partition(PROBE_THOUGHT)[0]
     control = [m.start() for m in probe.encoder.control.finditer(before)]
     if PROBE_THOUGHT not in alone or not control:
         return "<think>\n"
-    # Where a template puts empty tags before every old turn, the header seems to hold the first.
+    # If a template writes empty tags before every old turn, the header seems to contain the first.
     return before[min(header, control[-1]) :]
 
 
 def probe_turns_with_thought(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
-    """A turn with a thought, in the ways that templates take it."""
+    """Return a turn with a thought, in each form that a template may need."""
     keys = ("reasoning_content", "reasoning", "thinking")
     thought = dict.fromkeys(keys, PROBE_THOUGHT)
     tagged = probe_turn(calls, content=f"<think>\n{PROBE_THOUGHT}{_TAGGED}{PROBE_TEXT}")
@@ -279,9 +280,9 @@ _RESULT = {"role": "tool", "content": "R", "tool_call_id": "000000000", "name": 
 def _outlives(
     probe: TemplateProbe, first: list[dict[str, Any]], then: list[dict[str, Any]]
 ) -> bool | None:
-    """Whether a call's thought that is shown before some messages is shown before others, too.
+    """Return whether the thought of a call that is rendered before `first` is so before `then`.
 
-    None where no way of writing the turn shows it before the first.
+    None if no form of the turn renders the thought before `first`.
     """
     for turn in probe_turns_with_thought(_CALL):
         with suppress(TemplateError):
@@ -293,7 +294,7 @@ def _outlives(
 
 
 def _after_a_result(probe: TemplateProbe) -> str:
-    """What the template puts before a turn to sample after a tool's result, but not later."""
+    """Return the text before a new turn after a tool result that is not there before old turns."""
     for turn in probe_turns(_CALL):
         with suppress(TemplateError):
             head = [_QUESTION, turn, {**_RESULT, "content": PROBE_THOUGHT}]
@@ -305,13 +306,13 @@ def _after_a_result(probe: TemplateProbe) -> str:
 
 
 def _drops_empty_tags(probe: TemplateProbe, extra: str, end: str) -> bool:
-    """Return whether the tags of a turn without a thought go as soon as a tool's result follows.
+    """Return whether a turn without a thought loses its empty tags when a tool result follows.
 
     Args:
-        probe: of the template.
-        extra: what the prompt of a turn begins with; without it, the template may write the tags
-            into the last turn alone.
-        end: what ends a thought.
+        probe: the probe of the template.
+        extra: `Thinking.extra`. If it is "", the template may write empty tags in the last turn
+        only.
+        end: the text that ends a thought.
     """
     for turn in probe_turns(_CALL):
         with suppress(TemplateError):

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, with the mistakes that users make said plainly."""
+"""Load a tokenizer, with clear errors for common mistakes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     *("spiece.model", "sentencepiece.bpe.model"),
 )
-"""A tokenizer that transformers can load has one of these."""
+"""The vocabulary files of transformers; a tokenizer has at least one of them."""
 
 
 def end_of_turn_ids(path: str | Path) -> list[int]:
-    """The `eos_token_id`s of a model's generation_config.json; none where it has no such file.
+    """Return the `eos_token_id`s of a model's generation_config.json, or none without such a file.
 
-    A model may end its turns with several tokens, of which its tokenizer knows one.
+    A model may end its turns with several tokens; its tokenizer knows only one of them.
     """
     from transformers import GenerationConfig
 
@@ -30,10 +30,10 @@ def end_of_turn_ids(path: str | Path) -> list[int]:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The fast tokenizer of a model folder or hub name.
+    """Load the fast tokenizer of a model folder or a hub name.
 
     Raises:
-        UserError: nothing there, no chat template, or not a fast tokenizer.
+        UserError: if there is no tokenizer, or if it is not a fast one or has no chat template.
     """
     from transformers import AutoTokenizer
 
@@ -41,7 +41,7 @@ def load_tokenizer(path: str | Path) -> Any:
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARIES):
         raise UserError(
-            f"no tokenizer at {str(path)!r}: the folder holds no {' and no '.join(missing)}"
+            f"no tokenizer at {str(path)!r}: the folder has no {' and no '.join(missing)}"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -50,18 +50,18 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(f"no tokenizer at {str(path)!r}: {first}") from e
     if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer of {str(path)!r} is not a fast one: agentrl needs its added tokens as"
-            " data (a tokenizer.json). Convert it with transformers' AutoTokenizer and save it."
+            f"the tokenizer of {str(path)!r} is not a fast tokenizer, and agentrl needs a"
+            " tokenizer.json. Convert it with transformers' AutoTokenizer and save it."
         )
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer of {str(path)!r} has no chat template: base models have none. Take the"
+            f"the tokenizer of {str(path)!r} has no chat template (base models have none). Use the"
             " instruct model's tokenizer, or set tokenizer.chat_template and save it."
         )
     return tokenizer
 
 
 def template_source(tokenizer: Any) -> str:
-    """The text of a tokenizer's chat template, or of all of them where it has several by name."""
+    """Return the source of a tokenizer's chat template, or of all its named templates."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else "\n".join(template.values())

@@ -1,8 +1,7 @@
-"""A tool's result cut to a number of tokens, as text, before any template is around it.
+"""Truncate the text of a tool result to a number of tokens, before the template is applied.
 
-What is kept is always a piece of the text itself: a slice between two characters, never decoded
-tokens. So no character is halved, no U+FFFD appears, and the template's closing tokens, which come
-later, are always there.
+The result is always a slice of the text, never decoded tokens. So no character is split, no U+FFFD
+appears, and the template's closing tokens, which are added later, are never lost.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
 
 _LONGEST = 4
-"""Bytes of a character in UTF-8, and so the most tokens that one is spread over."""
+"""The most bytes of a character in UTF-8, and so the most tokens of one character."""
 
 
 def truncate(text: str, limit: int, side: Side, encode: Encode, decode: Decode) -> str:
-    """Cut a text of more than `limit` tokens and say so: "(n of m tokens shown)".
+    """Truncate a text of more than `limit` tokens, with the note "(n of m tokens shown)".
 
-    A text of at most `limit` bytes is not looked at, for a token is at least one byte. Else it is
-    encoded once; if it is cut, what was kept is encoded again, to prove that it fits, and n counts
-    these tokens.
+    A text of at most `limit` bytes is returned as it is, because a token has at least one byte. Any
+    other text is encoded once. If it is truncated, the rest is encoded again to check that it fits;
+    n is the number of these tokens.
 
     Args:
-        text: the result.
-        limit: most tokens of it that are kept; the note comes on top.
-        side: head keeps the head, tail the tail, middle leaves out the middle: half of `limit` goes
-            to the head, what the head does not use to the tail.
-        encode: foreign text to ids (`ChatTemplate.encode`: no control tokens).
-        decode: ids to text.
+        text: the tool result.
+        limit: the most tokens of the text; the note is not counted.
+        side: "head" keeps the head, "tail" keeps the tail, "middle" leaves out the middle. Then the
+            head gets half of `limit`, and the tail gets what the head does not use.
+        encode: encodes untrusted text (`ChatTemplate.encode`: no control tokens).
+        decode: decodes ids.
 
     Returns:
-        The text itself where it fits.
+        The truncated text, or the text itself if it fits.
     """
     if len(text.encode(errors="replace")) <= limit:
         return text
@@ -44,36 +43,37 @@ def truncate(text: str, limit: int, side: Side, encode: Encode, decode: Decode) 
     head, tail, used, shown = "", "", 0, 0
     if side != "tail":
         share = limit if side == "head" else (limit + 1) // 2
-        length = _reach(text.startswith, lambda n: decode(ids[:n]), share)
-        head, used = _fitting(lambda n: text[:n], length, share, encode)
+        length = _estimate_length(text.startswith, lambda n: decode(ids[:n]), share)
+        head, used = _fit(lambda n: text[:n], length, share, encode)
     if side != "head":
         share = limit - used
-        length = _reach(text.endswith, lambda n: decode(ids[len(ids) - n :]), share)
+        length = _estimate_length(text.endswith, lambda n: decode(ids[len(ids) - n :]), share)
         length = min(length, len(text) - len(head))
-        tail, shown = _fitting(lambda n: text[len(text) - n :], length, share, encode)
+        tail, shown = _fit(lambda n: text[len(text) - n :], length, share, encode)
     note = f"({used + shown} of {len(ids)} tokens shown)"
     return "\n".join(part for part in (head, note, tail) if part)
 
 
-def _reach(has: Callable[[str], bool], said: Callable[[int], str], tokens: int) -> int:
-    """About how many characters of the text so many tokens are.
+def _estimate_length(
+    has: Callable[[str], bool], decode_tokens: Callable[[int], str], tokens: int
+) -> int:
+    """Estimate the number of characters of the first or last tokens of a text.
 
-    Tokens that end within a character do not decode to the text; then some fewer do. Where none do
-    (a normalizer composed an accent), what they decode to is about as long.
+    If the tokens end within a character, they do not decode to a part of the text; then a few
+    tokens fewer do. If none do (a normalizer composed an accent), the decoded text has about that
+    length.
     """
     for fewer in range(min(_LONGEST, tokens + 1)):
-        if has(part := said(tokens - fewer)):
+        if has(part := decode_tokens(tokens - fewer)):
             return len(part)
-    return len(said(tokens))
+    return len(decode_tokens(tokens))
 
 
-def _fitting(
-    part: Callable[[int], str], length: int, limit: int, encode: Encode
-) -> tuple[str, int]:
-    """A part of about `length` characters that is at most `limit` tokens, and how many it is.
+def _fit(part: Callable[[int], str], length: int, limit: int, encode: Encode) -> tuple[str, int]:
+    """Return a part of at most `limit` tokens and about `length` characters, and its token count.
 
-    The length is right but where a merge, or a tokenizer's whim, makes the part alone more tokens
-    than it was in the text. Each step takes off twice as much as the last, so it ends soon.
+    Usually `length` fits. It does not if the tokenizer encodes the part alone as more tokens than
+    within the text. Each further step removes twice as many characters as the last one.
     """
     step = 1
     while length > 0:

@@ -1,8 +1,8 @@
-"""What a chat template writes between two turns of the assistant.
+"""Find what a chat template writes between two turns of the assistant.
 
-Found by rendering a conversation that stands where the true one does: a question, a turn that calls
-where tools answer it and does not where a user does, and then the new messages. Nothing is put in
-front of them that the true conversation lacks.
+The text is read from a rendered probe conversation: a question, an assistant turn (with calls if
+tool results follow it), and then the new messages. The probe has no other messages than those, so
+it cannot add text that the real conversation lacks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentrl.errors import TemplateError
 from agentrl.trajectory import Message
 
 PROBE_TEXT, PROBE_ARGUMENT = f"zq{SALT}spokenqz", f"zq{SALT}argumentqz"
-_NAMED = re.compile(r"zqname(\d+)qz|zq(\d{5})id")
-"""A call's name or id, to be found again; Mistral's templates want nine letters or digits."""
+_PLACEHOLDER = re.compile(r"zqname(\d+)qz|zq(\d{5})id")
+"""A call's placeholder name or id. Mistral's templates require ids of nine letters or digits."""
 PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -42,64 +42,70 @@ PROBE_TOOL: Mapping[str, Any] = {
         },
     },
 }
-"""A tool for conversations that only try a template."""
+"""The tool of probe conversations."""
 PROBE_QUESTION: TemplateMessage = {"role": "user", "content": "Q"}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """What a template writes between two turns of the assistant, and whether it closes the first.
+    """What a template writes between two turns of the assistant.
 
-    Where it does not, the first token already belongs to the next role. The frame's contents are
-    those of the messages, then each call's name and id, where `names` says that it shows them.
+    Attributes:
+        parts: the tokens and regions. Their contents are those of the messages, then the name and
+            the id of each call if `names` is true.
+        closes: whether the first token closes the first turn; if not, it belongs to the next role.
+        names: whether the template writes the names or ids of calls.
+        render: returns the text between the turns with these contents of the messages.
     """
 
     parts: TemplateParts
     closes: bool
     names: bool
     render: Callable[[Sequence[str]], str] = field(compare=False)
-    """Returns the text between the turns, for the given contents of the messages."""
 
 
 class TemplateProbe:
-    """Looks for what stands between turns; `ends` are the ids that end one, as far as known."""
+    """Renders probe conversations; `ends` are the ids that are known to end a turn."""
 
     def __init__(self, render: Renderer, encoder: Encoder, ends: set[int]):
         self.render = render
         self.encoder = encoder
         self.ends = ends
 
-    def between(self, before: Sequence[Message], messages: Sequence[Message]) -> TurnDelta:
-        """What stands between an assistant's turn and its next one.
+    def turn_delta(self, before: Sequence[Message], messages: Sequence[Message]) -> TurnDelta:
+        """Return what the template writes between an assistant turn and the next one.
 
         Args:
-            before: the conversation before the turn, where that matters.
-            messages: what follows it.
+            before: the conversation before the turn, if the template depends on it.
+            messages: the messages between the two turns.
 
         Raises:
-            TemplateError: the template does not show this, or fails on it.
+            TemplateError: if the template refuses the conversation or does not write all of it.
         """
         roles = [m.role for m in messages]
-        # Names and ids that are found again.
-        named = [(f"zqname{i}qz", f"zq{i:05}id") for i in range(roles.count("tool"))]
+        calls = [(f"zqname{i}qz", f"zq{i:05}id") for i in range(roles.count("tool"))]
         error = None
-        for context, turn in self._heads(before, probe_turns(named)):
+        for context, turn in self._heads(before, probe_turns(calls)):
             try:
-                own, closes = self.own_end([*context, turn])
+                end, closes = self.end_of_turn([*context, turn])
 
                 def render(
                     contents: Sequence[str],
                     head: Sequence[TemplateMessage] = (*context, turn),
-                    own: str = own,
+                    end: str = end,
                 ) -> str:
-                    said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
-                    results = (m for m in said if m["role"] == "tool")
-                    for result, (name, id) in zip(results, named, strict=True):
+                    added = [
+                        {"role": r, "content": c} for r, c in zip(roles, contents, strict=True)
+                    ]
+                    results = (m for m in added if m["role"] == "tool")
+                    for result, (name, id) in zip(results, calls, strict=True):
                         result |= {"tool_call_id": id, "name": name}
-                    text = self.render([*head, *said])
-                    if own not in text:
-                        raise TemplateError(f"the chat template changes {own!r} when more is said")
-                    return text[text.rindex(own) + len(own) :]
+                    text = self.render([*head, *added])
+                    if end not in text:
+                        raise TemplateError(
+                            f"the chat template changes {end!r} when more messages follow"
+                        )
+                    return text[text.rindex(end) + len(end) :]
 
                 texts, slots = _with_names(
                     *split_rendering(render, roles, "user, assistant, "), len(roles)
@@ -112,20 +118,20 @@ class TemplateProbe:
         raise error
 
     def _heads(
-        self, before: Sequence[Message], ways: Sequence[dict[str, Any]]
+        self, before: Sequence[Message], forms: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[list[TemplateMessage], TemplateMessage]]:
-        """What may stand before the new messages, its turns written in any of the ways."""
+        """Yield each conversation before the new messages, with its last turn in each form."""
         called = any(m.role == "tool" for m in before)
-        for way, turn in enumerate(ways):
-            others = range(len(probe_turns([_OTHER]))) if called else [0]
-            for other in sorted(others, key=lambda o: o != way):  # mostly all in the same way
+        for form, turn in enumerate(forms):
+            others = range(len(probe_turns([_CALL]))) if called else [0]
+            for other in sorted(others, key=lambda o: o != form):  # the same form works for most
                 yield self._context(before, other), turn
 
-    def own_end(self, head: Sequence[TemplateMessage]) -> tuple[str, bool]:
-        """The end of the turn that ends `head`, less its close; and whether there is one.
+    def end_of_turn(self, head: Sequence[TemplateMessage]) -> tuple[str, bool]:
+        """Return the end of the last turn's text without the closing token; and whether it has one.
 
-        The turn's content is that of `spoken`, and so are its arguments. White space that the
-        template writes before the close belongs to the turn: the model writes it (Llama 4, Apriel).
+        The turn must be a `probe_turn`. White space that the template writes before the closing
+        token belongs to the turn, because the model samples it (Llama 4, Apriel).
         """
         text = self.render(head, add_generation_prompt=False)
         calls = head[-1].get("tool_calls")
@@ -142,15 +148,15 @@ class TemplateProbe:
                 return last + text[:at], True
         if control and self._closes():
             return last + text[: control[-1][0]], True
-        own = last + text
-        return own + self.space_before_close(head, own), False
+        end = last + text
+        return end + self.space_before_close(head, end), False
 
-    def space_before_close(self, head: Sequence[TemplateMessage], own: str) -> str:
-        """Return the white space between a turn and the token that closes it, or "".
+    def space_before_close(self, head: Sequence[TemplateMessage], end: str) -> str:
+        """Return the white space between a turn and its closing token, or "".
 
         Args:
             head: a conversation that ends with the turn.
-            own: the end of the turn.
+            end: the end of the turn's text.
         """
         calls = head[-1].get("tool_calls", ())
         results = [
@@ -158,22 +164,22 @@ class TemplateProbe:
             for c in calls
         ]
         later = self.render.attempt([*head, *(results or [PROBE_QUESTION])]) or ""
-        later = later.rpartition(own)[2]
+        later = later.rpartition(end)[2]
         token = self.encoder.control.search(later)
         if token is None or not (space := later[: token.start()]).isspace():
             return ""
         if self.encoder.encode_template_text(token[0])[0] in self.ends:
             return space
-        # Else the token may begin the next message: then a turn that stands last has none.
-        last = self.render(head, add_generation_prompt=False).rpartition(own)[2]
+        # Otherwise the token may begin the next message; a last turn then has no such white space.
+        last = self.render(head, add_generation_prompt=False).rpartition(end)[2]
         return space if last.startswith(later[: token.end()]) else ""
 
     def last_close(self) -> int:
-        """What the model closes a turn with: gpt-oss has a token for it that no history shows."""
+        """Return the token that closes a last turn. gpt-oss has one that earlier turns lack."""
         return self.encoder.split(self._after_the_last())[1][0]
 
     def _closes(self) -> bool:
-        """Whether a turn that stands last is closed."""
+        """Return whether the template closes a last turn."""
         return self.encoder.control.search(self._after_the_last()) is not None
 
     def _after_the_last(self) -> str:
@@ -181,27 +187,27 @@ class TemplateProbe:
             PROBE_TEXT
         )[2]
 
-    def _context(self, before: Sequence[Message], way: int) -> list[TemplateMessage]:
-        """A conversation of the same shape, its turns written in one of the ways of `turns`."""
+    def _context(self, before: Sequence[Message], form: int) -> list[TemplateMessage]:
+        """Return a probe of the same roles, its turns in one of the forms of `probe_turns`."""
         context: list[TemplateMessage] = []
         for i, m in enumerate(before):
             if m.role == "assistant":
                 tools = len(list(takewhile(lambda m: m.role == "tool", before[i + 1 :])))
-                context.append(probe_turns([_OTHER] * tools)[way if tools else 0])
+                context.append(probe_turns([_CALL] * tools)[form if tools else 0])
             else:
-                said = {"role": m.role, "content": "Q"}
-                context.append(said | ({"tool_call_id": _OTHER[1]} if m.role == "tool" else {}))
+                message = {"role": m.role, "content": "Q"}
+                context.append(message | ({"tool_call_id": _CALL[1]} if m.role == "tool" else {}))
         return context or [PROBE_QUESTION]
 
 
 def probe_turn(
     calls: Sequence[tuple[str, str]] = (), arguments_as_text: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """An assistant message that can be found again, with calls of these names and ids."""
-    said: dict[str, Any] = {"role": "assistant", "content": PROBE_TEXT, **more}
+    """Return an assistant message with placeholder text, and calls with these names and ids."""
+    message: dict[str, Any] = {"role": "assistant", "content": PROBE_TEXT, **more}
     arguments = {"x": PROBE_ARGUMENT}
     if calls:
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": id,
                 "type": "function",
@@ -212,37 +218,37 @@ def probe_turn(
             }
             for name, id in calls
         ]
-    return said
+    return message
 
 
 def probe_turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """An assistant's turn in the ways that templates want it, the commonest first."""
+    """Return an assistant turn in each form that a template may need, the most common first."""
     if not calls:
         return [probe_turn()]
-    ways = [
+    forms = [
         probe_turn(some, as_text, content=content)
-        for as_text in (False, True)  # DeepSeek's templates want the arguments as text
+        for as_text in (False, True)  # DeepSeek's templates need the arguments as text
         for some in (calls, calls[:1])
         for content in (PROBE_TEXT, "", None)
     ]
-    return [*ways, probe_turn()]  # where calls are text of the turn
+    return [*forms, probe_turn()]  # for templates without `tool_calls`: calls are part of the text
 
 
-_OTHER = ("tool", "000000000")
+_CALL = ("tool", "000000000")
 
 
 def _with_names(
     texts: Sequence[str], slots: Sequence[ContentSlot], contents: int
 ) -> tuple[list[str], list[ContentSlot]]:
-    """Slots for the calls' names and ids too: the model wrote them, not the template."""
-    more, found = [], []
+    """Add slots for the names and ids of calls, which the model wrote, not the template."""
+    more_texts, more_slots = [], []
     for i, text in enumerate(texts):
         position = 0
-        for m in _NAMED.finditer(text):
-            more.append(text[position : m.start()])
+        for m in _PLACEHOLDER.finditer(text):
+            more_texts.append(text[position : m.start()])
             is_id = m[1] is None
-            found.append(ContentSlot(contents + 2 * int(m[2] if is_id else m[1]) + is_id, str))
+            more_slots.append(ContentSlot(contents + 2 * int(m[2] if is_id else m[1]) + is_id, str))
             position = m.end()
-        more.append(text[position:])
-        found += slots[i : i + 1]
-    return more, found
+        more_texts.append(text[position:])
+        more_slots += slots[i : i + 1]
+    return more_texts, more_slots

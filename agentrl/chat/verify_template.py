@@ -1,16 +1,18 @@
-"""Does a chat template let a row grow turn by turn? Shown on many shapes and kinds of turns.
+"""Verify that the row of an episode can grow turn by turn with a chat template.
 
-A *shape* is what follows the turns of the assistant: results of tools, users, or both. A *kind* is
-what a model writes into a turn: a text, a thought, calls, or several of these. Each shape is tried
-with each kind, and each conversation is made twice: as an episode makes it, from a prompt, sampled
-turns and deltas, and by rendering all of it at once. Where the ids are the same at every turn, the
-template is append-only in that shape and kind, and a row holds what the model would be shown in any
-other way. Where they are the same once the thinking of earlier turns is left out,
-`history_thinking` decides. Anything else would train on what no deployment shows, and is refused.
+A *shape* says which messages follow the assistant turns: tool results, user messages, or both. A
+*kind* says what a model writes into a turn: a text, a thought, calls, or several of these. Each
+shape is tried with each kind, and each conversation is encoded twice: as an episode does it
+(prompt, sampled turns, deltas), and by rendering all of it at once. If the ids are equal after
+every turn, the template is append-only for that shape and kind: a row has the tokens that any
+deployment would show to the model. If they are equal without the thinking of earlier turns, the
+config key `rollout.history_thinking` decides. Anything else would train on tokens that no
+deployment shows, and is refused.
 
-A model chooses the kind. So a shape has the worst status of its kinds; kinds that the template
-cannot write are named. A *form* is how a message holds a turn: arguments as an object or as
-text, no content as "" or None. Neither the model nor an episode chooses it, so the best one counts.
+The model chooses the kind, so a shape has the worst status of its kinds; kinds that the template
+cannot write are reported. A *form* says how a message holds a turn: arguments as an object or as
+text, no content as "" or None. Neither the model nor an episode chooses it, so the best form
+counts.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from agentrl.trajectory import Message, ToolCall
 
 Status = Literal["append-only", "drops thinking", "unsupported", "differs"]
 _BEST_FIRST: tuple[Status, ...] = ("append-only", "drops thinking", "differs")
-_NEVER_WRITTEN = "after these prompts a model can write none of the turns that the template shows"
+_NEVER_WRITTEN = "a model cannot write any turn that the template shows after these prompts"
 
 _QUESTION = {"role": "user", "content": "How much is 3*4?"}
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -53,10 +55,10 @@ class Shape:
 
     name: str
     after: tuple[tuple[str, ...], ...]
-    """Per turn, `tool:TEXT` and `user:TEXT`; a turn before tools makes that many calls."""
+    """For each turn, `tool:TEXT` and `user:TEXT`. A turn has as many calls as tool results."""
     system: bool = True
     cut: int = 0
-    """Most tokens of a tool's text; 0: it is never cut."""
+    """The token limit of a tool result; 0 for none."""
 
     @property
     def calls(self) -> bool:
@@ -76,15 +78,15 @@ SHAPES = (
     Shape("long result cut", ((f"tool:{(_UNICODE + chr(10)) * 100}",),), cut=64),
 )
 CALLS_ALONE = Shape("calls alone", (("tool:1",), ("tool:2",), ("tool:3",)))
-"""What an episode with tools and nobody to talk to becomes."""
+"""The shape of an episode with tools and without users."""
 THINKING_VARIABLE = "enable_thinking"
-"""The variable by which templates are told whether the model is to think."""
+"""The template variable that switches thinking on or off."""
 THINKING_SHAPES = {
     True: Shape("thinking on", (("tool:12",), ("user:Sure?",))),
     False: Shape("thinking off", (("tool:12",), ("user:Sure?",))),
 }
 OPTIONAL = ("parallel tools", "tool then user", *(shape.name for shape in THINKING_SHAPES.values()))
-"""Shapes that a template may refuse: results can be shown one after another, and so on."""
+"""The shapes that a template may refuse; results can be shown one after another, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,12 @@ TURN_KINDS = tuple(TurnKind(text, thought) for thought in (False, True) for text
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How messages hold turns."""
+    """How messages hold the parts of turns."""
 
     arguments_as_text: bool
     no_content: str | None
     thought_in_tags: bool = False
-    """A thought stands in the content, between tags; else in a key of its own."""
+    """Whether a thought is in the content, between tags; otherwise it has a key of its own."""
 
 
 MESSAGE_FORMS = tuple(MessageForm(as_text, no) for no in ("", None) for as_text in (False, True))
@@ -122,51 +124,51 @@ class Outcome:
 
     status: Status
     reason: str = ""
-    """Where the ids differ, or why the template cannot write such turns, or all of them."""
+    """Where the ids differ, or why the template cannot write some or all of these turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a shape showed."""
+    """The status of a shape."""
 
     shape: str
     status: Status
     detail: str = ""
-    """Where the ids differ, why it is not supported, and for which kinds of turns."""
+    """Where the ids differ or why the shape is not supported, and for which kinds of turns."""
     kinds: Mapping[str, Status] = field(default_factory=dict)
     """The status of each kind of turns that a model can write."""
 
     @property
     def ok(self) -> bool:
-        """Whether episodes of this shape can be trained on."""
+        """Return whether a run can train on episodes of this shape."""
         return self.status in ("append-only", "drops thinking")
 
     @property
     def fails(self) -> bool:
-        """Whether the template is at fault: a shape that it may well refuse is none."""
+        """Return whether the template is at fault. It may refuse an optional shape."""
         return self.status == "differs" or (not self.ok and self.shape not in OPTIONAL)
 
 
 class _EndsInside(TemplateError):
-    """A turn cannot be sampled: it holds a token that ends turns before its end."""
+    """A turn cannot be sampled, because it contains a stop token before its end."""
 
 
 class _NotShown(TemplateError):
-    """The template does not show all that a turn of this kind holds, as a model writes it."""
+    """The template does not show all parts of a turn in the order in which a model writes them."""
 
 
 class _ThoughtNotShown(_NotShown):
-    """It does not show the thought of a turn, or where it stood."""
+    """The template does not show the thought of a turn."""
 
 
 class _NotWritten(TemplateError):
-    """No model writes a turn of this kind: the prompt has begun another one."""
+    """A model does not write a turn of this kind, because the prompt begins another kind."""
 
 
 def verify_template(
     template: ChatTemplate, schemas: Schemas = (PROBE_TOOL,), shapes: Sequence[Shape] = SHAPES
 ) -> list[Verdict]:
-    """Judge a template on each shape, with these tools in the prompt."""
+    """Return a verdict on a template for each shape, with these tools in the prompt."""
     proof = _Verifier(template, schemas)
     return [proof.verify(shape) for shape in shapes]
 
@@ -174,10 +176,10 @@ def verify_template(
 def verify_tokenizer(
     tokenizer: Any, end_ids: Sequence[int] = (), schemas: Schemas = (PROBE_TOOL,)
 ) -> list[Verdict]:
-    """Judge a tokenizer's template on every shape, and with its thinking switched on and off.
+    """Return verdicts on a tokenizer's template for every shape, with thinking on and off.
 
     Raises:
-        TemplateError: no turns can be made with it at all.
+        TemplateError: if no turn can be encoded with the template.
     """
     verdicts = verify_template(ChatTemplate(tokenizer, end_ids), schemas)
     if THINKING_VARIABLE not in template_source(tokenizer):
@@ -193,11 +195,11 @@ def verify_tokenizer(
 
 
 class _RenderOnce(Renderer):
-    """A renderer that keeps its texts: shapes, kinds and forms share most of them."""
+    """A renderer with a cache, because shapes, kinds and forms share most conversations."""
 
     def __init__(self, render: Renderer):
         self._from_template = render
-        self._kept: dict[tuple[str, bool, bool], str | TemplateError] = {}
+        self._cache: dict[tuple[str, bool, bool], str | TemplateError] = {}
 
     def __call__(
         self,
@@ -206,15 +208,15 @@ class _RenderOnce(Renderer):
         add_generation_prompt: bool = True,
     ) -> str:
         key = (json.dumps(messages), bool(schemas), add_generation_prompt)
-        if key not in self._kept:
+        if key not in self._cache:
             try:
-                self._kept[key] = self._from_template(messages, schemas, add_generation_prompt)
+                self._cache[key] = self._from_template(messages, schemas, add_generation_prompt)
             except TemplateError as e:
-                self._kept[key] = e
-        kept = self._kept[key]
-        if isinstance(kept, TemplateError):
-            raise kept
-        return kept
+                self._cache[key] = e
+        text = self._cache[key]
+        if isinstance(text, TemplateError):
+            raise text
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +225,13 @@ class _Script:
 
     system: bool
     rounds: Sequence[tuple[Sequence[str], Sequence[dict[str, Any]]]]
-    """Per turn, the ids of its calls and what follows it."""
+    """For each turn, the ids of its calls and the messages after it."""
     calls: bool
-    """Calls are `tool_calls`; else they are a part of the turns' texts."""
+    """Whether calls are `tool_calls`; otherwise they are part of the text of turns."""
 
 
 class _Verifier:
-    """The conversations of shapes, kinds and forms with one template and its tools."""
+    """Verifies one template with some tools."""
 
     def __init__(self, template: ChatTemplate, schemas: Schemas):
         self.template = template
@@ -237,23 +239,23 @@ class _Verifier:
         self.tool = schemas[0]["function"]["name"] if schemas else "probe"
         self._render = _RenderOnce(template.render)
         self._finder = TemplateProbe(self._render, template.encoder, template.probe.ends)
-        prompt, asked = (
+        prompt, recent = (
             template.render([_QUESTION]),
             template.render([_QUESTION], add_generation_prompt=False),
         )
-        self.ends_thoughts = template.thinking.end in prompt[self._shared(asked, prompt) :]
-        """Prompts end the thought of the turn to come: no kind has one."""
+        self.ends_thoughts = template.thinking.end in prompt[self._shared(recent, prompt) :]
+        """Whether a prompt ends the thought of the next turn; then no kind has a thought."""
         self.begins_thoughts = self._begins_thought(prompt)
         in_tags = self._takes_tags()
         self.forms = [replace(s, thought_in_tags=in_tags) for s in MESSAGE_FORMS]
 
     def verify(self, shape: Shape) -> Verdict:
-        """Return the worst of the kinds that the template can write."""
+        """Return the worst status of the kinds that the template can write."""
         script = self._script(shape)
         verdict = _verdict(shape, self._outcomes(script))
         if verdict.status != "unsupported" or not shape.calls:
             return verdict
-        # To this template the calls of a turn are a part of its text, as they are to an episode.
+        # For this template the calls of a turn are part of its text, as in an episode.
         as_text = _verdict(shape, self._outcomes(replace(script, calls=False)))
         if as_text.ok:
             note = (
@@ -267,14 +269,14 @@ class _Verifier:
     def render(
         self, messages: Sequence[TemplateMessage], add_generation_prompt: bool = True
     ) -> str:
-        """Return the conversation as text, as `ChatTemplate.render` does."""
+        """Return a conversation as text, with the tools."""
         return self._render(messages, self.schemas, add_generation_prompt)
 
     def _takes_tags(self) -> bool:
         """Return whether messages hold thoughts in their content, between tags.
 
-        They do not if the template shows those of a key, if it does not show those between tags,
-        or if it puts them behind a thought of its own that is empty.
+        They do not if the template shows the thought of a key, if it does not show thoughts between
+        tags, or if it writes an empty thought of its own before them.
         """
 
         def shown(form: MessageForm, *calls: str) -> str:
@@ -296,7 +298,7 @@ class _Verifier:
         return bool(thought) and self.template.thinking.end not in before
 
     def _script(self, shape: Shape) -> _Script:
-        """Return a shape as messages; a tool's text is cut as an episode cuts it."""
+        """Return a shape as messages. Tool results are truncated as in an episode."""
         encode, decode = self.template.encode, self.template.decode
         rounds = []
         for n, after in enumerate(shape.after):
@@ -313,7 +315,7 @@ class _Verifier:
         return _Script(shape.system, rounds, shape.calls)
 
     def _outcomes(self, script: _Script) -> dict[str, Outcome]:
-        """Return what each kind showed that a model can write, by its description."""
+        """Return the outcome of each kind that a model can write, by its description."""
         outcomes = {}
         for kind in TURN_KINDS:
             if (kind.text or script.calls) and not (kind.thought and self.ends_thoughts):
@@ -323,7 +325,7 @@ class _Verifier:
         return outcomes
 
     def _best(self, script: _Script, kind: TurnKind) -> Outcome | None:
-        """Return what a kind showed in its best form; None if no model writes it."""
+        """Return the outcome of a kind in its best form; None if no model writes this kind."""
         differs: Outcome | None = None
         refused: list[TemplateError] = []
         is_written = True
@@ -362,32 +364,32 @@ class _Verifier:
         return probe_turn(named, form.arguments_as_text, content=text, **keys)
 
     def _compare(self, script: _Script, kind: TurnKind, form: MessageForm) -> Outcome:
-        """Make a conversation as an episode does, and compare it at every turn.
+        """Encode a conversation as an episode does, and compare it after every turn.
 
-        A turn whose thought the template does not show has none, if another one of the
-        conversation has one: some templates show those of turns with calls alone.
+        Some templates show the thoughts of turns with calls only. So if the template shows the
+        thought of another turn of the conversation, a turn without one is compared without it.
         """
         template = self.template
-        said: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * script.system
-        said.append(_QUESTION)
-        messages = [Message(m["role"], m["content"]) for m in said]
+        history: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * script.system
+        history.append(_QUESTION)
+        messages = [Message(m["role"], m["content"]) for m in history]
         sampled: dict[int, Sequence[int]] = {}
         outcome, is_thought, hidden = Outcome("append-only"), False, None
         for ids, answers in script.rounds:
             calls = ids if script.calls else ()
             turn = self._turn(kind, form, calls)
             try:
-                sampled[len(said)] = self._sampled(said, turn, kind, answers)
+                sampled[len(history)] = self._sampled(history, turn, kind, answers)
                 is_thought = True
             except _ThoughtNotShown as e:
                 hidden, quiet = e, replace(kind, thought=False)
                 turn = self._turn(quiet, form, calls)
-                sampled[len(said)] = self._sampled(said, turn, quiet, answers)
-            said += [turn, *answers]
+                sampled[len(history)] = self._sampled(history, turn, quiet, answers)
+            history += [turn, *answers]
             named = tuple(ToolCall(self.tool, {"x": ""}, id=id) for id in ids)
             messages.append(Message("assistant", "", named))
             messages += [Message(m["role"], m["content"]) for m in answers]
-            want = template.encoder.encode_template_text(self.render(said))
+            want = template.encoder.encode_template_text(self.render(history))
             rows = [template.conversation(messages, self.schemas, sampled)]
             if self._same(rows[0], want):
                 continue
@@ -395,72 +397,75 @@ class _Verifier:
             if self._same(rows[1], want):
                 outcome = Outcome("drops thinking")
                 continue
-            # The row that goes further shows what is wrong; the other, that thinking is dropped.
+            # The row with the longer common prefix shows the fault; the other only that thinking is
+            # dropped.
             row = max(reversed(rows), key=lambda row: common_prefix_length(row, want))
-            outcome = Outcome("differs", difference(template, row, want))
+            outcome = Outcome("differs", describe_difference(template, row, want))
             break
         if hidden and not is_thought:
             raise hidden
         if hidden and outcome.status != "differs":
             return replace(
                 outcome,
-                reason="the chat template shows the thoughts of some turns only. Nothing to do: the"
-                " other turns were compared without a thought. If the model writes one there, the"
-                " row keeps it as it was sampled, but a deployment would not show it.",
+                reason="the chat template shows the thoughts of some turns only. You need not do"
+                " anything: the other turns were compared without a thought. If the model writes a"
+                " thought there, the row keeps the sampled tokens, but a deployment would not show"
+                " them.",
             )
         return outcome
 
     def _same(self, got: Sequence[int], want: Sequence[int]) -> bool:
-        """The same ids, or the same text: where a turn begins, one token may have become two."""
+        """Return whether two rows, or their texts, are equal; their ids may differ."""
         decode = self.template.decode
         return list(got) == list(want) or decode(got) == decode(want)
 
     def _sampled(
         self,
-        said: Sequence[TemplateMessage],
+        history: Sequence[TemplateMessage],
         turn: TemplateMessage,
         kind: TurnKind,
         more: Sequence[TemplateMessage],
     ) -> Sequence[int]:
-        """Return the turn as the model writes it: as the template shows it to be imitated.
+        """Return the ids of a turn as a model would sample it, read from the rendered text.
 
-        A turn without a thought is what history shows of it, where the prompt opens no thought:
-        some templates put empty tags into the last turn alone.
+        A turn without a thought is read as an earlier turn if the prompt does not begin a thought,
+        because some templates write empty tags into the last turn only.
 
         Args:
-            said: the conversation; what stands before its last user message does not matter.
-            turn: what the model says next.
-            kind: of the turn.
-            more: what follows it.
+            history: the conversation before the turn. Only its last user message and the messages
+                after it matter.
+            turn: the turn, as a message.
+            kind: the kind of the turn.
+            more: the messages after the turn.
         """
         template = self.template
-        asked = said[max(i for i, m in enumerate(said) if m["role"] == "user") :]
-        before = self.render(asked)
-        alone = self.render([*asked, turn], add_generation_prompt=False)
+        recent = history[max(i for i, m in enumerate(history) if m["role"] == "user") :]
+        before = self.render(recent)
+        alone = self.render([*recent, turn], add_generation_prompt=False)
         text, calls = PROBE_TEXT in (turn["content"] or ""), len(turn.get("tool_calls", ()))
         start = self._shared(before, alone)
         marks = alone.count(PROBE_TEXT, start) + alone.count(PROBE_ARGUMENT, start)
-        if len(asked) > 1 and marks > text + calls:
-            # Earlier turns are shown otherwise now: read it where there are none.
-            return self._sampled(asked[:1], turn, kind, more)
+        if len(recent) > 1 and marks > text + calls:
+            # The template renders the earlier turns differently now: read the turn without them.
+            return self._sampled(recent[:1], turn, kind, more)
         _require_order(alone[start:], text, calls)
-        own, closes = self._finder.own_end([*asked, turn])
+        own, closes = self._finder.end_of_turn([*recent, turn])
         shown = alone
         if not kind.thought and not (template.thinking.extra and alone.startswith(before)):
-            shown = self.render([*asked, turn, *more])
+            shown = self.render([*recent, turn, *more])
         if own not in shown or own not in alone:
             raise TemplateError(
-                "the chat template shows the end of a turn otherwise once more is said"
+                "the chat template changes the end of a turn when more messages follow"
             )
         if not shown.startswith(before) and alone.startswith(before):
             shown = alone
         start, end = self._shared(before, shown), shown.rindex(own) + len(own)
-        written = self._goes_on(before, shown[start:end], kind, start == len(before))
+        written = self._continue_prompt(before, shown[start:end], kind, start == len(before))
         ids = template.encoder.encode_template_text(written)
         if inside := [i for i in ids if i in template.stop_ids]:
             raise _EndsInside(
                 f"the chat template writes the stop token {template.decode(inside[:1])!r} inside of"
-                f" a turn, and sampling would stop there: {written!r}"
+                f" a turn, where sampling would stop: {written!r}"
             )
         if closes:
             ids.append(template.encoder.split(alone[alone.rindex(own) + len(own) :])[1][0])
@@ -471,21 +476,21 @@ class _Verifier:
         return ids
 
     def _shared(self, before: str, text: str) -> int:
-        """Return how far two texts are the same, in whole control tokens."""
+        """Return the length of the common prefix of two texts, in whole control tokens."""
         if text.startswith(before):
             return len(before)
         return self.template.encoder.shared_length(before, text)
 
-    def _goes_on(self, prompt: str, shown: str, kind: TurnKind, continues: bool) -> str:
-        """Return a turn so that it goes on from the prompt.
+    def _continue_prompt(self, prompt: str, shown: str, kind: TurnKind, continues: bool) -> str:
+        """Return the text of a turn as the continuation of the prompt.
 
-        Where prompts begin a thought, models think, whether the template shows it or not.
+        After a prompt that begins a thought, the model thinks, even if the template hides it.
 
         Args:
-            prompt: what the model reads.
-            shown: what the template shows of the turn.
-            kind: of the turn.
-            continues: whether this stands right behind the prompt.
+            prompt: the prompt that the model reads.
+            shown: the turn as the template renders it.
+            kind: the kind of the turn.
+            continues: whether `shown` directly follows the prompt.
         """
         thinking, begun = self.template.thinking, self._begins_thought(prompt)
         if begun and not kind.thought and not continues:
@@ -496,36 +501,36 @@ class _Verifier:
             return shown
         head, end, rest = shown.partition(thinking.end)
         if continues and end and PROBE_TEXT not in head and PROBE_ARGUMENT not in head:
-            return f"{head}{PROBE_THOUGHT}{end}{rest}"  # an empty thought is shown
+            return f"{head}{PROBE_THOUGHT}{end}{rest}"  # the template writes an empty thought
         if not begun and not self.begins_thoughts:
             raise _ThoughtNotShown("the chat template does not show the thought of such a turn")
         answer = shown.removeprefix(thinking.instead)
-        # Empty lines before the answer are shown later where the template does not trim them.
+        # If the template does not trim the empty lines before the answer, it shows them later.
         gap = thinking.gap if thinking.trims and not answer.startswith(thinking.gap) else ""
         begin = "" if begun else thinking.begin
         return f"{begin}{PROBE_THOUGHT}\n{thinking.end}{gap}{answer}"
 
     def _begins_thought(self, prompt: str) -> bool:
-        """Return whether a prompt begins the thought of the turn to come."""
+        """Return whether a prompt begins the thought of the next turn."""
         return prompt.rstrip().endswith(self.template.thinking.begin.strip())
 
 
 def _require_order(shown: str, text: bool, calls: int) -> None:
-    """Raise `_NotShown` unless a turn is shown with all it holds, as a model writes it.
+    """Raise `_NotShown` if the text of a turn is missing or comes after a call.
 
     Args:
-        shown: the turn as the template shows it.
-        text: whether it has a text.
-        calls: how many calls it has.
+        shown: the turn as the template renders it.
+        text: whether the turn has a text.
+        calls: the number of its calls.
     """
     if text and PROBE_TEXT not in shown:
         raise _NotShown("the chat template does not show a text before a call")
     if text and calls and -1 < shown.find(PROBE_ARGUMENT) < shown.find(PROBE_TEXT):
-        raise _NotShown("the chat template shows a text that stands before a call behind the call")
+        raise _NotShown("the chat template shows the text before a call after the call")
 
 
 def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:
-    """Return the worst status of the kinds that the template can write, and what is not so."""
+    """Return the worst status of the kinds that the template can write, with all details."""
     kinds: dict[str, Status] = {name: outcome.status for name, outcome in outcomes.items()}
     taken = set(kinds.values()) - {"unsupported"}
     if not taken:
@@ -543,7 +548,12 @@ def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:
 
 
 def format_verdicts(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
-    """Return what is said of verdicts as lines: each detail once, under the shapes it holds for."""
+    """Return the details of verdicts as lines: each detail once, after the names of its shapes.
+
+    Args:
+        verdicts: the verdicts.
+        before: a text before the names of shapes.
+    """
     lines = []
     for detail in dict.fromkeys(v.detail or v.status for v in verdicts):
         shapes = ", ".join(v.shape for v in verdicts if (v.detail or v.status) == detail)
@@ -551,12 +561,12 @@ def format_verdicts(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
     return lines
 
 
-def difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
-    """The first token in which two rows differ, with what stands around it."""
+def describe_difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
+    """Describe the first token in which two rows differ, with its neighbors."""
     at = common_prefix_length(got, want)
     before = template.decode(got[max(0, at - 8) : at])
     ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
     return (
-        f"token {at} differs (zq... are placeholders for what messages say)"
+        f"token {at} differs (zq... are placeholders for the contents of messages)"
         f"\n    after:    {before!r}\n    episode:  {ours!r}\n    template: {theirs!r}"
     )

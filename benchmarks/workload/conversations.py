@@ -1,8 +1,8 @@
-"""What is said in the measured conversations: fixed token streams, the same for every loop.
+"""The conversations of the benchmarks: fixed token streams, the same for every loop.
 
-A conversation is some turns that call the calculator, each answered by a tool's text, and a last
-turn without a call. `narrow` draws from 50 words, so that a cache of pieces is warm at once; `wide`
-draws from the standard library: prose, code and JSON, no passage twice.
+A conversation has some turns that call the calculator, each followed by a tool result, and a last
+turn without a call. `narrow` uses 50 words, so a cache of words is warm at once; `wide` uses prose,
+code and JSON from the standard library, each passage once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from agentrl.trajectory import Generation, Message, float_array, token_array
 from workload.tokenizer import sources
 
 SYSTEM = "You are a careful assistant. Use the tools when they help, then answer briefly"
-"""Without a full stop: what the template puts behind it would be part of the same piece, and have
-other tokens where contents are encoded apart from the template."""
+"""Without a full stop: the template's text after it would be part of the same word, and would have
+other tokens because contents are encoded separately from the template."""
 TOOLS = ("calculator", "search", "python")
 GENERATED, PROMPT = 50, 60
-"""Words of a turn beside its call, and of a question."""
+"""The number of words of a turn without its call, and of a question."""
 SENTENCE = (
     "the value of this step depends on what was found before so we compute the next part carefully"
     " and then check that total cost price rate number of items per day remains consistent with"
@@ -36,18 +36,18 @@ SENTENCE = (
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """One conversation, scripted."""
+    """One scripted conversation."""
 
     prompt: tuple[Message, ...]
     turns: tuple[Generation, ...]
-    """Its `prompt_tokens` are 0: the loop decides what stands before a turn."""
+    """Their `prompt_tokens` are 0, because the loop decides the prompt of a turn."""
     results: tuple[str, ...]
     calls: tuple[str, ...]
     """The expression of each turn's call."""
 
 
 def narrow(tokenizer: Any, turns: int, tool_words: int, talks: int = 16) -> list[Talk]:
-    """Conversations of 50 words, always the same."""
+    """Return conversations of 50 words, always the same."""
     rng, vocabulary = random.Random(0), SENTENCE.split()
 
     def words(n: int) -> str:
@@ -59,38 +59,38 @@ def narrow(tokenizer: Any, turns: int, tool_words: int, talks: int = 16) -> list
 def wide(
     tokenizer: Any, turns: int, tool_words: int, talks: int, passages: Iterator[str]
 ) -> list[Talk]:
-    """Conversations of real text, each its own.
+    """Return different conversations of real text.
 
     Args:
-        tokenizer: the policy's.
-        turns: that call a tool.
-        tool_words: tokens of a tool's result, about.
-        talks: how many conversations.
-        passages: see `passages`; every call goes on where the last one stopped.
+        tokenizer: the policy's tokenizer.
+        turns: the number of turns with a call.
+        tool_words: about the number of tokens of a tool result.
+        talks: the number of conversations.
+        passages: an iterator of `passages`, which continues in the next call.
     """
 
     def words(n: int) -> str:
-        """About as many tokens as `n` of the narrow words."""
+        """Return a text with about as many tokens as `n` words of `narrow`."""
         text = next(passages)
         while len(offsets := tokenizer.backend_tokenizer.encode(text).offsets) <= n:
             text = f"{text}\n{next(passages)}"
-        # Letters at both ends, so that a text has the same tokens alone as within a template.
+        # With letters at both ends, a text has the same tokens alone and within a template.
         return re.sub(r"^[\W_]+|[\W_]+$", "", text[: offsets[n][0]]) or "nothing"
 
     return [_talk(tokenizer, turns, tool_words, words, random.Random(i)) for i in range(talks)]
 
 
 def passages() -> Iterator[str]:
-    """Prose, code and JSON in turn, for as long as there is some; then again from the start."""
+    """Yield prose, code and JSON in turn, without end; at the end of the library, start again."""
     while True:
         prose = itertools.cycle(_chunks("\n".join(pydoc_data.topics.topics.values())))
         for file in sources():
             source = file.read_text(encoding="utf-8", errors="replace")
-            found = itertools.cycle(_chunks(_as_json(file.name, source)))
+            docs = itertools.cycle(_chunks(_as_json(file.name, source)))
             for code in _chunks(source):
                 yield code
                 yield next(prose)
-                yield next(found)
+                yield next(docs)
 
 
 def _chunks(text: str) -> list[str]:
@@ -98,17 +98,17 @@ def _chunks(text: str) -> list[str]:
 
 
 def _as_json(name: str, source: str) -> str:
-    """What a search for a file's functions might answer."""
+    """Return a JSON text like the result of a search for functions."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # lib2to3 keeps sources of Python 2
         return "[]"
-    found = [
+    functions = [
         {"file": name, "line": node.lineno, "name": node.name, "doc": ast.get_docstring(node)}
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     ]
-    return json.dumps(found, indent=1)
+    return json.dumps(functions, indent=1)
 
 
 def _talk(
@@ -123,8 +123,8 @@ def _talk(
     for _ in range(turns):
         calls.append(f"({rng.randint(1, 999)}+{rng.randint(1, 999)})*{rng.randint(1, 99)}")
         call = json.dumps({"name": "calculator", "arguments": {"expression": calls[-1]}})
-        said = f"{words(GENERATED)}\n<tool_call>\n{call}\n</tool_call>"
-        generations.append(_generation(tokenizer, said))
+        text = f"{words(GENERATED)}\n<tool_call>\n{call}\n</tool_call>"
+        generations.append(_generation(tokenizer, text))
         results.append(words(tool_words))
     generations.append(_generation(tokenizer, f"{words(GENERATED)} So the answer is 42."))
     prompt = Message("system", SYSTEM), Message("user", question)
@@ -139,10 +139,10 @@ def _generation(tokenizer: Any, text: str) -> Generation:
 
 
 def register_tools(answers: dict[str, str], *, threads: bool) -> None:
-    """The tools that the conversations show; the calculator gives back a ready text.
+    """Register the tools of the conversations; the calculator returns a prepared text.
 
     Args:
-        answers: the calculator's text by expression; may grow later.
+        answers: the calculator's texts by expression; they may be added later.
         threads: whether the calculator is a plain function, which runs in a thread.
     """
     if threads:

@@ -1,8 +1,8 @@
-"""The leanest loop that writes the same rows: what an agent loop cannot go below.
+"""A minimal loop with the same rows: a lower bound of the cost of an agent loop.
 
-It knows Qwen3's template by heart, checks nothing, and runs no tool. `cached` keeps the prompt's
-prefix and the ids of every piece that the pre-tokenizer cuts (exact here; in general only for texts
-in NFC whose added tokens are split off first).
+It has Qwen3's template as constants, checks nothing, and runs no tool. `cached` caches the prefix
+of the prompt and the ids of each word of the pre-tokenizer (this is exact here; in general only for
+texts in NFC whose added tokens are split off first).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ BEFORE = "\n<|im_start|>user\n<tool_response>\n"
 AFTER = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 MARK = "\u2603"
 ONE, ZERO, NOTHING = token_array([1]), token_array([0]), float_array([0.0])
-"""Repeated, an array is made ten times sooner than from a list."""
+"""Repeating an array is ten times faster than making one from a list."""
 
 
 class Row(NamedTuple):
-    """What a loop wrote."""
+    """The row of one conversation."""
 
     ids: array[int]
-    """Prompt and response."""
+    """The ids of prompt and response."""
     prompt: int
-    """How many of them are the prompt's."""
+    """The number of ids of the prompt."""
     mask: array[int]
     logprobs: array[float]
 
 
 class Floor:
-    """Plays talks by hand.
+    """Plays scripted conversations by hand.
 
     Args:
-        tokenizer: with Qwen3's template.
-        schemas: the tools of the prompt.
-        engine_s: how long the engine takes.
+        tokenizer: a tokenizer with Qwen3's template.
+        schemas: the schemas of the tools in the prompt.
+        engine_s: the seconds of a generation.
     """
 
     def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], engine_s: float):
@@ -61,11 +61,11 @@ class Floor:
         self._before, self._after = self.encode(BEFORE), self.encode(AFTER)
 
     def encode(self, text: str) -> array[int]:
-        """Text that may hold control tokens, by the tokenizer itself."""
+        """Encode text, with its control tokens, by the tokenizer itself."""
         return token_array(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_cached(self, text: str) -> array[int]:
-        """The same, one piece at a time."""
+        """Encode text word by word, with a cache."""
         ids = token_array()
         for part in self._split.split(text) if "<" in text else (text,):
             if (control := self._added.get(part)) is not None:
@@ -79,11 +79,11 @@ class Floor:
         return ids
 
     def prompt(self, messages: Sequence[Message]) -> array[int]:
-        """The prompt's tokens, rendered whole."""
+        """Return the tokens of a prompt, rendered as a whole."""
         return self.encode(self._render(messages))
 
     def prompt_cached(self, messages: Sequence[Message]) -> array[int]:
-        """The same from a prefix rendered once per system message."""
+        """Return the tokens of a prompt, from a prefix that is rendered once per system message."""
         system, user = messages
         known = self._prefixes.get(system.content)
         if known is None:
@@ -93,12 +93,12 @@ class Floor:
         return before + self.encode_cached(user.content) + after
 
     async def plain(self, talk: Talk) -> Row:
-        """Play with the tokenizer as it is."""
+        """Play a conversation without caches."""
         prompt = self.prompt(talk.prompt)
         return await self._play(talk, prompt, lambda text: self.encode(BEFORE + text + AFTER))
 
     async def cached(self, talk: Talk) -> Row:
-        """Play with everything cached."""
+        """Play a conversation with all caches."""
 
         def delta(text: str) -> array[int]:
             return self._before + self.encode_cached(text) + self._after
@@ -117,7 +117,7 @@ class Floor:
     async def _turn(
         self, turn: Any, ids: array[int], mask: array[int], logprobs: array[float]
     ) -> bool:
-        """One turn of the engine; whether it calls a tool."""
+        """Play one turn, and return whether it calls a tool."""
         await asyncio.sleep(self._engine_s)
         out = turn.token_ids
         ids.extend(out)

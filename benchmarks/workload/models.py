@@ -1,10 +1,10 @@
-"""Models of Qwen2.5's shapes with random weights, written once; and one whose turns never vary.
+"""Random models of Qwen2.5's shapes, saved once, optionally with turns of a fixed length.
 
-Random weights end no turn, and a turn that is cut at its limit ends an episode. So in a model with
-`turn` set every turn has that many tokens, the last of them the end of the turn, sampled like any
-other: each token that may be sampled belongs to a place in the turn, some dimensions of the hidden
-state, which no layer writes to, hold the place of the token last read, and the output layer reads
-them. All else is as random as ever, and the work is that of any model of the shape.
+A model with random weights does not end its turns, and a turn that is cut at its limit ends an
+episode. So in a model with `turn` set, every turn has that many tokens, and the last one ends the
+turn. Each token belongs to a position in the turn. Some dimensions of the hidden state, which no
+layer writes to, hold the position of the last token, and the output layer reads them. Everything
+else is random, and the cost is that of any model of this shape.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SHAPES = {  # hidden, MLP, layers, heads, KV heads, vocabulary, tied
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 MARK = 16.0
-"""What a token's embedding says of its place; the other entries are of the order of 0.02."""
+"""The entry of an embedding for the position of a token; other entries are about 0.02."""
 SURE = 30.0
-"""By how many nats a token of the next place is likelier than any other."""
+"""The difference in nats between tokens of the next position and all others."""
 
 
 def random_model(folder: Path, shape: str, *, device: str, turn: int = 0) -> Path:
-    """A model's folder within `folder`; one that is there already is not made again.
+    """Return the folder of a model within `folder`, and create the model if it does not exist.
 
     Args:
-        folder: where such models lie.
-        shape: of `SHAPES`.
-        device: where the weights are drawn.
-        turn: how many tokens a turn has; 0: as it comes.
+        folder: the folder of these models.
+        shape: a key of `SHAPES`.
+        device: the device on which the weights are drawn.
+        turn: the number of tokens of each turn; 0 for no fixed length.
     """
     path = folder / (f"{shape}-turns-of-{turn}" if turn else shape)
     if path.is_dir():
@@ -47,7 +47,7 @@ def random_model(folder: Path, shape: str, *, device: str, turn: int = 0) -> Pat
     with tempfile.TemporaryDirectory(dir=folder) as made:
         model = draw(shape, device=device, tied=not turn)
         if turn:
-            pace(model, byte_tokenizer(), turn)
+            fix_turn_length(model, byte_tokenizer(), turn)
         model.save_pretrained(made)
         byte_tokenizer().save_pretrained(made)
         Path(made).rename(path)
@@ -56,7 +56,7 @@ def random_model(folder: Path, shape: str, *, device: str, turn: int = 0) -> Pat
 
 
 def draw(shape: str, *, device: str, tied: bool = True) -> PreTrainedModel:
-    """A random model of a shape in bfloat16, float32 on a CPU."""
+    """Return a random model of a shape in bfloat16, or in float32 on a CPU."""
     hidden, mlp, layers, heads, kv_heads, vocabulary, ties = SHAPES[shape]
     tokenizer: Any = byte_tokenizer()
     config = Qwen2Config(
@@ -80,28 +80,28 @@ def draw(shape: str, *, device: str, tied: bool = True) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def pace(model: PreTrainedModel, tokenizer: Any, turn: int) -> None:
-    """Make every turn of an untied model `turn` tokens long; see the module.
+def fix_turn_length(model: PreTrainedModel, tokenizer: Any, turn: int) -> None:
+    """Give every turn of an untied model `turn` tokens (see the module).
 
-    A turn begins after the line's end of `assistant`: that is place 0.
+    A turn begins after the line break after `assistant`, which is position 0.
     """
     added = set(tokenizer.get_added_vocab().values())
     [line_end] = tokenizer.encode("\n", add_special_tokens=False)
     plain = [i for i in range(len(tokenizer)) if i not in added and i != line_end]
-    places = {token: 1 + k % (turn - 1) for k, token in enumerate(plain)} | {line_end: 0}
+    positions = {token: 1 + k % (turn - 1) for k, token in enumerate(plain)} | {line_end: 0}
     inner: Any = model.get_decoder()
     embedding = inner.embed_tokens.weight
     embedding[:, :turn] = 0
-    for token, place in places.items():
-        embedding[token, place] = MARK
+    for token, position in positions.items():
+        embedding[token, position] = MARK
     for layer in inner.layers:
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.weight[:turn] = 0
     ids = torch.tensor([plain[: turn - 1]], device=embedding.device)
     hidden = inner(input_ids=ids, use_cache=False).last_hidden_state[0].float()
-    seen = min(hidden[k, places[token]].item() for k, token in enumerate(plain[: turn - 1]))
+    seen = min(hidden[k, positions[token]].item() for k, token in enumerate(plain[: turn - 1]))
     head: Any = model.get_output_embeddings()
     head.weight[:, :turn] = 0
-    for token, place in [*places.items(), (tokenizer.eos_token_id, turn)]:
-        if place:
-            head.weight[token, place - 1] = SURE / seen
+    for token, position in [*positions.items(), (tokenizer.eos_token_id, turn)]:
+        if position:
+            head.weight[token, position - 1] = SURE / seen

@@ -1,9 +1,9 @@
-"""A learner's update written out by hand for one architecture: what a general one may approach.
+"""A hand-written update for one architecture, as an upper bound for the learner's speed.
 
-Qwen2 in plain torch over rows packed without padding, matrices of equal input fused, all linear
-parts and the loss head compiled on a GPU, weights and AdamW's moments in bfloat16 there. The loss
-is GRPO's with truncated importance weights, so that the gradient is the learner's. A prompt is run
-once for each of its responses.
+Qwen2 in plain torch over rows packed without padding; matrices with the same input are fused. On a
+GPU all linear parts and the loss head are compiled, and weights and AdamW's moments are bfloat16.
+The loss is GRPO's with truncated importance weights, so the gradient equals the learner's. A prompt
+runs once for each of its responses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from agentrl.trainer.batch import Batch, Targets
 from workload.rows import bins
 
 CHUNK = 4096
-"""Tokens of which logits are held at a time."""
+"""The number of tokens whose logits exist at the same time."""
 CLIP, CAP = 0.2, 2.0
 
 
 class Linear(nn.Module):
-    """Some matrices of one input as one; with LoRA, frozen, and an adapter beside each."""
+    """Several matrices with the same input as one; with LoRA, frozen, with an adapter each."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor], rank: int):
         super().__init__()
@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer over one flat row of packed sequences."""
+    """A decoder layer over one row of packed sequences."""
 
     def __init__(self, config: Any, weights: dict[str, Tensor], rank: int):
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.down = linear("mlp.down_proj")
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned by their positions."""
+        """Return queries, keys and values with rotary embeddings."""
         sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
         qkv = self.qkv(F.rms_norm(x, x.shape[-1:], self.n1, self.eps)).split(sizes, -1)
         q, k, v = (t.unflatten(-1, (-1, self.d)) for t in qkv)
@@ -83,7 +83,7 @@ class Block(nn.Module):
         return q, k, v
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
-        """What attention found, added, and the MLP."""
+        """Add the output of attention, and apply the MLP."""
         x = x + self.out(y)
         gate, up = self.gate_up(F.rms_norm(x, x.shape[-1:], self.n2, self.eps)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -95,18 +95,18 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Some rows side by side, L tokens, N of them chosen."""
+    """Packed rows with L tokens, N of them sampled."""
 
     cuts: list[int]
-    """Where rows begin, and L."""
+    """The start of each row, and L."""
     cu: Tensor
-    """The same, int32."""
+    """The same as an int32 tensor."""
     ids: Tensor
     """(L,)."""
     positions: Tensor
     """(L,)."""
     states: Tensor
-    """(N,) where a chosen token is predicted."""
+    """(N,) the index at which each sampled token is predicted."""
     tokens: Tensor
     """(N,)."""
     advantages: Tensor
@@ -115,7 +115,7 @@ class Pack:
 
 
 class Packed:
-    """The loop: `update()` is one optimizer step on all rows."""
+    """The training loop; `update()` is one optimizer step on all rows."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class Packed:
         """Load the model and pack the rows.
 
         Args:
-            folder: of a Qwen2 model.
+            folder: the folder of a Qwen2 model.
             batch: the rows.
-            targets: what the algorithm made of them.
-            budget: tokens of a pack.
-            device: of the model.
-            compiled: whether linear parts and loss head are.
-            recompute: keep no activations within a block.
-            rank: of LoRA; 0: all weights learn.
+            targets: the targets of the algorithm for these rows.
+            budget: the most tokens of a pack.
+            device: the device of the model.
+            compiled: whether linear parts and loss head are compiled.
+            recompute: whether the activations within a block are recomputed.
+            rank: the rank of LoRA; 0 trains all weights.
         """
         self.config: Any = AutoConfig.from_pretrained(folder)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -174,7 +174,7 @@ class Packed:
         self.frequency = theta ** (-torch.arange(0, d, 2, device=device) / d)
 
     def update(self) -> float:
-        """One step; returns the gradient's norm before it was clipped."""
+        """Run one step, and return the norm of the gradient before clipping."""
         for pack in self.packs:
             self._loss(pack).backward()
         norm = nn.utils.clip_grad_norm_(self.learns, 1.0)

@@ -1,4 +1,4 @@
-"""A rank that says what memory it took: a module of its own, which other processes can import."""
+"""A rank that reports its memory, in a module that other processes can import."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from workload.updates import memory
 
 
 class Weighed(Rank):
-    """The learner's rank, otherwise."""
+    """The learner's rank with a method for its memory."""
 
     @dispatch(SPLIT)
     def memory(self, share: None) -> dict[str, float | None]:
-        """Since it began."""
+        """Return the memory since the start."""
         return memory()
 
 
-def most(found: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """Of all ranks."""
+def most(per_rank: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Return the largest values of all ranks."""
     return {
-        name: None if found[0][name] is None else max(f[name] or 0.0 for f in found)
-        for name in found[0]
+        name: None if per_rank[0][name] is None else max(f[name] or 0.0 for f in per_rank)
+        for name in per_rank[0]
     }

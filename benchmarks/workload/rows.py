@@ -1,8 +1,8 @@
-"""Finished trajectories of tool users to learn from, what they have to be worth, and their FLOPs.
+"""Random trajectories with tool results for training, their rewards, and their FLOPs.
 
-Groups share a prompt; the lengths of responses are log-normal, with a long tail; 66 of every 146
-response tokens are what tools answered. The engine's logprobs are those of a uniform distribution,
-which is about what random weights sample from.
+The rows of a group share a prompt. The lengths of responses are log-normal, with a long tail; 66 of
+every 146 response tokens are tool results. The engine's logprobs are those of a uniform
+distribution, which is about the distribution of random weights.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from agentrl.trajectory import (
 
 SAMPLED, OBSERVED = 80, 66
 FIRST = 100
-"""Below are the tokens that tokenizers need for themselves."""
+"""The first token id that is used; smaller ids may be special tokens."""
 Lengths = Callable[[random.Random], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trajectory."""
+    """The tokens of one trajectory."""
 
     prompt: list[int]
     response: list[int]
@@ -44,12 +44,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Trajectories, neighbours of one group next to each other, and what each earned."""
+    """Trajectories, ordered by group, with their rewards."""
 
     rows: list[Row]
     rewards: list[float]
     n: int
-    """Rows of a group."""
+    """The number of rows in a group."""
 
     @property
     def tokens(self) -> int:
@@ -60,7 +60,7 @@ class Rollouts:
         return sum(sum(row.mask) for row in self.rows)
 
     def apart(self, vocabulary: int) -> Rollouts:
-        """The same, but no two prompts begin with the same token: nothing is shared."""
+        """Return the same rows with prompts that begin with different tokens, without sharing."""
         rows = [
             replace(row, prompt=[FIRST + k % (vocabulary - FIRST), *row.prompt[1:]])
             for k, row in enumerate(self.rows)
@@ -68,10 +68,10 @@ class Rollouts:
         return replace(self, rows=rows)
 
     def flops(self, config: Any, *, frozen: bool) -> int:
-        """Of forward and backward pass, each row by itself, the head on chosen tokens only.
+        """Return the FLOPs of forward and backward pass; the head runs on sampled tokens only.
 
-        Multiplications and additions by weights that learn are 6 a weight and token. Frozen ones
-        need no gradient: 4. Those of adapters are left out. `config` is Qwen2's.
+        A weight that learns costs 6 multiplications and additions per token, a frozen weight 4,
+        because it needs no gradient. Adapters are not counted. `config` is Qwen2's.
         """
         hidden, layers = config.hidden_size, config.num_hidden_layers
         kv = config.num_key_value_heads * (hidden // config.num_attention_heads)
@@ -81,7 +81,7 @@ class Rollouts:
         return (4 if frozen else 6) * weights + 6 * attention
 
     def batch(self, vocabulary: int) -> Batch:
-        """As the trainer has them."""
+        """Return the rows as the trainer's batch."""
         uniform = -math.log(vocabulary)
         scored = [
             Scored(
@@ -98,15 +98,15 @@ class Rollouts:
 def draw(
     rows: int, n: int, prompt: int, lengths: Lengths, vocabulary: int, seed: int = 0
 ) -> Rollouts:
-    """Random trajectories.
+    """Return random trajectories.
 
     Args:
-        rows: how many, a multiple of `n`.
-        n: of each prompt.
-        prompt: tokens of one.
-        lengths: of the next response.
-        vocabulary: size.
-        seed: the same one, the same rows.
+        rows: the number of rows, a multiple of `n`.
+        n: the number of rows per prompt.
+        prompt: the number of tokens of a prompt.
+        lengths: returns the length of the next response.
+        vocabulary: the size of the vocabulary.
+        seed: the seed of the random numbers.
     """
     rng = random.Random(seed)
 
@@ -124,7 +124,7 @@ def draw(
 
 
 def long_tailed(mean: float) -> Lengths:
-    """Log-normal, with this mean; 32 tokens at least, six times the mean at most."""
+    """Return log-normal lengths with this mean: at least 32 tokens, at most six times the mean."""
     return lambda rng: max(
         32, min(int(mean * 6), int(rng.lognormvariate(math.log(mean) - 0.32, 0.8)))
     )

@@ -1,4 +1,4 @@
-"""What the benchmarks of servers have in common: options, figures, the memory of a GPU."""
+"""Options and measurements that the server benchmarks share."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ GIB = 2**30
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of all of them."""
+    """Return a parser with the common options."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    made.add_argument("--small", action="store_true", help="sizes for a CPU: does it work at all?")
-    made.add_argument("--python", default="", help="of an environment with SGLang")
-    made.add_argument("--launch", default="", help="of the server, one text: --launch='--a b'")
-    made.add_argument("--memory", type=float, default=0.4, help="the server's share of the GPU")
+    made.add_argument(
+        "--small", action="store_true", help="small sizes, to check on a CPU that it works"
+    )
+    made.add_argument("--python", default="", help="the Python of an environment with SGLang")
+    made.add_argument(
+        "--launch", default="", help="arguments of the server as one text: --launch='--a b'"
+    )
+    made.add_argument(
+        "--memory", type=float, default=0.4, help="the server's share of the GPU memory"
+    )
     made.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-models")
     return made
 
 
 def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options given; `device` is one that is there."""
+    """Parse the options; `device` becomes a device of this machine."""
     args = made.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.device == "auto":
@@ -45,7 +51,7 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def engine_keys(args: argparse.Namespace) -> dict[str, Any]:
-    """Config keys of a run whose server these options describe."""
+    """Return the config keys of a run with such a server."""
     return {
         "rollout.name": "sglang",
         "rollout.python": args.python,
@@ -56,19 +62,19 @@ def engine_keys(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def only(engine: Any) -> SGLangEngine:
-    """The one server's engine behind a run's, which is a pool of one."""
+    """Return the engine of the only server in a run's pool."""
     [replica] = engine._replicas
     assert isinstance(replica.engine, SGLangEngine)
     return replica.engine
 
 
 def adapters(engine: Engine) -> int:
-    """How many adapters the server holds: it lists them beside the model."""
+    """Return the number of adapters on the server, which lists them with the model."""
     return len(only(engine)._control.ask("/v1/models")["data"]) - 1
 
 
 def others_memory() -> float:
-    """GiB of the GPU that are in use, but not by torch in this process; 0 without a GPU."""
+    """Return the GiB of GPU memory used by other processes than this one; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0.0
     torch.cuda.empty_cache()
@@ -78,7 +84,7 @@ def others_memory() -> float:
 
 @contextmanager
 def surviving(name: str) -> Iterator[None]:
-    """What fails within is said in a line of its own, and the rest goes on."""
+    """Report an exception as a figure, and continue."""
     try:
         yield
     except Exception as e:

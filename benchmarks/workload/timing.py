@@ -1,4 +1,4 @@
-"""Timing on a machine that others use too: CPU time of the process, stalls of its event loop."""
+"""Timing on a shared machine: CPU time of the process, and stalls of its event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What playing some conversations at once took."""
+    """The cost of playing some conversations at once."""
 
     cpu_s: float
     wall_s: float
@@ -27,11 +27,11 @@ class Round:
 
 
 async def timed(plays: Iterable[Coroutine[Any, Any, Any]]) -> Round:
-    """Conversations at once."""
+    """Play conversations at once, and measure the cost."""
     stalls: list[float] = []
 
     async def tick() -> None:
-        """A sleeper of 1 ms; how late it wakes is how long the loop stood still."""
+        """Sleep 1 ms again and again; a late wake-up is a stall of the event loop."""
         while True:
             began = time.perf_counter()
             await asyncio.sleep(0.001)
@@ -49,13 +49,13 @@ async def timed(plays: Iterable[Coroutine[Any, Any, Any]]) -> Round:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, all threads."""
+    """Return the CPU time of this process, with all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def cpu_us(function: Callable[[T], object], arguments: Sequence[T]) -> float:
-    """CPU microseconds of a call, the mean over its arguments."""
+    """Return the CPU microseconds per call, as the mean over the arguments."""
     began = time.process_time()
     for argument in arguments:
         function(argument)
@@ -64,11 +64,11 @@ def cpu_us(function: Callable[[T], object], arguments: Sequence[T]) -> float:
 
 def machine() -> dict[str, object]:
     """Return the versions and the device that each figure is measured with."""
-    found: dict[str, object] = {"python": platform.python_version(), "cpus": os.cpu_count()}
+    versions: dict[str, object] = {"python": platform.python_version(), "cpus": os.cpu_count()}
     if torch := sys.modules.get("torch"):
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        found |= {"torch": torch.__version__, "device": gpu}
-    return found
+        versions |= {"torch": torch.__version__, "device": gpu}
+    return versions
 
 
 def short(value: float) -> float:

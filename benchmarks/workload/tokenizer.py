@@ -1,9 +1,9 @@
-"""A tokenizer of a real one's size, without a download.
+"""A tokenizer of realistic size, without a download.
 
 Byte-level BPE, 48,000 tokens, Qwen's pre-tokenizer and control tokens, trained on the sources of
 Python's standard library (code, and the prose of its docstrings and topics). It is trained once, in
-a quarter of a minute, and kept in agentrl's home; the same Python gives the same tokenizer. The
-chat template is Qwen3's, from an installed TRL. `TOKENIZER=folder` takes another tokenizer.
+15 seconds, and saved in agentrl's home; the same Python version gives the same tokenizer. The chat
+template is Qwen3's, from an installed TRL. `TOKENIZER=folder` selects another tokenizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TAGS = (
 
 
 def workload_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of `TOKENIZER`, or ours."""
+    """Load the tokenizer of `TOKENIZER`, or the trained one."""
     if folder := os.environ.get("TOKENIZER"):
         return load_tokenizer(folder)
     kept = home() / "benchmarks" / f"tokenizer-python{platform.python_version()}"
@@ -56,7 +56,7 @@ def workload_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sources() -> list[Path]:
-    """The standard library's modules without its tests, in an order that mixes subjects."""
+    """Return the modules of the standard library without tests, in random order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [f for f in sorted(root.rglob("*.py")) if left_out.isdisjoint(f.parts)]
@@ -97,7 +97,7 @@ def _texts() -> Iterator[str]:
 
 
 def _qwen3_template() -> str:
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
         raise SystemExit("the workload needs Qwen3's chat template: pip install trl")
-    return (Path(found.origin).parent / "chat_templates" / "qwen3.jinja").read_text()
+    return (Path(trl.origin).parent / "chat_templates" / "qwen3.jinja").read_text()

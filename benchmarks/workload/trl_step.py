@@ -1,4 +1,4 @@
-"""An update of the same rows by TRL's GRPO loss, padded micro-batches of some rows each."""
+"""An update of the same rows with TRL's GRPO loss, in padded micro-batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from datasets import Dataset
 def trl_update(
     folder: Path, batch: Batch, targets: Targets, rows: int, *, device: str, recompute: bool
 ) -> Callable[[], float]:
-    """What makes one optimizer step, and returns the gradient's norm.
+    """Return a function that runs one optimizer step and returns the norm of the gradient.
 
     Args:
-        folder: of a Qwen2 model.
+        folder: the folder of a Qwen2 model.
         batch: the rows.
-        targets: what the algorithm made of them.
-        rows: of a micro-batch.
-        device: of the model.
-        recompute: TRL's gradient checkpointing.
+        targets: the targets of the algorithm for these rows.
+        rows: the number of rows of a micro-batch.
+        device: the device of the model.
+        recompute: whether TRL uses gradient checkpointing.
     """
     cuda = device == "cuda"
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "x": 2}, unk_token="<pad>"))
@@ -64,8 +64,8 @@ def trl_update(
     ]
 
     def update() -> float:
-        for given in inputs:
-            trainer.compute_loss(model, given).backward()
+        for micro_batch in inputs:
+            trainer.compute_loss(model, micro_batch).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Timing updates on the device there is: warm-up, turns, medians, memory, and its peak."""
+"""Timing of updates on the available device: warm-up, turns, medians, memory, peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 GIB = 2**30
 PEAK = 790e12
-"""FLOP/s of an H200: what a product of two 8192 x 8192 matrices in bfloat16 reaches."""
+"""FLOP/s of an H200, measured with a product of two 8192 x 8192 matrices in bfloat16."""
 Update = Callable[[], object]
 
 
 @dataclass(slots=True)
 class Timed:
-    """What some updates took."""
+    """The times of some updates."""
 
     warmup_s: float = 0.0
     wall: list[float] = field(default_factory=list)
@@ -46,23 +46,23 @@ def finish(update: Update) -> None:
 
 
 def measure(updates: Mapping[str, Update], steps: int) -> dict[str, Timed]:
-    """Warm up, then take turns."""
-    found = {name: Timed() for name in updates}
+    """Warm up, then run the updates in turn."""
+    times = {name: Timed() for name in updates}
     for name, update in updates.items():
         began = time.perf_counter()
-        for _ in range(2 if GPU else 1):  # torch.compile compiles once more for another length
+        for _ in range(2 if GPU else 1):  # torch.compile compiles again for another length
             finish(update)
-        found[name].warmup_s = time.perf_counter() - began
+        times[name].warmup_s = time.perf_counter() - began
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
         for name, update in updates.items():
-            found[name].once(update)
-    return found
+            times[name].once(update)
+    return times
 
 
 def memory() -> dict[str, float | None]:
-    """GiB of this process: most held, and most taken from the device for that."""
+    """Return the peak GiB of this process: allocated, and reserved on the device."""
     if not GPU:
         return {"peak_mem_gib": None, "peak_reserved_gib": None}
     return {
@@ -71,10 +71,10 @@ def memory() -> dict[str, float | None]:
     }
 
 
-def peak_flops(given: float) -> float:
-    """Per second: of the device, or what a matrix product reaches on this CPU."""
-    if given or GPU:
-        return given or PEAK
+def peak_flops(override: float) -> float:
+    """Return the FLOP/s of the device, or of a matrix product on this CPU."""
+    if override or GPU:
+        return override or PEAK
     x = torch.randn(1024, 1024)
     best = 0.0
     for _ in range(10):
@@ -85,7 +85,7 @@ def peak_flops(given: float) -> float:
 
 
 def release() -> None:
-    """Memory of what was measured before."""
+    """Free the memory of earlier measurements."""
     gc.collect()
     torch._dynamo.reset()
     if GPU:

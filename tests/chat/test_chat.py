@@ -137,9 +137,9 @@ def test_delta_costs_the_new_text_only(template):
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        # Earlier turns change when more is said, as thinking models' do.
+        # Earlier turns change when more messages follow, as thinking models' do.
         (lambda t: t.replace("message.content + '<|im", "(message.content if loop.last or "
-                             "message.role != 'assistant' else '') + '<|im"), "when more is said"),
+                             "message.role != 'assistant' else '') + '<|im"), "messages follow"),
         # A content is shown as no known function of it, or twice, or not at all.
         (lambda t: t.replace("message.content + '<|im", "message.content|upper + '<|im"), "show"),
         (lambda t: t.replace("message.content + '<|im", "message.content|title + '<|im"), "show"),
@@ -208,22 +208,22 @@ def test_calls_are_read_in_order():
         ("no call at all", []),
         (call("x", {"s": "</tool_call>"}), [""]),
         ("<think>" + call() + "</think>#### 3", []),
-        ("<think>" + call(), ["the call stands in a <think>"]),
+        ("<think>" + call(), ["the call is inside a <think> block"]),
         ("<think>and so on", []),
         (call() + "was a thought</think>" + call("x"), [""]),
         (call("x", {"s": "a </think> b"}), [""]),
         (call("x", {"s": "a <think> b"}), [""]),
         (call("x", {"s": "<tool_call>"}), [""]),
-        ("<tool_call>{broken</tool_call>", ["not one JSON object"]),
-        (call() + "<tool_call>{broken</tool_call>" + call(), ["", "not one JSON object", ""]),
-        ("<tool_call>3</tool_call>", ["not one JSON object"]),
-        ('<tool_call>{"name": "c", "arguments": {"x": 1}', ["no closing </tool_call>"]),
+        ("<tool_call>{broken</tool_call>", ["must be one JSON object"]),
+        (call() + "<tool_call>{broken</tool_call>" + call(), ["", "must be one JSON object", ""]),
+        ("<tool_call>3</tool_call>", ["must be one JSON object"]),
+        ('<tool_call>{"name": "c", "arguments": {"x": 1}', ["missing closing </tool_call>"]),
         ('<tool_call>{"name": 3}</tool_call>', ['"name" must be a string']),
         ('<tool_call>{"name": "c", "arguments": "x"}</tool_call>', ['"arguments" must be']),
-        ('<tool_call>{"name": "c", "arguments": {"x": NaN}}</tool_call>', ["not one JSON object"]),
-        ('<tool_call>{"name": "c", "arguments": {"x": "\\ud800"}}</tool_call>', ["not JSON"]),
+        ('<tool_call>{"name": "c", "arguments": {"x": NaN}}</tool_call>', ["must be one JSON"]),
+        ('<tool_call>{"name": "c", "arguments": {"x": "\\ud800"}}</tool_call>', ["invalid JSON"]),
         ('<tool_call>{"name": "c", "parameters": {}}</tool_call>', ["unknown keys"]),
-        ("<tool_call>" + '{"a":' + "[" * 20_000 + "</tool_call>", ["not one JSON object"]),
+        ("<tool_call>" + '{"a":' + "[" * 20_000 + "</tool_call>", ["must be one JSON object"]),
     ],
 )  # fmt: skip
 def test_broken_calls_are_told_never_lost(text, errors):

@@ -563,7 +563,7 @@ def test_output_is_looked_at_before_the_work(saved, tmp_path):
     assert f"is a folder: name a file, such as {folder}/chat_template.jinja" in said
     (tmp_path / "file").touch()
     under = run(folder, "--fix", "--output", str(tmp_path / "file" / "x.jinja"))
-    assert "no folder can be made there" in str(under.exception)
+    assert "cannot make the folder" in str(under.exception)
     assert "append-only" not in result.output + under.output
 
 

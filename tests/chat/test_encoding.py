@@ -271,7 +271,7 @@ def test_characters_that_libraries_disagree_about(name):
 
 def test_the_cache_is_bounded():
     made = []
-    cache = BpeCache(lambda word: made.append(word) or [], list, str.split, normalized=False)
+    cache = BpeCache(lambda word: made.append(word) or [], list, str.split, normalizes=False)
     assert list(cache.encode("x" * (MAX_WORD_LENGTH + 1)) or []) == []
     assert len(cache) == 0
     import agentrl.chat.encoding as module

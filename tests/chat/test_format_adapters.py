@@ -139,16 +139,16 @@ GOOD = written("add", '{"a": 1}')
         (GOOD + written("rm", "{}"), [ADD, "1 of 2 calls"]),
         (written("rm", "{}"), ["1 of 1 calls"]),
         ("<call>cut", ["1 of 1 calls"]),
-        (written("add", "{1"), ["not JSON"]),
-        (written("add", "[1]"), ["not a JSON object"]),
+        (written("add", "{1"), ["invalid JSON"]),
+        (written("add", "[1]"), ["must be a JSON object"]),
         (written("add", '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH), [DEEPEST]),
         (written("add", '{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)), ["deeper than"]),
         (written("add", '{"a":' + "[" * 1000 + "]" * 1000 + "}"), ["deeper than"]),
-        (written("add", '{"a": 1, "a": 2}'), ["'a' is given twice"]),
+        (written("add", '{"a": 1, "a": 2}'), ["duplicate key 'a'"]),
         (written("add", '{"a": 123456789012345678901}'), ["number out of range"]),
-        (written("add", '{"a": NaN}'), ["not JSON"]),
-        (written("add", '{"a": "\\ud800"}'), ["not JSON"]),
-        (written("add", '{"a": "\ud800"}'), ["not JSON"]),
+        (written("add", '{"a": NaN}'), ["invalid JSON"]),
+        (written("add", '{"a": "\\ud800"}'), ["invalid JSON"]),
+        (written("add", '{"a": "\ud800"}'), ["invalid JSON"]),
         (GOOD * 40, [ADD] * 32 + ["more than 32 calls"]),
         (f"<think>{GOOD}</think>3", []),
         (f"maybe {GOOD}</think>{GOOD}", [ADD]),
@@ -176,7 +176,7 @@ async def test_what_a_foreign_parser_raises_is_for_the_log_and_not_for_the_model
     for text in ("RAISE", "RAISE"):
         (call,) = await fake(text, SCHEMAS)
         assert call.error == "the tool call cannot be read"
-    (record,) = [r for r in caplog.records if "raised on a turn" in r.message]
+    (record,) = [r for r in caplog.records if "raised on a model turn" in r.message]
     assert "IndexError: of its own" in record.message
 
 
@@ -189,10 +189,10 @@ async def test_what_is_lost_is_told_without_an_opening_tag_too(on_path):
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
-        ("SLEEP", "not read within 1 s"),
-        ("LOOP", "not read within 1 s"),
+        ("SLEEP", "not parsed within 1 s"),
+        ("LOOP", "not parsed within 1 s"),
         ("CRASH", "the parser crashed"),
-        ("HUGE" + GOOD, "bytes of calls"),
+        ("HUGE" + GOOD, "bytes"),
     ],
 )
 async def test_a_text_that_ends_the_parser_ends_only_itself(fake, bad, error):
@@ -281,7 +281,7 @@ def test_what_cannot_work_is_said_at_once(on_path):
         ForeignParser("vllm:x")
     with pytest.raises(UserError, match="'hf' needs a tokenizer with a response template"):
         ForeignParser("hf", byte_tokenizer())
-    with pytest.raises(UserError, match="the older `response_schema` alone"):
+    with pytest.raises(UserError, match="only the older `response_schema`"):
         ForeignParser("hf", SimpleNamespace(response_schema={"type": "object"}))
     broken = SimpleNamespace(response_template={"fields": {"content": 3}})
     with pytest.raises(UserError, match="Error"):
@@ -338,7 +338,7 @@ async def test_of_a_run_it_is_the_python_of_its_servers(tmp_path, without_sglang
     template = ChatTemplate(byte_tokenizer())
     world = World(Scripted([], byte_tokenizer()), template, LocalToolbox(), config)
     try:
-        assert await world.calls(GOOD, SCHEMAS) == [ADD]
+        assert await world.parse_calls(GOOD, SCHEMAS) == [ADD]
     finally:
         world.close()
 
@@ -389,7 +389,7 @@ WITH_A = call("add", a=1)
         (WITH_A + "<tool_call>{bad</tool_call>", [UNREAD]),
         ('<tool_call>{"name": "add", "argum', [UNREAD]),
         ("<tool_call>3</tool_call>", ['"name" must be']),
-        (WITH_A.replace("1", "NaN"), ["not JSON"]),
+        (WITH_A.replace("1", "NaN"), ["invalid JSON"]),
         ("<tool_call>" + "[" * 20_000, [UNREAD]),
         ("<tool_call>" * 5_000, [UNREAD]),
     ],

@@ -213,7 +213,7 @@ def gemma(calls, thought):
 def test_a_closing_tag_before_a_thought_is_an_error_with_its_place():
     text = "a:1}<tool_call|><|channel>thought\nso<channel|>3"
     [call] = parse_gemma(text)
-    assert call.error == "no <|tool_call> before <tool_call|>"
+    assert call.error == "missing <|tool_call> before <tool_call|>"
     assert call.span == (0, len("a:1}<tool_call|>")) and call.arguments == "a:1}<tool_call|>"
 
 

@@ -205,7 +205,10 @@ def test_a_stripped_row_is_the_rendered_conversation(name, data):
             turn = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{answer}"}
             alone = template.render([*shown, turn], add_generation_prompt=False)
         before = template.render(shown)
-        start, end = template.encoder.shared_length(before, alone), alone.rindex(answer) + len(answer)
+        start, end = (
+            template.encoder.shared_length(before, alone),
+            alone.rindex(answer) + len(answer),
+        )
         sampled[len(messages)] = [
             *template.encoder.encode_template_text(alone[start:end]),
             template.close_id,

@@ -1,10 +1,10 @@
-"""Text to tool calls: strict and linear.
+"""Strict parsers of tool calls, in linear time.
 
-A policy under training writes every kind of broken call. None of them may crash a parser, take
-quadratic time, or vanish: what is not a call becomes a `ToolCall` with its error, so that the model
-is told and the metrics count it.
+A policy in training writes every kind of invalid call. No such call may crash a parser, take
+quadratic time, or get lost: an invalid call becomes a `ToolCall` with an error, which the model
+reads and the metrics count.
 
-`FORMATS` has the formats by name; `detect.py` says which of them a chat template teaches.
+`FORMATS` has the formats by name; `detect.py` finds the format that a chat template teaches.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from agentrl.chat.formats.typed import cast_arguments
 from agentrl.trajectory import ToolCall
 
 Parser = Callable[[str], list[ToolCall]]
-"""Text of one assistant turn, less the token that closed it, to its calls. It never raises."""
+"""Returns the calls in the text of one assistant turn (without its closing token). Never raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way in which models write calls.
+    """A format in which models write calls.
 
     Args:
-        parse: reads the calls of a turn.
-        marks: a template that writes no calls teaches the format if one of these texts, or all
-            texts of a tuple, stand in it.
-        is_text: whether a value is or may be text, so that the tool's schema says what it means.
+        parse: the parser.
+        marks: a template that does not render calls teaches the format if it contains one of these
+            texts, or all texts of a tuple.
+        is_text: whether values may be written as text, so that the tool's schema decides their
+        type.
     """
 
     parse: Parser
@@ -65,11 +66,11 @@ class Format:
     is_text: bool = False
 
     def __call__(self, text: str) -> list[ToolCall]:
-        """Return the calls of a turn, their values as they are written."""
+        """Return the calls of a turn, with values as they are written."""
         return self.parse(text)
 
-    def stands_in(self, source: str) -> bool:
-        """Return whether a mark of the format stands in a template."""
+    def is_in(self, source: str) -> bool:
+        """Return whether a template contains a mark of the format."""
         marks = ((m,) if isinstance(m, str) else m for m in self.marks)
         return any(all(text in source for text in mark) for mark in marks)
 
@@ -102,11 +103,11 @@ FORMATS: dict[str, Format] = {
     "hunyuan_a13b": Format(parse_hunyuan_a13b, ["<tool_calls>"]),
     "hermes": Format(parse_hermes, ["<tool_call>", "<tool_response>"]),
 }
-"""The formats by name, those whose marks are the rarest first."""
+"""The formats by name, those with the rarest marks first."""
 
 
 def parser_of(name: str) -> Callable[[str, Sequence[Mapping[str, Any]]], list[ToolCall]]:
-    """Return the parser of a format: from a turn's text and its tools' schemas to calls.
+    """Return the parser of a format, which takes the text of a turn and the schemas of its tools.
 
     Args:
         name: a key of `FORMATS`.

@@ -1,10 +1,11 @@
-"""Parsers of other projects, for formats that agentrl has none for: `sglang:NAME` and `hf`.
+"""Parsers of other projects, for formats without a parser here: `sglang:NAME` and `hf`.
 
-They are not strict, some take quadratic time, and Python code cannot be interrupted in a thread
-(SGLang's takes 20 s on 220 kB of opening tags). So each runs in a process of its own, behind a cap
-on the text and a deadline: past it, the process is killed and another one started.
+These parsers are not strict, and some take quadratic time (SGLang's takes 20 s for 220 kB of
+opening tags). Python code in a thread cannot be interrupted. So each parser runs in its own
+process, with a limit on the length of the text and a deadline. After the deadline the process is
+killed and started again.
 
-`foreign.py` is the child's side.
+The child process runs `foreign.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ _CHILD = Path(__file__).with_name("foreign.py")
 
 
 class ForeignParser:
-    """Tool calls as another project reads them. Strict where that can be had from outside.
+    """Parses tool calls with another project's parser, as strictly as possible from outside.
 
-    Thoughts in `<think>` are taken out first: `</think>` ends one wherever it stands. What the
-    parser raises, what it takes too long for and, where it shows, what it drops in silence becomes
-    a call with an error.
+    Thoughts between `<think>` and `</think>` are removed first. If the parser raises, takes too
+    long or, as far as can be seen, drops a call silently, the result is a call with an error.
 
     Example:
         with ForeignParser("sglang:kimi_k2") as parse:
@@ -52,13 +52,13 @@ class ForeignParser:
         format: `sglang:NAME` (one of SGLang's tool-call parsers), or `hf` (transformers' response
             parsing, by the tokenizer's response template).
         tokenizer: for `hf`.
-        python: the Python of an environment that has sglang, used if this one has not
+        python: the Python of an environment with sglang, used if this one has none
             (`rollout.python`).
-        seconds: the deadline for one text; starting the parser does not count.
+        seconds: the deadline for one text, without the start of the parser.
 
     Raises:
-        UserError: the parser is not installed or not known, or the tokenizer has no template.
-        Infrastructure: its process does not start.
+        UserError: if the parser is not installed or not known, or the tokenizer has no template.
+        Infrastructure: if the process does not start.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ForeignParser:
             elif not python:
                 raise UserError(
                     f'{format!r} needs sglang. Install it (pip install "agentrl[sglang]"), or'
-                    " name the Python of an environment that has it: rollout.python"
+                    " set rollout.python to the Python of an environment that has it"
                 )
             hello = {"kind": kind, "name": name}
         elif format == "hf":
@@ -86,7 +86,7 @@ class ForeignParser:
             raise UserError(f"unknown format {format!r}: `sglang:NAME` or `hf`")
         self.format, self.seconds = format, seconds
         self._level = logging.WARNING
-        """The log level of the parser's next exception: the first exception is a warning."""
+        """The log level of the parser's next exception. Only the first one is a warning."""
         self._hello, self._python = hello, python
         self._process = self._start()
         try:
@@ -94,14 +94,14 @@ class ForeignParser:
         except BaseException:
             self._process.stop()
             raise
-        # One thread: texts wait for their turn in it, and not in the event loop's own pool.
+        # Texts wait for this one thread, so that they do not block the event loop's own pool.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreign-parser")
 
     async def __call__(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """The calls of one assistant turn.
+        """Return the calls of one assistant turn.
 
         Args:
-            text: the turn, control tokens as text, less the closing token.
+            text: the text of the turn, with control tokens, without its closing token.
             schemas: the tools, as `{"type": "function", "function": {...}}`.
         """
         if len(text) > MAX_TEXT:
@@ -112,7 +112,7 @@ class ForeignParser:
     def close(self) -> None:
         """End the process. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._process.kill()  # the text at hand need not be waited for
+        self._process.kill()  # without waiting for the current text
         self._thread.shutdown()
         self._process.stop()
 
@@ -125,7 +125,7 @@ class ForeignParser:
         self.close()
 
     def _parse(self, text: str, schemas: list[dict[str, Any]]) -> list[ToolCall]:
-        if not self._process.running:  # killed from outside, by no fault of this text
+        if not self._process.running:  # the process was killed from outside, not by this text
             self._start_again()
         try:
             self._wait_ready()
@@ -135,22 +135,22 @@ class ForeignParser:
         try:
             answer = self._ask({"text": text, "schemas": schemas}, self.seconds)
         except TimeoutError:
-            error = f"not read within {self.seconds:g} s"
+            error = f"not parsed within {self.seconds:g} s"
         except MessageTooLong:
-            error = f"more than {MAX_ANSWER} bytes of calls came of it"
+            error = f"the parser returned more than {MAX_ANSWER} bytes"
         except EOFError:
             error = "the parser crashed"
         else:
             if error := answer.get("error"):
-                log.log(self._level, "%s raised on a turn of the model: %s", self.format, error)
+                log.log(self._level, "%s raised on a model turn: %s", self.format, error)
                 self._level = logging.DEBUG
             return _calls(text, answer)
         self._start_again()
         return [invalid_call(text, f"{self.format}: {error}")]
 
     def _start(self) -> ChildProcess:
-        # This Python finds modules where this process does; another one, where it does by itself,
-        # but not in the working directory.
+        # The same Python imports modules from this process's path. Another Python uses its own path
+        # without the working directory.
         path = "[p for p in sys.path if p]" if self._python else repr(sys.path)
         run = f"import runpy; runpy.run_path({str(_CHILD)!r}, run_name='__main__')"
         python = str(Path(self._python).absolute()) if self._python else sys.executable
@@ -161,12 +161,12 @@ class ForeignParser:
             raise UserError(f"rollout.python={self._python}: cannot run it: {e}") from None
 
     def _start_again(self) -> None:
-        """It imports while the engine goes on: the next text waits for that."""
+        """Start the process again. Only the next text waits until it is ready."""
         self._process.stop()
         self._process = self._start()
 
     def _wait_ready(self) -> None:
-        """Return once the parser is imported."""
+        """Wait until the parser is imported."""
         if self._ready:
             return
         try:
@@ -184,19 +184,19 @@ class ForeignParser:
 
 
 def _response_template(tokenizer: Any) -> dict[str, Any]:
-    """What `hf` reads with: the template, or what transformers before 5.13 calls a schema."""
+    """Return the response template of a tokenizer (a schema in transformers before 5.13)."""
     for attribute in ("response_template", "response_schema"):
         if value := getattr(tokenizer, attribute, None):
             return {"attribute": attribute, "template": value}
     raise UserError(
-        "the format 'hf' needs a tokenizer with a response template, and this one has none: set"
+        "the format 'hf' needs a tokenizer with a response template, and this one has none. Set"
         " `tokenizer.response_template` (transformers' documentation: response parsing) and save"
-        " it, or choose another format"
+        " the tokenizer, or choose another format"
     )
 
 
 def _calls(text: str, answer: dict[str, Any]) -> list[ToolCall]:
-    if answer.get("error"):  # it speaks of the parser's insides, not of what is wrong in the text
+    if answer.get("error"):  # the error is about the parser's code, not about the text
         return [invalid_call(text, UNREAD)]
     calls = [_call(**call) for call in answer["calls"][: MAX_CALLS + 1]]
     if answer["lost"] and len(calls) <= MAX_CALLS:

@@ -1,8 +1,8 @@
-"""Which format of tool calls a chat template teaches its model, and how a run reads them.
+"""Detect the format of tool calls that a chat template teaches, and open its parser.
 
-Most templates write the calls of earlier turns, so a call is rendered, and each parser reads it. A
-template that leaves calls out is known by marks in its text. A format that no parser reads has no
-name here: rows that show tools are refused then, for their calls would never run.
+Most templates render the calls of earlier turns, so a call is rendered and passed to each parser.
+The format of a template that does not render calls is recognized by marks in its source. If no
+parser reads the format, rows with tools are refused, because their calls would never run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.trajectory import ToolCall
 _CALLS = [("probe", "000000000")]
 _QUESTION = {"role": "user", "content": "How much is 3*4?"}
 
-# Formats that have no parser here: what begins a call in them, and what SGLang calls its parser.
+# Formats without a parser here: name, the text that begins a call, the name of SGLang's parser.
 _OTHERS: tuple[tuple[str, str, str], ...] = (
     ("Kimi K3", "<|open|>call", "kimi_k3"),
     ("MiniMax M3", "]<]minimax[>[", "minimax-m3"),
@@ -34,45 +34,45 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
 
 
 def render_probe_calls(template: ChatTemplate) -> list[str]:
-    """Render turns that call the tool `probe`, in every way in which a chat template takes a call.
+    """Render turns that call the tool `probe`, in every form that a chat template may need.
 
     Returns:
-        Each turn as the model writes it, without the token that ends it; none where the template
-        does not write calls.
+        Each turn as the model writes it, without its closing token; none if the template does not
+        render calls.
     """
     prompt = template.render.attempt([_QUESTION], [PROBE_TOOL])
     if prompt is None:
         return []
-    found: list[str] = []
+    turns: list[str] = []
     opened = template.thinking.opening(template.encoder.encode_template_text(prompt))
     for turn in probe_turns(_CALLS):
         if not turn.get("tool_calls"):
             continue
         with suppress(TemplateError):
-            own, _ = template.probe.own_end([_QUESTION, turn])
+            own, _ = template.probe.end_of_turn([_QUESTION, turn])
             shown = template.render([_QUESTION, turn], [PROBE_TOOL], add_generation_prompt=False)
             if own in shown:
                 start = template.encoder.shared_length(prompt, shown)
                 text = shown[start : shown.rindex(own) + len(own)]
-                # Where the prompt opens a thought, earlier turns have its end or not.
-                found += [opened + text, text]
-    return list(dict.fromkeys(found))
+                # If the prompt begins a thought, earlier turns may have its end or not.
+                turns += [opened + text, text]
+    return list(dict.fromkeys(turns))
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """Return whether a prompt changes with the tools that the chat template is given."""
+    """Return whether a prompt changes with the tools that are passed to the chat template."""
     with_tool = template.render.attempt([_QUESTION], [PROBE_TOOL])
-    # What the template refuses is reported where it is rendered.
+    # If the template refuses the tools, the first rendering reports it.
     return with_tool is None or with_tool != template.render.attempt([_QUESTION])
 
 
 def is_rendered_call(calls: Sequence[ToolCall]) -> bool:
-    """Return whether these calls are the one that `render_probe_calls` writes, and no other."""
+    """Return whether these calls are exactly the one that `render_probe_calls` renders."""
     return [(c.name, c.arguments, c.error) for c in calls] == [("probe", {"x": PROBE_ARGUMENT}, "")]
 
 
 def can_read_calls(name: str, rendered: Iterable[str]) -> bool:
-    """Return whether the parser of a format reads one of the turns of `render_probe_calls`."""
+    """Return whether the parser of a format reads one of the `render_probe_calls` turns."""
     parse = parser_of(name)
     return any(is_rendered_call(parse(text, [PROBE_TOOL])) for text in rendered)
 
@@ -80,15 +80,17 @@ def can_read_calls(name: str, rendered: Iterable[str]) -> bool:
 def detect_format(template: ChatTemplate) -> str:
     """Return the key in `FORMATS` of the format that a chat template teaches.
 
-    Of several formats whose parsers read the rendered call, one whose mark stands in the template
-    is taken, or else the first in `FORMATS`. "" if no parser reads the call.
+    If several parsers read the rendered call, a format with a mark in the template is preferred, or
+    else the first in `FORMATS`. "" if no parser reads the call.
     """
     source = template_source(template.tokenizer)
-    if "functools[" in source:  # it asks for this, and may show earlier calls in another way
+    if (
+        "functools[" in source
+    ):  # the model must write this format, even if earlier calls are rendered differently
         return "phi4_mini"
     rendered = render_probe_calls(template)
     source = "\n".join([source, *rendered])
-    marked = [name for name, format in FORMATS.items() if format.stands_in(source)]
+    marked = [name for name, format in FORMATS.items() if format.is_in(source)]
     if not rendered:
         return next(iter(marked), "")
     reading = [name for name in FORMATS if can_read_calls(name, rendered)]
@@ -103,39 +105,38 @@ def explain_unknown_format(template: ChatTemplate) -> str:
     format = f"the format of {name}" if name else "an unknown format"
     if rendered:
         text = " ".join(rendered[0].replace(PROBE_ARGUMENT, "1").replace(PROBE_TEXT, "").split())
-        what = f"the chat template writes tool calls in {format}: {text[:160]!r}"
+        what = f"the chat template renders tool calls in {format}: {text[:160]!r}"
     elif name:
         what = f"the chat template teaches {format}"
     else:
-        what = "the chat template neither writes tool calls nor shows a format of them"
+        what = "the chat template neither renders tool calls nor describes their format"
     return (
         f"{what}. agentrl reads: {', '.join(sorted(FORMATS))}. Set rollout.tool_format to one of"
-        f" these if the prompts teach it, or to sglang:{sglang or 'NAME'} for a parser of SGLang's,"
-        " or play the rows with agent_name=react, which shows tools and results as text"
+        f" these if the prompts teach it, or to sglang:{sglang or 'NAME'} for one of SGLang's"
+        " parsers, or set agent_name=react in the rows, which shows tools and results as text"
     )
 
 
 Calls = list[ToolCall]
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], Calls | Awaitable[Calls]]
-"""The text of one turn and the tools it was shown, to its calls."""
+"""Returns the calls in the text of one turn, with the schemas of the tools in its prompt."""
 
 
 def open_reader(name: str, template: ChatTemplate, python: str = "") -> Reader:
-    """The reader of a format.
+    """Return the reader of a format.
 
     Args:
         name: "auto" for the format that the chat template teaches, a key of `FORMATS`,
             `sglang:NAME` or `hf`.
-        template: the policy's.
-        python: the Python that has sglang, for `sglang:NAME` if this one has not
-            (`rollout.python`).
+        template: the policy's chat template.
+        python: a Python with sglang, for `sglang:NAME` if this one has none (`rollout.python`).
 
     Returns:
-        The reader. With "auto" and a template whose format is not read, it raises TemplateError
-        at the first turn that was shown tools.
+        The reader. With "auto" and a template in an unknown format, it raises `TemplateError` at
+        the first turn whose prompt shows tools.
 
     Raises:
-        UserError: a parser that is not installed or not known.
+        UserError: if the parser is not installed or not known.
     """
     if name == "auto":
         name = detect_format(template)

@@ -1,10 +1,11 @@
-"""The process in which another project's parser runs: the child's side of `adapters.py`.
+"""The child process of `adapters.py`, which runs another project's parser.
 
-The two talk over standard input, which is a socket: messages of JSON, as `ChildProcess` sends them.
-The child ends with it. While it parses, the kernel kills it at its parent's end.
+Parent and child exchange JSON messages over standard input, which is a socket (`ChildProcess`). The
+child exits when the socket is closed. If the parent dies while the child parses, the kernel kills
+the child.
 
-The parser may live in an environment that has no agentrl, and an older Python. So this file is run
-by its path, and imports nothing of agentrl.
+The parser may be installed in an environment without agentrl, with an older Python. So this file is
+run by its path, and imports nothing from agentrl.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from typing import Any
 THINK_START, THINK_END = "<think>", "</think>"
 
 Parse = Callable[[str, list[dict[str, Any]]], tuple[list[dict[str, Any]], str]]
-"""Text and schemas to calls (`name`, `arguments`, `id`), and what seems to be lost, or ""."""
+"""Returns the calls (`name`, `arguments`, `id`) in a text, and what seems to be lost, or ""."""
 
 
 class UserError(Exception):
-    """A parser that is not known, or that does not work with what it got."""
+    """The parser is not known, or cannot be used with this tokenizer or environment."""
 
 
 def main() -> None:
-    """Load the parser that the first message names, then answer one message after the other."""
+    """Load the parser that the first message names, then answer each further message."""
     with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as channel:
-        # What foreign code reads from standard input is not the protocol.
+        # Foreign code must not read protocol messages from standard input.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         parse: Parse | None = None
         while size := channel.read(4):
@@ -48,16 +49,16 @@ def main() -> None:
             message = json.dumps(answer).encode()
             channel.write(len(message).to_bytes(4, "little") + message)
             channel.flush()
-    os._exit(0)  # whatever threads a parser started
+    os._exit(0)  # without waiting for threads of the parser
 
 
 def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    said, thought = _split(text)
+    answer_text, thought = _split(text)
     try:
-        calls, lost = parse(said, schemas)
+        calls, lost = parse(answer_text, schemas)
         if thought and not calls and not lost and any(parse(thought, schemas)):
-            lost = f"the call stands in a {THINK_START} that is never closed"
-        # As text: what is read strictly is read in one place.
+            lost = f"the call is inside a {THINK_START} block that is never closed"
+        # The parent parses the arguments strictly, so they are sent as text.
         for call in calls:
             if not isinstance(call["arguments"], str):
                 call["arguments"] = json.dumps(call["arguments"])
@@ -67,14 +68,14 @@ def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str,
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What a turn says, less its thoughts; and the thought that is never closed, or ""."""
+    """Return the text of a turn without its thoughts, and a thought that is not closed or ""."""
     end, begin = text.find(THINK_END), text.find(THINK_START)
-    if end >= 0 and not 0 <= begin < end:  # begun in the prompt
+    if end >= 0 and not 0 <= begin < end:  # the thought began in the prompt
         text = text[end + len(THINK_END) :]
-    said, *others = text.split(THINK_START)
+    answer_text, *others = text.split(THINK_START)
     thoughts = [part.partition(THINK_END) for part in others]
-    said += "".join(after for _, _, after in thoughts)
-    return said, next((thought for thought, closed, _ in thoughts if not closed), "")
+    answer_text += "".join(after for _, _, after in thoughts)
+    return answer_text, next((thought for thought, closed, _ in thoughts if not closed), "")
 
 
 def _load(hello: dict[str, Any]) -> Parse:
@@ -99,9 +100,9 @@ def _sglang(name: str) -> Parse:
 
     def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         parser = FunctionCallParser([Tool.model_validate(s) for s in schemas], name)
-        found = parser.parse_non_stream(text)[1]
-        calls = [{"name": c.name, "arguments": c.parameters, "id": ""} for c in found]
-        # It drops calls to unknown tools, and those that are not JSON, without a word.
+        items = parser.parse_non_stream(text)[1]
+        calls = [{"name": c.name, "arguments": c.parameters, "id": ""} for c in items]
+        # SGLang silently drops calls of unknown tools and calls with invalid JSON.
         tried = max(
             text.count(parser.detector.bot_token) if parser.detector.bot_token else 0,
             int(parser.detector.has_tool_call(text)),
@@ -121,11 +122,11 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
     takes = inspect.signature(tokenizer.parse_response).parameters
     if attribute == "response_schema" and "prefix" in takes:
         raise UserError(
-            "this transformers reads `tokenizer.response_template`, and the tokenizer has the older"
-            " `response_schema` alone"
+            "this version of transformers reads `tokenizer.response_template`, but the tokenizer"
+            " has only the older `response_schema`"
         )
     if attribute == "response_template":
-        tokenizer.get_response_parser(prefix="")  # raises where the template is none
+        tokenizer.get_response_parser(prefix="")  # raises if the template is invalid
 
     def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         options = {"prefix": "", "tools": schemas}
@@ -146,7 +147,7 @@ def _of_message(call: Any) -> dict[str, Any]:
 
 
 def _opens(template: dict[str, Any], text: str) -> bool:
-    """Whether the tag that a response template opens a call with stands in the text."""
+    """Return whether the text contains the tag that begins a call in a response template."""
     field = template.get("fields", {}).get("tool_calls", {})
     tags = field.get("open", [])
     if any(tag in text for tag in ([tags] if isinstance(tags, str) else tags)):

@@ -1,4 +1,4 @@
-"""Gemma 4 and FunctionGemma: calls in a notation of their own, strings between two same tags."""
+"""Gemma 4 and FunctionGemma: calls in a special notation, with a tag before and after strings."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from agentrl.chat.formats.strict_json import MAX_DEPTH, invalid_call, is_valid_u
 from agentrl.trajectory import ToolCall
 
 _HEAD = re.compile(r"\s*(?:call)?:([\w.\-]+)\s*(?={)")
-# A key stands without quotes, and so without what delimits; space at its ends is not its own.
+# A key has no quotes, so it cannot contain delimiters. White space around it is ignored.
 _KEY = re.compile(r'[^:,{}\[\]<>"]+')
 _ATOM = re.compile(r"[0-9.eE+\-a-z]+|None")
 
 
 @dataclass(frozen=True, slots=True)
 class BracedCalls:
-    """A parser of calls that are written `call:NAME{key:value,...}` between two tags.
+    """A parser of calls of the form `call:NAME{key:value,...}` between two tags.
 
-    Calls between the tags around a thought are thoughts; the second of these tags alone ends a
-    thought that the prompt began. A tag within a call's string is text. A string cannot hold its
-    quote. The word `call` may be missing.
+    Calls between the tags around a thought do not count; the second of these tags alone ends a
+    thought that the prompt began. A tag within a string of a call is text. A string cannot contain
+    its quote. The word `call` is optional.
 
     Args:
         call: the tags around a call.
-        quote: the tag that stands before and behind a string.
+        quote: the tag before and after a string.
         thought: the tags around a thought.
     """
 
@@ -42,50 +42,50 @@ class BracedCalls:
         return read_calls(text, self.call[:1], self.call[1], self._read, self.thought)
 
     def _read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
-        """Return the call whose opening tag stands at `start`, and where to go on."""
+        """Return the call whose opening tag is at `start`, and where to continue."""
         start += len(self.call[0])
         closing = self.call[1]
         head = _HEAD.match(text, start)
-        name, error, failed = "", "not call:NAME{...}", start
+        name, error, failed = "", "expected call:NAME{...}", start
         if head:
-            name, read = head[1], _Reader(text, head.end(), self.quote, self.thought[1])
+            name, parser = head[1], _ArgumentsParser(text, head.end(), self.quote, self.thought[1])
             try:
-                arguments = read.object()
-                if not is_valid_unicode(text[start : read.position]):
+                arguments = parser.object()
+                if not is_valid_unicode(text[start : parser.position]):
                     raise ValueError("lone surrogate")
-                if text.startswith(closing, read.position):
-                    return [ToolCall(name, arguments)], read.position + len(closing)
-                error = f"text between the arguments and {closing}"
+                if text.startswith(closing, parser.position):
+                    return [ToolCall(name, arguments)], parser.position + len(closing)
+                error = f"unexpected text between the arguments and {closing}"
             except ValueError as e:
                 error = str(e)
-            failed = read.position  # no tag in a string that was read ends the call
+            failed = parser.position  # a tag in a string that was read does not end the call
         tag = any_tag((*self.call, *self.thought)).search(text, failed)
         stop = tag.start() if tag else len(text)
         closed = tag is not None and tag[0] == closing
         if not closed:
-            error = f"no {closing}"
+            error = f"missing {closing}"
         return [invalid_call(text[start:stop], error, name)], stop + closed * len(closing)
 
 
-class _Reader:
-    """A descent into one call's arguments: every character is looked at once."""
+class _ArgumentsParser:
+    """A recursive descent parser of one call's arguments, which reads each character once."""
 
     def __init__(self, text: str, position: int, quote: str, thought_end: str):
         self.text, self.position, self.depth = text, position, 0
         self.quote, self.thought_end = quote, thought_end
 
     def object(self) -> dict[str, Any]:
-        """`{key:value,...}`.
+        """Parse `{key:value,...}`.
 
         Raises:
-            ValueError: something else stands there.
+            ValueError: if the text is something else.
         """
         items: dict[str, Any] = {}
         for _ in self._items("{", "}"):
             key = self._key()
             self._expect(":")
             if key in items:
-                raise ValueError(f"{key!r} is given twice")
+                raise ValueError(f"duplicate key {key!r}")
             items[key] = self._value()
         return items
 
@@ -99,22 +99,22 @@ class _Reader:
             return [self._value() for _ in self._items("[", "]")]
         atom = _ATOM.match(text, position)
         if not atom:
-            raise ValueError(f"no value at {text[position : position + 20]!r}")
+            raise ValueError(f"missing value at {text[position : position + 20]!r}")
         self.position = atom.end()
-        if atom[0] == "None":  # as several templates write null
+        if atom[0] == "None":  # several templates write null like this
             return None
-        try:  # null, true, false and numbers are JSON's
+        try:  # null, true, false and numbers are written as in JSON
             value = orjson.loads(atom[0])
         except orjson.JSONDecodeError:
             raise ValueError(
-                f"{atom[0][:40]!r} is not a value; strings stand in {self.quote}"
+                f"invalid value {atom[0][:40]!r}; a string must be between {self.quote} tags"
             ) from None
         if isinstance(value, float) and not set(atom[0]) & set(".eE"):
-            raise ValueError(f"number out of range: {atom[0][:40]}")  # it would come rounded
+            raise ValueError(f"number out of range: {atom[0][:40]}")  # orjson would round it
         return value
 
     def _items(self, opening: str, closing: str) -> Iterator[None]:
-        """Once for each item between brackets, standing at the item."""
+        """Yield once for each item between brackets, at the start of the item."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -134,7 +134,7 @@ class _Reader:
             return self._string()
         key = _KEY.match(self.text, self.position)
         if not key or not key[0].strip():
-            raise ValueError(f"no key at {self.text[self.position : self.position + 20]!r}")
+            raise ValueError(f"missing key at {self.text[self.position : self.position + 20]!r}")
         self.position = key.end()
         return key[0].strip()
 
@@ -144,16 +144,16 @@ class _Reader:
         if end < 0:
             thought = self.text.find(self.thought_end, start)
             self.position = thought if thought >= 0 else len(self.text)
-            raise ValueError(f"a string without its closing {self.quote}")
+            raise ValueError(f"missing closing {self.quote} of a string")
         self.position = end + len(self.quote)
         return self.text[start:end]
 
     def _expect(self, what: str) -> None:
-        """Pass one character and the space around it."""
+        """Skip one character and the white space around it."""
         self._space()
         if not self.text.startswith(what, self.position):
-            found = self.text[self.position : self.position + 20]
-            raise ValueError(f"{what!r} expected at {found!r}")
+            text = self.text[self.position : self.position + 20]
+            raise ValueError(f"{what!r} expected at {text!r}")
         self.position += len(what)
         self._space()
 
@@ -169,7 +169,7 @@ parse_gemma = BracedCalls(
 parse_functiongemma = BracedCalls(
     ("<start_function_call>", "<end_function_call>"), quote="<escape>"
 )
-"""FunctionGemma; some templates write all values as strings (`typed`).
+"""FunctionGemma. Some templates write all values as strings (see `cast_arguments`).
 
     <start_function_call>call:calculator{expression:<escape>3*4<escape>,digits:2}<end_function_call>
 """

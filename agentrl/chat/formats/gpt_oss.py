@@ -1,4 +1,4 @@
-"""gpt-oss: messages in channels; a call is a message to a function (OpenAI's harmony)."""
+"""gpt-oss: messages in channels; a call is a message to a function (OpenAI's harmony format)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MESSAGE = "<|message|>"
 _CONTROL = re.compile(r"<\|(?:start|message|end|call|return)\|>")
 _END = re.compile(r"<\|(?:start|end|call|return)\|>")
 _OVER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|\Z)")
-_NEVER = re.compile(r"(?!)")  # a thought has a message of its own
-# Written to somebody else than the assistant itself: a call, or what tries to be one.
+_NEVER = re.compile(r"(?!)")  # a thought is a separate message
+# A message to any other recipient than the assistant is a call, or an invalid call.
 _ADDRESSED = re.compile(r"\bto=(?!assistant\b)")
 _HEADER = re.compile(
     r"assistant(?: to=(?P<early>[^\s<]+))?<\|channel\|>(?P<channel>\w+)(?: to=(?P<late>[^\s<]+))?"
@@ -31,17 +31,17 @@ _FUNCTION = re.compile(r"(?!functions\.?\Z)(?:functions\.)?([\w.\-]+)")
 
 
 def parse_gpt_oss(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn of gpt-oss, which goes on behind `<|start|>assistant`.
+    """Return the calls of one assistant turn of gpt-oss, which continues `<|start|>assistant`.
 
         <|channel|>analysis<|message|>A product.<|end|><|start|>assistant<|channel|>commentary
          to=functions.calculator <|constrain|>json<|message|>{"expression": "3*4"}
 
-    The recipient may also stand before the channel, and without `functions.`. What the analysis
-    channel says is thought; a message to a function in a channel other than commentary is an
-    error. A tag within a call's JSON string is text.
+    The recipient may also be before the channel, and without `functions.`. The analysis channel is
+    a thought. A message to a function in another channel than commentary is an error. A tag within
+    a JSON string of a call is text.
     """
     calls: list[ToolCall] = []
-    position, role = 0, "assistant"  # the first message's role stands in the prompt
+    position, role = 0, "assistant"  # the role of the first message is in the prompt
     while position < len(text):
         control = _CONTROL.search(text, position)
         stop, after = control.span() if control else (len(text), len(text))
@@ -51,7 +51,7 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
             if begun:
                 call, after = _call(text, header, after)
             else:
-                call = invalid_call(header, f"no {MESSAGE} behind the recipient")
+                call = invalid_call(header, f"missing {MESSAGE} after the recipient")
             calls.append(with_span(call, position, after))
             if len(calls) > MAX_CALLS:
                 break
@@ -62,31 +62,31 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
 
 
 def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
-    """The call whose arguments begin at `start`, and where the next header does."""
+    """Return the call whose arguments begin at `start`, and the start of the next header."""
     name, error = _recipient(header)
     body = skip_space(text, start)
     end = end_of_object(text, body)
     over = _OVER.match(text, end) if end else None
     if not over:
         after = _next_message(text, end or end_of_broken_json(text, body, _END, _NEVER))
-        error = error or "the message is not one whole JSON object"
+        error = error or "the message must be one complete JSON object"
         return invalid_call(text[start:after], error, name), after
     call = read_arguments(name, text[body:end])
     return invalid_call(text[body:end], error, name) if error else call, over.end()
 
 
 def _recipient(header: str) -> tuple[str, str]:
-    """The function that a header names, and what is wrong with the header."""
+    """Return the function that a header names, and the error of the header or ""."""
     parts = _HEADER.fullmatch(header.rstrip())
     if not parts or (parts["early"] and parts["late"]):
-        return "", f"not a header of a call: {header[:100]!r}"
+        return "", f"invalid header of a call: {header[:100]!r}"
     function = _FUNCTION.fullmatch(parts["early"] or parts["late"])
     if not function:
-        return "", f"not the name of a function: {(parts['early'] or parts['late'])[:80]!r}"
+        return "", f"invalid function name: {(parts['early'] or parts['late'])[:80]!r}"
     if parts["channel"] != "commentary":
-        return function[1], "calls go to the commentary channel"
+        return function[1], "a call must be in the commentary channel"
     if (parts["constrained"] or parts["type"] or "json") != "json":
-        return function[1], "a call's arguments are json"
+        return function[1], "the arguments of a call must be json"
     return function[1], ""
 
 

@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: a turn that is nothing but a JSON object, or several."""
+"""Llama 3.1 and later: a turn that consists of one or several JSON objects."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _TAG = re.compile(r"<\|python_(?:tag|start)\|>")
 _TAG_END = "<|python_end|>"
 _BETWEEN = re.compile(r"(?:[\s;,]|<\|python_(?:tag|start|end)\|>)*")
 _OPENS = re.compile(r"\s*[\[{]")
-# How a turn begins that tries to be a call: an object with a key (or cut before it), not a set.
+# Matches the beginning of a turn that is a call: an object with a key (or cut off before it).
 _TRIES = re.compile(r"""\s*(?:\{\s*(?:["']|\w+\s*:|$)|\[\s*\{\s*"name")""")
-# Where the next call begins when one cannot be read: a JSON string holds neither line breaks nor
-# unescaped quotes, so this is not inside of one.
+# Matches the beginning of the call after an invalid one. A JSON string has no line breaks and no
+# unescaped quotes, so this does not match within a string.
 _NEXT = re.compile(r'(?:(?<=\})\s*;\s*|\n)(?:<\|python_(?:tag|start)\|>)?(?=\{\s*"(?:name|type)")')
 
 
 def parse_llama_json(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in Llama's JSON format.
+    """Return the calls of one assistant turn in Llama's JSON format.
 
         {"name": "calculator", "parameters": {"expression": "3*4"}}
 
-    Several are separated by `;`, `,` or space, or stand in a JSON list. No tag marks a call, so a
-    turn that begins as prose has none, whatever JSON it mentions, unless `<|python_tag|>` announces
-    it; nor has a turn that is a JSON object with none of a call's keys: that is an answer. Llama 4
-    writes text that precedes its calls between `<|python_start|>` and `<|python_end|>`.
+    Several calls are separated by `;`, `,` or white space, or are in a JSON list. A call needs no
+    tag, so a turn that begins with prose has no calls, even if it contains JSON, unless
+    `<|python_tag|>` precedes it. A JSON object with none of the keys of a call is an answer. Llama
+    4 writes text before its calls between `<|python_start|>` and `<|python_end|>`.
     """
     turn, text = text, remove_thoughts(text, _end_of_calls)
     position, tagged = _start_of_calls(text)
@@ -67,12 +67,12 @@ def parse_llama_json(text: str) -> list[ToolCall]:
             break
     else:
         if listed:
-            calls.append(with_span(invalid_call("", "no closing ]"), len(text), len(text)))
+            calls.append(with_span(invalid_call("", "missing closing ]"), len(text), len(text)))
     return with_spans_of_turn(limit_calls(calls), turn, text)
 
 
 def _start_of_calls(text: str) -> tuple[int, bool]:
-    """Return where a turn's calls begin, and whether a tag announces them; -1 if there are none."""
+    """Return the start of a turn's calls or -1, and whether a tag precedes them."""
     if tries := _TRIES.match(text):
         return tries.start(), False
     tag = _TAG.search(text)
@@ -93,7 +93,7 @@ def _end_of_calls(text: str, start: int) -> int:
         begin = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
         end = end_of_brackets(text, begin) if text.startswith(("{", "["), begin) else 0
         if not end:
-            # A call that is broken off holds what follows: better one error than none.
+            # A call that is cut off contains the rest, so that there is one error and not none.
             return len(text) if _TRIES.match(text, begin) else position
         position = end
 
@@ -108,7 +108,7 @@ def _is_answer(body: str) -> bool:
 
 
 def _line_by_line(text: str, position: int, first: bool) -> list[ToolCall]:
-    """What cannot be read as a whole: errors, and the calls that begin on lines of their own."""
+    """Return errors for text that cannot be parsed as a whole, and the calls on separate lines."""
     calls: list[ToolCall] = []
     if position == len(text) and not first:
         return calls
@@ -121,6 +121,8 @@ def _line_by_line(text: str, position: int, first: bool) -> list[ToolCall]:
             call = _read(part)
         else:
             prose = not first and part[:1] not in ("{", "[")
-            call = invalid_call(part, "text after the calls" if prose else "not one JSON object")
+            call = invalid_call(
+                part, "unexpected text after the calls" if prose else "must be one JSON object"
+            )
         calls.append(with_span(call, start, end))
     return calls

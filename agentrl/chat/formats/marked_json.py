@@ -1,4 +1,4 @@
-"""Formats that write calls as JSON behind a mark: Hermes, Granite, Cohere and others."""
+"""Formats with calls as JSON after a mark: Hermes, Granite, Cohere and others."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ def read_list(
 ) -> tuple[list[ToolCall], int, bool]:
     """Read the calls of a JSON list.
 
-    An element that is no call is an error, and the other elements are kept. So is an empty list.
+    An element that is not a call becomes an error, and the other elements are kept. An empty list
+    is an error, too.
 
     Args:
         text: one assistant turn.
-        start: where the bracket of the list stands.
+        start: the index of the list's opening bracket.
         read: reads the text of one JSON object.
 
     Returns:
-        The calls, each with its span; the end of the list, or where it stops being JSON; and
-        whether it is the end. After more than `MAX_CALLS` calls, reading ends.
+        The calls, each with its span; the end of the list, or where the text stops being JSON; and
+        whether the list is complete. Reading stops after more than `MAX_CALLS` calls.
     """
     calls: list[ToolCall] = []
     position = start + 1
@@ -74,23 +75,22 @@ def read_list(
 
 @dataclass(frozen=True, slots=True)
 class MarkedJson:
-    """A parser of calls that are JSON objects, or lists of them, behind a mark.
+    """A parser of calls that are JSON objects, or lists of them, after a mark.
 
-    A call counts as soon as its object is closed (within a list, as soon as a comma or the list's
-    bracket follows it). A missing closing mark, and text before it, are errors of their own.
-    Within a list, an element that is no call is an error and the other elements are kept. Where a
-    list stops being JSON, the text up to the next mark is one error. A mark in a JSON string is
-    text.
+    A call counts if its object is closed (within a list: if a comma or the list's bracket follows).
+    A missing closing mark, and text before the closing mark, are separate errors. Within a list, an
+    element that is not a call becomes an error, and the other elements are kept. If a list stops
+    being JSON, the text up to the next mark is one error. A mark in a JSON string is text.
 
     Args:
-        marks: what stands before the JSON, and what stands after it ("" if nothing does). A
-            bracket at the end of the first is the list's own.
+        marks: pairs of the text before the JSON and the text after it (or ""). A bracket at the end
+            of the first text is the opening bracket of the list.
         read: reads the text of one JSON object.
-        begins: the brackets that the JSON may begin with: "[" for lists, "{" for calls on their
-            own, or both.
-        head: a pattern of what stands between the mark and the JSON.
-        is_stop: whether the closing mark also ends the turn, so that a turn's text lacks it.
-        thought: the tags around a thought. Calls between them are thoughts.
+        begins: the brackets that the JSON may begin with: "[" for lists, "{" for single calls, or
+            both.
+        head: a pattern of the text between the mark and the JSON.
+        is_stop: whether the closing mark also ends the turn, so that the text of a turn lacks it.
+        thought: the tags around a thought. Calls between them do not count.
     """
 
     marks: tuple[tuple[str, str], ...]
@@ -106,27 +106,31 @@ class MarkedJson:
         return read_calls(text, openings, self.marks[0][1], self.read_marked, self.thought)
 
     def read_marked(self, text: str, start: int) -> tuple[list[ToolCall], int]:
-        """Return the calls behind the mark at `start`, and where the text goes on."""
+        """Return the calls after the mark at `start`, and where the text continues."""
         opening, closing = next(m for m in self.marks if text.startswith(m[0], start))
         body = start + len(opening) - opening.endswith("[")
         head = re.compile(self.head).match(text, body)
         position = head.end() if head else body
         calls: list[ToolCall] = []
         while head and len(calls) <= MAX_CALLS and self._begins(text, position):
-            found, end, is_whole = self._value(text, position)
-            calls += found
-            if not is_whole:
+            more, end, is_complete = self._value(text, position)
+            calls += more
+            if not is_complete:
                 closed = bool(closing) and text.startswith(closing, end)
                 return calls, end + len(closing) * closed
             position = skip_space(text, end)
         if not calls:
-            return self._without(text, start, body, closing, f"no JSON call behind {opening}")
+            return self._no_json(text, start, body, closing, f"no JSON call after {opening}")
         if closing and text.startswith(closing, position):
             return calls, position + len(closing)
         if self._is_over(text, position, closing) or len(calls) > MAX_CALLS:
             return calls, position
-        why = f"no {closing} right behind the calls" if closing else "text behind the calls"
-        more, position = self._without(text, position, position, closing, why)
+        why = (
+            f"missing {closing} directly after the calls"
+            if closing
+            else "unexpected text after the calls"
+        )
+        more, position = self._no_json(text, position, position, closing, why)
         return [*calls, *more], position
 
     def _is_over(self, text: str, position: int, closing: str) -> bool:
@@ -139,27 +143,27 @@ class MarkedJson:
         return position < len(text) and text[position] in self.begins
 
     def _value(self, text: str, start: int) -> tuple[list[ToolCall], int, bool]:
-        """Return the calls of a JSON value, where it ends, and whether it is whole."""
+        """Return the calls of a JSON value, where it ends, and whether it is complete."""
         if text[start] == "[":
-            calls, end, is_whole = read_list(text, start, self.read)
-            if is_whole:
+            calls, end, is_complete = read_list(text, start, self.read)
+            if is_complete:
                 return calls, end, True
-            cut, end, _ = self._give_up(text, end, "not a closed JSON list of calls")
+            cut, end, _ = self._incomplete(text, end, "the JSON list of calls is not closed")
             return [*calls, *cut], end, False
         end = end_of_object(text, start)
         if end:
             return [with_span(self.read(text[start:end]), start, end)], end, True
-        return self._give_up(text, start, "not one whole JSON object")
+        return self._incomplete(text, start, "must be one complete JSON object")
 
-    def _give_up(self, text: str, start: int, why: str) -> tuple[list[ToolCall], int, bool]:
-        """Return one error for the JSON that breaks off, up to where another mark stands."""
+    def _incomplete(self, text: str, start: int, why: str) -> tuple[list[ToolCall], int, bool]:
+        """Return one error for incomplete JSON, up to the next mark."""
         end = end_of_broken_json(text, start, any_tag(self._tags()), any_tag(self.thought[1:]))
         return [with_span(invalid_call(text[start:end], why), start, end)], end, False
 
-    def _without(
+    def _no_json(
         self, text: str, start: int, body: int, closing: str, why: str
     ) -> tuple[list[ToolCall], int]:
-        """Return one error for what is no JSON, up to and with the closing mark."""
+        """Return one error for text that is not JSON, up to and including the closing mark."""
         stop = find_start(any_tag(self._tags()), text, body)
         closed = bool(closing) and text.startswith(closing, stop)
         end = stop + len(closing) * closed
@@ -170,7 +174,7 @@ class MarkedJson:
 
 
 def _command(body: str) -> ToolCall:
-    """Read Cohere's object of a call, which names the tool and numbers the call."""
+    """Read a call of Cohere, which has a tool name and a number."""
     value, error = read_object(body)
     if error:
         return invalid_call(body, error)
@@ -182,7 +186,7 @@ def _command(body: str) -> ToolCall:
 
 
 def _by_name(body: str) -> ToolCall:
-    """Read Apertus's object of a call, whose only key is the tool's name."""
+    """Read a call of Apertus, whose only key is the tool's name."""
     value, error = read_object(body)
     if error:
         return invalid_call(body, error)
@@ -226,13 +230,13 @@ parse_cohere_command = MarkedJson(
         {"tool_call_id": "0", "tool_name": "calculator", "parameters": {"expression": "3*4"}}
     ]<|END_ACTION|>
 
-One object without the brackets of the list is read, too.
+One object without the brackets of the list also counts.
 """
 
 parse_apertus = MarkedJson((("<|tools_prefix|>", "<|tools_suffix|>"),), read=_by_name, is_stop=True)
 """Apertus: `<|tools_prefix|>[{"calculator": {"expression": "3*4"}}]<|tools_suffix|>`.
 
-The closing mark ends the turn, for the results follow in the same message. The model also calls
+The closing mark ends the turn, because the results follow in the same message. The model also calls
 tools between `<|inner_prefix|>` and `<|inner_suffix|>`, so these calls count.
 """
 
@@ -261,7 +265,7 @@ parse_gigachat3 = MarkedJson(
 )
 """GigaChat 3.1: `<|function_call|>{"name": "calculator", "arguments": {...}}`.
 
-GigaChat 3 writes the call as a message of its own, behind the header `function call<|role_sep|>`.
+GigaChat 3 writes the call as a separate message after the header `function call<|role_sep|>`.
 """
 
 
@@ -269,14 +273,14 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in the Hermes / Qwen format.
+    """Return the calls of one assistant turn in the Hermes / Qwen format.
 
         <tool_call>
         {"name": "calculator", "arguments": {"expression": "3*4"}}
         </tool_call>
 
-    Calls inside `<think>...</think>` are thoughts, not calls. A tag within a call's JSON string is
-    text. A call cut off at the end of the turn is an error, never executed.
+    Calls inside `<think>...</think>` do not count. A tag within a JSON string of a call is text. A
+    call that is cut off at the end of the turn is an error, and is never executed.
     """
     return read_calls(text, (_OPEN,), _CLOSE, _hermes_call)
 
@@ -287,4 +291,4 @@ def _hermes_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     after = skip_space(text, end) if end else 0
     if end and text.startswith(_CLOSE, after):
         return [read_call(text[body:end], other_keys=("id",))], after + len(_CLOSE)
-    return invalid_call_at(text, body, (_OPEN,), _CLOSE, "not one JSON object")
+    return invalid_call_at(text, body, (_OPEN,), _CLOSE, "must be one JSON object")

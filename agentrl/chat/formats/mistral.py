@@ -1,4 +1,4 @@
-"""Mistral: a list of JSON calls behind `[TOOL_CALLS]`, or a name and its arguments."""
+"""Mistral: a list of JSON calls after `[TOOL_CALLS]`, or a name and its arguments."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ _BAD_ID = "a call's id must be nine letters or digits"
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in Mistral's formats.
+    """Return the calls of one assistant turn in Mistral's formats.
 
         [TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "3*4"}, "id": "a1B2c3D4e"}]
         [TOOL_CALLS]calculator[ARGS]{"expression": "3*4"}
         [TOOL_CALLS]calculator[CALL_ID]a1B2c3D4e[ARGS]{"expression": "3*4"}
         [TOOL_CALLS]calculator{"expression": "3*4"}
 
-    A list of one call may lack its brackets.
-    Calls inside `[THINK]...[/THINK]` (or `<think>`) are thoughts. Within a list, an element that is
-    no call is an error and the others are kept; where a list stops being JSON, what follows up to
-    the next `[TOOL_CALLS]` is one error.
+    A list of one call may lack its brackets. Calls inside `[THINK]...[/THINK]` (or `<think>`) do
+    not count. Within a list, an element that is not a call becomes an error, and the others are
+    kept. If a list stops being JSON, the text up to the next `[TOOL_CALLS]` is one error.
     """
-    if OPEN not in text:  # most turns, told in a tenth of the time
+    if OPEN not in text:  # most turns; this takes a tenth of the time
         return []
     return read_calls(text, (OPEN, THINK_START), "", _read)
 
@@ -53,7 +52,7 @@ def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
         if end >= 0:
             return [], end + len(THINK_END)
         cut = text.find(OPEN, start)
-        why = "the call stands in a [THINK] that is never closed"
+        why = "the call is inside a [THINK] block that is never closed"
         return [invalid_call(text[cut:], why)] if cut >= 0 else [], len(text)
     body = start + len(OPEN)
     first = skip_space(text, body)
@@ -66,11 +65,11 @@ def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
 
 def _listed(text: str, start: int) -> tuple[list[ToolCall], int]:
     """Return the calls of a JSON list, and where it ends."""
-    calls, end, is_whole = read_list(text, start, _from_json)
-    if is_whole:
+    calls, end, is_complete = read_list(text, start, _from_json)
+    if is_complete:
         return calls, end
     stop = end_of_broken_json(text, end, _TAG, _THOUGHT)
-    cut = invalid_call(text[end:stop], "not a closed JSON list of calls")
+    cut = invalid_call(text[end:stop], "the JSON list of calls is not closed")
     return [*calls, with_span(cut, end, stop)], stop
 
 
@@ -85,11 +84,11 @@ def _from_json(body: str) -> ToolCall:
 
 
 def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Return the call whose name stands at `start`."""
+    """Return the call whose name is at `start`."""
     stop = find_start(_TAG, text, start)
     head = _NAMED.match(text, start)
     if not head:
-        why = f"neither {OPEN}NAME[ARGS]{{...}} nor {OPEN} and a JSON list"
+        why = f"expected {OPEN}NAME[ARGS]{{...}} or {OPEN} and a JSON list"
         return [invalid_call(text[start:stop], why)], stop
     return _alone(text, head.end(), head[1], head[2])
 
@@ -97,24 +96,26 @@ def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
 def _alone(
     text: str, start: int, name: str | None = None, identity: str | None = None
 ) -> tuple[list[ToolCall], int]:
-    """Return the call whose JSON object begins at `start`. Only another call may follow it.
+    """Return the call with the JSON object at `start`. Only another call may follow it.
 
     Args:
         text: one assistant turn.
-        start: where the arguments begin or, without `name`, the whole call as in a list.
-        name: of the function, if it stands before the object.
-        identity: the call's id, if it stands before the object.
+        start: the start of the arguments or, without `name`, of the whole call as in a list.
+        name: the name of the function, if it is before the object.
+        identity: the call's id, if it is before the object.
     """
     end = end_of_object(text, start)
     if not end:
         stop = end_of_broken_json(text, start, _TAG, _THOUGHT)
         what = "[TOOL_CALLS]" if name is None else "the name"
-        why = f"what follows {what} is not a whole JSON object"
+        why = f"the text after {what} must be a complete JSON object"
         return [invalid_call(text[start:stop], why, name or "")], stop
     after = skip_space(text, end)
     if after < len(text) and not text.startswith(OPEN, after):
         stop = find_start(_TAG, text, after)
-        return [invalid_call(text[start:stop], "text after the call's arguments", name or "")], stop
+        return [
+            invalid_call(text[start:stop], "unexpected text after the call's arguments", name or "")
+        ], stop
     body = text[start:end]
     if name is None:
         return [_from_json(body)], after

@@ -1,4 +1,4 @@
-"""Formats that write calls as Python does, and its literals: Llama 3.2 and 4, LFM2."""
+"""Formats with calls and literals in Python's syntax: Llama 3.2 and 4, LFM2."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _TAIL = re.compile(r"\s*(?:<\|python_end\|>)?\s*")
 
 
 def parse_llama_pythonic(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in Llama's Python format.
+    """Return the calls of one assistant turn in Llama's Python format.
 
         [calculator(expression="3*4"), clock()]
 
     Arguments are named literals: strings in single or double quotes, numbers, lists, dictionaries
     with string keys, and the words True, False, None of Python or JSON. Nothing is evaluated.
-    A string may hold line breaks. Some templates put every value between quotes; `typed` gives
-    these values the types of the tool's schema.
-    A turn that begins as prose has no calls, unless `<|python_start|>` announces them.
+    A string may contain line breaks. Some templates put every value between quotes;
+    `cast_arguments` converts these values to the types of the tool's schema. A turn that begins
+    with prose has no calls, unless `<|python_start|>` precedes them.
     """
     answer = remove_thoughts(text, _end_of_calls)
     return with_spans_of_turn(_read_list(answer), text, answer)
@@ -55,11 +55,13 @@ def _read_list(text: str) -> list[ToolCall]:
     if position < 0:
         if _BARE.match(text) and text.rstrip().endswith(")"):
             return [
-                with_span(invalid_call(text, "calls stand in a list: [NAME(KEY=VALUE)]"), 0, length)
+                with_span(
+                    invalid_call(text, "calls must be in a list: [NAME(KEY=VALUE)]"), 0, length
+                )
             ]
         return []
     if not text.startswith("[", position):
-        why = "calls stand in a list: [NAME(KEY=VALUE)]"
+        why = "calls must be in a list: [NAME(KEY=VALUE)]"
         return [with_span(invalid_call(text[position:], why), position, length)]
     calls: list[ToolCall] = []
     position += 1
@@ -67,7 +69,7 @@ def _read_list(text: str) -> list[ToolCall]:
         name = _NAME.match(text, position)
         end = end_of_brackets(text, name.end(), _TO_BRACKET) if name else 0
         if not name or not end:
-            why = f"not NAME(KEY=VALUE), or cut off{_QUOTE_HINT}"
+            why = f"expected NAME(KEY=VALUE), or the list is cut off{_QUOTE_HINT}"
             return [*calls, with_span(invalid_call(text[position:], why), position, length)]
         calls.append(with_span(_read_call(name[1], text[name.end() : end]), name.start(1), end))
         if comma := _COMMA.match(text, end):
@@ -75,16 +77,16 @@ def _read_list(text: str) -> list[ToolCall]:
             continue
         close = _CLOSE.match(text, end)
         if not close or close[0][-1] != "]":
-            calls.append(with_span(invalid_call(text[end:], "no closing ]"), end, length))
+            calls.append(with_span(invalid_call(text[end:], "missing closing ]"), end, length))
         elif rest := text[_TAIL.match(text, close.end()).end() :]:  # type: ignore[union-attr]
-            why = "text after the calls"
+            why = "unexpected text after the calls"
             calls.append(with_span(invalid_call(rest, why), length - len(rest), length))
         break
     return limit_calls(calls)
 
 
 def _start_of_calls(text: str) -> int:
-    """Where the list of calls should begin, or -1 where a turn does not try to call."""
+    """Return the start of the list of calls, or -1 if a turn has none."""
     if tries := _LIST.match(text):
         return text.index("[", tries.start())
     mark = _MARK.search(text)
@@ -101,7 +103,7 @@ def _end_of_calls(text: str, start: int) -> int:
 
 
 def _read_call(name: str, body: str) -> ToolCall:
-    """One call, of which `body` is the text in parentheses, these included."""
+    """Return one call. `body` is the text in parentheses, including the parentheses."""
     arguments: dict[str, Any] = {}
     position = 1
     try:
@@ -110,7 +112,7 @@ def _read_call(name: str, body: str) -> ToolCall:
             if not key:
                 raise ValueError("arguments must be KEY=VALUE")
             if key[1] in arguments:
-                raise ValueError(f"argument {key[1][:80]} is given twice")
+                raise ValueError(f"duplicate argument {key[1][:80]}")
             arguments[key[1]], position = read_literal(body, key.end())
             position = _after_comma(body, position, ")")
     except ValueError as e:
@@ -146,20 +148,20 @@ def _read_lfm2(text: str, start: int) -> tuple[list[ToolCall], int]:
         calls = parse_llama_pythonic(text[first:end])
         if calls:
             return shift_spans(calls, first), after + len(_LFM2_END)
-    why = "not a list of calls: [NAME(KEY=VALUE)]"
+    why = "expected a list of calls: [NAME(KEY=VALUE)]"
     if end or not text.startswith("[", first):
         return invalid_call_at(text, body, (_LFM2,), _LFM2_END, why, read=end)
-    # A list without an end holds what follows: a mark may stand in a string that was cut off.
+    # A list without an end contains the rest, because a mark may be in a string that was cut off.
     thought = text.find(THINK_END, first)
     stop = thought if thought >= 0 else len(text)
     why += f", or cut off{_QUOTE_HINT}"
     return [invalid_call(text[body:stop], why)], stop
 
 
-# Templates write line breaks into strings as they are, so a string may hold them.
+# Templates do not escape line breaks in strings, so a string may contain them.
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|' r"'[^'\\]*+(?:\\.[^'\\]*+)*+'"
 _TO_BRACKET = re.compile(rf"""(?:{_STRING}|[^"'()\[\]{{}}]++)*+([()\[\]{{}}])""", re.DOTALL)
-"""Matches up to the next bracket, group 1, that does not stand in a string."""
+"""Matches up to the next bracket (group 1) that is not within a string."""
 
 _COMMA = re.compile(r"\s*,")
 _CLOSE = re.compile(r"\s*[\])}]")
@@ -177,10 +179,10 @@ _LONGEST_NUMBER = 40
 
 
 def literal_of(text: str) -> Any:
-    """Return the list or dictionary that is all of a text.
+    """Parse a text that is a list or a dictionary.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: if the text is something else.
     """
     if text[:1] not in ("[", "{") or end_of_brackets(text, 0, _TO_BRACKET) != len(text):
         raise ValueError("not a list or a dictionary")
@@ -188,22 +190,22 @@ def literal_of(text: str) -> Any:
 
 
 def read_literal(text: str, position: int) -> tuple[Any, int]:
-    """Return the literal at a position, and where it ends.
+    """Parse the literal at a position; return it and where it ends.
 
     A literal is a string in single or double quotes, a number, a list, a dictionary with string
     keys, or one of the words True, False, None of Python and true, false, null of JSON.
 
     Args:
-        text: where it stands. The caller has found the ends of its brackets, which bounds the
-            depth of this recursion.
-        position: where the literal begins.
+        text: the text. The caller has checked that its brackets are closed, which limits the depth
+            of this recursion.
+        position: the start of the literal.
 
     Raises:
-        ValueError: no such literal begins there.
+        ValueError: if there is no such literal.
     """
     token = _VALUE.match(text, position)
     if not token:
-        raise ValueError(f"not a literal: {text[position : position + 40].strip()!r}")
+        raise ValueError(f"invalid literal: {text[position : position + 40].strip()!r}")
     position = token.end()
     string, number, word, bracket = token.groups()
     if string is not None:
@@ -212,27 +214,27 @@ def read_literal(text: str, position: int) -> tuple[Any, int]:
         return _number(number), position
     if word is not None:
         if word not in _WORDS:
-            raise ValueError(f"not a literal: {word[:40]!r}")
+            raise ValueError(f"invalid literal: {word[:40]!r}")
         return _WORDS[word], position
     return _list(text, position) if bracket == "[" else _dict(text, position)
 
 
 def _end_of_closing(text: str, position: int, bracket: str) -> int:
-    """Return where the closing bracket at a position ends, or 0 if another text stands there."""
+    """Return the end of the closing bracket at a position, or 0 if there is other text."""
     close = _CLOSE.match(text, position)
     return close.end() if close and close[0][-1] == bracket else 0
 
 
 def _after_comma(text: str, position: int, bracket: str) -> int:
-    """Return where the next item begins, or the position of the bracket that ends the items.
+    """Return the start of the next item, or the position of the bracket that ends the items.
 
     Raises:
-        ValueError: neither a comma nor that bracket stands there.
+        ValueError: if there is neither a comma nor that bracket.
     """
     if comma := _COMMA.match(text, position):
         return comma.end()
     if not _end_of_closing(text, position, bracket):
-        why = f"not a literal: {text[position : position + 40].strip()!r}"
+        why = f"invalid literal: {text[position : position + 40].strip()!r}"
         if text[position - 1] in "\"'":
             why += _QUOTE_HINT
         raise ValueError(why)
@@ -256,7 +258,7 @@ def _dict(text: str, position: int) -> tuple[dict[str, Any], int]:
         if not isinstance(key, str) or not colon:
             raise ValueError("a dictionary must be {TEXT: VALUE}")
         if key in values:
-            raise ValueError(f"{key[:80]!r} is given twice")
+            raise ValueError(f"duplicate key {key[:80]!r}")
         values[key], position = read_literal(text, colon.end())
         position = _after_comma(text, position, "}")
     return values, end
@@ -265,7 +267,7 @@ def _dict(text: str, position: int) -> tuple[dict[str, Any], int]:
 def _number(text: str) -> int | float:
     if len(text) <= _LONGEST_NUMBER:
         value = float(text) if set(text) & set(".eE") else int(text)
-        # What JSON, and so the tool, cannot be sent.
+        # Other numbers cannot be sent to the tool as JSON.
         if math.isfinite(value) and (isinstance(value, float) or -(2**63) <= value < 2**64):
             return value
     raise ValueError(f"number out of range: {text[:40]}")
@@ -285,7 +287,7 @@ def _unescape(match: re.Match[str]) -> str:
     if len(code) > 1:
         point = int(code[1:], 16)
         if point > 0x10FFFF:
-            raise ValueError("no such character")
+            raise ValueError("invalid Unicode escape")
         return chr(point)
-    # As Python: a backslash before another character is a backslash.
+    # As in Python, a backslash before any other character is kept.
     return _ESCAPES.get(code, match[0])

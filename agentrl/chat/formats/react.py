@@ -1,4 +1,4 @@
-"""The text of a ReAct turn (Yao et al., 2022, arXiv 2210.03629)."""
+"""The format of ReAct turns (Yao et al., 2022, arXiv 2210.03629)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from agentrl.chat.formats.strict_json import end_of_object, read_object, with_sp
 from agentrl.trajectory import ToolCall
 
 REACT_STOP = "Observation:"
-"""What a turn is stopped at: the model samples it, what follows is the tool's."""
+"""The stop string of a turn. The model samples it; the tool writes the text after it."""
 
 _ACTION = re.compile("^Action:", re.MULTILINE)
 _FINAL = re.compile("^Final Answer:", re.MULTILINE)
 
 
 def parse_react(text: str) -> list[ToolCall]:
-    """The call of one ReAct turn: the last `Action:` and the `Action Input:` that follows it.
+    """Return the call of one ReAct turn: the last `Action:` with the `Action Input:` after it.
 
         Thought: I need the product.
         Action: calculator
         Action Input: {"expression": "3*4"}
         Observation:
 
-    Returns no call where the turn has no `Action:`, or a `Final Answer:` after it.
+    There is no call if the turn has no `Action:`, or has a `Final Answer:` after it.
     """
     actions = [m.span() for m in _ACTION.finditer(text)]
     final = max((m.end() for m in _FINAL.finditer(text)), default=-1)
@@ -33,7 +33,7 @@ def parse_react(text: str) -> list[ToolCall]:
 
 
 def _call(text: str) -> ToolCall:
-    """The call behind `Action:`."""
+    """Return the call in the text after `Action:`."""
     name, _, rest = text.partition("\n")
     name = name.strip()
     label, _, tail = rest.lstrip().partition("Action Input:")

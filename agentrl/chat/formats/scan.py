@@ -1,13 +1,13 @@
-"""What a turn says, as against what it thinks: the part that all call formats share.
+"""Scan a turn for calls outside of thoughts: the code that all call formats share.
 
-A thought lies between `<think>` and `</think>`; a call in it is not a call. Many templates open the
-thought in the prompt, so that the sampled text holds `</think>` alone: all before it was thought.
-Who knows that the prompt ends in an open `<think>` passes `"<think>" + text`, which leaves nothing
-to guess: in a turn cut off before its `</think>`, no call is then taken for one.
+A thought is the text between `<think>` and `</think>`; a call in it does not count. Many templates
+begin the thought in the prompt, so the sampled text has only `</think>`: all text before it is
+thought. A caller that knows that the prompt ends with an open `<think>` passes `"<think>" + text`.
+Then no call counts in a turn that was cut off before its `</think>`.
 
-A tag inside a call (in a JSON string, say) is the call's text: no thought begins or ends there.
-Inside means between the call's opening tag and the closing tag that belongs to it. A call that is
-never closed shields nothing: a half call before `</think>` was thought.
+A tag within a call (for example in a JSON string) is text of the call: no thought begins or ends
+there. A call reaches from its opening tag to its closing tag. A call without closing tag does not
+count: an incomplete call before `</think>` is thought.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from agentrl.trajectory import ToolCall
 
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_CALLS = 32
-"""More calls than this in one turn are answered with one error: a runaway loop, not a plan."""
+"""The most calls in one turn. All further calls become one error, because the model loops."""
 
-Reader = Callable[[str, int], tuple[list[ToolCall], int]]
-"""Text and the start of an opening tag, to the calls there and where to go on (further right)."""
+CallsReader = Callable[[str, int], tuple[list[ToolCall], int]]
+"""Takes a text and the start of an opening tag; returns the calls and where to continue."""
 
 
 def read_calls(
     text: str,
     openings: tuple[str, ...],
     closing: str,
-    read: Reader,
+    read: CallsReader,
     thought: tuple[str, str] = (THINK_START, THINK_END),
 ) -> list[ToolCall]:
-    """The calls of a turn whose format puts them within tags, less those in thoughts.
+    """Return the calls between tags in a turn, except those in thoughts.
 
-    The cost is linear as long as one `read` is: no more than `2 * MAX_CALLS + 2` of them happen.
+    The cost is linear if the cost of `read` is: it is called at most `2 * MAX_CALLS + 2` times.
 
     Args:
         text: one assistant turn.
-        openings: the tags a call may begin with.
-        closing: the tag it ends with; one that closes nothing, in a turn without calls, is an
-            error. "" where the format has none.
-        read: reads the call at an opening tag; it must not fail.
+        openings: the tags that a call may begin with.
+        closing: the tag that a call ends with; "" if the format has none. In a turn without calls,
+            a closing tag alone is an error.
+        read: reads the call at an opening tag; it must not raise.
         thought: the tags around a thought.
 
     Returns:
-        The calls in order, each with its span, broken ones with their error; what exceeds
-        `MAX_CALLS` is one error.
+        The calls in order, each with its span, invalid ones with their error. All calls after
+        `MAX_CALLS` are one error.
     """
     think, thought_end = thought
     tags = any_tag((*openings, closing, think, thought_end))
     calls: list[ToolCall] = []
-    answer, stray, position = 0, 0, 0  # where the answer begins, and behind a closing tag
-    unthought = True  # no thought has begun or ended so far
+    answer, stray_end, position = 0, 0, 0  # the start of the answer, and the end of a closing tag
+    no_thought_yet = True  # whether no thought has begun or ended so far
     while tag := tags.search(text, position):
         position = tag.end()
         if tag[0] == closing:
-            stray = position
+            stray_end = position
         elif tag[0] == think:
-            unthought = False
+            no_thought_yet = False
             end = text.find(thought_end, position)
             if end < 0:
                 if any(text.find(opening, position) >= 0 for opening in openings):
-                    why = f"the call stands in a {think} that is never closed"
+                    why = f"the call is inside a {think} block that is never closed"
                     calls.append(with_span(invalid_call(text[position:], why), position, len(text)))
                 break
             answer = position = end + len(thought_end)
@@ -73,18 +73,18 @@ def read_calls(
             more, position = read(text, tag.start())
             calls += [with_span(call, tag.start(), position) for call in more]
             if len(calls) > MAX_CALLS:
-                end = text.find(thought_end, position) if unthought else -1
+                end = text.find(thought_end, position) if no_thought_yet else -1
                 if end < 0 or text.find(think, position, end) >= 0:
                     return limit_calls(calls)
-                position = end  # the loop was thought
-        elif unthought:  # begun in the prompt: what came before was thought
-            unthought = False
+                position = end  # the loop is within a thought
+        elif no_thought_yet:  # the prompt began the thought: all text before was thought
+            no_thought_yet = False
             calls.clear()
-            answer, stray = position, 0
-    if stray and not calls:
-        begin = answer if answer < stray else 0
-        why = f"no {openings[0]} before {closing}"
-        return [with_span(invalid_call(text[begin:stray], why), begin, stray)]
+            answer, stray_end = position, 0
+    if stray_end and not calls:
+        begin = answer if answer < stray_end else 0
+        why = f"missing {openings[0]} before {closing}"
+        return [with_span(invalid_call(text[begin:stray_end], why), begin, stray_end)]
     return calls
 
 
@@ -97,31 +97,37 @@ def invalid_call_at(
     name: str = "",
     read: int = 0,
 ) -> tuple[list[ToolCall], int]:
-    """What a `Reader` returns for a call that it cannot read: all up to `end_of_broken`.
+    """Return what a `CallsReader` returns for an invalid call: its error, and its end.
 
-    The error is `why`, or, where the call was never closed, just that. `read` is where the part
-    begins that could not be read: no tag before it ends the call.
+    Args:
+        text: one assistant turn.
+        body: where the call's text begins, after its opening tag.
+        openings: the tags that a call may begin with.
+        closing: the tag that a call ends with.
+        why: the error, unless the closing tag is missing, which is the error then.
+        name: the name of the tool, if it is known.
+        read: the end of the text that was read; no tag before it ends the call.
     """
-    stop = end_of_broken(text, max(body, read), openings, closing)
+    stop = end_of_invalid_call(text, max(body, read), openings, closing)
     raw = text[body:stop].removesuffix(closing)
     closed = len(raw) < stop - body
-    return [invalid_call(raw, why if closed else f"no closing {closing}", name)], stop
+    return [invalid_call(raw, why if closed else f"missing closing {closing}", name)], stop
 
 
 def limit_calls(calls: list[ToolCall]) -> list[ToolCall]:
-    """Return the calls of a turn, with one error in place of all calls beyond `MAX_CALLS`."""
+    """Return the calls of a turn, with one error in place of all calls after `MAX_CALLS`."""
     if len(calls) <= MAX_CALLS:
         return calls
     return [*calls[:MAX_CALLS], ToolCall("", "", error=f"more than {MAX_CALLS} calls in one turn")]
 
 
-def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str) -> int:
-    """Where a call ends that cannot be read: behind its closing tag, or where it was abandoned.
+def end_of_invalid_call(text: str, start: int, openings: tuple[str, ...], closing: str) -> int:
+    """Return the end of an invalid call: its closing tag, or the next tag that begins another call.
 
     Args:
         text: one assistant turn.
-        start: where the call's body begins, behind its opening tag.
-        openings: the tags a call may begin with: the next one abandons this call.
+        start: where the text of the call begins, after its opening tag.
+        openings: the tags that a call may begin with.
         closing: the tag that a call ends with.
     """
     close = text.find(closing, start)
@@ -133,18 +139,20 @@ def end_of_broken(text: str, start: int, openings: tuple[str, ...], closing: str
 
 
 def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
-    """What a turn says besides its thoughts, for formats in which a whole turn is the call.
+    """Return a turn without its thoughts, for formats in which the whole turn is the call.
 
     Args:
         text: one assistant turn.
-        end_of_calls: where the calls that begin at a place end, or something smaller where none
-            does: a tag before that end is their text.
+        end_of_calls: returns the end of the calls that begin at an index, or a smaller number if
+            there are none. A tag before that end is text of the calls.
 
     Returns:
-        The calls before a thought, if any, and what follows it; nothing behind a thought that is
-        never closed.
+        The calls before a thought, if any, and the text after it; no text after a thought that is
+        not closed.
     """
-    for past in range(MAX_CALLS):  # thoughts so far; only the first can begin in the prompt
+    for past in range(
+        MAX_CALLS
+    ):  # the number of thoughts so far; only the first can begin in the prompt
         begin, end = text.find(THINK_START), text.find(THINK_END)
         if begin < 0 and (end < 0 or past):
             return text
@@ -162,9 +170,9 @@ def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
 
 
 def with_spans_of_turn(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
-    """Calls that were read in `remove_thoughts` a turn, their spans as of the turn.
+    """Return calls from the text of `remove_thoughts` with their spans in the turn.
 
-    None where the answer was put together of what stood before a thought and what came after it.
+    The spans are None if the answer was joined from the texts before and after a thought.
     """
     if turn.endswith(answer):
         return shift_spans(calls, len(turn) - len(answer))
@@ -174,7 +182,7 @@ def with_spans_of_turn(calls: list[ToolCall], turn: str, answer: str) -> list[To
 
 
 def shift_spans(calls: list[ToolCall], by: int) -> list[ToolCall]:
-    """Return calls whose spans are moved by so many characters."""
+    """Return calls with their spans moved by some characters."""
     if not by:
         return calls
     return [
@@ -184,7 +192,7 @@ def shift_spans(calls: list[ToolCall], by: int) -> list[ToolCall]:
 
 
 def first_tag(text: str) -> int:
-    """Return where the first `<think>` or `</think>` begins, or the end of the text."""
+    """Return the start of the first `<think>` or `</think>`, or the end of the text."""
     return find_start(any_tag((THINK_START, THINK_END)), text, 0)
 
 

@@ -1,4 +1,4 @@
-"""Formats that write values between XML-like tags: GLM, Qwen3-Coder, Muse and others."""
+"""Formats with values between XML-like tags: GLM, Qwen3-Coder, Muse and others."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def _read_values(
     closing: str,
     follows: re.Pattern[str] | None,
 ) -> tuple[dict[str, str], str, int]:
-    """Return the values of one call by key, what is wrong or "", and where reading ended.
+    """Return the values of one call by key, the error or "", and where reading ended.
 
     Args:
         text: the turn.
-        position: behind the call's name.
-        key: an argument's key, group 1, up to where its value begins.
-        end: what ends a value: `closing`, or a tag that shows that it is missing.
-        closing: the tag behind a value.
-        follows: matches what stands behind a value that certainly ends there, although `closing`
-            is missing; None if that is never certain.
+        position: the end of the call's name.
+        key: a pattern of an argument's key (group 1) up to the start of its value.
+        end: a pattern of `closing`, and of the tags that show that it is missing.
+        closing: the tag after a value.
+        follows: a pattern of text that only follows a complete value, so that a value without
+            `closing` ends there; None if the format has no such text.
     """
     values: dict[str, str] = {}
     while pair := key.match(text, position):
         name, begin = pair[1].strip(), pair.end()
-        found = end.search(text, begin)
-        if found and found[0] == closing:
-            stop, after = found.span()
+        match = end.search(text, begin)
+        if match and match[0] == closing:
+            stop, after = match.span()
         else:
             following = follows.search(text, begin) if follows else None
             stop = after = following.start() if following else 0
-            # A closing tag that is misspelled would become part of the value.
+            # Otherwise a misspelled closing tag would become part of the value.
             is_certain = following and text.find(closing[:-1], begin, stop) < 0
-            if not is_certain or (found and found.start() < stop):
-                return values, f"no {closing} for {name[:80]}", position
+            if not is_certain or (match and match.start() < stop):
+                return values, f"missing {closing} for argument {name[:80]}", position
         position, value = after, text[begin:stop]
         if name in values:
-            return values, f"argument {name[:80]} is given twice", position
+            return values, f"duplicate argument {name[:80]}", position
         if not is_valid_unicode(value + name):
             return values, "lone surrogate", position
         values[name] = value
@@ -79,24 +79,24 @@ def tagged_call(
     tail: str = "",
     follows: str = "",
 ) -> ReadCall:
-    """Return a reader of calls whose values stand between tags.
+    """Return a reader of calls with values between tags.
 
-    Nothing escapes a value, so it ends at the first closing tag. A value that holds the opening tag
-    of a value or of a call is an error: more likely a closing tag is missing, and the next value
-    would become part of this one. Other tags within a value are text, and so is all space.
+    Values have no escapes, so a value ends at the first closing tag. A value that contains the
+    opening tag of a value or of a call is an error: probably a closing tag is missing, and the next
+    value would become part of this one. Other tags and all white space are text of the value.
 
     Args:
-        form: how a call is written, for its errors.
+        form: an example of a call, for error messages.
         head: a pattern of the call's opening tag and name; group 1 is the name.
-        key: a pattern of what begins a value; group 1 is its key.
+        key: a pattern of the opening tag of a value; group 1 is its key.
         openings: the opening tags of values and of calls.
-        value_end: the tag behind a value.
-        call_end: the tag behind the call.
-        values: makes the arguments of the texts by key; it raises ValueError if it cannot.
-        takes_json: whether the arguments may be one JSON object instead, and a call without
-            arguments one tag.
-        tail: a pattern of what ends the call; "": the tag `call_end`.
-        follows: a pattern of what stands behind a value whose closing tag is missing; "": none.
+        value_end: the closing tag of a value.
+        call_end: the closing tag of the call.
+        values: converts the texts by key to arguments; it raises `ValueError` for invalid texts.
+        takes_json: whether the arguments may be one JSON object, and a call without arguments may
+            be a single tag.
+        tail: a pattern of the end of the call; "" for the tag `call_end`.
+        follows: a pattern of the text after a value without closing tag; "" for none.
     """
     head_pattern, key_pattern = re.compile(head), re.compile(r"\s*" + key)
     end_pattern = any_tag((value_end, *openings))
@@ -104,36 +104,40 @@ def tagged_call(
     follows_pattern = re.compile(follows) if follows else None
 
     def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
-        found = head_pattern.match(text, start)
-        if not found:
-            return invalid_call("", f"no tool name; the form of a call is {form}"), start, False
-        name = found[1] if is_valid_unicode(found[1]) else ""
-        if takes_json and found[0].endswith("/>"):
-            return ToolCall(name, {}), found.end(), True
-        body = skip_space(text, found.end())
+        match = head_pattern.match(text, start)
+        if not match:
+            return (
+                invalid_call("", f"missing tool name; expected {form}"),
+                start,
+                False,
+            )
+        name = match[1] if is_valid_unicode(match[1]) else ""
+        if takes_json and match[0].endswith("/>"):
+            return ToolCall(name, {}), match.end(), True
+        body = skip_space(text, match.end())
         if takes_json and text.startswith("{", body):
             end = end_of_object(text, body)
             closed = tail_pattern.match(text, end) if end else None
             if closed:
                 return read_arguments(name, text[body:end]), closed.end(), True
             return (
-                invalid_call("", "the arguments are not one JSON object", name),
+                invalid_call("", "the arguments must be one JSON object", name),
                 end or body,
                 False,
             )
         texts, why, position = _read_values(
-            text, found.end(), key_pattern, end_pattern, value_end, follows_pattern
+            text, match.end(), key_pattern, end_pattern, value_end, follows_pattern
         )
         closed = None if why else tail_pattern.match(text, position)
         if not closed:
-            why = why or f"the form of a call is {form}"
+            why = why or f"expected {form}"
             return invalid_call("", why, name), position, False
         if not name:
             return invalid_call(text[start : closed.end()], "lone surrogate"), closed.end(), True
         try:
             return ToolCall(name, values(texts)), closed.end(), True
         except ValueError as e:
-            return invalid_call(text[found.end() : position], str(e), name), closed.end(), True
+            return invalid_call(text[match.end() : position], str(e), name), closed.end(), True
 
     return read
 
@@ -150,7 +154,7 @@ parse_minimax_m2 = Sections(
         "</invoke>",
     ),
 )
-"""MiniMax-M2; all values are strings (`typed`).
+"""The format of MiniMax-M2. All values are strings (see `cast_arguments`).
 
     <minimax:tool_call>
     <invoke name="calculator">
@@ -172,7 +176,7 @@ parse_seed_oss = Sections(
     ),
     thought=("<seed:think>", "</seed:think>"),
 )
-"""Seed-OSS; all values are strings (`typed`).
+"""The format of Seed-OSS. All values are strings (see `cast_arguments`).
 
     <seed:tool_call>
     <function=calculator>
@@ -203,23 +207,23 @@ def _dsml(section: str) -> Sections:
 
 
 def _by_attribute(texts: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of DSML's values, each with its attribute behind its key.
+    """Convert DSML's values, whose keys end with the attribute `string`.
 
     Raises:
-        ValueError: a value that should be JSON is not, or a key is given twice.
+        ValueError: if a value is invalid JSON, or if a key is a duplicate.
     """
     arguments: dict[str, Any] = {}
     for key, text in texts.items():
         name, _, is_string = key.partition('" string="')
         if name in arguments:
-            raise ValueError(f"argument {name[:80]} is given twice")
+            raise ValueError(f"duplicate argument {name[:80]}")
         if is_string == "true":
             arguments[name] = text
             continue
         try:
             arguments[name] = orjson.loads(text)
         except orjson.JSONDecodeError as e:
-            why = f'argument {name[:80]} has string="false" and is not JSON: {str(e)[:120]}'
+            why = f'argument {name[:80]} has string="false" and is invalid JSON: {str(e)[:120]}'
             raise ValueError(why) from None
         if why := find_loss(text, arguments[name]):
             raise ValueError(f"argument {name[:80]}: {why}")
@@ -227,7 +231,7 @@ def _by_attribute(texts: dict[str, str]) -> dict[str, Any]:
 
 
 parse_deepseek_v32 = _dsml("function_calls")
-"""DeepSeek V3.2. The attribute `string` says whether a value is text or JSON.
+"""The format of DeepSeek V3.2. The attribute `string` says whether a value is text or JSON.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="calculator">
@@ -242,7 +246,7 @@ the models often leave out the section's tags, and `｜DSML｜` is a token of it
 """
 
 parse_deepseek_v4 = _dsml("tool_calls")
-"""DeepSeek V4: as V3.2, between `<｜DSML｜tool_calls>` and `</｜DSML｜tool_calls>`."""
+"""The format of DeepSeek V4: as V3.2, but between tags named `｜DSML｜tool_calls`."""
 
 _SUFFIX = ":opensource"
 
@@ -257,7 +261,7 @@ def parse_hunyuan(text: str) -> list[ToolCall]:
         </tool_call>
         </tool_calls>
 
-    All values are strings (`typed`). In the published vocabulary every tag ends with
+    All values are strings (see `cast_arguments`). In the published vocabulary every tag ends with
     `:opensource>`. Later models leave out `<tool_sep>`.
     """
     return _hunyuan(_SUFFIX if f"{_SUFFIX}>" in text else "")(text)
@@ -299,16 +303,16 @@ _GLM = tagged_call(
 
 
 def parse_glm(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in GLM's format; all values are strings (`typed`).
+    """Return the calls of one assistant turn in GLM's format. All values are strings.
 
         <tool_call>calculator
         <arg_key>expression</arg_key>
         <arg_value>3*4</arg_value>
         </tool_call>
 
-    Nothing escapes a value, so it ends at the first `</arg_value>`. A value that holds one of the
-    format's opening tags is an error: more likely a closing tag is missing, and what comes next
-    would be swallowed. Other tags within a value are text, and so is all space.
+    Values have no escapes, so a value ends at the first `</arg_value>`. A value that contains one
+    of the format's opening tags is an error: probably a closing tag is missing. Other tags and all
+    white space are text of the value.
     """
     return read_calls(text, (_OPEN,), _CLOSE, _glm_call)
 
@@ -319,7 +323,7 @@ def _glm_call(text: str, start: int) -> tuple[list[ToolCall], int]:
 
 
 def _broken(text: str, start: int, call: ToolCall, read: int) -> tuple[list[ToolCall], int]:
-    """Return the error of the call whose `<tool_call>` stands at `start`."""
+    """Return the error of the call whose `<tool_call>` is at `start`."""
     body = start + len(_OPEN)
     return invalid_call_at(text, body, (_OPEN,), _CLOSE, call.error, call.name, read)
 
@@ -337,18 +341,18 @@ def _qwen(head: str, tail: str) -> ReadCall:
         _FUNCTION_END,
         lambda texts: {k: v.removeprefix("\n").removesuffix("\n") for k, v in texts.items()},
         tail=tail,
-        # Templates write these on lines of their own, so a value ends before such a line.
+        # Templates write these tags on separate lines, so a value ends before such a line.
         follows=r"(?<=\n)(?:<parameter=[^<>\n]+>|</function>\s*</tool_call>)",
     )
 
 
-# What follows may be the next call: then the closing tag is missing.
+# If the next call follows, the closing tag is missing.
 _QWEN = _qwen(r"<tool_call>\s*", r"</function>\s*(?:</tool_call>|(?=<tool_call>))")
 _QWEN_BARE = _qwen("", r"</function>(?:\s*</tool_call>)?")
 
 
 def parse_qwen3_coder(text: str) -> list[ToolCall]:
-    """The calls of one assistant turn in Qwen3-Coder's format; all values are strings (`typed`).
+    """Return the calls of one assistant turn in Qwen3-Coder's format. All values are strings.
 
         <tool_call>
         <function=calculator>
@@ -358,13 +362,12 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
         </function>
         </tool_call>
 
-    Models of this family leave out tags. A call without `<tool_call>` is read: it stands between
-    `<function=NAME>` and `</function>`. A value without `</parameter>` is read, too, if the next
-    parameter or the end of the call stands on a line of its own.
-    Nothing escapes a value, so it ends at the first `</parameter>`. A value that holds
-    `<parameter=` or `<function=` within a line is an error, because a closing tag may be missing
-    there. Other tags within a value are text. One line break at either end belongs to the format,
-    further ones to the value.
+    Models of this family leave out tags. A call without `<tool_call>` counts; it is between
+    `<function=NAME>` and `</function>`. A value without `</parameter>` counts, too, if the next
+    parameter or the end of the call is on a separate line. Values have no escapes, so a value ends
+    at the first `</parameter>`. A value with `<parameter=` or `<function=` within a line is an
+    error, because a closing tag may be missing. Other tags are text of the value. One line break at
+    each end belongs to the format, further ones to the value.
     """
     return read_calls(text, (_OPEN, _FUNCTION), _CLOSE, _qwen_call)
 
@@ -376,7 +379,7 @@ def _qwen_call(text: str, start: int) -> tuple[list[ToolCall], int]:
         return [call], position
     if not is_bare:
         return _broken(text, start, call, position)
-    why = f"no {_OPEN} before {_FUNCTION}NAME>"
+    why = f"missing {_OPEN} before {_FUNCTION}NAME>"
     return invalid_call_at(
         text, start + len(_FUNCTION), (_OPEN, _FUNCTION), _FUNCTION_END, why, read=start
     )
@@ -403,12 +406,12 @@ _MUSE_CALLS = Sections(
         "</atem:parameter>",
         _CALL[1],
     ),
-    thought=(_END, _TURN_END),  # a broken call ends with its message
+    thought=(_END, _TURN_END),  # an invalid call ends with its message
 )
 
 
 def parse_muse(text: str) -> list[ToolCall]:
-    """Return the calls of one assistant turn of Muse, which goes on behind `<|start|>assistant`.
+    """Return the calls of one assistant turn of Muse, which continues `<|start|>assistant`.
 
          to=self<|message|>A product.<|eom|><|start|>assistant to=calculator<|message|>
         <atem:function_calls>
@@ -417,43 +420,48 @@ def parse_muse(text: str) -> list[ToolCall]:
         </atem:invoke>
         </atem:function_calls>
 
-    All values are strings (`typed`). A message to `self` is a thought, and a message to `user` or
-    `commentary` is text: no call stands in them. A message to anybody else must hold a call. The
-    template announces recipients as `calculator.*`, so models also write `calculator.calculator`,
-    which names the same tool.
+    All values are strings (see `cast_arguments`). A message to `self` is a thought, and a message
+    to `user` or `commentary` is text; calls in them do not count. A message to any other recipient
+    must contain a call. The template lists recipients as `calculator.*`, so models also write
+    `calculator.calculator`, which is the same tool.
     """
     calls: list[ToolCall] = []
-    recipient, header, position = "", 0, 0  # "": in the header that begins at `header`
+    recipient, header, position = "", 0, 0  # recipient "": the header begins at `header`
     has_called = True
     while len(calls) <= MAX_CALLS and (tag := _MUSE_TAG.search(text, position)):
         position = tag.end()
         if tag[0] == _MESSAGE and not recipient:
-            found = _RECIPIENT.fullmatch(text[header : tag.start()])
-            recipient, header = found[1] if found else _NOBODY, position
+            match = _RECIPIENT.fullmatch(text[header : tag.start()])
+            recipient, header = match[1] if match else _NOBODY, position
             has_called = recipient in (*_PROSE, _NOBODY)
         elif tag[0] in (_END, _TURN_END) or (tag[0] == _START and not recipient):
             if not has_called:
                 calls.append(_no_call(text, header, tag.start(), recipient))
             recipient, header, has_called = "", position, True
         elif tag[0] in (_SECTION[0], _CALL[0]) and recipient not in _PROSE:
-            found, position = _MUSE_CALLS.read_section(text, tag.start())
+            more, position = _MUSE_CALLS.read_section(text, tag.start())
             if recipient in ("", _NOBODY):
-                raw, why = text[tag.start() : position], f"no to=NAME{_MESSAGE} before {tag[0]}"
-                found = [invalid_call(raw, why, found[0].name)]
-            calls += [with_span(_once(call), tag.start(), position) for call in found]
+                raw, why = (
+                    text[tag.start() : position],
+                    f"missing to=NAME{_MESSAGE} before {tag[0]}",
+                )
+                more = [invalid_call(raw, why, more[0].name)]
+            calls += [
+                with_span(_without_repeated_name(call), tag.start(), position) for call in more
+            ]
             has_called = True
     if not has_called:
         calls.append(_no_call(text, header, len(text), recipient))
     return limit_calls(calls)
 
 
-def _once(call: ToolCall) -> ToolCall:
-    """Return the call by its tool's name where the name is written twice."""
+def _without_repeated_name(call: ToolCall) -> ToolCall:
+    """Return a call whose tool name is written twice with the name once."""
     half = len(call.name) // 2
     name = call.name[:half]
     return replace(call, name=name) if name and call.name == f"{name}.{name}" else call
 
 
 def _no_call(text: str, start: int, end: int, recipient: str) -> ToolCall:
-    why = f"no {_SECTION[0]} in the message to {recipient[:80]}"
+    why = f"missing {_SECTION[0]} in the message to {recipient[:80]}"
     return with_span(invalid_call(text[start:end], why), start, end)

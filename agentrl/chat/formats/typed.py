@@ -1,4 +1,4 @@
-"""Types for the values of formats that write all of them as text."""
+"""Convert the values of formats that write all values as text."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ _FITS: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "null": (type(None),),
 }
-# Schemas that were written by hand name types as Python and C do.
+# Hand-written schemas use the type names of Python and C.
 _OTHER_NAMES = {"int": "integer", "float": "number", "double": "number", "bool": "boolean",
                 "dict": "object", "list": "array", "str": "string"}  # fmt: skip
 _COMBINATIONS = ("allOf", "anyOf", "oneOf")
-# Chat templates are Jinja, which writes these as Python does; the models learn it from them.
+# Jinja templates write these words as Python does, and models learn them from templates.
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
 def cast_arguments(
     calls: Sequence[ToolCall], schemas: Sequence[Mapping[str, Any]]
 ) -> list[ToolCall]:
-    """Return the calls with the values that their tools' schemas ask for.
+    """Convert the values of calls to the types of their tools' schemas.
 
-    A text is read as JSON if its schema wants an integer, number, boolean, object, array or null
-    and no string. Lists and dictionaries may also be written as Python writes them, and `3.0` is an
-    integer if the schema wants no other number. A text that does not become such a value stays a
-    text, so that the validation of the arguments says what is wrong with it. A text without a
-    schema stays a text.
+    A text is parsed as JSON if its schema has the type integer, number, boolean, object, array or
+    null, and not string. Lists and dictionaries may also have Python's syntax, and `3.0` becomes an
+    integer if the schema has no type number. A text that cannot be converted stays a text, and the
+    validation of the arguments reports it. A text without a schema stays a text.
 
     Args:
-        calls: as `parse_qwen3_coder`, `parse_glm` and `parse_llama_pythonic` return them.
-        schemas: the tools, as chat templates get them.
+        calls: the calls from `parse_qwen3_coder`, `parse_glm`, `parse_llama_pythonic` and others.
+        schemas: the schemas of the tools in the prompt.
     """
     functions = (schema.get("function", schema) for schema in schemas)
     parameters = {f.get("name"): _mapping(f.get("parameters")) for f in functions}
@@ -65,8 +64,8 @@ def _parameter(name: str, schema: Mapping[str, Any]) -> Any:
     """Return the schema of a parameter, or None if the parameter is unknown.
 
     Args:
-        name: of the parameter.
-        schema: of all parameters, an object or a combination of objects.
+        name: the name of the parameter.
+        schema: the schema of all parameters, an object or a combination of objects.
     """
     properties = _mapping(schema.get("properties"))
     if name in properties:
@@ -83,33 +82,33 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _types(
     schema: Any, root: Mapping[str, Any], known: dict[str, set[str]] | None = None
 ) -> set[str]:
-    """Return the JSON types that a value may have; empty where the schema does not say.
+    """Return the JSON types that a value may have; an empty set if the schema does not say.
 
     Args:
-        schema: of the value.
-        root: what references in it point into.
-        known: the types of references that were followed; one that leads to itself has none.
+        schema: the schema of the value.
+        root: the schema that references point into.
+        known: the types of the references so far. A reference to itself has no types.
     """
     schema, known = _mapping(schema), {} if known is None else known
     types = schema.get("type") or ()
-    found = {_OTHER_NAMES.get(t, t) for t in ((types,) if isinstance(types, str) else types)}
-    if not found and schema.get("enum"):
-        found = {_type_of(value) for value in schema["enum"]}
-    if not found and schema.get("const") is not None:
-        found = {_type_of(schema["const"])}
+    names = {_OTHER_NAMES.get(t, t) for t in ((types,) if isinstance(types, str) else types)}
+    if not names and schema.get("enum"):
+        names = {_type_of(value) for value in schema["enum"]}
+    if not names and schema.get("const") is not None:
+        names = {_type_of(schema["const"])}
     reference = schema.get("$ref")
-    if not found and isinstance(reference, str):
+    if not names and isinstance(reference, str):
         if reference not in known:
             known[reference] = set()
             known[reference] = _types(_referred(reference, root), root, known)
-        found = set(known[reference])
+        names = set(known[reference])
     for part in schema.get("allOf") or ():
-        found = found or _types(part, root, known)
-    # Without a type beside the choices, one that does not name a type may well be a text.
-    unnamed = set() if found else {"string"}
+        names = names or _types(part, root, known)
+    # If there is no other type, a choice without a type may be a string.
+    unnamed = set() if names else {"string"}
     for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        found |= _types(choice, root, known) or unnamed
-    return found
+        names |= _types(choice, root, known) or unnamed
+    return names
 
 
 def _type_of(value: Any) -> str:
@@ -137,7 +136,7 @@ def _value(text: str, types: set[str]) -> Any:
     else:
         try:
             value = _json_or_literal(stripped)
-        except ValueError:  # lone surrogates are one, too
+        except ValueError:  # UnicodeEncodeError (lone surrogates) is a ValueError, too
             return text
     if isinstance(value, float) and "integer" in types and "number" not in types:
         value = _integer(value, stripped)
@@ -151,8 +150,8 @@ def _integer(value: float, text: str) -> float | int:
     """Return `3.0` as 3, which JSON schema calls the same, and other numbers as they are.
 
     Args:
-        value: as it was read, rounded.
-        text: as it was written.
+        value: the parsed number, which may be rounded.
+        text: the text of the number.
     """
     if not value.is_integer() or abs(value) >= 2**53:
         return value
@@ -163,10 +162,10 @@ def _integer(value: float, text: str) -> float | int:
 
 
 def _json_or_literal(text: str) -> Any:
-    """Return the value that a text holds.
+    """Parse a text as JSON, or as a list or dictionary in Python's syntax.
 
     Raises:
-        ValueError: it is neither JSON nor a list or dictionary of Python's, or JSON lost a part.
+        ValueError: if it is neither, or if parsing would lose a part of it.
     """
     try:
         value = orjson.loads(text)
