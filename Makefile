@@ -36,7 +36,7 @@ test: setup  ## the tests, all but `slow`, `gpu` and `vllm`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(PYTEST_ARGS)
 
 test-all: setup  ## the tests, all but `gpu` and `vllm`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

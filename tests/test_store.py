@@ -11,8 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentrl.errors import DataError, RunStopped
 from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
@@ -364,7 +365,7 @@ groups = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(groups, max_size=2))
 def test_any_trajectory_survives_the_way_to_the_disk_and_back(written):
     with tempfile.TemporaryDirectory() as folder:

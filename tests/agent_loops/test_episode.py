@@ -3,8 +3,9 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
@@ -305,7 +306,7 @@ class Babbler:
         )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 10**6))
 def test_whatever_is_sampled_the_row_is_what_the_engine_saw(seed):
     engine = Babbler(random.Random(seed))

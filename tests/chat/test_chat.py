@@ -3,9 +3,10 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.any_template import tokenizer_for
+from support.examples import examples
 from support.template_outcomes import CLOSE, SPACED
 
 from agentrl.chat import ChatTemplate, parse_hermes, parse_react
@@ -102,7 +103,7 @@ def test_a_turn_stopped_by_a_text_is_closed_by_the_template(template):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(
         st.sampled_from(
@@ -251,7 +252,7 @@ def test_parsing_takes_linear_time(unit):
     assert seconds(100_000 // len(unit)) < 0.05
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "c"', "}", '"', "\\", "[",
                                  "<think>", "</think>", "\n", "Action:", "Action Input:", "é"]),
                 max_size=30).map("".join))  # fmt: skip

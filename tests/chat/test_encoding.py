@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.families import FAMILIES, control_tokens, family_names, family_tokenizer
 from support.family_chats import CACHED, as_decoded, broken, chat, control_of
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -217,7 +218,7 @@ def test_attempts_are_counted(name):
 
 
 @families
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):
     """Also half characters, and ids that there are not."""
@@ -241,7 +242,7 @@ words = pytest.mark.parametrize(
 
 
 @words
-@settings(max_examples=150)
+@examples(150)
 @given(text=anything)
 def test_the_cache_is_the_tokenizer(name, text):
     warm = chat(name).encoder

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.calls_in_jinja import PYTHONIC, with_calls
+from support.examples import examples
 from support.families import family_tokenizer
 from support.storable_calls import assert_storable
 
@@ -179,7 +180,7 @@ def exactly(calls):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_what_was_rendered_is_read_exactly(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -188,7 +189,7 @@ def test_what_was_rendered_is_read_exactly(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -207,7 +208,7 @@ def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.one_of(st.text(max_size=50), st.lists(st.sampled_from(FRAGMENTS), max_size=40)
                       .map("".join)))  # fmt: skip
 def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
@@ -217,7 +218,7 @@ def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_no_thought_is_a_call(name, data):
     marks = ("</think>", "<|python_")  # which could end the thought, or begin a call in prose
@@ -238,7 +239,7 @@ BAD = (
 
 
 @pytest.mark.parametrize("name", TAGGED)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_good_calls_next_to_bad_ones_are_kept(name, data):
     calls = data.draw(lists_of_calls(name))

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.family_calls import (
     DSML,
     OPENAI,
@@ -324,7 +325,7 @@ EVERY_FORMAT = pytest.mark.parametrize("name", RENDER)
 
 
 @EVERY_FORMAT
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_what_was_rendered_is_read_exactly(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -342,7 +343,7 @@ def test_what_was_rendered_is_read_exactly(name, data):
 
 
 @EVERY_FORMAT
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(data=st.data())
 def test_a_turn_cut_anywhere_has_whole_calls_or_errors(name, data):
     calls = data.draw(lists_of_calls(name))
@@ -359,7 +360,7 @@ def test_a_turn_cut_anywhere_has_whole_calls_or_errors(name, data):
 
 
 @EVERY_FORMAT
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(text=st.text(max_size=50) | st.lists(st.sampled_from((*FRAGMENTS, "\ud800")), max_size=30)
        .map("".join))  # fmt: skip
 def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
@@ -372,7 +373,7 @@ def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
 
 
 @EVERY_FORMAT
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_no_thought_is_a_call(name, data):
     think, end = THINK[name]
@@ -392,7 +393,7 @@ def test_no_thought_is_a_call(name, data):
 
 
 @EVERY_FORMAT
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
     pieces = st.sampled_from(FRAGMENTS)

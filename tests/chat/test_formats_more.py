@@ -8,8 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.storable_calls import assert_storable
 
 from agentrl.chat.formats.gemma import parse_gemma
@@ -76,7 +77,7 @@ def test_hostile_turns(name, case):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 def test_no_text_raises_or_loses_its_errors(name, data):
     pieces = st.sampled_from(FRAGMENTS[name] + COMMON) | st.text(max_size=4)
@@ -87,7 +88,7 @@ def test_no_text_raises_or_loses_its_errors(name, data):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
     pieces = st.sampled_from(FRAGMENTS[name] + COMMON[:-1])
@@ -238,7 +239,7 @@ def exact(calls):
 
 
 @EVERY_RENDERER
-@settings(max_examples=80)
+@examples(80)
 @given(calls=CALLS, thought=THOUGHTS)
 def test_valid_calls_come_back_exactly(render, parse, opening, calls, thought):
     parsed = parse(render(calls, thought))
@@ -249,7 +250,7 @@ def test_valid_calls_come_back_exactly(render, parse, opening, calls, thought):
 
 
 @EVERY_RENDERER
-@settings(max_examples=25)
+@examples(25)
 @given(calls=CALLS, thought=THOUGHTS)
 def test_a_turn_cut_anywhere_has_whole_calls_or_errors(render, parse, opening, calls, thought):
     text = render(calls, thought)

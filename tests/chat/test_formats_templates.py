@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import trl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from support.examples import examples
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.chat.formats import FORMATS, cast_arguments
@@ -180,7 +181,7 @@ def schemas_of(calls: list[Call]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", with_calls())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_what_a_template_writes_is_read_exactly(template: str, data: st.DataObject):
     calls = data.draw(lists_of_calls(template))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.families import FAMILIES, TOOLS, family_names, family_tokenizer
 from support.family_chats import chat, control_of
 
@@ -104,7 +105,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
 
 
 @families
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_what_was_sampled_stands_in_its_place_and_turns_are_closed_once(name, data):
     """Oracle A: a row is prompt + ids + delta + ids + delta ..."""
@@ -134,7 +135,7 @@ def test_what_was_sampled_stands_in_its_place_and_turns_are_closed_once(name, da
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_a_row_is_the_rendered_conversation(name, data):
     """Oracle B, where a template is append-only: nothing else would be shown at inference."""
@@ -174,7 +175,7 @@ def proven(name: str) -> list[tuple[Role, ...]]:
 
 
 @families
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_shapes_of_any_kind_are_as_those_of_the_proof(name, data):
     """Calls as the template writes them: what holds in a few shapes holds in others."""
@@ -188,7 +189,7 @@ def test_shapes_of_any_kind_are_as_those_of_the_proof(name, data):
 
 
 @pytest.mark.parametrize("name", THINKING)
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_a_stripped_row_is_the_rendered_conversation(name, data):
     """With thoughts in the turns: what the template drops of them is dropped, and no more."""

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.updates import update
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -430,7 +431,7 @@ def columns(
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_top_k_and_top_p_narrow_the_support_and_nothing_else(logits, temperature, top_k, top_p):
     n = 400
     u = np.linspace(0, 1, n, endpoint=False)
@@ -516,7 +517,7 @@ SCRIPT = st.lists(
 
 
 @given(script=SCRIPT, slots=st.integers(1, 5), order=st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_schedule_is_a_function_of_episodes_and_turns(script, slots, order):
     calm = [log_of_schedule(script, slots, None), log_of_schedule(script, slots, order)]
     assert calm[0] == calm[1]

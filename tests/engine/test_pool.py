@@ -7,9 +7,10 @@ import time
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from support.examples import examples
 from support.pool_world import PROMPT, QUICK, Site, World
 
 from agentrl.engine.base import Sampling
@@ -709,7 +710,7 @@ def test_a_breaker_waits_longer_and_longer_until_a_request_is_answered():
 FAULTS = ("die", "hang", "fail", "full", "claim", "refuse", "sleep", "publish", "wait")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     ours=st.booleans(),
     n=st.integers(1, 3),

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from support.examples import examples
 
 from agentrl import registry
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserError
@@ -101,7 +102,7 @@ a b . \d \w \s [a-c] [^a] [[a] [a&&b] [a--b] {e} {e<=1} {i} {1,2} {,2} {2} {} {,
 TEXTS = ("", "a", "b", "ab", "a\n", "{", "}", "{e}", "a{e}", "[]", "a&b", "a-b", "é", "1 2")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.sampled_from(PARTS.split()), min_size=1, max_size=4).map("".join))
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_patterns_mean_what_they_mean_to_re(pattern):

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.learner_world import config
 from support.rollout_worlds import WORLDS, Rollout, laid_out
 from torch import Tensor
@@ -55,7 +56,7 @@ def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
     white=st.sampled_from(["", "advantages", "rewards"]),
     size=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, white, size):
     keys = {
         "algorithm__adv_estimator": estimator,
@@ -83,7 +84,7 @@ def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, wh
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(world=WORLDS, mode=st.sampled_from(MODES))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rollouts_that_do_not_train_might_as_well_not_be_there(estimator, world, mode):
     keys = {"algorithm__adv_estimator": estimator, "algorithm__loss_agg_mode": mode}
     survivors = [[r for r in members if not r.masked] for members in world]
@@ -104,7 +105,7 @@ def test_rollouts_that_do_not_train_might_as_well_not_be_there(estimator, world,
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(world=WORLDS, seed=st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_order_within_a_group_does_not_matter(estimator, world, seed):
     rng = random.Random(seed)
     orders = [rng.sample(range(len(members)), len(members)) for members in world]

@@ -10,8 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentrl.trainer.curve import (
     MAX_POINTS,
@@ -134,7 +135,7 @@ def test_every_name_is_in_the_legend(tmp_path, name, recwarn):
     assert not recwarn.list
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(
         st.tuples(st.integers(0, 10**6), st.floats(allow_nan=True, allow_infinity=True)),

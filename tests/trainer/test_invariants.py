@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.given_world import learned, tagged
 from support.learner_world import config, group, scored, segment, turn
 from support.rollout_worlds import WORLDS, laid_out
@@ -120,7 +121,7 @@ def update(
     keys=KEYS,
     given_old=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_observations_change_no_bit_of_what_is_learned(
     estimator, loss, world, seed, filler, keys, given_old
 ):
@@ -181,7 +182,7 @@ def test_much_is_learned_from_such_a_batch(estimator):
     keys=KEYS,
     budget=st.integers(1, 40),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_how_rows_are_cut_into_micro_batches_changes_nothing(
     loss, estimator, world, seed, keys, budget
 ):

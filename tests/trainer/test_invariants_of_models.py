@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.learner_world import (
     VOCABULARY,
     as_sampled_by,
@@ -182,7 +183,7 @@ def test_positions_that_do_not_begin_anew_are_seen(batch):
 
 
 @given(st.integers(0, 999), st.integers(0, 7), st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_what_a_row_says_reaches_no_other_row(seed, changed, chance):
     """Its response's tokens are all others: rows before it and after it keep every bit."""
     batch = collate(random_groups(seed, groups=2, n=4), 31)
