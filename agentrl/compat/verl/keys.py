@@ -11,7 +11,7 @@ _TABLE = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text("utf-8")
 _RENAMED: dict[str, str] = _TABLE["renamed"]
 
 VERL_KEYS: dict[str, str] = {
-    **{key: f"Here: {ours}" for key, ours in _RENAMED.items()},
+    **{key: f"Use {ours}" for key, ours in _RENAMED.items()},
     **_TABLE["notes"],
 }
 """verl's dotted key -> what to do instead."""
@@ -33,16 +33,16 @@ def explain_key(path: str, mappings: Collection[str] = ()) -> str:
         below = f".{name}{below}"
     if above:
         own = below if _RENAMED.get(above) in mappings else ""
-        return f"verl's name. {VERL_KEYS[above]}{own}"
+        return f"this is verl's name. {VERL_KEYS[above]}{own}"
     if path.startswith(_SECTIONS):
-        return "verl's name, and nothing here does the same"
+        return "this is verl's name, and agentrl has no such setting"
     return ""
 
 
 def explain_value(path: str, value: object) -> str:
     """Return the message about a value that only verl has, under a key of both; else ""."""
     if path in ("trainer.save_freq", "trainer.test_freq") and value == -1:
-        return "verl's -1 is 0 here"
+        return "use 0 instead of verl's -1"
     if path == "trainer.logger" and "console" in (value if isinstance(value, list) else [value]):
-        return "the console is always on: leave it out"
+        return "the console is always on: remove it"
     return ""
