@@ -1,4 +1,4 @@
-"""A model and data from nothing: the arithmetic problems and the `tiny` model."""
+"""The arithmetic task and the `tiny` model, both of which are generated on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY_SETTINGS: dict[str, Any] = {
     "trainer.test_freq": 10,
     "trainer.save_freq": 50,
 }
-"""Config keys in place of their defaults for runs of the `tiny` model."""
+"""Defaults of config keys for runs of the `tiny` model."""
 
 
 def tiny_config(
@@ -27,17 +27,17 @@ def tiny_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a run of the `tiny` model, which is made on first use (a minute or two).
+    """Return the config of a run of the `tiny` model, which is trained on first use (1-2 minutes).
 
         Trainer(tiny_config(overrides=["data.train=rows.jsonl"])).run()
 
     Args:
         yaml_path: a YAML file of sections.
-        overrides: texts `a.b.c=1`; they win over the file.
-        flags: dotted key -> value; they win over the overrides.
+        overrides: texts `a.b.c=1`, which override the file.
+        flags: dotted key -> value, which override the overrides.
 
     Raises:
-        ConfigError: every mistake, as `load_config` says them.
+        ConfigError: it lists all mistakes, as in `load_config`.
     """
     flags = {**(flags or {}), "model.path": TINY}
     preset = tiny_settings(load_config(yaml_path, overrides, flags))
@@ -47,10 +47,10 @@ def tiny_config(
 
 
 def tiny_settings(config: Config) -> dict[str, Any]:
-    """Return `TINY_SETTINGS`, less the number of steps where a config asks for epochs."""
+    """Return `TINY_SETTINGS`, without the number of steps if the config sets epochs."""
     settings = dict(TINY_SETTINGS)
     if "total_epochs" in config.trainer.model_fields_set:
-        del settings["trainer.total_steps"]  # it would win
+        del settings["trainer.total_steps"]  # it would override the epochs
     return settings
 
 

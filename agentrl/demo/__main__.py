@@ -1,4 +1,4 @@
-"""`python -m agentrl.demo [FOLDER]`: write the files of datasets/ anew."""
+"""`python -m agentrl.demo [FOLDER]`: write the files of datasets/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.demo.arithmetic import SPLITS, split_rows
 
 
 def main() -> None:
-    """Write one file per split."""
+    """Write one file for each split."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "datasets")
     for split in SPLITS:
         path = folder / f"arithmetic_{split}.parquet"

@@ -1,13 +1,12 @@
-"""Word problems in the manner of GSM8K, for all three agent loops, from a seed.
+"""Word problems like those of GSM8K, for all three agent loops, generated from a seed.
 
-`tool_agent` and `react` rows ask for two operations, which the calculator does; `single_turn` rows
-ask to find one number in the text. Operands are 1 to 9, so that a model of half a million weights
-learns them in a minute.
+`tool_agent` and `react` rows need two operations, for which the model calls the calculator.
+`single_turn` rows ask for one number from the text. Operands are 1 to 9, so that a model of half a
+million parameters learns them in a minute.
 
-Every row carries two conversations to imitate: `gold`, which is right, and `trace`, which has bad
-habits in four of five rows: it guesses at once, stops after one call or takes a wrong operator. A
-model that imitates `trace` answers some problems and not others, which is what reinforcement
-learning needs.
+Every row has two conversations for imitation learning: `gold` is right; `trace` is wrong in four of
+five rows, because it guesses at once, stops after one call or uses a wrong operator. A model that
+imitates `trace` solves some of the problems, as reinforcement learning needs it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ DATA_SOURCE = "agentrl/arithmetic"
 LOOPS = ("single_turn", "tool_agent", "react")
 TOOL = "calculator"
 GOLD_SHARE = 0.2
-"""Share of the `trace` conversations that are right on purpose."""
+"""Share of the `trace` conversations that are copies of `gold`."""
 TALK_SHARE = 0.25
-"""Share of the tool_agent rows that have the gsm8k interaction."""
+"""Share of the tool_agent rows with the gsm8k interaction."""
 MAX_ATTEMPTS = 3
-"""How many answers that interaction hears."""
+"""Answers that this interaction accepts."""
 
 SYSTEM = {
     "single_turn": "Find the number. Answer with ####.",
@@ -46,11 +45,14 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A text about the numbers a, b, c; what (a first b) second c counts; what a, b and c count."""
+    """A text about the numbers a, b, c, the operators of the result, and questions for the numbers.
+
+    The result is `(a first_operator b) second_operator c`.
+    """
 
     text: str
     operators: tuple[str, str]
-    parts: tuple[str, str, str]
+    questions: tuple[str, str, str]
 
 
 STORIES = (
@@ -79,10 +81,10 @@ STORIES = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, its numbers, and the operators that lead from them to the answer.
+    """A question, its numbers, and the operators that give the answer.
 
     Example: `Problem("Tom has 3 bags of 4 nuts and finds 5 more. How many nuts in all?", (3, 4, 5),
-    ("*", "+"), 17)`. Without operators the question asks for one of the numbers.
+    ("*", "+"), 17)`. Without operators, the question asks for one of the numbers.
     """
 
     question: str
@@ -92,13 +94,13 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The answer as GSM8K writes it: `3*4=<<3*4=12>>12`, one line a step, then `#### 17`."""
+        """The solution in GSM8K's format: `3*4=<<3*4=12>>12` for each step, then `#### 17`."""
         steps = _steps(self.operands, self.operators)
         return "\n".join([*(f"{e}=<<{e}={v}>>{v}" for e, v in steps), f"#### {self.answer}"])
 
 
 def two_hops(rng: random.Random) -> Problem:
-    """A problem of two operations whose results are positive."""
+    """Return a problem of two operations with positive results."""
     story = rng.choice(STORIES)
     while True:
         a, b, c = operands = tuple(rng.randint(1, 9) for _ in range(3))
@@ -111,18 +113,18 @@ def two_hops(rng: random.Random) -> Problem:
 
 
 def look_up(rng: random.Random) -> Problem:
-    """A problem whose answer stands in the text, beside two other numbers."""
+    """Return a problem whose answer is one of the three numbers in the text."""
     story = rng.choice(STORIES)
     a, b, c = operands = tuple(rng.sample(range(1, 10), 3))
-    items, asked = rng.choice(ITEMS), rng.randrange(3)
+    items, index = rng.choice(ITEMS), rng.randrange(3)
     text = story.text.format(name=rng.choice(NAMES), items=items, a=a, b=b, c=c)
     return Problem(
-        f"{text} {story.parts[asked].format(items=items)}", operands, (), operands[asked]
+        f"{text} {story.questions[index].format(items=items)}", operands, (), operands[index]
     )
 
 
 def _steps(operands: Sequence[int], operators: Sequence[str]) -> list[tuple[str, int]]:
-    """Expressions and their values, each going on from the value before."""
+    """Return expressions and their values; each expression continues with the last value."""
     steps = []
     value = operands[0]
     for symbol, operand in zip(operators, operands[1:], strict=False):
@@ -132,18 +134,18 @@ def _steps(operands: Sequence[int], operators: Sequence[str]) -> list[tuple[str,
     return steps
 
 
-# -- what an assistant says -----------------------------------------------------------------------
+# -- assistant turns ------------------------------------------------------------------------------
 
 
 def gold(problem: Problem, loop: str) -> list[Message]:
-    """The right conversation after the prompt."""
+    """Return the right conversation after the prompt."""
     return _solve(problem, loop, problem.operators, problem.answer)
 
 
 def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -> list[Message]:
-    """A conversation after the prompt that is right in about one of five rows.
+    """Return a conversation after the prompt that is right in about one of five rows.
 
-    Where there is an interaction (`talk`), a wrong answer is called so, and tried again.
+    With an interaction (`talk`), a wrong answer gets a reply and another attempt.
     """
     messages = _attempt(problem, loop, rng)
     for _ in range(MAX_ATTEMPTS - 1 if talk else 0):
@@ -176,7 +178,7 @@ def _attempt(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
 def _solve(
     problem: Problem, loop: str, operators: Sequence[str], answer: int | None = None
 ) -> list[Message]:
-    """Call the calculator once for each operator, then give `answer`, or the last result."""
+    """Call the calculator for each operator, then answer with `answer` or the last result."""
     steps = _steps(problem.operands, operators)
     messages = [m for expression, value in steps for m in _call(loop, expression, str(value))]
     final = f"#### {steps[-1][1] if answer is None else answer}"
@@ -188,8 +190,8 @@ def _solve(
 def _call(loop: str, expression: str, result: str) -> tuple[Message, Message]:
     arguments = json.dumps({"expression": expression})
     if loop == "react":
-        said = f"Thought: I must compute.\nAction: {TOOL}\nAction Input: {arguments}\nObservation:"
-        return Message("assistant", said), Message("user", f"Observation: {result}")
+        text = f"Thought: I must compute.\nAction: {TOOL}\nAction Input: {arguments}\nObservation:"
+        return Message("assistant", text), Message("user", f"Observation: {result}")
     call = f'{{"name": "{TOOL}", "arguments": {arguments}}}'
     return Message("assistant", f"<tool_call>\n{call}\n</tool_call>"), Message("tool", result)
 
@@ -199,7 +201,7 @@ def _call(loop: str, expression: str, result: str) -> tuple[Message, Message]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A problem as a dataset row, and what an assistant may say to it."""
+    """A problem as a dataset row, with the conversations `gold` and `trace`."""
 
     sample: Sample
     problem: Problem
@@ -207,22 +209,22 @@ class Row:
     trace: tuple[Message, ...]
 
     def as_dict(self, split: str) -> dict[str, Any]:
-        """The row in verl's columns, which `agentrl.data` reads as `sample`."""
-        asked = self.sample
-        talk = {"name": asked.interaction, **asked.interaction_kwargs}
+        """Return the row with verl's columns, which `agentrl.data` reads as `sample`."""
+        sample = self.sample
+        talk = {"name": sample.interaction, **sample.interaction_kwargs}
         return {
-            "data_source": asked.data_source,
-            "prompt": [m.as_dict() for m in asked.prompt],
+            "data_source": sample.data_source,
+            "prompt": [m.as_dict() for m in sample.prompt],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": asked.ground_truth},
-            "agent_name": asked.agent_name,
+            "reward_model": {"style": "rule", "ground_truth": sample.ground_truth},
+            "agent_name": sample.agent_name,
             "extra_info": {
-                "index": asked.row,
+                "index": sample.row,
                 "split": split,
                 "question": self.problem.question,
                 "answer": self.problem.solution,
-                "tool_selection": list(asked.tools) or None,
-                "interaction_kwargs": json.dumps(talk) if asked.interaction else None,
+                "tool_selection": list(sample.tools) or None,
+                "interaction_kwargs": json.dumps(talk) if sample.interaction else None,
             },
             "gold": [m.as_dict() for m in self.gold],
             "trace": [m.as_dict() for m in self.trace],
@@ -232,7 +234,10 @@ class Row:
 def rows(
     seed: int, avoid: frozenset[str] = frozenset(), loops: Sequence[str] = LOOPS
 ) -> Iterator[Row]:
-    """Endless rows, the loops by turns; no question comes twice, and none of `avoid` at all."""
+    """Yield rows without end, for one loop after the other.
+
+    No question occurs twice, and none of `avoid` occurs.
+    """
     rng = random.Random(seed)
     seen = set(avoid)
     for row, loop in enumerate(cycle(loops)):
@@ -259,16 +264,16 @@ def rows(
 
 
 SPLITS = {"val": (1, 240), "train": (2, 3072)}
-"""Split -> seed and number of rows."""
+"""Split -> seed, number of rows."""
 
 
 def split_rows(split: str) -> list[Row]:
-    """The rows of a file in datasets/. No question of `val` is in `train`."""
+    """Return the rows of a file in datasets/. No question of `val` is in `train`."""
     seed, count = SPLITS[split]
     avoid = frozenset() if split == "val" else questions(split_rows("val"))
     return list(islice(rows(seed, avoid), count))
 
 
-def questions(of: Sequence[Row]) -> frozenset[str]:
-    """The questions of some rows."""
-    return frozenset(row.problem.question for row in of)
+def questions(of_rows: Sequence[Row]) -> frozenset[str]:
+    """Return the questions of rows."""
+    return frozenset(row.problem.question for row in of_rows)

@@ -1,8 +1,8 @@
-"""The `tiny` model: made here from nothing on first use, then kept.
+"""The `tiny` model: it is trained on this machine on first use, and kept.
 
-Half a million weights in Qwen2's shape, warm-started on conversations of `arithmetic`: first on
-right ones, then on those with bad habits. It knows the formats of all loops and copies numbers
-reliably, and answers about a quarter of the problems: mediocre on purpose.
+It has half a million parameters in Qwen2's architecture, and is trained on conversations of
+`arithmetic`: first on right ones, then on ones with mistakes. It knows the formats of all loops,
+copies numbers reliably and solves about a quarter of the problems, so that training can improve it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ MODEL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
-    # With transformers' 0.02 a model this narrow does not learn to copy numbers.
+    # With transformers' default of 0.02 such a narrow model does not learn to copy numbers.
     "initializer_range": 0.08,
 }
 
 VOCABULARY = 576
 
-# Qwen2's rule for what a merge may not cross.
+# Qwen2's pre-tokenizer: merges do not cross these pieces.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# ChatML as Qwen2.5 writes it, but a tool's schema is cut down to its name and arguments, and the
-# instructions around it are left out.
+# ChatML as in Qwen2.5's template, but without instructions on tools, and with only the name and the
+# arguments of each schema.
 CHAT_TEMPLATE = chatml("""\
         {{- '\\n<tools>' }}
         {%- for tool in tools %}
@@ -72,7 +72,7 @@ CHAT_TEMPLATE = chatml("""\
         {%- endfor %}
         {{- '\\n</tools>' }}""")
 
-# The tool in shelf:calculator. That is not loaded here: users may have a calculator of their own.
+# The schema of shelf:calculator. The file is not loaded, because users may have their own one.
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -89,40 +89,40 @@ CALCULATOR = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the model is made; its folder is named after the hash of this and of what it is fed."""
+    """How the model is trained. The name of its folder contains a hash of this and of the data."""
 
     version: int = 2
-    """Raised when the code makes another model of the same settings."""
+    """Increased when the code trains a different model with the same settings."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     seed: int = 3
     steps: int = 900
     batch_size: int = 16
     lr: float = 2e-3
     gold_share: float = 0.6
-    """Share of the steps that imitate `gold`; the others imitate `trace`."""
+    """Share of the steps that train on `gold`; the others train on `trace`."""
     loops: tuple[str, ...] = ("single_turn", "tool_agent", "single_turn", "react")
-    """Finding a number takes the most examples, and they are the shortest."""
+    """The loops of the rows. Finding a number needs the most examples; they are the shortest."""
     copied: float = 0.99
-    """Least share of a call's digits that must be copied right: without it, reinforcement learning
-    has nothing to find."""
+    """The smallest share of digits in calls that the model must copy right. Reinforcement learning
+    cannot improve a model that copies worse."""
 
     def rows(self) -> Iterator[Row]:
-        """Endless rows to imitate, none of them in datasets/arithmetic_val.parquet."""
+        """Yield training rows without end; none is in datasets/arithmetic_val.parquet."""
         return rows(self.seed, questions(split_rows("val")), self.loops)
 
     def key(self) -> str:
-        """A name for what comes of it: changes with the settings and with the texts."""
-        fed = [
+        """Return a hash of the settings and of the training texts."""
+        texts = [
             ([(m.role, m.content) for m in messages], schemas)
             for row in islice(self.rows(), 64)
             for messages, schemas in (conversation(row, "gold"), conversation(row, "trace"))
         ]
-        text = json.dumps([asdict(self), CHAT_TEMPLATE, fed])
+        text = json.dumps([asdict(self), CHAT_TEMPLATE, texts])
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def home() -> Path:
-    """Where agentrl keeps what it makes: $AGENTRL_HOME, else a folder in the user's cache."""
+    """Return the folder for generated models: $AGENTRL_HOME, or a folder in the user's cache."""
     if own := os.environ.get("AGENTRL_HOME"):
         return Path(own).expanduser()
     if sys.platform == "darwin":
@@ -133,32 +133,32 @@ def home() -> Path:
 def tiny_model(
     folder: Path | None = None, recipe: Recipe | None = None, say: Callable[[str], None] = print
 ) -> Path:
-    """The tiny model's folder; made on first use, which takes a minute or two on two cores.
+    """Return the folder of the tiny model. The first call trains it: 1-2 minutes on two cores.
 
-    Two processes may make it at once: each works in a folder of its own, and the first to finish
-    gives its folder the name.
+    Two processes may train it at the same time: each uses its own temporary folder, and the first
+    to finish renames its folder.
 
     Args:
-        folder: where models are kept; by default in `home()`.
-        recipe: how it is made; by default the one that everybody uses.
-        say: told of progress.
+        folder: the folder that contains the models; default: `home()`.
+        recipe: how to train it; default: `Recipe()`.
+        say: called with messages on the progress.
 
     Raises:
-        RunStopped: it did not learn to copy numbers.
+        RunStopped: the model did not learn to copy numbers.
     """
     recipe = recipe or Recipe()
     kept = (folder or home()) / f"{TINY}-{recipe.key()}"
     if kept.is_dir():
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
-    say(f"making the model {TINY!r} (once; kept in {kept})")
+    say(f"training the model {TINY!r} (once; saved in {kept})")
     workplace = Path(tempfile.mkdtemp(prefix=f".{kept.name}-", dir=kept.parent))
     try:
         make(recipe, workplace, say)
-        workplace.chmod(0o755)  # mkdtemp's is for its owner alone
+        workplace.chmod(0o755)  # mkdtemp lets only its owner read it
         workplace.rename(kept)
     except OSError:
-        if not kept.is_dir():  # else another process was quicker
+        if not kept.is_dir():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
@@ -166,10 +166,10 @@ def tiny_model(
 
 
 def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
-    """Train tokenizer and model and write them into an existing folder.
+    """Train tokenizer and model, and save them in an existing folder.
 
     Raises:
-        RunStopped: it did not learn to copy numbers.
+        RunStopped: the model did not learn to copy numbers.
     """
     from transformers import Qwen2Config
     from transformers.utils import logging
@@ -187,7 +187,7 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         **recipe.model,
     )
     shape.save_pretrained(folder)
-    # A device that everybody has: half a million weights keep no GPU busy.
+    # A GPU would not be faster for half a million parameters.
     config = make_sft_config(
         folder,
         steps=recipe.steps,
@@ -201,20 +201,20 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         copied = share_copied(learner, template)
     if copied < recipe.copied:
         raise RunStopped(
-            f"the tiny model copies {copied:.1%} of the digits of a call right, but must copy"
-            f" {recipe.copied:.0%}: on this machine its training went another way. Please report"
-            " it, with your processor and the version of torch."
+            f"the tiny model copies {copied:.1%} of the digits in calls right, but needs"
+            f" {recipe.copied:.0%}: training had another result on this machine. Please report"
+            " it with your processor and the version of torch."
         )
-    say(f"  copies {copied:.1%} of the digits of held-out calls right")
+    say(f"  it copies {copied:.1%} of the digits in held-out calls right")
     logging.disable_progress_bar()
     learner.ranks.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def share_copied(learner: Learner, template: ChatTemplate) -> float:
-    """Of which share of the digits in held-out calls is the model sure (p > 1/2)?
+    """Return the share of digits in held-out calls to which the model gives p > 1/2.
 
-    It is given the right conversation up to each digit.
+    The prompt is the right conversation up to each digit.
     """
     from agentrl.trainer.sft import Example, make_rows
 
@@ -223,7 +223,7 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
     for row in split_rows("val"):
         if row.sample.tools:
             messages, schemas = conversation(row, "gold")
-            # Less the last result and the answer: what is left of the assistant's are calls.
+            # Without the last result and the answer, the assistant messages are calls.
             ids, mask = template.trace(messages[:-2], schemas)
             own = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
             examples.append(Example(ids, own))
@@ -233,15 +233,15 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
 
 
 def conversation(row: Row, which: str) -> tuple[list[Message], list[Mapping[str, Any]]]:
-    """A row's `gold` or `trace` as its loop shows it, and the schemas that the template shows."""
+    """Return `gold` or `trace` of a row after its loop's opening, and the shown tool schemas."""
     loop: AgentLoop = registry.agent_loops.get(row.sample.agent_name)
     opening, schemas = loop.opening(row.sample, [CALCULATOR] if row.sample.tools else [])
     return [*opening, *(row.gold if which == "gold" else row.trace)], list(schemas)
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """What the tokenizer learns its merges from."""
-    yield from (gsm8k.RIGHT, gsm8k.WRONG, gsm8k.UNREADABLE)
+    """Yield the texts from which the tokenizer learns its merges."""
+    yield from (gsm8k.RIGHT, gsm8k.WRONG, gsm8k.NO_ANSWER)
     for row in islice(recipe.rows(), 1500):
         yield 'system\nuser\nassistant\n<tools>\n{"name": "calculator", "arguments": {"expression":'
         yield ' "string"}}\n</tools>\n'
@@ -249,7 +249,7 @@ def _texts(recipe: Recipe) -> Iterator[str]:
 
 
 def _batches(recipe: Recipe, template: ChatTemplate) -> Iterator[list[Example]]:
-    """Batches of rows that are all new: first what is right, then also what is not."""
+    """Yield batches of new rows: first right conversations, then ones with mistakes."""
     from agentrl.trainer.sft import Example
 
     source = recipe.rows()
@@ -260,11 +260,11 @@ def _batches(recipe: Recipe, template: ChatTemplate) -> Iterator[list[Example]]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of 576 tokens with Qwen's structure, its merges learned from these texts.
+    """Train a tokenizer of 576 tokens with Qwen's structure on these texts.
 
-    Byte-level BPE in which every digit is a token, control tokens (`<|im_end|>` ends a turn), and
-    tags such as `<tool_call>` that are added tokens but not special: they belong to the text of a
-    turn.
+    It is a byte-level BPE in which every digit is a token. It has control tokens (`<|im_end|>` ends
+    a turn) and tags such as `<tool_call>`, which are added tokens but not special tokens: they are
+    part of the text of a turn.
     """
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE

@@ -1,4 +1,4 @@
-"""What users need to test an environment of their own: no model, no GPU, no network.
+"""Helpers to test your own environment without a model, a GPU or a network.
 
 In a test file, or once in conftest.py::
 
@@ -21,11 +21,11 @@ __all__ = ["Scripted", "byte_tokenizer", "call", "react_call"]
 
 
 def call(name: str, **arguments: Any) -> str:
-    """An assistant turn that calls a tool, in the Hermes / Qwen format."""
+    """Return an assistant turn that calls a tool, in the Hermes / Qwen format."""
     body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def react_call(name: str, **arguments: Any) -> str:
-    """An assistant turn that calls a tool, as the `react` loop reads it."""
+    """Return an assistant turn that calls a tool, in the format of the `react` loop."""
     return f"Action: {name}\nAction Input: {json.dumps(arguments)}\nObservation:"

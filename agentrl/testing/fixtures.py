@@ -16,15 +16,16 @@ from agentrl.trajectory import Sample, Trajectory
 
 @pytest.fixture(scope="session")
 def scripted_tokenizer() -> Any:
-    """A byte-level tokenizer with a ChatML template: whatever text, it round-trips."""
+    """Return a byte-level tokenizer with a ChatML template, which round-trips any text."""
     return byte_tokenizer()
 
 
 @pytest.fixture
 def play_scripted(scripted_tokenizer: Any) -> Callable[..., Trajectory]:
-    """`play_scripted(sample, *answers, config=None)`: an episode in which these texts are said.
+    """Return a function that plays an episode with scripted assistant turns.
 
-    Tools, interaction and loop are the real ones, in process; only the policy is a script.
+    `play_scripted(sample, *answers, config=None)` returns the trajectory. Tools, interaction and
+    agent loop are the real ones and run in this process; only the policy is scripted.
     """
 
     def run(sample: Sample, *answers: str, config: Config | None = None) -> Trajectory:

@@ -1,6 +1,6 @@
-"""A tokenizer for tests: one token a byte, Qwen's structure, nothing to download.
+"""A tokenizer for tests: one token for each byte, Qwen's control tokens, nothing to download.
 
-The ids of a text are its bytes, so that exact token streams can be written down by hand:
+The ids of a text are its bytes, so that exact token streams can be written by hand:
 `list(b"12") + [258]` is `12<|im_end|>`.
 """
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added tokens that are not special: they belong to the text of a turn."""
+"""Added tokens that are not special tokens: they are part of the text of a turn."""
 
-# The turns of a conversation as Qwen2.5 writes them, tools' results in tags of their own.
+# The turns of a conversation as in Qwen2.5's template, with tool results in tags.
 TURNS = """\
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
@@ -37,8 +37,8 @@ TURNS = """\
 {%- endif %}
 """
 
-# Their beginning: the system message, and the tools where `TOOLS` stands.
-BEGINNING = """\
+# The start of the template: the system message, and the tools in place of `TOOLS`.
+START = """\
 {%- set asked = messages[0].role == 'system' %}
 {%- if asked or tools %}
     {{- '<|im_start|>system\\n' }}
@@ -52,7 +52,7 @@ TOOLS
 {%- endif %}
 """
 
-# The Hermes way of tools, as Qwen2.5 writes it; no system message where none is needed.
+# Tools in the Hermes format, as in Qwen2.5's template, but without a default system message.
 HERMES = """\
         {{- '\\n\\n' if asked }}
         {{- '# Tools\\n\\nYou may call functions. Their signatures:\\n<tools>' }}
@@ -65,8 +65,8 @@ HERMES = """\
 
 
 def chatml(tools: str) -> str:
-    """Return a ChatML template that shows tools in this way."""
-    return BEGINNING.replace("TOOLS", tools) + TURNS
+    """Return a ChatML template that shows tools with this Jinja text."""
+    return START.replace("TOOLS", tools) + TURNS
 
 
 CHAT_TEMPLATE = chatml(HERMES)
@@ -74,10 +74,10 @@ CHAT_TEMPLATE = chatml(HERMES)
 
 @cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer: 256 bytes, then `SPECIAL` (256-258), then `TAGS` (259-262).
+    """Return the tokenizer: 256 bytes, then `SPECIAL` (256-258), then `TAGS` (259-262).
 
-    `<|im_end|>` is its EOS, `<|endoftext|>` its padding. It is made once a process and shared:
-    change a copy, not this one.
+    `<|im_end|>` is the EOS token, `<|endoftext|>` the padding token. All callers in a process share
+    one object, so change a copy and not this one.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -91,7 +91,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def fast_tokenizer(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
-    """Add `SPECIAL` and `TAGS` to a byte-level tokenizer and make it one of transformers'."""
+    """Add `SPECIAL` and `TAGS` to a byte-level tokenizer, and wrap it for transformers."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 

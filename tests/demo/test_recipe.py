@@ -30,7 +30,7 @@ def hasty(tmp_path_factory):
 def test_it_is_made_once(hasty):
     folder, said = hasty
     assert folder.name == f"tiny-{HASTY.key()}"
-    assert said[0].startswith("making the model 'tiny'") and "copies" in said[-1]
+    assert said[0].startswith("training the model 'tiny'") and "copies" in said[-1]
     before = folder.stat().st_mtime_ns
     assert tiny_model(folder.parent, HASTY, said.append) == folder
     assert folder.stat().st_mtime_ns == before
@@ -60,7 +60,7 @@ def test_any_change_of_the_recipe_or_its_texts_is_another_folder(monkeypatch):
 
 
 def test_a_model_that_cannot_copy_is_not_kept(tmp_path):
-    with pytest.raises(RunStopped, match=r"copies [\d.]+% of the digits of a call right"):
+    with pytest.raises(RunStopped, match=r"copies [\d.]+% of the digits in calls right"):
         tiny_model(tmp_path, replace(HASTY, steps=1, copied=0.99), lambda text: None)
     assert list(tmp_path.iterdir()) == []
 

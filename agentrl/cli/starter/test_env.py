@@ -1,4 +1,4 @@
-"""The environment's tests: the policy is a script, all else is real."""
+"""Tests of the environment: the policy is scripted, everything else is real."""
 
 import env
 import pytest
@@ -17,7 +17,7 @@ def test_a_right_episode_earns_1(play_scripted):
     assert env.exact(episode) == 1.0
 
 
-def test_the_calculator_says_what_it_takes():
+def test_the_calculator_explains_its_argument():
     assert env.calculator("3*4") == "12"
     with pytest.raises(Exception, match="two whole numbers"):
         env.calculator("three times four")
