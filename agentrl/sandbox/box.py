@@ -1,8 +1,8 @@
-"""A box: a sandbox that stays open for an episode. A driver inside executes our requests.
+"""A box: a sandbox that stays open for an episode. A driver inside executes requests.
 
-LocalSandbox    opens boxes on this machine
-Box             what tools use; it starts a new driver if one is lost
-Driver          our side of one driver
+    LocalSandbox    opens boxes on this machine
+    Box             what tools use; it starts a new driver if one is lost
+    Driver          the connection to one driver
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Box:
 
 
 class Driver:
-    """Our side of a driver. Programs run one after another, each in a slot."""
+    """The connection to a driver. Programs run one after another, each in a slot."""
 
     lost = False
     """Whether the driver ended although nobody closed it."""

@@ -60,7 +60,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "boolean": frozenset({bool}),
     "null": frozenset({NoneType}),
 }
-_KINDS = {
+_TYPE_NAMES = {
     "string": "a string",
     "integer": "an integer",
     "number": "a number",
@@ -164,10 +164,10 @@ def storable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
 
     Text that cannot be stored is cleaned. The arguments of an invalid tool call become text.
     """
-    return tuple(map(_readable, messages))
+    return tuple(map(_storable_message, messages))
 
 
-def _readable(message: Message) -> Message:
+def _storable_message(message: Message) -> Message:
     calls = tuple(
         c
         if isinstance(encode_arguments(c), bytes)
@@ -285,8 +285,8 @@ def _describe_fault(error: ValidationError) -> str:
             rule = ""
     if not rule or not path:
         return _with_path(path, shorten(error.message, 100))
-    value = orjson.dumps(error.instance, default=str).decode()
-    return f"{path!r} must be {rule}, got {shorten(value, 40)}"
+    value = shorten(canonical_json(error.instance).decode(), 40)
+    return f"{path!r} must be {rule}, got {value}"
 
 
 def _describe_type(schema: Any) -> str:
@@ -299,7 +299,9 @@ def _describe_type(schema: Any) -> str:
         )
     else:
         names = schema.get("type", "")
-        kinds = [_KINDS.get(name, "") for name in ([names] if isinstance(names, str) else names)]
+        kinds = [
+            _TYPE_NAMES.get(name, "") for name in ([names] if isinstance(names, str) else names)
+        ]
     return " or ".join(kinds) if all(kinds) else ""
 
 

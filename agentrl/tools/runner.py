@@ -99,9 +99,8 @@ class Runner:
         self._deadline = functools.cache(Deadline)
         """Calls with the same timeout share a `Deadline`."""
         self._caches: defaultdict[Tool, ResultCache] = defaultdict(ResultCache)
-        self._unowned: set[asyncio.Future[Any]] = set()
-        """Tasks that end by themselves. The event loop keeps weak references only, so they are kept
-        here."""
+        self._background_tasks: set[asyncio.Future[Any]] = set()
+        """Tasks that nobody awaits. The event loop itself keeps weak references only."""
         self._logged: set[tuple[str, str]] = set()
 
     async def check_in_thread(self, call: Call) -> dict[str, Any] | ToolResult:
@@ -376,8 +375,8 @@ class Runner:
         if isinstance(job, asyncio.Task):
             if not tool.process:  # the worker process would continue, and its slot would look free
                 job.cancel()
-            self._unowned.add(job)
-            job.add_done_callback(self._unowned.discard)
+            self._background_tasks.add(job)
+            job.add_done_callback(self._background_tasks.discard)
         if instance is not None:
             instance.hanging_call = job
         if bound.func is tool.target and tool.is_class:
@@ -390,8 +389,8 @@ class Runner:
 
     def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._unowned.add(task)
-        task.add_done_callback(self._unowned.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
         return task
 
     def _log(self, tool: Tool, error: BaseException) -> None:

@@ -177,9 +177,8 @@ class ToolSession:
             ToolServerError: the call could not start, or the tool raised `Infrastructure`.
             UserCodeError: the `reward()` of an object that was created for this call raised.
         """
-        encoded = canonical_json(
-            arguments
-        )  # encoded first, because the tool may change its arguments
+        # Encoded before the call, because the tool may change its arguments.
+        encoded = canonical_json(arguments)
         earlier = self._answers.get((turn, index))
         if earlier is not None:
             if earlier[:2] != (name, encoded):

@@ -237,10 +237,10 @@ class HttpToolbox(Toolbox):
         specs = [self._specs.get(n) for n in dict.fromkeys(sample.tools)]
         body = {
             "episode_id": episode_id,
-            "sample": sample if any(o.wants_row for o in specs) else {"tools": sample.tools},
+            "sample": sample if any(s.wants_row for s in specs) else {"tools": sample.tools},
             "create_kwargs": create_kwargs_of(sample),
         }
-        seconds = REQUEST_SECONDS + sum(max_answer_seconds(o.timeout) for o in specs if o.stateful)
+        seconds = REQUEST_SECONDS + sum(max_answer_seconds(s.timeout) for s in specs if s.stateful)
         try:
             await self._request("POST", "/sessions", body, seconds, episode_id)
         except TypeError as e:
@@ -248,8 +248,8 @@ class HttpToolbox(Toolbox):
                 f"row {sample.row} (id {sample.id!r}) has values that JSON cannot hold, so it"
                 f" cannot be sent to its tools: {e}"
             ) from e
-        longest = max((max_answer_seconds(o.timeout) for o in specs), default=0.0)
-        message_readers = {f for o in specs if "messages" in o.injected for f in o.functions}
+        longest = max((max_answer_seconds(s.timeout) for s in specs), default=0.0)
+        message_readers = {f for s in specs if "messages" in s.injected for f in s.functions}
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), REQUEST_SECONDS + longest, message_readers
         )
