@@ -1,8 +1,8 @@
 """A box: a sandbox that stays open for an episode. A driver inside executes requests.
 
-    LocalSandbox    opens boxes on this machine
-    Box             what tools use; it starts a new driver if one is lost
-    Driver          the connection to one driver
+LocalSandbox    opens boxes on this machine
+Box             what tools use; it starts a new driver if one is lost
+Driver          the connection to one driver
 """
 
 from __future__ import annotations

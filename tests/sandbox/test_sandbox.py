@@ -246,7 +246,7 @@ async def test_where_no_other_box_can_be_had_it_is_the_machine(monkeypatch):
         await asyncio.sleep(0.2)
         monkeypatch.setattr("agentrl.sandbox.box.MAX_BOXES", 0)
         for _ in range(2):
-            with pytest.raises(SandboxError, match="boxes are open"):
+            with pytest.raises(SandboxError, match="open boxes, which is the maximum"):
                 await box.run("1")
         monkeypatch.undo()
         assert (await box.run("6 * 7")).stdout == "42\n"

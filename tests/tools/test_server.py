@@ -401,7 +401,7 @@ async def test_openapi_describes_the_protocol(url):
     ("host", "port", "token", "said"),
     [
         ("0.0.0.0", 0, "", "--host 0.0.0.0 lets other machines run your tools"),
-        ("::", 0, "", "needs a token"),
+        ("::", 0, "", "a token is required"),
         ("example.test", 0, "x", "is not an IP address"),
         ("192.0.2.1", 0, "x", "cannot serve on 192.0.2.1:0"),
     ],
