@@ -143,7 +143,8 @@ def advantage_estimator(name: str) -> Callable[[F], F]:
             rewards = batch.rewards[batch.rollout][:, None]  # (B, 1)
             return rewards.where(batch.action_mask, 0.0), None
 
-    See `agentrl.trainer.algorithms` for what it is given and returns. The function stays as it is.
+    `agentrl.trainer.algorithms` documents its arguments and its result. The decorator returns the
+    function unchanged.
 
     Raises:
         RegistryError: the name is taken, or is no text.

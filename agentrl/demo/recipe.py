@@ -227,9 +227,9 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
             ids, mask = template.trace(messages[:-2], schemas)
             own = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
             examples.append(Example(ids, own))
-    asked = make_rows(examples)
-    sure = learner.logprobs(asked) > math.log(0.5)
-    return float(sure[asked.response_mask].float().mean())
+    batch = make_rows(examples)
+    is_sure = learner.logprobs(batch) > math.log(0.5)
+    return float(is_sure[batch.response_mask].float().mean())
 
 
 def conversation(row: Row, which: str) -> tuple[list[Message], list[Mapping[str, Any]]]:

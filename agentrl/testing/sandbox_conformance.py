@@ -1,6 +1,6 @@
-"""What every backend of the sandbox must do, as checks that run real programs in it.
+"""Conformance checks for sandbox backends. They run real programs in a sandbox.
 
-In a test of a backend of your own::
+In a test of your own backend::
 
     from agentrl.testing.sandbox_conformance import CHECKS
 
@@ -8,8 +8,8 @@ In a test of a backend of your own::
     async def test_it_conforms(check):
         await check.run(MySandbox())
 
-Those with `isolating` hold for a backend that keeps programs away from this machine, those with
-`boxes` for one that has boxes, those with `limits` for one that keeps all of `Limits`.
+Checks with `isolating` apply to backends that isolate programs from this machine, checks with
+`boxes` to backends that have boxes, and checks with `limits` to backends that enforce all `Limits`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ RunInBox = Callable[[Box], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a backend must do."""
+    """One requirement of a backend."""
 
     name: str
     run: Run
-    """Raises `AssertionError` with what the backend did instead."""
+    """Run the check; it raises `AssertionError` with the result of the backend."""
     isolating: bool = False
-    """Whether it is about being kept away from this machine."""
+    """True if it tests the isolation from this machine."""
     boxes: bool = False
-    """Whether it needs `Sandbox.open`."""
+    """True if it needs `Sandbox.open`."""
     limits: bool = False
-    """Whether it is about limits that a remote server need not keep: output, files, memory."""
+    """True if it tests limits that a remote server may not enforce: output, files, memory."""
 
 
 CHECKS: list[Check] = []
@@ -56,7 +56,7 @@ CHECKS: list[Check] = []
 def check(
     isolating: bool = False, boxes: bool = False, limits: bool = False
 ) -> Callable[[Run], Run]:
-    """Add a check, named as its function."""
+    """Add a check with the name of its function."""
 
     def add(run: Run) -> Run:
         name = getattr(run, "__name__", "").removeprefix("_")
@@ -67,7 +67,7 @@ def check(
 
 
 def box_check(isolating: bool = False, **options: Any) -> Callable[[RunInBox], RunInBox]:
-    """Add a check of a box, which is opened with these options."""
+    """Add a check of a box that is opened with these options."""
 
     def add(run: RunInBox) -> RunInBox:
         async def open_and_run(s: Sandbox) -> None:
@@ -81,58 +81,58 @@ def box_check(isolating: bool = False, **options: Any) -> Callable[[RunInBox], R
     return add
 
 
-async def said(place: Sandbox | Box, code: str, **kwargs: Any) -> str:
-    """What a program prints, which must end well."""
-    done = await place.run(code, **kwargs)
+async def run_ok(sandbox: Sandbox | Box, code: str, **kwargs: Any) -> str:
+    """Return the output of a program that must succeed."""
+    done = await sandbox.run(code, **kwargs)
     assert done.ok, done
     return done.stdout
 
 
-async def prints(place: Sandbox | Box, code: str, expected: str = "", **kwargs: Any) -> None:
-    """Run a program that must end well and print exactly this."""
-    text = await said(place, code, **kwargs)
+async def prints(sandbox: Sandbox | Box, code: str, expected: str = "", **kwargs: Any) -> None:
+    """Run a program that must succeed and print exactly this."""
+    text = await run_ok(sandbox, code, **kwargs)
     assert text == expected, text
 
 
-# Boxes: what stays, what is lost, and who may give orders.
+# Boxes: what is kept, what is lost, and who controls them.
 
 
 @box_check()
 async def _a_box_keeps_variables_and_files(box: Box) -> None:
-    await said(box, "x = 41\ndef f(): return x + 1\nopen('a', 'w').write('kept')")
-    assert await said(box, "f()") == "42\n"
-    assert await said(box, "print('no value')\nNone") == "no value\n"
-    assert await said(box, "cat a", language="bash") == "kept"
+    await run_ok(box, "x = 41\ndef f(): return x + 1\nopen('a', 'w').write('kept')")
+    assert await run_ok(box, "f()") == "42\n"
+    assert await run_ok(box, "print('no value')\nNone") == "no value\n"
+    assert await run_ok(box, "cat a", language="bash") == "kept"
     assert await box.read("a") == b"kept"
     await box.write("deep/b.bin", b"\0\xff")
-    assert await said(box, "open('deep/b.bin', 'rb').read()") == "b'\\x00\\xff'\n"
+    assert await run_ok(box, "open('deep/b.bin', 'rb').read()") == "b'\\x00\\xff'\n"
 
 
 @box_check()
 async def _a_box_survives_mistakes(box: Box) -> None:
-    await said(box, "x = 1")
+    await run_ok(box, "x = 1")
     for code in ("1 / 0", "def f(:", "import sys; sys.exit(3)", "raise KeyboardInterrupt"):
         assert not (await box.run(code)).ok
-    assert await said(box, "x") == "1\n"
+    assert await run_ok(box, "x") == "1\n"
     assert (await box.run("exit 3", language="bash")).exit_code == 3
 
 
 @box_check()
-async def _in_a_box_time_takes_the_variables_not_the_files(box: Box) -> None:
-    await said(box, "x = 1; open('a', 'w').write('kept')")
+async def _a_timeout_in_a_box_loses_variables_but_keeps_files(box: Box) -> None:
+    await run_ok(box, "x = 1; open('a', 'w').write('kept')")
     done = await box.run("while True: pass", seconds=0.5)
     assert done.ended_by == "time" and "variables are lost" in done.stderr, done
     assert "NameError" in (await box.run("x")).stderr
-    assert await said(box, "open('a').read()") == "'kept'\n"
+    assert await run_ok(box, "open('a').read()") == "'kept'\n"
     done = await box.run("sleep 100 & sleep 100", language="bash", seconds=0.5)
     assert done.ended_by == "time", done
 
 
 @box_check()
-async def _a_shell_over_its_time_takes_no_variables(box: Box) -> None:
-    await said(box, "x = 7")
+async def _a_timeout_of_a_shell_keeps_variables(box: Box) -> None:
+    await run_ok(box, "x = 7")
     assert (await box.run("sleep 100", language="bash", seconds=0.5)).ended_by == "time"
-    assert await said(box, "x") == "7\n"
+    assert await run_ok(box, "x") == "7\n"
 
 
 @box_check(limits=Limits(output_bytes=10_000))
@@ -147,12 +147,12 @@ async def _a_program_that_ends_the_interpreter_is_reported(box: Box) -> None:
     assert done.exit_code == 7 and "lost" in done.stderr, done
     done = await box.run("import os; os.kill(os.getpid(), 9)")
     assert done.exit_code == -9 and done.ended_by == "signal", done
-    assert await said(box, "1 + 1") == "2\n"
+    assert await run_ok(box, "1 + 1") == "2\n"
 
 
 @box_check()
 async def _no_path_leads_out_of_a_box(box: Box) -> None:
-    await said(
+    await run_ok(
         box,
         "import os\nos.symlink('/usr/bin/env', 'out'); os.symlink('/', 'root')\n"
         "os.symlink('a', 'loop-b'); os.symlink('loop-b', 'a')\n"
@@ -169,7 +169,7 @@ async def _no_path_leads_out_of_a_box(box: Box) -> None:
                 # A pipe that nobody reads cannot be opened for writing.
                 assert path == "pipe", (path, e)
                 continue
-            raise AssertionError(f"{path!r} was let through")
+            raise AssertionError(f"{path!r} was accepted")
 
 
 @box_check()
@@ -185,8 +185,8 @@ async def _files_of_a_box_fail_as_files_do(box: Box) -> None:
 
 
 @box_check()
-async def _a_box_takes_orders_from_us_alone(box: Box) -> None:
-    """A program finds no descriptor to answer on, and says nothing in the driver's place."""
+async def _a_program_cannot_forge_the_answers_of_a_box(box: Box) -> None:
+    """A program has no descriptor of the driver, so that it cannot forge an answer."""
     code = """
 import os, json, struct
 forged = json.dumps({"stdout": "", "stderr": "", "exit_code": 0, "ended_by": "", "seconds": 0,
@@ -217,7 +217,7 @@ except OSError: pass
 """
     await prints(box, code)
     await prints(box, "kill -INT 1; sleep 0.1", language="bash")
-    assert await said(box, "print('still here')") == "still here\n"
+    assert await run_ok(box, "print('still here')") == "still here\n"
 
 
 @box_check(isolating=True)
@@ -240,16 +240,16 @@ os.setpriority(os.PRIO_PROCESS, 0, 5)
 os.sched_setaffinity(0, os.sched_getaffinity(0))
 """
     await prints(box, code)
-    assert await said(box, "print('still here')") == "still here\n"
+    assert await run_ok(box, "print('still here')") == "still here\n"
 
 
 @box_check()
-async def _a_program_that_ends_its_box_is_answered(box: Box) -> None:
-    """Where it can: as a failure of the machine, it would undo what a policy did before."""
+async def _a_program_that_kills_its_box_gets_a_result(box: Box) -> None:
+    """It must not count as an infrastructure failure, which would retry the episode."""
     for number in (9, 2):
         await box.run(f"import os; os.kill(os.getppid(), {number})")
         await box.run(f"kill -{number} $PPID", language="bash")
-        assert await said(box, "print(6 * 7)") == "42\n"
+        assert await run_ok(box, "print(6 * 7)") == "42\n"
         await box.write("a", b"written")
         assert await box.read("a") == b"written"
 
@@ -261,15 +261,15 @@ async def _boxes_do_not_mix(s: Sandbox) -> None:
         await asyncio.gather(
             *(b.run(f"x = {i}; open('f', 'w').write(str(x))") for i, b in enumerate(boxes))
         )
-        said = await asyncio.gather(*(b.run("print(x, open('f').read())") for b in boxes))
-        assert [d.stdout for d in said] == [f"{i} {i}\n" for i in range(4)], said
+        results = await asyncio.gather(*(b.run("print(x, open('f').read())") for b in boxes))
+        assert [d.stdout for d in results] == [f"{i} {i}\n" for i in range(4)], results
     finally:
         await asyncio.gather(*(b.aclose() for b in boxes))
 
 
 @box_check()
 async def _a_cancelled_call_leaves_the_box_usable(box: Box) -> None:
-    await said(box, "x = 1")
+    await run_ok(box, "x = 1")
     task = asyncio.ensure_future(box.run("import time; time.sleep(1000)", seconds=1000))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -278,17 +278,17 @@ async def _a_cancelled_call_leaves_the_box_usable(box: Box) -> None:
 
 
 @box_check()
-async def _nothing_works_between_calls(box: Box) -> None:
-    """A thread left behind would count on while nobody waits for it."""
-    await said(
+async def _threads_stop_between_calls(box: Box) -> None:
+    """A thread must not continue to run between calls."""
+    await run_ok(
         box,
         "import threading, time\nn = 0\ndef count():\n    global n\n"
         "    while True: n += 1; time.sleep(0.001)\n"
         "threading.Thread(target=count, daemon=True).start(); time.sleep(0.05)",
     )
-    first = int(await said(box, "n"))
+    first = int(await run_ok(box, "n"))
     await asyncio.sleep(0.7)
-    second = int(await said(box, "n"))
+    second = int(await run_ok(box, "n"))
     assert second - first < 300, (first, second)
 
 
@@ -304,7 +304,7 @@ async def _a_closed_box_is_closed(s: Sandbox) -> None:
     raise AssertionError("a closed box ran a program")
 
 
-# What programs must not reach.
+# Isolation: what programs must not reach.
 
 
 @check(isolating=True)
@@ -329,7 +329,7 @@ for path in {paths!r}:
 
 
 @check(isolating=True)
-async def _nothing_outlives_the_processes_that_made_it(s: Sandbox) -> None:
+async def _no_ipc_objects_can_be_created(s: Sandbox) -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -361,7 +361,7 @@ except OSError: pass
 
 @check(isolating=True)
 async def _no_network(s: Sandbox) -> None:
-    """A server of ours, on loopback and on an abstract socket, is not to be reached."""
+    """A server of this process on loopback or on an abstract socket must not be reachable."""
     tcp = socket.create_server(("127.0.0.1", 0))
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
@@ -408,7 +408,7 @@ for number in (0, 9):
     try: os.kill({os.getpid()}, number); print("signalled", number)
     except OSError: pass
 """
-    if os.getpid() > 100:  # a number that small it may have itself
+    if os.getpid() > 100:  # a process in the sandbox may have such a small number itself
         await prints(s, code)
 
 
@@ -455,7 +455,7 @@ async def _no_way_into_new_namespaces(s: Sandbox) -> None:
 
 
 @check(isolating=True)
-async def _programs_that_raise_rights_do_not(s: Sandbox) -> None:
+async def _setuid_programs_get_no_rights(s: Sandbox) -> None:
     code = """
 find /usr/bin -perm -4000 | wc -l
 su -c id root < /dev/null; sudo -n id; id -u
@@ -465,7 +465,7 @@ su -c id root < /dev/null; sudo -n id; id -u
 
 
 @check(isolating=True)
-async def _no_terminal_to_type_into(s: Sandbox) -> None:
+async def _there_is_no_terminal(s: Sandbox) -> None:
     code = """
 import fcntl
 for path in ("/dev/tty", "/dev/console", "/dev/stdin"):
@@ -485,14 +485,14 @@ try:
     print("wrote it")
 except OSError as e: print("refused")
 """
-    assert await said(s, code) == "refused\n"
+    assert await run_ok(s, code) == "refused\n"
 
 
-# What programs may use, and what becomes of those that use more.
+# Limits, and what happens to programs that exceed them.
 
 
 @check(limits=True)
-async def _a_crash_has_its_signal(s: Sandbox) -> None:
+async def _a_crash_reports_its_signal(s: Sandbox) -> None:
     done = await s.run("import os; os.kill(os.getpid(), 11)")
     assert (done.exit_code, done.ended_by) == (-11, "signal"), done
     done = await s.run("import os; os.abort()")
@@ -512,7 +512,7 @@ async def _processor_time_is_bounded(s: Sandbox) -> None:
 
 
 @check(limits=True)
-async def _a_flood_is_ended_and_cut(s: Sandbox) -> None:
+async def _excessive_output_is_ended_and_cut(s: Sandbox) -> None:
     for stream in ("stdout", "stderr"):
         code = f"import sys\nprint('first', file=sys.{stream})\n"
         code += f"while True: print('x' * 999, file=sys.{stream})"
@@ -523,8 +523,8 @@ async def _a_flood_is_ended_and_cut(s: Sandbox) -> None:
 
 
 @check(limits=True)
-async def _output_below_the_cap_is_whole(s: Sandbox) -> None:
-    text = await said(s, "print('x' * 60_000)")
+async def _output_below_the_limit_is_complete(s: Sandbox) -> None:
+    text = await run_ok(s, "print('x' * 60_000)")
     assert text == "x" * 60_000 + "\n"
 
 
@@ -537,7 +537,7 @@ try:
     print("wrote it")
 except OSError as e: print(type(e).__name__)
 """
-    assert await said(s, code, limits=Limits(disk_mb=8)) == "OSError\n"
+    assert await run_ok(s, code, limits=Limits(disk_mb=8)) == "OSError\n"
 
 
 @check(limits=True)
@@ -549,21 +549,21 @@ try:
     print("all")
 except OSError as e: print(e.strerror)
 """
-    assert await said(s, code, limits=Limits(open_files=64)) == "Too many open files\n"
+    assert await run_ok(s, code, limits=Limits(open_files=64)) == "Too many open files\n"
 
 
-# How programs begin, speak and end.
+# Start, input, output and end of programs.
 
 
 @check()
-async def _says_what_it_prints(s: Sandbox) -> None:
+async def _output_is_returned(s: Sandbox) -> None:
     done = await s.run("import sys\nprint(6 * 7)\nprint('oh', file=sys.stderr)")
     assert (done.stdout, done.stderr.strip(), done.exit_code) == ("42\n", "oh", 0), done
     assert done.ok and done.ended_by == "" and 0 < done.seconds < 60, done
 
 
 @check()
-async def _an_empty_program_says_nothing(s: Sandbox) -> None:
+async def _an_empty_program_has_no_output(s: Sandbox) -> None:
     for language in ("python", "bash"):
         done = await s.run("", language=language)
         assert done.ok and not done.stdout and not done.stderr, done
@@ -586,55 +586,57 @@ async def _an_exception_is_exit_code_1(s: Sandbox) -> None:
 
 
 @check()
-async def _no_syntax_is_exit_code_1(s: Sandbox) -> None:
+async def _a_syntax_error_is_exit_code_1(s: Sandbox) -> None:
     done = await s.run("def f(:")
     assert done.exit_code == 1 and "SyntaxError" in done.stderr, done
 
 
 @check()
-async def _process_1_ends_as_any_program(s: Sandbox) -> None:
+async def _process_1_ends_like_any_program(s: Sandbox) -> None:
     done = await s.run("import sys\nprint(input())\nsys.exit(3)", stdin="1", init=True)
     assert (done.stdout, done.exit_code, done.ended_by) == ("1\n", 3, ""), done
 
 
 @check()
-async def _stdin_arrives_whole(s: Sandbox) -> None:
-    given = "line é\n" * 50_000
-    text = await said(s, "import sys; t = sys.stdin.read(); print(len(t), t[:6])", stdin=given)
-    assert text == f"{len(given)} line é\n", text
-    assert await said(s, "import sys; print(repr(sys.stdin.read()))") == "''\n"
-    assert await said(s, "read a; read b; echo $b", language="bash", stdin="1\n2\n") == "2\n"
+async def _stdin_is_complete(s: Sandbox) -> None:
+    stdin_text = "line é\n" * 50_000
+    text = await run_ok(
+        s, "import sys; t = sys.stdin.read(); print(len(t), t[:6])", stdin=stdin_text
+    )
+    assert text == f"{len(stdin_text)} line é\n", text
+    assert await run_ok(s, "import sys; print(repr(sys.stdin.read()))") == "''\n"
+    assert await run_ok(s, "read a; read b; echo $b", language="bash", stdin="1\n2\n") == "2\n"
 
 
 @check()
-async def _unicode_passes(s: Sandbox) -> None:
+async def _unicode_is_preserved(s: Sandbox) -> None:
     text = "naïve Ω 漢字 🙂"
-    assert await said(s, f"print({text!r})") == text + "\n"
+    assert await run_ok(s, f"print({text!r})") == text + "\n"
 
 
 @check()
-async def _what_cannot_be_shown_is_made_visible(s: Sandbox) -> None:
+async def _control_characters_are_escaped(s: Sandbox) -> None:
     code = r"import os; os.write(1, b'\xff\xfe a\0b \x1b[31mred \xc2\x9b ok')"
-    text = await said(s, code)
+    text = await run_ok(s, code)
     assert "\0" not in text and "\x1b" not in text and "\x9b" not in text, repr(text)
     assert "red" in text and text.endswith("ok"), repr(text)
     text.encode()
 
 
 @check()
-async def _lone_surrogates_do_no_harm(s: Sandbox) -> None:
+async def _lone_surrogates_are_accepted(s: Sandbox) -> None:
     done = await s.run("print('a\ud800b')", stdin="\udfff")
     (done.stdout + done.stderr).encode()
 
 
 @check()
-async def _files_lie_in_its_folder(s: Sandbox) -> None:
+async def _files_are_in_the_working_folder(s: Sandbox) -> None:
     files = {"a.txt": b"one", "deep/er/b.bin": bytes(range(256)), "helper.py": b"x = 5"}
     code = """
 import helper
 print(open("a.txt").read(), len(open("deep/er/b.bin", "rb").read()), helper.x)
 """
-    assert await said(s, code, files=files) == "one 256 5\n"
+    assert await run_ok(s, code, files=files) == "one 256 5\n"
 
 
 @check()
@@ -644,20 +646,20 @@ async def _paths_out_of_the_folder_are_refused(s: Sandbox) -> None:
             await s.run("", files={name: b""})
         except ValueError:
             continue
-        raise AssertionError(f"a file {name!r} was taken")
+        raise AssertionError(f"a file {name!r} was accepted")
 
 
 @check()
-async def _a_program_leaves_nothing_to_the_next(s: Sandbox) -> None:
+async def _no_files_are_left_for_the_next_program(s: Sandbox) -> None:
     name = f"left-{secrets.token_hex(4)}"
     await s.run(f"open({name!r}, 'w').write('x')")
-    assert await said(s, f"import os; print(os.path.exists({name!r}))") == "False\n"
+    assert await run_ok(s, f"import os; print(os.path.exists({name!r}))") == "False\n"
 
 
 @check()
 async def _folders_can_be_made_and_used(s: Sandbox) -> None:
     code = "mkdir -p a/b && cd a/b && echo hi > c && cat c && python3 -c 'print(1)'"
-    assert await said(s, code, language="bash") == "hi\n1\n"
+    assert await run_ok(s, code, language="bash") == "hi\n1\n"
 
 
 @check()
@@ -668,13 +670,13 @@ async def _a_program_that_takes_too_long_is_ended(s: Sandbox) -> None:
 
 
 @check()
-async def _sleeping_is_ended_as_well(s: Sandbox) -> None:
+async def _a_sleeping_program_is_ended(s: Sandbox) -> None:
     done = await s.run("sleep 1000", language="bash", limits=Limits(seconds=1))
     assert done.ended_by == "time", done
 
 
 @check()
-async def _signals_cannot_put_off_the_end(s: Sandbox) -> None:
+async def _ignoring_signals_does_not_prevent_the_end(s: Sandbox) -> None:
     code = """
 import signal, time
 for n in range(1, 32):
@@ -687,7 +689,7 @@ while True: time.sleep(10)
 
 
 @check()
-async def _what_was_said_before_the_end_is_kept(s: Sandbox) -> None:
+async def _output_before_the_end_is_kept(s: Sandbox) -> None:
     code = "import time; print('begun', flush=True); time.sleep(100)"
     done = await s.run(code, limits=Limits(seconds=1))
     assert done.ended_by == "time" and done.stdout == "begun\n", done
@@ -695,7 +697,7 @@ async def _what_was_said_before_the_end_is_kept(s: Sandbox) -> None:
 
 @check()
 async def _children_end_with_their_program(s: Sandbox) -> None:
-    """Also those that made a session of their own, and hold its output open."""
+    """This includes processes in a session of their own that keep the output open."""
     code = """
 import os, sys, time
 if os.fork() == 0:
@@ -716,44 +718,44 @@ async def _many_at_once_do_not_mix(s: Sandbox) -> None:
     async def one(i: int) -> None:
         code = f"open('mine', 'w').write('{i}')\nimport time; time.sleep(0.05)\n"
         code += "print(open('mine').read())"
-        assert await said(s, code) == f"{i}\n"
+        assert await run_ok(s, code) == f"{i}\n"
 
     await asyncio.gather(*(one(i) for i in range(12)))
 
 
 @check()
-async def _who_is_cancelled_leaves_nothing(s: Sandbox) -> None:
+async def _a_cancelled_run_is_stopped(s: Sandbox) -> None:
     task = asyncio.ensure_future(s.run("import time; time.sleep(1000)"))
     await asyncio.sleep(0.3)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await asyncio.wait_for(task, 15)
-    assert await said(s, "print(1)") == "1\n"
+    assert await run_ok(s, "print(1)") == "1\n"
 
 
 @check()
-async def _a_long_program_is_no_argument(s: Sandbox) -> None:
+async def _a_long_program_is_accepted(s: Sandbox) -> None:
     code = "x = [\n" + "1,\n" * 100_000 + "]\nprint(sum(x))"
-    assert await said(s, code) == "100000\n"
+    assert await run_ok(s, code) == "100000\n"
 
 
 @check()
-async def _the_environment_is_its_own(s: Sandbox) -> None:
+async def _environment_variables_are_not_inherited(s: Sandbox) -> None:
     name = f"AGENTRL_SECRET_{secrets.token_hex(4).upper()}"
     os.environ[name] = "secret"
     try:
-        text = await said(s, "import os, json; print(json.dumps(dict(os.environ)))")
+        text = await run_ok(s, "import os, json; print(json.dumps(dict(os.environ)))")
     finally:
         del os.environ[name]
     assert "secret" not in text and "PATH" in json.loads(text), text
 
 
 @check()
-async def _several_processes_work_together(s: Sandbox) -> None:
+async def _a_process_pool_works(s: Sandbox) -> None:
     code = """
 from multiprocessing import get_context
 def f(x): return x * x
 if __name__ == "__main__":
     with get_context("fork").Pool(2) as pool: print(sum(pool.map(f, range(10))))
 """
-    assert await said(s, code) == "285\n"
+    assert await run_ok(s, code) == "285\n"
