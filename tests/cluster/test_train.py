@@ -6,14 +6,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.forked_python import ForkedPython
 
 pytest.importorskip("ray")
 
@@ -172,7 +171,9 @@ def assert_same_run(one, other, flags, steps=(1, 2)):
     assert (found - expected).norm() < ROUNDING * expected.norm()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=["ppo", pytest.param("grpo with LoRA", marks=pytest.mark.slow)]
+)
 def pair(request, cluster, flags, tmp_path_factory):
     """The same run in one process, and by two ranks."""
     folder = tmp_path_factory.mktemp("runs")
@@ -200,7 +201,9 @@ def test_other_numbers_of_ranks_go_on(pair, flags, tmp_path, saved, ranks, capsy
     assert_same_run(folder / str(saved), output, flags, steps=(2,))
 
 
-@pytest.mark.parametrize("loss", ["fatal_within", "fatal_after"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param("fatal_within", marks=pytest.mark.slow), "fatal_after"]
+)
 def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
     """The cause is said first, though nothing can be saved; what was saved before is whole."""
     whole = "optim.micro_batch_tokens=4096"  # a rank is asked for its loss once a step
@@ -219,11 +222,11 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
     """Of the command itself, which starts a cluster of its own and ends it."""
     output, rows, env = tmp_path / "run", flags["data.train"], flags["files"][0]
     endless = [o for o in RUN if "_steps" not in o] + ["trainer.total_steps=100000"]
-    command = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", "train", "--dataset", rows, "-f", env,
+    command = ForkedPython(
+        ["-m", "agentrl.cli", "train", "--dataset", rows, "-f", env,
          "--model", flags["model.path"], "--output", str(output), *endless,
          "trainer.save_freq=0", "trainer.n_gpus_per_node=2"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        start_new_session=True, merge_outputs=True,
         env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
     )  # fmt: skip
     try:
@@ -268,6 +271,7 @@ def token_of(pid):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_ranks_and_a_server(cluster, flags, sglang_python, tiny_model, tmp_path):
     """All weights of two ranks, by the files that they write, to a server that the run starts."""

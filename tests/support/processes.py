@@ -18,9 +18,16 @@ SECONDS = 120.0
 class Processes:
     """A group (`agentrl.trainer.dispatch.RankGroup`) whose ranks are processes that meet over gloo."""
 
-    def __init__(self, size: int, make: Callable[..., Any], *args: Any):
-        """Start them; `make(*args)` makes the rank in each, and must be importable."""
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int, make: Callable[..., Any], *args: Any, start: str = "forkserver"):
+        """Start them. `make(*args)` makes the rank in each process, and must be importable.
+
+        `start` is a start method of `multiprocessing`. The default forks a process that has torch
+        imported; with "spawn" the libraries are imported under the environment of the moment.
+        """
+        context = multiprocessing.get_context(start)
+        multiprocessing.set_forkserver_preload(
+            ["torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
+        )
         self.size = size
         self._pipes, self._processes = [], []
         with socket.socket() as s:

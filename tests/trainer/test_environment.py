@@ -196,7 +196,7 @@ def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(f
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
     }.items():
         monkeypatch.setenv(name, value)
-    group = Processes(2, Weighed, folder)
+    group = Processes(2, Weighed, folder, start="spawn")
     try:
         _, norm = one_step(folder, group)
         found = group.weights() | {"the gradient's norm": norm}

@@ -80,6 +80,7 @@ def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path):
         learn(tiny_model, tmp_path, 4, *PLAIN, trainer=GuardedToolTokensTrain)
 
 
+@pytest.mark.slow
 def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):
     quarters = learn(tiny_model, tmp_path, 16, trainer=ShuffledRewards)
     print(f"shuffled {quarters}")

@@ -45,6 +45,9 @@ WORLDS = {
 """What is spread: weights, an adapter, a critic of its own or on the policy's base."""
 BUDGETS = (10_000, 150, 60)
 """Tokens of a micro-batch: all in one, a few, many."""
+SOME_CUTS = ((1, 60), (2, 150), (4, 60))
+"""Ranks and tokens of a micro-batch: each number of ranks, each cut finer than all in one."""
+ALL_CUTS = tuple(product((1, 2, 4), BUDGETS))
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +85,15 @@ def close(found: dict, expected: dict) -> None:
         torch.testing.assert_close(found[name], value, atol=EXACT, rtol=EXACT, msg=name)
 
 
+@pytest.mark.parametrize(
+    "cuts", [SOME_CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("world", WORLDS)
-def test_ranks_and_micro_batches_change_nothing(groups, batch, world):
+def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     cfg = config(**KEYS, **WORLDS[world])
     metrics, logprobs, weights = run(groups[1], cfg, batch)
     assert all(any(m[f"{who}/grad_norm"] > 1e-3 for m in metrics) for who in ["actor"])
-    for ranks, budget in product((1, 2, 4), BUDGETS):
+    for ranks, budget in cuts:
         other = config(**KEYS, **WORLDS[world], optim__micro_batch_tokens=budget)
         found = run(groups[ranks], other, batch)
         spread, count = groups[ranks].spread()
