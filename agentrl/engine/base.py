@@ -53,7 +53,7 @@ class Sampling:
             raise ConfigError(
                 "training needs samples from the policy's own distribution, but "
                 + ", ".join(problems)
-                + ". Set these under `val` instead: evaluation takes them."
+                + ". Set these under `val` instead: evaluation accepts them."
             )
 
 

@@ -1,4 +1,4 @@
-"""Open the engine of a run, as the section `rollout` of the config says."""
+"""Open the engine of a run, as configured by the section `rollout`."""
 
 from __future__ import annotations
 

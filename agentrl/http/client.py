@@ -76,7 +76,7 @@ def parse_base_url(base_url: str) -> SplitResult:
     try:
         url = urlsplit(base_url)
         is_valid = url.scheme in ("http", "https") and url.hostname and url.port != 0
-        str(url.hostname).encode("idna")  # Sockets encode it so.
+        str(url.hostname).encode("idna")  # Sockets use this encoding.
         _ = httpx.URL(base_url).host
     except (ValueError, httpx.InvalidURL):  # An invalid port or host name.
         raise error from None
@@ -199,11 +199,11 @@ class HttpClient:
         """Return the bytes of the request."""
         target = self._prefix + path
         if NOT_PRINTABLE.search(target) or not target.startswith("/"):
-            raise ValueError(f"not a path that can be requested: {target!r}")
+            raise ValueError(f"invalid path: {target!r}")
         head = f"{method} {target} HTTP/1.1\r\n{self._headers}"
         for name, value in (headers or {}).items():
             if not _HEADER.fullmatch(line := f"{name}: {value}"):
-                raise ValueError(f"not a header that can be sent: {line!r}")
+                raise ValueError(f"invalid header: {line!r}")
             head += line + "\r\n"
         if body is None:
             length = "" if method == "GET" else "content-length: 0\r\n"

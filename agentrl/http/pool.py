@@ -37,7 +37,8 @@ MAX_CONNECTIONS_TO_SERVER = 1024
 """The most requests in flight to one server; a tool server accepts as many."""
 MAX_CONTROL_CONNECTIONS = 16
 MAX_IDLE_SECONDS = 60.0
-"""Shorter than the keep-alive of our servers, so that a connection is rarely found closed."""
+"""Shorter than the keep-alive of our servers, so that a connection is rarely closed when it is
+used."""
 
 
 class ConnectionDropped(Exception):
@@ -310,7 +311,7 @@ class ConnectionPool:
                     f" {self.max_connections} are open (`ulimit -n` is {open_files.limit()})"
                 )
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     def _try_lease(self, queue: _ServerQueue) -> ConnectionLease | None:
         """Return a lease of an idle connection or of a new one; None if no connection is free."""
@@ -452,7 +453,7 @@ def _new_pools(loop: asyncio.AbstractEventLoop) -> tuple[ConnectionPool, Connect
 
 
 def _share_limit() -> None:
-    """Drop the pools of closed event loops; set the limit of each other one to an equal part."""
+    """Drop the pools of closed event loops, and divide the limit equally among the others."""
     for loop in [loop for loop in _pools if loop.is_closed()]:
         del _pools[loop]
     for pool, _ in _pools.values():

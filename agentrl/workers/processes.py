@@ -31,9 +31,9 @@ log = logging.getLogger("agentrl")
 START_SECONDS = 60.0
 """The longest time for a worker to start and to import the module of a function."""
 MAX_CALLS = 2000
-"""A worker is replaced after so many calls, because libraries cache their results."""
+"""The number of calls after which a worker is replaced, because libraries cache their results."""
 LOGGED_LINES = 50
-"""The first so many lines that a worker prints are logged."""
+"""The number of lines of a worker that are logged."""
 LAST_LINES, MAX_LINE = 8, 500
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """A worker runs one function at a time, and each thread of a library's pool reserves memory."""

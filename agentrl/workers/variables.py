@@ -1,4 +1,4 @@
-"""Environment variables that are set for the duration of a block."""
+"""Set environment variables for the duration of a block."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ def in_group(pid, group):
 
 
 def test_a_publication_that_did_nothing_is_noticed(engine):
-    with pytest.raises(EngineError, match="127 tokens are still in the cache"):
+    with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
         engine._prove_fresh()  # nothing was published since the last
     engine._policy_version = PolicyVersion("5", 5)
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '0'"):

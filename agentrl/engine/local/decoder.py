@@ -70,7 +70,7 @@ class Decoder:
         self._check_cache()
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make room for at least so many rows, and so many tokens per row."""
+        """Make room for at least `rows` rows, and at least `capacity` tokens per row."""
         have = self.rows.shape
         if rows > have[0] or capacity > have[1]:
             self.rows.grow(rows, capacity)

@@ -199,10 +199,11 @@ class LocalEngine(Engine):
     def publish(self, update: Update) -> int:
         """Copy named tensors into the model between two steps; the other tensors stay.
 
-        All keys and values are dropped. Turns in flight go on; each token carries its own version.
+        All keys and values are dropped. Turns in flight go on; each token carries the version that
+        sampled it.
 
         Raises:
-            EngineError: the model has no tensor of a name, or its shape differs.
+            EngineError: the model has no tensor with one of the names, or its shape differs.
         """
         with self._paused():
             self._check_running()

@@ -13,7 +13,7 @@ from agentrl.engine.base import Sampling
 from agentrl.trajectory import Generation
 
 GROWTH = 128
-"""The capacity of rows is a multiple of so many tokens."""
+"""The capacity of rows is a multiple of this number of tokens."""
 
 
 class Rows:
@@ -55,7 +55,7 @@ class Rows:
         return self.ids.shape[0], self.ids.shape[1]
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make room for at least so many rows and tokens, and for some more."""
+        """Make room for at least `rows` rows and `capacity` tokens per row, plus a reserve."""
         old_rows, old_capacity = self.shape
         if rows > old_rows:
             rows = max(rows, old_rows * 2)
@@ -198,7 +198,7 @@ class RowCache(Cache):
         return seen[0], seen[1]
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make room for so many rows and positions."""
+        """Make room for `rows` rows and `capacity` positions."""
         self._shape = (rows, capacity)
         for i, layer in enumerate(self._tensors):
             grown = self._zeros_like(layer[0]), self._zeros_like(layer[1])

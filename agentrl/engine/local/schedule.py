@@ -35,9 +35,9 @@ from agentrl.errors import EngineError
 ADMIT_EVERY = 8
 """Decode steps between two admissions."""
 MIN_TOOL_STEPS = 4
-"""An episode has at least so many decode steps to run its tools before the others wait for it."""
+"""The least number of decode steps that an episode has for its tools before others wait."""
 MAX_NAMED = 3
-"""A warning names so many episodes, and counts the others."""
+"""The most episodes that a warning names; the others are counted."""
 
 log = logging.getLogger("agentrl")
 
@@ -76,11 +76,11 @@ class EpisodeState:
     order: int
     due: int
     row: int = -1
-    """Its row of the cache from its first turn to its end; -1 before."""
+    """The row of the cache that it uses from its first turn to its end; -1 before."""
     fresh: bool = True
     """Whether no token of this episode has been written to its row yet."""
     awaited: bool = True
-    """Whether the others wait, when it is due, until it has requested a turn or ended."""
+    """Whether the other episodes wait for it when it is due."""
     turn: TurnRequest | None = None
     next: TurnRequest | None = None
     """A turn that it requested after the caller of `turn` was cancelled. It replaces `turn` when
@@ -110,7 +110,7 @@ class DecodeSchedule:
     def __post_init__(self):
         self.rows = [None] * self.slots
 
-    # -- what episodes do --------------------------------------------------------------------------
+    # -- called for episodes -----------------------------------------------------------------------
 
     def begin(self, episode_id: str) -> None:
         """Announce an episode. It is due now if all others have ended, else at a later tick."""
@@ -159,7 +159,7 @@ class DecodeSchedule:
         latest, entry.next = entry.next or entry.turn, None
         return latest
 
-    # -- what the engine does ----------------------------------------------------------------------
+    # -- called by the engine ----------------------------------------------------------------------
 
     def admit(self) -> list[tuple[EpisodeState, TurnRequest]]:
         """Admit the turns that are due. If nothing decodes, jump to the next due step.
@@ -265,8 +265,8 @@ class DecodeSchedule:
     @property
     def in_flight(self) -> list[tuple[EpisodeState, TurnRequest]]:
         """Return the turns that are not answered yet; an episode's earlier turn comes first."""
-        asked = [(e, t) for e in self._entries.values() for t in (e.turn, e.next)]
-        return [(e, t) for e, t in asked if t is not None]
+        turns = [(e, t) for e in self._entries.values() for t in (e.turn, e.next)]
+        return [(e, t) for e, t in turns if t is not None]
 
     def turn_in_row(self, row: int) -> tuple[EpisodeState, TurnRequest]:
         """Return the turn that is being sampled in a row, with its episode."""
@@ -292,7 +292,7 @@ class DecodeSchedule:
     def _start_over(self) -> None:
         """Remove a wave of episodes that has ended, and restart logical time.
 
-        For the next wave it must not matter whether the engine's thread has handled these ends yet.
+        The result must not depend on whether the engine's thread has already handled the ends.
         """
         if all(e.ended and not e.decoding for e in self._entries.values()):
             self._entries.clear()
@@ -309,8 +309,8 @@ class WaitLimit:
 
     def __init__(self, seconds: float, schedule: DecodeSchedule):
         self.ends = math.inf
-        """The `time.monotonic()` seconds at which the current wait is too long; inf without a wait.
-        The `time.monotonic()` seconds at which the current wait is too long; inf without a wait."""
+        """When the current wait becomes too long, in `time.monotonic()` seconds; inf without a
+        wait."""
         self._seconds = seconds
         self._schedule = schedule
 

@@ -12,8 +12,7 @@ from agentrl.errors import EngineError
 from agentrl.trajectory import Generation
 
 PACK_BELOW = 0.75
-"""Finished rows are decoded along, without use, until fewer than this share of the rows is alive.
-Finished rows are decoded along, without use, until fewer than this share of the rows is alive."""
+"""Rows are packed when the share of alive rows falls below this. Until then, finished rows idle."""
 
 TurnOutcome = tuple[EpisodeState, TurnRequest, Generation | EngineError]
 

@@ -224,7 +224,7 @@ def _reduce(tensor: Tensor) -> tuple[Any, ...]:
 def _shared_by_name() -> Iterator[None]:
     """Share CPU memory by name within the block.
 
-    File descriptors could only be passed to child processes of this process.
+    The alternative, file descriptors, can only be passed to child processes of this process.
     """
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")

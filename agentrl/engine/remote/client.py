@@ -158,7 +158,7 @@ class RemoteEngine(Engine):
             EngineError: another temperature, or as `generate`.
         """
         if temperature != 1:
-            raise EngineError(f"{self.name} scores rows at temperature 1, not {temperature:g}")
+            raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
         body = self._score_body(token_ids) | self._sender.request_fields()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
@@ -206,10 +206,12 @@ class RemoteEngine(Engine):
         answer = self._control.ask(self._path, body)
         generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
         if generation.versions[0] != self.version:
-            raise EngineError(f"{where}: version {generation.versions[0]}, not {self.version}")
+            raise EngineError(
+                f"{where} was sampled by version {generation.versions[0]}, not {self.version}"
+            )
         return generation
 
-    # -- what both dialects need -------------------------------------------------------------------
+    # -- used by subclasses ------------------------------------------------------------------------
 
     def _check_row(self, token_ids: array[int], where: str) -> None:
         validate_row(
@@ -257,11 +259,11 @@ class RemoteEngine(Engine):
         """
         if cached := self.probe().cached_tokens:
             raise EngineError(
-                f"{self.url}: version {self.version} was published, but {cached} tokens are still"
-                " in the cache that other weights computed"
+                f"{self.url}: version {self.version} was published, but {cached} tokens of"
+                " the old weights are still in the cache"
             )
 
-    # -- the dialect -------------------------------------------------------------------------------
+    # -- implemented by subclasses -----------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -366,10 +368,10 @@ def token_versions(
     versions = token_array()
     for span in spans or [{"version": policy_version.weights, "start": 0, "end": n}]:
         if span["start"] != len(versions):
-            raise ValueError(f"spans of versions with gaps: {spans}")
+            raise ValueError(f"version spans with gaps: {spans}")
         weights = str(span["version"])
         policy = policy_version.policy if weights == policy_version.weights else int(weights)
         versions.extend([policy] * (span["end"] - span["start"]))
     if len(versions) != n:
-        raise ValueError(f"spans of versions for {len(versions)} of {n} tokens")
+        raise ValueError(f"version spans for {len(versions)} of {n} tokens")
     return versions

@@ -25,7 +25,7 @@ class KeyGuard:
     """ASGI middleware that answers 401 to requests without the key."""
 
     def __init__(self, app: _App):
-        """Read the key from the file beside this one. Without a key the server does not start."""
+        """Read the key from a file in the same folder. Without a key the server does not start."""
         self._app = app
         key = Path(__file__).with_name(KEY_FILE).read_bytes()
         if not key:

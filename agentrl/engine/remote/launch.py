@@ -32,7 +32,8 @@ from agentrl.workers.child_process import OUTPUT_GRACE_SECONDS, ChildProcess
 log = logging.getLogger("agentrl")
 
 START_SECONDS = 1800.0
-"""Loading and compiling take long. A server that ends meanwhile is noticed at once."""
+"""The time limit of a start; loading and compiling take long. A server that ends is noticed at
+once."""
 HEALTH_SECONDS = 30.0
 TAIL_LINES = 25
 LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
@@ -43,7 +44,7 @@ MAX_ADAPTERS = 2
 
 
 class ServerHandle(Protocol):
-    """What an engine uses of its server's process, on this or another machine."""
+    """What an engine needs of a server's process, on this or another machine."""
 
     url: str
     token: str
@@ -130,8 +131,10 @@ class ServerProcess:
         self._process.wait(OUTPUT_GRACE_SECONDS)
         lines = list(self._process.tail)[-TAIL_LINES:]
         text = "\n".join(f"  | {line}" for line in lines)
-        said = text.replace(self.token, "***").replace(self.admin_token, "***")
-        return EngineDead(f"the {self._name} server at {self.url} ended. Its last lines:\n{said}")
+        last_lines = text.replace(self.token, "***").replace(self.admin_token, "***")
+        return EngineDead(
+            f"the {self._name} server at {self.url} ended. Its last lines:\n{last_lines}"
+        )
 
     def stop(self) -> None:
         """End the server and all processes that it started. Idempotent."""
@@ -211,18 +214,18 @@ def find_package(package: str, python: str) -> tuple[str, Path]:
         f"import importlib.util as u; print(u.find_spec('{package}').submodule_search_locations[0])"
     )
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             [path, "-c", code], cwd="/", capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
-    if found.returncode:
+    if completed.returncode:
         raise ConfigError(
             f"rollout.name={package}: {path} has no {package}. Install it there (pip install"
             f' "agentrl[{package}]"), or set rollout.python to the Python of an environment'
             " that has it"
         )
-    return path, Path(found.stdout.strip())
+    return path, Path(completed.stdout.strip())
 
 
 def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
@@ -269,7 +272,7 @@ class Launch(ABC):
     """The Python of the environment that has the server; "" is this one."""
     dtype: str = "auto"
     gpus: Sequence[int] = ()
-    """The GPUs that it sees, one for each part of the model, as torch counts them here; none: a
+    """The GPUs that the server sees, one per part of the model, as torch counts them here; none: a
     CPU."""
     memory: float = 0.5
     """The server's share of a GPU's memory."""

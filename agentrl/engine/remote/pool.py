@@ -194,7 +194,7 @@ class EnginePool(Engine):
             "engine/usable": float(sum(map(self._supervisor.is_usable, self._replicas)))
         }
 
-    # -- where a request goes ----------------------------------------------------------------------
+    # -- routing -----------------------------------------------------------------------------------
 
     async def _try_engines(
         self,
@@ -202,7 +202,10 @@ class EnginePool(Engine):
         send_request: Callable[[RemoteEngine], Awaitable[T]],
         deadline: float,
     ) -> T:
-        """Send a request to one engine after another, once to each; to full engines again."""
+        """Send a request to the engines, one after another, until one answers.
+
+        An engine that failed is not tried again. If all others are full, they are tried again.
+        """
         failed: set[Replica] = set()
         full: set[Replica] = set()
         error: EngineError | None = None
@@ -310,7 +313,7 @@ class EnginePool(Engine):
                 " published"
             )
 
-    # -- whether an engine hangs -------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _in_flight(

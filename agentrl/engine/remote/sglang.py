@@ -37,8 +37,7 @@ MIN_TOP_P = 1e-6
 ROUNDING_TOLERANCE = 1e-2
 """A logprob may be above 0 by rounding, but not by more."""
 MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
-"""The memory that a server releases for each `rollout.sleep`, in the order in which it is resumed.
-The memory that a server releases for each `rollout.sleep`, in the order in which it is resumed."""
+"""The memory that a server releases for each `rollout.sleep`, in the order of resuming it."""
 
 
 class SGLangEngine(RemoteEngine):

@@ -37,7 +37,7 @@ from agentrl.errors import (
 log = logging.getLogger("agentrl")
 
 FAILURES = 3
-"""After so many failures in a row, an engine is excluded."""
+"""The number of failures in a row after which an engine is excluded."""
 CLOSE_SECONDS = 5.0
 """The time to wait for the recovery threads. A thread that is starting a server ends it later."""
 
@@ -76,7 +76,7 @@ class Breaker:
         return self._failures >= FAILURES
 
     def close(self) -> None:
-        """Close it, because the engine passed a try."""
+        """Close the breaker after a successful try."""
         self.open, self._failures = False, 0
 
     def next_wait(self) -> float:
@@ -132,7 +132,7 @@ class Replica:
     awaits_weights: bool = False
     """It works, but needs the weights, which the trainer is changing."""
     is_abandoned: bool = False
-    """It is not restarted any more."""
+    """Whether it is not restarted any more."""
     restarts: int = 0
     """The restarts since the last update of the policy."""
     excluded_at: float = 0.0
@@ -174,7 +174,7 @@ class Supervisor:
         """The published version. Before the first, each engine samples from the weights of its
         start."""
         self.restarts = self.sent = 0
-        """How often an engine was started anew, and how many bytes of weights were sent, ever."""
+        """The number of restarts, and of bytes of weights that were sent, in total."""
         self._recovery = recovery
         self._update: Update | None = None
         self._weights = threading.Condition()
@@ -364,7 +364,7 @@ class Supervisor:
         except EngineError as e:
             self.exclude(m, engine, e, broken=True, stale=True)
 
-    # -- mending -----------------------------------------------------------------------------------
+    # -- recovery ----------------------------------------------------------------------------------
 
     def _recover(self, m: Replica) -> None:
         """Run as a thread until the replica is used again, or is abandoned."""

@@ -181,10 +181,10 @@ class VLLMEngine(RemoteEngine):
         body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
         answer = self._control.ask(self._path, body, seconds=SEND_SECONDS)
-        found = self._read_turn(
+        values = self._read_turn(
             answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
         )
-        ties = [math.exp(-logprob) for logprob in found.logprobs]
+        ties = [math.exp(-logprob) for logprob in values.logprobs]
         if any(abs(n - round(n)) > 1e-4 * n for n in ties):
             raise EngineError(
                 f"{self.url} returns logprobs without the sampling temperature. Start it with"
@@ -299,14 +299,14 @@ def read_scores(
     """
     with reading("vLLM", where):
         _, *rest = endpoint.prompt_logprobs(answer)
-        found = [entry[str(token)]["logprob"] for entry, token in zip(rest, row[1:], strict=True)]
-        return float_array([0.0, *_finite(found, len(row) - 1)])
+        values = [entry[str(token)]["logprob"] for entry, token in zip(rest, row[1:], strict=True)]
+        return float_array([0.0, *_finite(values, len(row) - 1)])
 
 
 def _finite(logprobs: Sequence[float], n: int) -> array[float]:
-    found = float_array(logprobs)
-    if len(found) != n:
-        raise ValueError(f"{len(found)} logprobs for {n} tokens")
-    if not all(math.isfinite(x) and x > NO_LOGPROB for x in found):
+    values = float_array(logprobs)
+    if len(values) != n:
+        raise ValueError(f"{len(values)} logprobs for {n} tokens")
+    if not all(math.isfinite(x) and x > NO_LOGPROB for x in values):
         raise ValueError("a logprob that is not finite")
-    return found
+    return values
