@@ -57,7 +57,7 @@ MAX_PROGRAM = 10_000
 MEMORY = 64 * 1024 * 1024
 """Memory limit of all queries in a process. It also bounds a sort, which is a single step."""
 STEPS = 25
-"""SQLite checks the clock after this many instructions, at the end of a row."""
+"""How often SQLite calls the function that checks the clock, in instructions."""
 
 _ALLOWED = {
     sqlite3.SQLITE_SELECT,

@@ -201,7 +201,7 @@ def check_files(files: Mapping[str, bytes] | None, limits: Limits) -> dict[str, 
     return files
 
 
-def replace_surrogates(text: str) -> str:
+def clean_input(text: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 

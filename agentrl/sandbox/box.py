@@ -34,8 +34,8 @@ from agentrl.sandbox.base import (
     Limits,
     Sandbox,
     check_files,
+    clean_input,
     clean_output,
-    replace_surrogates,
     shorten_output,
 )
 
@@ -200,11 +200,7 @@ class Box:
         Raises:
             SandboxError: the box is closed, or it was lost and no other can be opened.
         """
-        request = {
-            "do": "cell",
-            "code": replace_surrogates(code),
-            "stdin": replace_surrogates(stdin),
-        }
+        request = {"do": "cell", "code": clean_input(code), "stdin": clean_input(stdin)}
         if language == "bash":
             request |= {"do": "script", "argv": ["bash", "/proc/self/fd/3"]}
         done = await self._with_driver(lambda driver: driver.run(request, seconds))

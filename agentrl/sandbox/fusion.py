@@ -19,8 +19,8 @@ from agentrl.sandbox.base import (
     Limits,
     Program,
     Sandbox,
+    clean_input,
     clean_output,
-    replace_surrogates,
     shorten_output,
 )
 
@@ -41,9 +41,9 @@ class SandboxFusion(Sandbox):
         limits = program.limits
         files = {n: base64.b64encode(c).decode("ascii") for n, c in program.files.items()}
         request = {
-            "code": replace_surrogates(program.code),
+            "code": clean_input(program.code),
             "language": program.language,
-            "stdin": replace_surrogates(program.stdin),
+            "stdin": clean_input(program.stdin),
             "files": files,
             "run_timeout": limits.seconds,
             "memory_limit_MB": limits.memory_mb,

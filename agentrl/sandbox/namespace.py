@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 SHELL = '"$@"; exit $?'
-"""The command of process 1. The exit keeps the shell from replacing itself by its last command."""
+"""The command of process 1. Without `exit`, the shell would replace itself by the program."""
 
 
 class InheritedFiles(ExitStack):
@@ -189,8 +189,8 @@ def _check_python_folder(folder: Path, python: str) -> None:
         )
     if Path.home().is_relative_to(folder):
         raise SandboxError(
-            f"sandbox.python={python}: with {folder} all of your home directory would be shown to"
-            " programs. Make a virtual environment elsewhere and name its interpreter"
+            f"sandbox.python={python}: mounting {folder} would show your whole home directory"
+            " to programs. Make a virtual environment elsewhere and name its interpreter"
         )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Completed, Limits, Program, replace_surrogates
+from agentrl.sandbox.base import Completed, Limits, Program, clean_input
 from agentrl.sandbox.box import INSIDE, Driver, LocalSandbox, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
 
@@ -57,7 +57,7 @@ class UnsafeSubprocess(LocalSandbox):
                 "do": "script",
                 "argv": argv,
                 "code": None,
-                "stdin": replace_surrogates(program.stdin),
+                "stdin": clean_input(program.stdin),
             }
             return await driver.run(order)
         finally:

@@ -60,15 +60,6 @@ _TYPES: dict[str, frozenset[type]] = {
     "boolean": frozenset({bool}),
     "null": frozenset({NoneType}),
 }
-_TYPE_NAMES = {
-    "string": "a string",
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "a boolean",
-    "null": "null",
-    "array": "an array",
-    "object": "an object",
-}
 _BOUNDS = {
     "minimum": "at least",
     "maximum": "at most",
@@ -248,11 +239,13 @@ class Parameters:
         try:
             errors = self.validator.errors(arguments, seconds, pauses=pauses)
         except RecursionError:
-            raise InvalidArguments(f"they are nested too deeply. Expected: {self.usage}") from None
+            raise self._invalid(["they are nested too deeply"]) from None
         if errors:
-            faults = sorted(map(_describe_fault, errors))
-            raise InvalidArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
+            raise self._invalid(sorted(map(_describe_fault, errors)))
         return self._convert(arguments)
+
+    def _invalid(self, faults: list[str]) -> InvalidArguments:
+        return InvalidArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}")
 
     def _convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert valid arguments to the annotated types."""
@@ -265,7 +258,7 @@ class Parameters:
                 _with_path(_format_path(f["loc"]), f["msg"].removeprefix("Value error, "))
                 for f in e.errors(include_url=False)
             ]
-            raise InvalidArguments(f"{'; '.join(faults[:3])}. Expected: {self.usage}") from None
+            raise self._invalid(faults) from None
         fields = self.model.model_fields
         return {str(fields[f].alias): getattr(instance, f) for f in instance.model_fields_set}
 
@@ -300,7 +293,8 @@ def _describe_type(schema: Any) -> str:
     else:
         names = schema.get("type", "")
         kinds = [
-            _TYPE_NAMES.get(name, "") for name in ([names] if isinstance(names, str) else names)
+            n if n in ("", "null") else f"a{'n' * (n[0] in 'aio')} {n}"
+            for n in ([names] if isinstance(names, str) else names)
         ]
     return " or ".join(kinds) if all(kinds) else ""
 

@@ -125,17 +125,11 @@ class Runner:
         if await self._deadline(tool.timeout).wait(job, call.waiters):
             raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
         if not job.done():
-            return self.invalid_arguments_result(tool, call.function.name, parameters.slow_error())
+            return self.reject(tool, call.function.name, parameters.slow_error())
         valid_arguments, error = job.result()
-        return (
-            valid_arguments
-            if error is None
-            else self.invalid_arguments_result(tool, call.function.name, error)
-        )
+        return valid_arguments if error is None else self.reject(tool, call.function.name, error)
 
-    def invalid_arguments_result(
-        self, tool: Tool, function: str, error: BaseException
-    ) -> ToolResult:
+    def reject(self, tool: Tool, function: str, error: BaseException) -> ToolResult:
         """Return the result of a call whose arguments are invalid or could not be validated.
 
         Args:

@@ -142,10 +142,8 @@ class ToolSession:
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         for tool in self._classes:
             own = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
-            self._constructor_arguments[tool.name] = {
-                **own,
-                **self._injected_values(tool.constructor_injected),
-            }
+            injected = self._injected_values(tool.constructor_injected)
+            self._constructor_arguments[tool.name] = {**own, **injected}
         for tool in self._classes:
             if tool.stateful:
                 instance = await self._runner.make(tool, self._constructor_arguments[tool.name])
@@ -220,7 +218,7 @@ class ToolSession:
                 return result
             values = result
         except Exception as e:
-            return runner.invalid_arguments_result(tool, name, e)
+            return runner.reject(tool, name, e)
         if function.injected:
             values = {**values, **self._injected_values(function.injected, messages)}
         # A cached call may also serve other episodes, so the end of this one does not cancel it.

@@ -342,26 +342,23 @@ def _function_from_schema(
 ) -> ToolFunction:
     """Return the `ToolFunction` of a function whose schema the user wrote."""
     where = f"@tool(schema=...) at {locate(function)}"
-    user_schema = schema.get("function")
-    if not isinstance(user_schema, Mapping) or not isinstance(
-        user_schema.get("parameters"), Mapping
-    ):
+    inner = schema.get("function")
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("parameters"), Mapping):
         raise UserError(
             f'{where}: expected {{"type": "function", "function": {{"name": ..., "parameters":'
             f' {{"type": "object", ...}}}}}}, got {dict(schema)}'
         )
-    name = name or user_schema.get("name") or function.__name__
-    if user_schema.get("name", name) != name:
+    name = name or inner.get("name") or function.__name__
+    if inner.get("name", name) != name:
         raise UserError(
-            f"{where}: the schema has the name {user_schema['name']!r}, but the tool has {name!r}"
+            f"{where}: the schema has the name {inner['name']!r}, but the tool has {name!r}"
         )
-    parameters = parameters_from_schema(user_schema["parameters"], name, where)
-    function_schema = {**user_schema, "name": name, "parameters": parameters.schema}
+    parameters = parameters_from_schema(inner["parameters"], name, where)
+    inner = {**inner, "name": name, "parameters": parameters.schema}
     injected = injected_parameters(function, schema_names=parameters.schema.get("properties", {}))
-    function_schema = {"type": "function", "function": function_schema}
-    return ToolFunction(
-        name, "", function_schema, parameters, inspect.iscoroutinefunction(function), injected
-    )
+    function_schema = {"type": "function", "function": inner}
+    is_async = inspect.iscoroutinefunction(function)
+    return ToolFunction(name, "", function_schema, parameters, is_async, injected)
 
 
 def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:

@@ -29,7 +29,7 @@ from referencing.jsonschema import DRAFT202012
 LOOP_SECONDS = 0.002
 """Limit of CPU time on the event loop."""
 LOOP_BYTES = 4096
-"""Arguments with more bytes of JSON are validated in a thread from the start."""
+"""Arguments that are longer (in bytes of JSON) are validated in a thread from the start."""
 BASE_SECONDS = 0.05
 SECONDS_PER_BYTE = 1e-5
 """Limit of CPU time in a thread: `BASE_SECONDS`, plus this for each byte of JSON. Validation in

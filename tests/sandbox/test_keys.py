@@ -90,7 +90,7 @@ async def test_a_home_directory_is_not_shown_for_its_python(tmp_path, monkeypatc
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("agentrl.sandbox.namespace._mounts", _mounts.__wrapped__)
-    with pytest.raises(SandboxError, match="all of your home directory would be shown"):
+    with pytest.raises(SandboxError, match="would show your whole home directory"):
         await place.run("1")
 
 
