@@ -118,7 +118,7 @@ class Encoder:
         texts = [text for text, i in self._id_of.items() if i in self.tags]
         self._tags = _pattern(dict.fromkeys(texts, (False, False)))
 
-    def encode_template_text(self, text: str) -> array[int]:
+    def encode_trusted(self, text: str) -> array[int]:
         """Encode text that the chat template wrote, with its control tokens."""
         return self._encode_with(self.control, text)
 
@@ -133,7 +133,7 @@ class Encoder:
         if not spans:
             return text, token_array(), ""
         start, end = spans[0][0], spans[-1][1]
-        return text[:start], self.encode_template_text(text[start:end]), text[end:]
+        return text[:start], self.encode_trusted(text[start:end]), text[end:]
 
     def shared_length(self, a: str, b: str) -> int:
         """Return the length of the common prefix of two texts, without part of a control token."""
@@ -173,7 +173,7 @@ class Encoder:
         decoded = self.decode(ids)
         if decoded == text:
             return True
-        texts = (text, self.decode(self.encode_template_text(text)))
+        texts = (text, self.decode(self.encode_trusted(text)))
         return self._normalized(decoded) in map(self._normalized, texts)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -36,7 +36,7 @@ from agentrl.registry import did_you_mean
 from agentrl.trajectory import token_array
 
 Schemas = Sequence[Mapping[str, Any]]
-TemplateMessage = Mapping[str, Any]
+MessageDict = Mapping[str, Any]
 """A message in the form that templates read: `{"role": ..., "content": ..., ...}`."""
 Writer = Callable[[str], str]
 
@@ -64,10 +64,7 @@ class Renderer:
         self.variables = dict(variables)
 
     def __call__(
-        self,
-        messages: Sequence[TemplateMessage],
-        schemas: Schemas = (),
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[MessageDict], schemas: Schemas = (), as_prompt: bool = True
     ) -> str:
         """Return a conversation as text, by default with the header of the next assistant turn.
 
@@ -76,12 +73,12 @@ class Renderer:
         """
         tools = list(schemas) or self._no_tools(messages)
         try:
-            return self._render(messages, tools, add_generation_prompt)
+            return self._render(messages, tools, as_prompt)
         # A template can raise errors of its own, and fail in every way in which a program can.
         except Exception as e:
             if tools is None:  # a template that is only for tools needs a list, even an empty one
                 with suppress(Exception):
-                    return self._render(messages, [], add_generation_prompt)
+                    return self._render(messages, [], as_prompt)
             if isinstance(e, UndefinedError) and (why := self._missing(tools, str(e))):
                 raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
@@ -90,16 +87,13 @@ class Renderer:
             raise TemplateError(f"the chat template fails on the roles ({roles}): {why}") from e
 
     def attempt(
-        self,
-        messages: Sequence[TemplateMessage],
-        schemas: Schemas = (),
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[MessageDict], schemas: Schemas = (), as_prompt: bool = True
     ) -> str | None:
         """Return the conversation as text, or None if the template refuses it."""
         with suppress(TemplateError):
-            return self(messages, schemas, add_generation_prompt)
+            return self(messages, schemas, as_prompt)
 
-    def _no_tools(self, messages: Sequence[TemplateMessage]) -> list[Any] | None:
+    def _no_tools(self, messages: Sequence[MessageDict]) -> list[Any] | None:
         """Return `[]` if the tokenizer's template for tools is needed without tools, else None.
 
         If a tokenizer has several templates, only the one for tools writes calls and results.
@@ -127,16 +121,13 @@ class Renderer:
         )
 
     def _render(
-        self,
-        messages: Sequence[TemplateMessage],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
+        self, messages: Sequence[MessageDict], tools: list[Any] | None, as_prompt: bool
     ) -> str:
         return self._tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
             tokenize=False,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=as_prompt,
             **self.variables,
         )
 
@@ -229,9 +220,7 @@ class TemplateParts:
     parts: tuple[array[int] | tuple[str | ContentSlot | MarkedText, ...], ...]
 
     def fill(
-        self,
-        contents: Sequence[str],
-        encode: Callable[[str, Sequence[int | None]], array[int]],
+        self, contents: Sequence[str], encode: Callable[[str, Sequence[int | None]], array[int]]
     ) -> array[int]:
         """Return the ids with these contents.
 
@@ -289,10 +278,13 @@ def split_rendering(
     text = render(marks)
     for m, role in zip(marks, roles, strict=True):
         if text.count(m) != 1:
-            times = f"{text.count(m)} times" if m in text else "not at all"
+            count = text.count(m)
+            shows = f"shows a {role} message {count} times"
+            if not count:
+                shows = f"does not show a {role} message"
             raise TemplateError(
-                f"the chat template shows a {role} message {times} in ({before}{', '.join(roles)});"
-                " agentrl needs each content exactly once."
+                f"the chat template {shows} in ({before}{', '.join(roles)}); agentrl needs each"
+                " content exactly once."
             )
     order = sorted(range(len(marks)), key=lambda i: text.index(marks[i]))
     texts: list[str] = []
@@ -311,8 +303,8 @@ def split_rendering(
                 break
         else:
             raise TemplateError(
-                f"the chat template changes the content of a {roles[i]} message: of"
-                f" {_probe_content(i)!r} it makes {probed[position : position + 60]!r}"
+                f"the chat template changes the content of a {roles[i]} message in an unknown way:"
+                f" it writes {_probe_content(i)!r} as {probed[position : position + 60]!r}"
             )
     return texts, slots
 

@@ -18,21 +18,16 @@ from itertools import combinations, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from agentrl.chat.render import Renderer, Schemas, TemplateMessage
-from agentrl.chat.thinking import PROBE_THOUGHT, probe_turns_with_thought
+from agentrl.chat.render import MessageDict, Renderer, Schemas
+from agentrl.chat.thinking import PROBE_THOUGHT, thinking_turns
 from agentrl.chat.turn_delta import PROBE_ARGUMENT, PROBE_TEXT, probe_turns
 from agentrl.chat.verify_template import PROBE_TOOL, THINKING_VARIABLE, verify_tokenizer
 from agentrl.errors import TemplateError
 
-_SYSTEM: TemplateMessage = {"role": "system", "content": "Be brief."}
-_USER: TemplateMessage = {"role": "user", "content": "How much is 3*4?"}
+_SYSTEM: MessageDict = {"role": "system", "content": "Be brief."}
+_USER: MessageDict = {"role": "user", "content": "How much is 3*4?"}
 _CALLS = [("probe", "000000000")]
-_TOOL: TemplateMessage = {
-    "role": "tool",
-    "content": "12",
-    "name": "probe",
-    "tool_call_id": "000000000",
-}
+_TOOL: MessageDict = {"role": "tool", "content": "12", "name": "probe", "tool_call_id": "000000000"}
 _TAG = re.compile(r"\{#.*?#\}|\{%[-+]?(.*?)[-+]?%\}|\{\{[-+]?(.*?)[-+]?\}\}", re.DOTALL)
 _WORD = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\w+|\S", re.DOTALL)
 
@@ -166,7 +161,7 @@ class _Renderings:
                     return False
                 if message is None:
                     break
-                alone = self._text(template, chain[: i + 1], variables, add_generation_prompt=False)
+                alone = self._text(template, chain[: i + 1], variables, as_prompt=False)
                 own = PROBE_ARGUMENT if message.get("tool_calls") else PROBE_TEXT
                 if alone is None or own not in alone:
                     return False
@@ -176,15 +171,15 @@ class _Renderings:
     def _render_short(self, template: str) -> list[str | None]:
         prompts = [[_USER], [_SYSTEM, _USER]]
         single = [
-            *probe_turns_with_thought(),
-            *probe_turns_with_thought(_CALLS),
+            *thinking_turns(),
+            *thinking_turns(_CALLS),
             *probe_turns(()),
             *probe_turns(_CALLS),
         ]
         whole = [
-            self._text(template, messages, variables, schemas, add_generation_prompt)
+            self._text(template, messages, variables, schemas, as_prompt)
             for variables in self._variables
-            for conversations, schemas, add_generation_prompt in (
+            for conversations, schemas, as_prompt in (
                 (prompts, (), True),
                 (prompts, self._schemas, True),
                 ([[_USER, turn] for turn in single], (), False),
@@ -199,7 +194,7 @@ class _Renderings:
         ]
 
     def _after_last_turn(
-        self, template: str, messages: Sequence[TemplateMessage], variables: Mapping[str, Any]
+        self, template: str, messages: Sequence[MessageDict], variables: Mapping[str, Any]
     ) -> str | None:
         """Return the text of a prompt after the last turn: its end, new messages, the header.
 
@@ -211,7 +206,7 @@ class _Renderings:
     def _render_long(self, template: str) -> list[str | None]:
         return [self._text(template, chain, variables) for variables, chain in self._long]
 
-    def _chains(self, variables: Mapping[str, Any]) -> list[list[TemplateMessage]]:
+    def _chains(self, variables: Mapping[str, Any]) -> list[list[MessageDict]]:
         answer, call = self._turn(variables, ()), self._turn(variables, _CALLS)
         tools = [_SYSTEM, _USER, call, _TOOL, call, _TOOL]
         return [
@@ -220,9 +215,7 @@ class _Renderings:
             [*tools, answer, _USER, answer, _USER],
         ]
 
-    def _turn(
-        self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]
-    ) -> TemplateMessage:
+    def _turn(self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]) -> MessageDict:
         """Return the first form of a turn that the template shows completely, with its thought.
 
         A form that continues the prompt is preferred: without a thought if the prompt ends it.
@@ -230,8 +223,8 @@ class _Renderings:
         source = self._tokenizer.chat_template
         prompt = self._text(source, [_USER], variables, ()) or ""
         shown = []
-        for turn in (*probe_turns_with_thought(calls), *probe_turns(calls)):
-            text = self._text(source, [_USER, turn], variables, (), add_generation_prompt=False)
+        for turn in (*thinking_turns(calls), *probe_turns(calls)):
+            text = self._text(source, [_USER, turn], variables, (), as_prompt=False)
             wants = [mark for mark in (PROBE_ARGUMENT, PROBE_THOUGHT) if mark in str(turn)]
             if text and all(want in text for want in wants):
                 shown.append((text.startswith(prompt), turn))
@@ -240,18 +233,16 @@ class _Renderings:
     def _text(
         self,
         template: str,
-        messages: Sequence[TemplateMessage],
+        messages: Sequence[MessageDict],
         variables: Mapping[str, Any],
         schemas: Schemas | None = None,
-        add_generation_prompt: bool = True,
+        as_prompt: bool = True,
     ) -> str | None:
         render = Renderer(_with(self._tokenizer, template), variables)
-        return render.attempt(
-            messages, self._schemas if schemas is None else schemas, add_generation_prompt
-        )
+        return render.attempt(messages, self._schemas if schemas is None else schemas, as_prompt)
 
 
-def _last_turn(messages: Sequence[TemplateMessage]) -> TemplateMessage:
+def _last_turn(messages: Sequence[MessageDict]) -> MessageDict:
     """Return the last assistant message, or an empty one."""
     return next((m for m in reversed(messages) if m["role"] == "assistant"), {})
 

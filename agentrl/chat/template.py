@@ -116,7 +116,7 @@ class ChatTemplate:
         ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.thinking = Thinking.of(self.probe)
-        thought = self.encoder.encode_template_text(self.thinking.begin + self.thinking.end)
+        thought = self.encoder.encode_trusted(self.thinking.begin + self.thinking.end)
         shown = {i for b in self._probed for i in b.parts.ids} | self._role_ids()
         self.encoder.restrict_tags((shown | self._ends) - set(thought))
 
@@ -294,7 +294,7 @@ class ChatTemplate:
                 append(delta, 0)
             closed = not (stop and message.content.endswith(stop))
             content = message.content + self._before_close * closed
-            append([*self.encoder.encode_template_text(content), *[self.close_id] * closed], 1)
+            append([*self.encoder.encode_trusted(content), *[self.close_id] * closed], 1)
             last = i
         if last != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")

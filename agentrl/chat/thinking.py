@@ -110,7 +110,7 @@ class Thinking:
         encoder = self.probe.encoder
         is_open, prompted = bool(self.opening(ids)), len(ids)
         for text in (self.extra, self.also):
-            extra = encoder.encode_template_text(text)
+            extra = encoder.encode_trusted(text)
             if len(extra) and ids[-len(extra) :] == extra:
                 del ids[-len(extra) :]
                 break
@@ -119,7 +119,7 @@ class Thinking:
         sampled = self.probe.encoder.decode(body)
         answer, instead = self._answer(sampled, is_open, calls)
         if answer != sampled or start < prompted:  # otherwise nothing is dropped
-            ids.extend(encoder.encode_template_text(instead))
+            ids.extend(encoder.encode_trusted(instead))
         ids.extend(self._last(body, answer))
         return start
 
@@ -181,8 +181,8 @@ class Thinking:
             "header": shared[control[-1].start() :] if control else "",
         }
         end = "</think>"
-        for turn in probe_turns_with_thought():
-            alone = probe.render.attempt([_QUESTION, turn], add_generation_prompt=False)
+        for turn in thinking_turns():
+            alone = probe.render.attempt([_QUESTION, turn], as_prompt=False)
             later = probe.render.attempt([_QUESTION, turn, _MORE])
             tagged = PROBE_THOUGHT in turn["content"]
             if alone is None or later is None or not (tagged or PROBE_THOUGHT in alone):
@@ -230,12 +230,12 @@ def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
     heads: dict[tuple[bool, bool], tuple[str, str]] = {}
     call = ""
     for calls, then in (([], []), (_CALL, [_RESULT])):
-        for turn in probe_turns_with_thought(calls):
+        for turn in thinking_turns(calls):
             has_text = bool(turn["content"])
             own = PROBE_TEXT if has_text else PROBE_ARGUMENT
             if (has_text, bool(calls)) in heads:
                 continue
-            alone = probe.render.attempt([_QUESTION, turn], add_generation_prompt=False)
+            alone = probe.render.attempt([_QUESTION, turn], as_prompt=False)
             later = probe.render.attempt([_QUESTION, turn, *then, _MORE])
             if alone is None or later is None:
                 continue
@@ -264,7 +264,7 @@ def _begin(probe: TemplateProbe, alone: str, header: int) -> str:
     return before[min(header, control[-1]) :]
 
 
-def probe_turns_with_thought(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
+def thinking_turns(calls: Sequence[tuple[str, str]] = ()) -> list[dict[str, Any]]:
     """Return a turn with a thought, in each form that a template may need."""
     keys = ("reasoning_content", "reasoning", "thinking")
     thought = dict.fromkeys(keys, PROBE_THOUGHT)
@@ -284,17 +284,15 @@ def _outlives(
 
     None if no form of the turn renders the thought before `first`.
     """
-    for turn in probe_turns_with_thought(_CALL):
+    for turn in thinking_turns(_CALL):
         with suppress(TemplateError):
-            if PROBE_THOUGHT in probe.render(
-                [_QUESTION, turn, *first], add_generation_prompt=bool(first)
-            ):
+            if PROBE_THOUGHT in probe.render([_QUESTION, turn, *first], as_prompt=bool(first)):
                 return PROBE_THOUGHT in probe.render([_QUESTION, turn, *then])
     return None
 
 
 def _after_a_result(probe: TemplateProbe) -> str:
-    """Return the text before a new turn after a tool result that is not there before old turns."""
+    """Return the text that the template writes between a tool result and a new turn only."""
     for turn in probe_turns(_CALL):
         with suppress(TemplateError):
             head = [_QUESTION, turn, {**_RESULT, "content": PROBE_THOUGHT}]
@@ -311,7 +309,7 @@ def _drops_empty_tags(probe: TemplateProbe, extra: str, end: str) -> bool:
     Args:
         probe: the probe of the template.
         extra: `Thinking.extra`. If it is "", the template may write empty tags in the last turn
-        only.
+            only.
         end: the text that ends a thought.
     """
     for turn in probe_turns(_CALL):
@@ -319,6 +317,6 @@ def _drops_empty_tags(probe: TemplateProbe, extra: str, end: str) -> bool:
             shown = probe.render([_QUESTION, turn, _RESULT])
             if extra:
                 return not shown.startswith(probe.render([_QUESTION]))
-            alone = probe.render([_QUESTION, turn], add_generation_prompt=False)
+            alone = probe.render([_QUESTION, turn], as_prompt=False)
             return end in _after_question(alone) and end not in _after_question(shown)
     return False

@@ -18,8 +18,8 @@ from agentrl.chat.encoding import Encoder
 from agentrl.chat.render import (
     SALT,
     ContentSlot,
+    MessageDict,
     Renderer,
-    TemplateMessage,
     TemplateParts,
     encode_parts,
     split_rendering,
@@ -43,7 +43,7 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 """The tool of probe conversations."""
-PROBE_QUESTION: TemplateMessage = {"role": "user", "content": "Q"}
+PROBE_QUESTION: MessageDict = {"role": "user", "content": "Q"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TemplateProbe:
 
                 def render(
                     contents: Sequence[str],
-                    head: Sequence[TemplateMessage] = (*context, turn),
+                    head: Sequence[MessageDict] = (*context, turn),
                     end: str = end,
                 ) -> str:
                     added = [
@@ -103,7 +103,8 @@ class TemplateProbe:
                     text = self.render([*head, *added])
                     if end not in text:
                         raise TemplateError(
-                            f"the chat template changes {end!r} when more messages follow"
+                            "the chat template changes an assistant message when more messages"
+                            f" follow: {end!r} is missing then"
                         )
                     return text[text.rindex(end) + len(end) :]
 
@@ -119,7 +120,7 @@ class TemplateProbe:
 
     def _heads(
         self, before: Sequence[Message], forms: Sequence[dict[str, Any]]
-    ) -> Iterator[tuple[list[TemplateMessage], TemplateMessage]]:
+    ) -> Iterator[tuple[list[MessageDict], MessageDict]]:
         """Yield each conversation before the new messages, with its last turn in each form."""
         called = any(m.role == "tool" for m in before)
         for form, turn in enumerate(forms):
@@ -127,13 +128,13 @@ class TemplateProbe:
             for other in sorted(others, key=lambda o: o != form):  # the same form works for most
                 yield self._context(before, other), turn
 
-    def end_of_turn(self, head: Sequence[TemplateMessage]) -> tuple[str, bool]:
+    def end_of_turn(self, head: Sequence[MessageDict]) -> tuple[str, bool]:
         """Return the end of the last turn's text without the closing token; and whether it has one.
 
         The turn must be a `probe_turn`. White space that the template writes before the closing
         token belongs to the turn, because the model samples it (Llama 4, Apriel).
         """
-        text = self.render(head, add_generation_prompt=False)
+        text = self.render(head, as_prompt=False)
         calls = head[-1].get("tool_calls")
         last = PROBE_ARGUMENT if calls else PROBE_TEXT
         if last not in text:
@@ -144,14 +145,14 @@ class TemplateProbe:
         if not calls:
             return last + self.space_before_close(head, last), bool(control)
         for at, token in control:
-            if self.encoder.encode_template_text(token)[0] in self.ends:
+            if self.encoder.encode_trusted(token)[0] in self.ends:
                 return last + text[:at], True
         if control and self._closes():
             return last + text[: control[-1][0]], True
         end = last + text
         return end + self.space_before_close(head, end), False
 
-    def space_before_close(self, head: Sequence[TemplateMessage], end: str) -> str:
+    def space_before_close(self, head: Sequence[MessageDict], end: str) -> str:
         """Return the white space between a turn and its closing token, or "".
 
         Args:
@@ -168,10 +169,10 @@ class TemplateProbe:
         token = self.encoder.control.search(later)
         if token is None or not (space := later[: token.start()]).isspace():
             return ""
-        if self.encoder.encode_template_text(token[0])[0] in self.ends:
+        if self.encoder.encode_trusted(token[0])[0] in self.ends:
             return space
         # Otherwise the token may begin the next message; a last turn then has no such white space.
-        last = self.render(head, add_generation_prompt=False).rpartition(end)[2]
+        last = self.render(head, as_prompt=False).rpartition(end)[2]
         return space if last.startswith(later[: token.end()]) else ""
 
     def last_close(self) -> int:
@@ -183,13 +184,13 @@ class TemplateProbe:
         return self.encoder.control.search(self._after_the_last()) is not None
 
     def _after_the_last(self) -> str:
-        return self.render([PROBE_QUESTION, probe_turn()], add_generation_prompt=False).rpartition(
-            PROBE_TEXT
-        )[2]
+        return self.render([PROBE_QUESTION, probe_turn()], as_prompt=False).rpartition(PROBE_TEXT)[
+            2
+        ]
 
-    def _context(self, before: Sequence[Message], form: int) -> list[TemplateMessage]:
+    def _context(self, before: Sequence[Message], form: int) -> list[MessageDict]:
         """Return a probe of the same roles, its turns in one of the forms of `probe_turns`."""
-        context: list[TemplateMessage] = []
+        context: list[MessageDict] = []
         for i, m in enumerate(before):
             if m.role == "assistant":
                 tools = len(list(takewhile(lambda m: m.role == "tool", before[i + 1 :])))

@@ -25,7 +25,7 @@ from textwrap import indent
 from typing import Any, Literal
 
 from agentrl.chat.encoding import common_prefix_length
-from agentrl.chat.render import Renderer, Schemas, TemplateMessage
+from agentrl.chat.render import MessageDict, Renderer, Schemas
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.thinking import PROBE_THOUGHT
 from agentrl.chat.tokenizer import template_source
@@ -202,15 +202,12 @@ class _RenderOnce(Renderer):
         self._cache: dict[tuple[str, bool, bool], str | TemplateError] = {}
 
     def __call__(
-        self,
-        messages: Sequence[TemplateMessage],
-        schemas: Schemas = (),
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[MessageDict], schemas: Schemas = (), as_prompt: bool = True
     ) -> str:
-        key = (json.dumps(messages), bool(schemas), add_generation_prompt)
+        key = (json.dumps(messages), bool(schemas), as_prompt)
         if key not in self._cache:
             try:
-                self._cache[key] = self._from_template(messages, schemas, add_generation_prompt)
+                self._cache[key] = self._from_template(messages, schemas, as_prompt)
             except TemplateError as e:
                 self._cache[key] = e
         text = self._cache[key]
@@ -241,7 +238,7 @@ class _Verifier:
         self._finder = TemplateProbe(self._render, template.encoder, template.probe.ends)
         prompt, recent = (
             template.render([_QUESTION]),
-            template.render([_QUESTION], add_generation_prompt=False),
+            template.render([_QUESTION], as_prompt=False),
         )
         self.ends_thoughts = template.thinking.end in prompt[self._shared(recent, prompt) :]
         """Whether a prompt ends the thought of the next turn; then no kind has a thought."""
@@ -266,11 +263,9 @@ class _Verifier:
             note = verdict.detail if verdict.detail != as_text.detail else ""
         return replace(as_text, detail="\n".join(filter(None, (note, as_text.detail))))
 
-    def render(
-        self, messages: Sequence[TemplateMessage], add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[MessageDict], as_prompt: bool = True) -> str:
         """Return a conversation as text, with the tools."""
-        return self._render(messages, self.schemas, add_generation_prompt)
+        return self._render(messages, self.schemas, as_prompt)
 
     def _takes_tags(self) -> bool:
         """Return whether messages hold thoughts in their content, between tags.
@@ -281,10 +276,7 @@ class _Verifier:
 
         def shown(form: MessageForm, *calls: str) -> str:
             turn = self._turn(TurnKind(text=True, thought=True), form, calls)
-            text = (
-                self._render.attempt([_QUESTION, turn], self.schemas, add_generation_prompt=False)
-                or ""
-            )
+            text = self._render.attempt([_QUESTION, turn], self.schemas, as_prompt=False) or ""
             return text.partition(_QUESTION["content"])[2]
 
         if any(
@@ -389,7 +381,7 @@ class _Verifier:
             named = tuple(ToolCall(self.tool, {"x": ""}, id=id) for id in ids)
             messages.append(Message("assistant", "", named))
             messages += [Message(m["role"], m["content"]) for m in answers]
-            want = template.encoder.encode_template_text(self.render(history))
+            want = template.encoder.encode_trusted(self.render(history))
             rows = [template.conversation(messages, self.schemas, sampled)]
             if self._same(rows[0], want):
                 continue
@@ -421,10 +413,10 @@ class _Verifier:
 
     def _sampled(
         self,
-        history: Sequence[TemplateMessage],
-        turn: TemplateMessage,
+        history: Sequence[MessageDict],
+        turn: MessageDict,
         kind: TurnKind,
-        more: Sequence[TemplateMessage],
+        more: Sequence[MessageDict],
     ) -> Sequence[int]:
         """Return the ids of a turn as a model would sample it, read from the rendered text.
 
@@ -441,7 +433,7 @@ class _Verifier:
         template = self.template
         recent = history[max(i for i, m in enumerate(history) if m["role"] == "user") :]
         before = self.render(recent)
-        alone = self.render([*recent, turn], add_generation_prompt=False)
+        alone = self.render([*recent, turn], as_prompt=False)
         text, calls = PROBE_TEXT in (turn["content"] or ""), len(turn.get("tool_calls", ()))
         start = self._shared(before, alone)
         marks = alone.count(PROBE_TEXT, start) + alone.count(PROBE_ARGUMENT, start)
@@ -461,7 +453,7 @@ class _Verifier:
             shown = alone
         start, end = self._shared(before, shown), shown.rindex(own) + len(own)
         written = self._continue_prompt(before, shown[start:end], kind, start == len(before))
-        ids = template.encoder.encode_template_text(written)
+        ids = template.encoder.encode_trusted(written)
         if inside := [i for i in ids if i in template.stop_ids]:
             raise _EndsInside(
                 f"the chat template writes the stop token {template.decode(inside[:1])!r} inside of"

@@ -100,7 +100,7 @@ class Pack:
     cuts: list[int]
     """The start of each row, and L."""
     cu: Tensor
-    """The same as an int32 tensor."""
+    """The start of each row, and L, as an int32 tensor."""
     ids: Tensor
     """(L,)."""
     positions: Tensor

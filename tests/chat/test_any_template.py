@@ -45,7 +45,7 @@ def test_white_space_before_the_token_that_closes_a_turn_belongs_to_the_turn(clo
 
     calls = (ToolCall("calculator", {"expression": "1"}, id="call00001"),)
     called = [Message("user", "Q"), Message("assistant", "A", calls), Message("tool", "1")]
-    turn = template.encoder.encode_template_text("A\n<|eot|>")
+    turn = template.encoder.encode_trusted("A\n<|eot|>")
     row = template.decode(template.conversation(called, (), {1: turn}))
     assert row.count("<|eot|>") == template.render([m.as_dict() for m in called]).count("<|eot|>")
 

@@ -66,7 +66,7 @@ def test_a_row_grown_turn_by_turn_is_the_rendered_conversation(tokenizer, templa
     for start, turn in ((2, 2), (3, 5), (6, 7)):
         if start > 2:
             ids += template.delta(messages[:start], messages[start:turn], ids[-1])
-        ids += [*template.encoder.encode_template_text(messages[turn].content), template.close_id]
+        ids += [*template.encoder.encode_trusted(messages[turn].content), template.close_id]
     full = rendered(tokenizer, messages, [TOOL])
     assert template.decode(ids) + "\n" == full
     assert ids == tokenizer.encode(full, add_special_tokens=False)[:-1]
@@ -171,7 +171,7 @@ def test_white_space_before_the_token_that_closes_a_turn_stays_in_stripped_turns
     thinking = source.replace(asks, asks.replace("' -}}", "<think></think>' -}}"))
     template = ChatTemplate(tokenizer_for(thinking))
     after = [Message("user", "Q"), Message("assistant", "A"), Message("user", "B")]
-    turn = list(template.encoder.encode_template_text("A\n<|eot|>"))
+    turn = list(template.encoder.encode_trusted("A\n<|eot|>"))
     row = template.conversation(after, (), {1: turn}, strip=True)
     assert template.decode(row) == template.render([m.as_dict() for m in after])
 

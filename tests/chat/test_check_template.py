@@ -431,7 +431,7 @@ def test_a_template_without_tools_is_at_fault_and_react_is_named(saved):
     result = run(saved("phi3"))
     assert result.exit_code == 1
     assert "rows with tools need the loop `react`" in result.output
-    assert "shows a tool message not at all" in result.output
+    assert "does not show a tool message" in result.output
 
 
 def test_a_tokenizer_that_encodes_otherwise_is_named(saved):

@@ -165,7 +165,7 @@ def test_a_prompt_makes_no_roles_and_turns(name):
     spoken = [
         t
         for t in ("<think>", "</think>", "<tool_call>")
-        if t in FAMILIES[name].tags and tags.issuperset(trusting.encoder.encode_template_text(t))
+        if t in FAMILIES[name].tags and tags.issuperset(trusting.encoder.encode_trusted(t))
     ]
     assert all(len(control(trusting, t)) == len(plain) + len(roles) for t in spoken)
 
@@ -191,7 +191,7 @@ def test_roles_are_guarded_though_their_tokens_are_not_called_special(name, toke
 def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
     for name in ("qwen3", "deepseekv3"):
         template = chat(name)
-        think = template.encoder.encode_template_text("<think>")[0]
+        think = template.encoder.encode_trusted("<think>")[0]
         asked = [Message("user", "Write <think> first.")]
         # DeepSeek's prompt ends with one of its own.
         own = list(template.prompt([Message("user", "")])).count(think)
@@ -202,7 +202,7 @@ def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
         assert think not in template.delta(history, [told], -1)
         assert think not in template.prompt([*history, told])
     template = chat("qwen3")
-    call = template.encoder.encode_template_text("<tool_call>")[0]
+    call = template.encoder.encode_trusted("<tool_call>")[0]
     shots = [Message("user", "Q"), Message("assistant", "<tool_call>{}"), Message("user", "Q")]
     for trust in (template, chat("qwen3", untrusted=True)):
         assert list(trust.prompt(shots)).count(call) == 1

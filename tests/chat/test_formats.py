@@ -332,9 +332,7 @@ def test_values_between_quotes_get_the_types_of_the_schema():
     calls = [{"name": "f", "arguments": arguments}]
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": calls[0]}]}
     schemas = list(schemas_of(calls))
-    shown = template.render(
-        [{"role": "user", "content": "Q"}, turn], schemas, add_generation_prompt=False
-    )
+    shown = template.render([{"role": "user", "content": "Q"}, turn], schemas, as_prompt=False)
     text = shown.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
     assert text.startswith('[f(text="3", count="3", ratio="0.5", on="True"')
     assert open_reader("auto", template)(text, schemas) == exactly(calls)

@@ -416,9 +416,7 @@ def test_the_template_names_its_format(name):
     asked = [{"role": "user", "content": "Q"}]
     said = [*asked, {"role": "assistant", "content": "So: ", "tool_calls": calls}]
     prompt = template.render(asked)
-    turn = template.render(said, add_generation_prompt=False)[len(prompt) :].partition(
-        "<|im_end|>"
-    )[0]
+    turn = template.render(said, as_prompt=False)[len(prompt) :].partition("<|im_end|>")[0]
     found = open_reader("auto", template)(turn, schemas_of(SAID))
     assert [(c.name, c.arguments, c.error) for c in found] == [(n, a, "") for n, a in SAID]
 

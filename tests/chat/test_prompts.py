@@ -142,16 +142,12 @@ def test_glm_without_thinking(text):
             template, messages, **variables
         )
     messages = talk("S", "Q", "A", text)
-    ids = template.conversation(
-        messages, (), {2: template.encoder.encode_template_text("\nA<|user|>")}
-    )
+    ids = template.conversation(messages, (), {2: template.encoder.encode_trusted("\nA<|user|>")})
     want = text_of(template, messages, **variables)
     assert squeezed("glm4moe", template.decode(ids)) == squeezed("glm4moe", want)
     control = template.encoder.control_ids
     assert control.intersection(ids) == control.intersection(
-        template.encoder.encode_template_text(
-            text_of(template, talk("S", "Q", "A", "Q"), **variables)
-        )
+        template.encoder.encode_trusted(text_of(template, talk("S", "Q", "A", "Q"), **variables))
     )
 
 

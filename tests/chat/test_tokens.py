@@ -52,7 +52,7 @@ def follow_ups(name: str) -> list[tuple[Role, ...]]:
 
 
 def literal(name: str, text: str) -> list[int]:
-    return list(chat(name).encoder.encode_template_text(text))
+    return list(chat(name).encoder.encode_trusted(text))
 
 
 def same(name: str, row: list[int], want: list[int]) -> bool:
@@ -201,22 +201,22 @@ def test_a_stripped_row_is_the_rendered_conversation(name, data):
         thought, answer = data.draw(benign), data.draw(benign)
         turn = {"role": "assistant", "content": answer}
         turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
-        alone = template.render([*shown, turn], add_generation_prompt=False)
+        alone = template.render([*shown, turn], as_prompt=False)
         if thought not in alone:
             turn = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{answer}"}
-            alone = template.render([*shown, turn], add_generation_prompt=False)
+            alone = template.render([*shown, turn], as_prompt=False)
         before = template.render(shown)
         start, end = (
             template.encoder.shared_length(before, alone),
             alone.rindex(answer) + len(answer),
         )
         sampled[len(messages)] = [
-            *template.encoder.encode_template_text(alone[start:end]),
+            *template.encoder.encode_trusted(alone[start:end]),
             template.close_id,
         ]
         shown += [turn, {"role": "user", "content": data.draw(benign)}]
         messages += [Message("assistant", answer), Message("user", shown[-1]["content"])]
-    want = list(template.encoder.encode_template_text(template.render(shown)))
+    want = list(template.encoder.encode_trusted(template.render(shown)))
     row = template.conversation(messages, (), sampled, strip=True)
     assert same(name, list(row), want)
     # Dropped it is: another row than the one that keeps it.
@@ -268,7 +268,7 @@ def test_deltas_word_for_word(name, text):
     """Where a newline follows the closing token, it is there, sampled or not."""
     template = chat(name)
     assert delta_text(name, ("user",)).replace("[INST]said", "[INST] said") == text
-    first = template.encoder.encode_template_text(text)[0]
+    first = template.encoder.encode_trusted(text)[0]
     rest = template.decode([first]) + delta_text(name, ("user",), first)
     assert rest.replace("[INST]said", "[INST] said") == text
 

@@ -127,21 +127,21 @@ class CallTemplate:
         try:
             end = self._end(way)
             prompt = template.render([ASKED], schemas)
-            shown = template.render([ASKED, way.message(calls)], schemas, add_generation_prompt=False)
+            shown = template.render([ASKED, way.message(calls)], schemas, as_prompt=False)
         except TemplateError:
             return []
         start = template.encoder.shared_length(prompt, shown)
         if not shown.endswith(end) or len(shown) - len(end) < start:
             return []
-        opened = template.thinking.opening(template.encoder.encode_template_text(prompt))
+        opened = template.thinking.opening(template.encoder.encode_trusted(prompt))
         text = shown[start : len(shown) - len(end)]
         return list(dict.fromkeys((opened + text, text)))
 
     def _end(self, way: Way) -> str:
         """Return what the template writes behind the turn."""
         turn = [ASKED, way.message(self._probe)]
-        own, _ = self.template.probe.own_end(turn)
-        shown = self.template.render(turn, schemas_of(self._probe), add_generation_prompt=False)
+        own, _ = self.template.probe.end_of_turn(turn)
+        shown = self.template.render(turn, schemas_of(self._probe), as_prompt=False)
         return shown[shown.rindex(own) + len(own) :] if own in shown else ""
 
     def reads(self, calls: list[Call], way: Way) -> bool:

@@ -69,7 +69,7 @@ def speak(template: ChatTemplate, talk: Talk, kind: str, n: int, tools: list) ->
     prompt = template.render(talk.said, tools)
     for turn in spellings(text, thought, calls):
         try:
-            whole = template.render([*talk.said, turn], tools, add_generation_prompt=False)
+            whole = template.render([*talk.said, turn], tools, as_prompt=False)
         except TemplateError:
             continue
         rest = whole.removeprefix(prompt)
@@ -78,12 +78,12 @@ def speak(template: ChatTemplate, talk: Talk, kind: str, n: int, tools: list) ->
             break
     else:
         return "not written"
-    ids = list(template.encoder.encode_template_text(rest))
+    ids = list(template.encoder.encode_trusted(rest))
     end = next((i for i, id in enumerate(ids) if id in template.stop_ids), len(ids))
     if any(want in template.decode(ids[end + 1 :]) for want in wanted if want):
         return "ends inside"
     if end == len(ids):  # the next role's token ends it, whichever this is
-        ids = list(template.encoder.encode_template_text(rest.rstrip("\n")))
+        ids = list(template.encoder.encode_trusted(rest.rstrip("\n")))
         ids += [template.close_id] * (template.closes or not calls)
     talk.sampled[len(talk.said)] = ids[: end + 1]
     talk.said.append(turn)

@@ -58,7 +58,7 @@ class Format:
         marks: a template that does not render calls teaches the format if it contains one of these
             texts, or all texts of a tuple.
         is_text: whether values may be written as text, so that the tool's schema decides their
-        type.
+            type.
     """
 
     parse: Parser

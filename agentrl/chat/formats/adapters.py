@@ -62,12 +62,7 @@ class ForeignParser:
     """
 
     def __init__(
-        self,
-        format: str,
-        tokenizer: Any = None,
-        *,
-        python: str = "",
-        seconds: float = DEADLINE,
+        self, format: str, tokenizer: Any = None, *, python: str = "", seconds: float = DEADLINE
     ):
         kind, _, name = format.partition(":")
         if kind == "sglang":

@@ -44,13 +44,13 @@ def render_probe_calls(template: ChatTemplate) -> list[str]:
     if prompt is None:
         return []
     turns: list[str] = []
-    opened = template.thinking.opening(template.encoder.encode_template_text(prompt))
+    opened = template.thinking.opening(template.encoder.encode_trusted(prompt))
     for turn in probe_turns(_CALLS):
         if not turn.get("tool_calls"):
             continue
         with suppress(TemplateError):
             own, _ = template.probe.end_of_turn([_QUESTION, turn])
-            shown = template.render([_QUESTION, turn], [PROBE_TOOL], add_generation_prompt=False)
+            shown = template.render([_QUESTION, turn], [PROBE_TOOL], as_prompt=False)
             if own in shown:
                 start = template.encoder.shared_length(prompt, shown)
                 text = shown[start : shown.rindex(own) + len(own)]

@@ -52,7 +52,7 @@ class BracedCalls:
             try:
                 arguments = parser.object()
                 if not is_valid_unicode(text[start : parser.position]):
-                    raise ValueError("lone surrogate")
+                    raise ValueError("invalid Unicode: lone surrogate")
                 if text.startswith(closing, parser.position):
                     return [ToolCall(name, arguments)], parser.position + len(closing)
                 error = f"unexpected text between the arguments and {closing}"

@@ -278,7 +278,7 @@ def _string(text: str) -> str:
     if "\\" in text:
         text = _ESCAPE.sub(_unescape, text)
     if not is_valid_unicode(text):
-        raise ValueError("lone surrogate")
+        raise ValueError("invalid Unicode: lone surrogate")
     return text
 
 

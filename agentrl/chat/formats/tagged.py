@@ -62,7 +62,7 @@ def _read_values(
         if name in values:
             return values, f"duplicate argument {name[:80]}", position
         if not is_valid_unicode(value + name):
-            return values, "lone surrogate", position
+            return values, "invalid Unicode: lone surrogate", position
         values[name] = value
     return values, "", position
 
@@ -106,11 +106,7 @@ def tagged_call(
     def read(text: str, start: int) -> tuple[ToolCall, int, bool]:
         match = head_pattern.match(text, start)
         if not match:
-            return (
-                invalid_call("", f"missing tool name; expected {form}"),
-                start,
-                False,
-            )
+            return (invalid_call("", f"missing tool name; expected {form}"), start, False)
         name = match[1] if is_valid_unicode(match[1]) else ""
         if takes_json and match[0].endswith("/>"):
             return ToolCall(name, {}), match.end(), True
@@ -133,7 +129,11 @@ def tagged_call(
             why = why or f"expected {form}"
             return invalid_call("", why, name), position, False
         if not name:
-            return invalid_call(text[start : closed.end()], "lone surrogate"), closed.end(), True
+            return (
+                invalid_call(text[start : closed.end()], "invalid Unicode: lone surrogate"),
+                closed.end(),
+                True,
+            )
         try:
             return ToolCall(name, values(texts)), closed.end(), True
         except ValueError as e:
