@@ -14,12 +14,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from agentrl.cluster import group
-from agentrl.cluster.group import Failed, return_failure
+from agentrl.cluster.group import Failed, WorkerInfo, return_failure
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_folder_visible, transfer_folder
-from agentrl.engine.remote.launch import LOOPBACK, START_SECONDS, EngineSlot, ServerProcess, StartServer
+from agentrl.engine.remote.launch import (
+    LOOPBACK,
+    START_SECONDS,
+    EngineSlot,
+    ServerProcess,
+    StartServer,
+)
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 HOST_SECONDS = 120.0
@@ -29,7 +34,7 @@ LOOK_SECONDS = 0.1
 
 
 def colocated_slots(
-    ranks: Sequence[group.WorkerInfo], config: RolloutConfig, *, cpu: bool
+    ranks: Sequence[WorkerInfo], config: RolloutConfig, *, cpu: bool
 ) -> list[EngineSlot]:
     """Return slots on the ranks' machines and GPUs, in the order of ranks.
 
@@ -97,9 +102,8 @@ def _start_in_actor(
     options: dict[str, Any], gpus: Sequence[str], start: StartServer
 ) -> tuple[RemoteProcess, bool]:
     """Start a server in an actor of its own; see `Place.run`."""
-    host: Any = (
-        ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options).remote()
-    )
+    actor = ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options)
+    host: Any = actor.remote()
     try:
         with transfer_folder() as probe:
             node = ray.get_runtime_context().get_node_id()

@@ -202,9 +202,7 @@ class WorkerGroup:
         while waiting and (now := time.monotonic()) < end:
             if now - last_warning >= self._watchdog_s:
                 last_warning = now
-                log.warning(
-                    "%s: %s", name, self._describe_unfinished(waiting.values(), now - start)
-                )
+                log.warning("%s: %s", name, self._list_unfinished(waiting.values(), now - start))
             # In steps of a second, so that Ctrl-C works.
             done, _ = ray.wait(list(waiting), timeout=min(1.0, end - now))
             for ref in done:
@@ -218,7 +216,7 @@ class WorkerGroup:
         if failed:
             self._fail(name, failed)
         if waiting:
-            message = self._describe_unfinished(waiting.values(), time.monotonic() - start)
+            message = self._list_unfinished(waiting.values(), time.monotonic() - start)
             self._end_reason = f"{name}: {message}"
             self.close()
             raise RunStopped(f"{self._end_reason}; all ranks were stopped")
@@ -252,7 +250,7 @@ class WorkerGroup:
             here += f" (process {info.pid} on {info.address})"
         return here
 
-    def _describe_unfinished(self, ranks: Any, seconds: float) -> str:
+    def _list_unfinished(self, ranks: Any, seconds: float) -> str:
         return f"not done after {seconds:.0f} s: {', '.join(map(self._describe, sorted(ranks)))}"
 
 

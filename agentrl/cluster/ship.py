@@ -105,16 +105,16 @@ def _is_user_defined(thing: Any) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that must be the same everywhere."""
-    versions_found = {
+    result = {
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "agentrl": __version__,
     }
     for package in PACKAGES:
         try:
-            versions_found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
-            versions_found[package] = "none"
-    return versions_found
+            result[package] = "none"
+    return result
 
 
 def local_copy(path: Path, content: bytes) -> Path:

@@ -223,7 +223,7 @@ def grpo(
     expected gradient is (n - 1) / n of the true one: the mean contains the rollout's own reward.
     """
     rewards, group, train = batch.rewards, batch.group, batch.train
-    return broadcast_to_tokens(
+    return to_tokens(
         batch, subtract_group_mean(rewards[train], group[train], config.norm_adv_by_std)
     ), None
 
@@ -237,9 +237,7 @@ def rloo(
     With `seq-mean-token-sum`, on policy, its gradient is unbiased.
     """
     train = batch.train
-    return broadcast_to_tokens(
-        batch, subtract_mean_of_others(batch.rewards[train], batch.group[train])
-    ), None
+    return to_tokens(batch, subtract_mean_of_others(batch.rewards[train], batch.group[train])), None
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
@@ -252,9 +250,7 @@ def reinforce_plus_plus_baseline(
     `whiten_advantages`, which the algorithm of that name sets.
     """
     train = batch.train
-    return broadcast_to_tokens(
-        batch, subtract_group_mean(batch.rewards[train], batch.group[train])
-    ), None
+    return to_tokens(batch, subtract_group_mean(batch.rewards[train], batch.group[train])), None
 
 
 @advantage_estimator("remax")
@@ -271,7 +267,7 @@ def remax(
             "algorithm.adv_estimator=remax needs a greedy rollout of each prompt, but the batch has"
             " none"
         )
-    return broadcast_to_tokens(batch, (batch.rewards - batch.baseline)[batch.train]), None
+    return to_tokens(batch, (batch.rewards - batch.baseline)[batch.train]), None
 
 
 def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
@@ -335,7 +331,7 @@ def _sums(x: Tensor, group: Tensor) -> Tensor:
     return x.new_zeros(groups, *x.shape[1:]).index_add(0, group, x)
 
 
-def broadcast_to_tokens(batch: Batch, advantages: Tensor) -> Tensor:
+def to_tokens(batch: Batch, advantages: Tensor) -> Tensor:
     """Return (B, T) with a rollout's advantage at all its tokens.
 
     Rollouts that do not train have 0.

@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 
 PACKED = "agentrl_packed"
 """The name under which transformers finds `packed_attention`."""
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 """The largest head size of flash-attention's kernels."""
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -192,14 +192,8 @@ class _Gather(torch.autograd.Function):
         wide = torch.promote_types(grad.dtype, torch.float32)
         several = grad[copies] * present[:, :, None, None]
         total = several.sum(1, dtype=wide).to(grad.dtype)
-        return (
-            grad.index_select(0, first_key).index_copy(0, shared, total),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        summed = grad.index_select(0, first_key).index_copy(0, shared, total)
+        return summed, None, None, None, None, None
 
 
 def _attend_per_response(
@@ -238,10 +232,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
 
 
 def varlen(
-    layout: Layout,
-    device: torch.device,
-    kernel: Kernel,
-    dtypes: tuple[torch.dtype, ...] = HALF_DTYPES,
+    layout: Layout, device: torch.device, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF
 ) -> Varlen:
     """Return the arguments of `kernel` for a layout, on the device.
 

@@ -261,10 +261,8 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
     rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
     ends = [(t.segment, _find_last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
-    places = [
-        (k, _find_last_sampled(row, 0, len(row.response_ids))) for k, row in enumerate(segments)
-    ]
-    last = next((place for place in reversed([*places, *ends]) if place[1] >= 0), None)
+    rows = [(k, _find_last_sampled(s, 0, len(s.response_ids))) for k, s in enumerate(segments)]
+    last = next((place for place in reversed([*rows, *ends]) if place[1] >= 0), None)
     if last is None:
         return rewards_per_token
     assigned = 0.0

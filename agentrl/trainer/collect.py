@@ -142,9 +142,7 @@ class Collector:
         return (~dead_groups(batch, advantages)).tolist()
 
 
-def _filter_metrics(
-    evicted: Sequence[Group], live: Sequence[bool], rounds: int
-) -> dict[str, float]:
+def _filter_metrics(evicted: Sequence[Group], live: list[bool], rounds: int) -> dict[str, float]:
     """Return the metrics of filtering; `evicted_samples` counts rollouts."""
     return {
         "training/filter_groups/rounds": float(rounds),

@@ -113,11 +113,9 @@ class Console:
             width = max(map(len, last))
             lines += [f"  {name:{width}}  {first.get(name, '-')} -> {last[name]}" for name in last]
         checkpoints = sorted(f.name for f in folder.glob("global_step_*"))
-        outputs = [*OUTPUTS, *(("checkpoint", name) for name in checkpoints[-1:])]
+        items = [*OUTPUTS, *(("checkpoint", name) for name in checkpoints[-1:])]
         lines.append("")
-        lines += [
-            f"{what:14}  {folder / name}" for what, name in outputs if (folder / name).exists()
-        ]
+        lines += [f"{what:14}  {folder / name}" for what, name in items if (folder / name).exists()]
         lines.append("\nnext:")
         lines += ["  " + shlex.join(words) for words in next_commands(folder, config)]
         self._print("\n".join(lines))
@@ -164,9 +162,8 @@ class Console:
         validations = self._validations[:1] + self._validations[1:][-max(1, min(7, room // 4)) :]
         steps = self._steps[-max(3, min(16, room - len(validations) - 12)) :]
         if steps:
-            parts.append(
-                _table("step", [(step, _format_cells(metrics)) for step, metrics in steps])
-            )
+            rows = [(step, _format_cells(metrics)) for step, metrics in steps]
+            parts.append(_table("step", rows))
         if validations:
             rows = [(step, _format_scores(metrics)) for step, metrics in validations]
             parts.append(_table("validation", rows))

@@ -122,10 +122,8 @@ class Learner:
 
     def _forward(self, batch: TokenRows, model: ModelName) -> Tensor:
         mask = batch.response_mask
-        rows_by_rank, shares = self._make_micro_batches(batch, mask.any(1), mask, {})
-        return _scatter(
-            mask, rows_by_rank, self.ranks.forward(shares, model) if any(shares) else []
-        )
+        rows, shares = self._make_micro_batches(batch, mask.any(1), mask, {})
+        return _scatter(mask, rows, self.ranks.forward(shares, model) if any(shares) else [])
 
     # --- the update ------------------------------------------------------------------------------
 
@@ -175,18 +173,16 @@ class Learner:
             in_mini_batch = mini_batch == m
             # The policy first: if it stops the step, the critic must not have changed either.
             if learn_policy:
-                rows = in_mini_batch & is_run
-                rows_by_rank, results = self._forward_backward(
-                    "actor", batch, rows, mask, columns["actor"]
-                )
+                here = in_mini_batch & is_run
+                rows, results = self._forward_backward("actor", batch, here, mask, columns["actor"])
                 if old is None:
-                    old = _scatter(mask, rows_by_rank, [result.logprobs for result in results])
+                    old = _scatter(mask, rows, [result.logprobs for result in results])
                     columns["actor"]["old"] = old
                     mismatch = self._compare(batch, old, mask & is_run[:, None], check)
                 _add_metrics(collected, "actor", self._optimizer_step("actor", step, results))
             if a.critic:
-                rows = in_mini_batch & mask.any(1)
-                _, results = self._forward_backward("critic", batch, rows, mask, columns["critic"])
+                here = in_mini_batch & mask.any(1)
+                _, results = self._forward_backward("critic", batch, here, mask, columns["critic"])
                 _add_metrics(collected, "critic", self._optimizer_step("critic", step, results))
 
         learning = ["actor"] * learn_policy + ["critic"] * a.critic
@@ -282,9 +278,8 @@ class Learner:
             for key, value in result.counts.items():
                 counts[key] += value
         finite = all(map(math.isfinite, counts.values()))
-        counts["grad_norm"] = (
-            self.ranks.optimizer_step(name, self._lr(name, step)) if finite else math.nan
-        )
+        lr = self._lr(name, step)
+        counts["grad_norm"] = self.ranks.optimizer_step(name, lr) if finite else math.nan
         if not math.isfinite(counts["grad_norm"]):
             values = ", ".join(f"{key}={value}" for key, value in counts.items())
             raise RunStopped(

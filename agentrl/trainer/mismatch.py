@@ -52,10 +52,10 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
         return {}
     # Flat from here on: rows are padded to the longest one.
     gaps = old - engine
-    distances, turn = gaps.abs(), batch.turn[mask]
+    distance, turn = gaps.abs(), batch.turn[mask]
     metrics = {
-        MEAN: distances.mean().item(),
-        "rollout_corr/logprob_diff_max": distances.max().item(),
+        MEAN: distance.mean().item(),
+        "rollout_corr/logprob_diff_max": distance.max().item(),
     }
     places = {name: turn == k for k, name in enumerate(TURNS[:-1])}
     places[TURNS[-1]] = turn >= len(TURNS) - 1
@@ -63,7 +63,7 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
     places["after_observation"] = observed[mask]
     for name, in_place in places.items():
         if in_place.any():
-            metrics[f"{MEAN}/{name}"] = distances[in_place].mean().item()
+            metrics[f"{MEAN}/{name}"] = distance[in_place].mean().item()
 
     owner = batch.rollout.repeat_interleave(mask.sum(1))  # (N,)
     of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, owner, gaps)

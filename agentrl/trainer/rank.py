@@ -115,18 +115,15 @@ class Rank:
         if config.algorithm.critic:
             if lora:
                 self._add_adapter(CRITIC)
-            self.critic = Critic(
-                self.policy.packed_model if lora else self._load_policy().packed_model
-            )
+            self.critic = Critic((self.policy if lora else self._load_policy()).packed_model)
         self._shard(self.policy.packed_model)
-        if self.critic is not None and not lora:
-            self._shard(self.critic.packed_model)
         trainable = {"actor": self.policy.parameters(ACTOR)}
-        if self.critic is not None:
-            trainable["critic"] = (
-                self.policy.parameters(CRITIC) if lora else self.critic.decoder_parameters()
-            )
-            trainable["critic"] |= {f"head.{n}": p for n, p in self.critic.head.named_parameters()}
+        if critic := self.critic:
+            if not lora:
+                self._shard(critic.packed_model)
+            weights = self.policy.parameters(CRITIC) if lora else critic.decoder_parameters()
+            head = {f"head.{n}": p for n, p in critic.head.named_parameters()}
+            trainable["critic"] = weights | head
         self.optimizers = {
             name: Optimizer(name, parameters, config.optim, self.accelerator, betas)
             for name, parameters in trainable.items()
@@ -168,13 +165,13 @@ class Rank:
             target = self.critic
         elif model == "reference" and self.policy.peft is None:
             target = self._reference = self._reference or self._load_reference()
+        results = []
         with self._use_adapter_of(model):
-            results = [
-                (
-                    target.values(row) if isinstance(target, Critic) else target.logprobs(row)[0]
-                ).cpu()
-                for row in (micro_batch.packed.to(self.device) for micro_batch in micro_batches)
-            ]
+            for micro_batch in micro_batches:
+                rows = micro_batch.packed.to(self.device)
+                is_critic = isinstance(target, Critic)
+                numbers = target.values(rows) if is_critic else target.logprobs(rows)[0]
+                results.append(numbers.cpu())
         reshard(target.packed_model)  # the weights may change from now on
         return results
 
@@ -205,24 +202,22 @@ class Rank:
     # --- training --------------------------------------------------------------------------------
 
     @dispatch(SPLIT)
-    def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss_name: LossName
-    ) -> PassResult:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], name: LossName) -> PassResult:
         """Add the gradient of some micro-batches to the gradient of this rank.
 
         Args:
             micro_batches: if they have no column `old`, the policy is still that of the start of
                 the step: its logprobs are the old ones and are returned.
-            loss_name: which loss: the policy's, the critic's or that of supervised fine-tuning.
+            name: which loss: the policy's, the critic's or that of supervised fine-tuning.
         """
         losses: dict[LossName, Callable[[MicroBatch], tuple[Any, ...]]] = {
             "actor": self._actor_loss, "critic": self._critic_loss, "sft": self._sft_loss
         }  # fmt: skip
         sums: dict[str, Tensor] = {}
         result = PassResult()
-        with self._use_adapter_of(loss_name):
+        with self._use_adapter_of(name):
             for micro_batch in micro_batches:
-                loss, loss_sums, *logprobs = losses[loss_name](micro_batch.to(self.device))
+                loss, loss_sums, *logprobs = losses[name](micro_batch.to(self.device))
                 if "old" not in micro_batch.columns:
                     result.logprobs += logprobs
                 # Not `accelerator.backward`: it divides by process-wide state.
@@ -250,16 +245,14 @@ class Rank:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def _actor_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _actor_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the policy loss of a micro-batch, sums for metrics, and the logprobs."""
-        a, columns = self.config.algorithm, micro_batch.columns
-        logprobs, entropy = self.policy.logprobs(
-            micro_batch.packed, entropy_gradient=a.entropy_coef > 0
-        )
+        a, columns = self.config.algorithm, batch.columns
+        logprobs, entropy = self.policy.logprobs(batch.packed, entropy_gradient=a.entropy_coef > 0)
         old = columns.get("old", logprobs.detach())
         advantages = columns["advantages"].to(logprobs.dtype)
         weights = columns["weights"].to(logprobs.dtype)
-        rows, mask = micro_batch.rows, micro_batch.mask
+        rows, mask = batch.rows, batch.mask
         loss, counts = token_losses(rows(logprobs), rows(old), rows(advantages), mask, a)
         loss = loss[mask]
         loss_sums = {
@@ -275,9 +268,8 @@ class Rank:
         if a.kl_loss_coef:
             kl = ESTIMATORS[a.kl_type](logprobs, columns["reference"])
             if a.tis_cap:  # the KL is an expectation over the current policy (`ESTIMATORS`)
-                ratios = importance_ratios(
-                    rows(logprobs.detach()), rows(columns["rollout"]), mask, "token"
-                )
+                now, sampled = rows(logprobs.detach()), rows(columns["rollout"])
+                ratios = importance_ratios(now, sampled, mask, "token")
                 kl = kl * importance_weights(ratios[mask], a.tis_cap, "truncate")
             loss = loss + a.kl_loss_coef * kl
             loss_sums["kl_loss"] = (weights * kl).detach().sum()
@@ -285,11 +277,11 @@ class Rank:
             loss = loss - a.entropy_coef * entropy
         return (weights * loss).sum(), loss_sums, logprobs.detach()
 
-    def _critic_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _critic_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the critic loss of a micro-batch, and the sums for metrics."""
         assert self.critic is not None
-        columns = micro_batch.columns
-        values = self.critic.values(micro_batch.packed)
+        columns = batch.columns
+        values = self.critic.values(batch.packed)
         loss, clipped = value_loss(
             values, columns["values"], columns["returns"], self.config.algorithm.value_clip
         )
@@ -301,10 +293,10 @@ class Rank:
             "vpred_mean": values.detach().sum(),
         }
 
-    def _sft_loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sft_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of supervised fine-tuning: the weighted sum of -log p (`sft.py`)."""
-        logprobs, _ = self.policy.logprobs(micro_batch.packed)
-        return -(micro_batch.columns["weights"] * logprobs).sum(), {
+        logprobs, _ = self.policy.logprobs(batch.packed)
+        return -(batch.columns["weights"] * logprobs).sum(), {
             "tokens": torch.ones_like(logprobs).sum()
         }
 

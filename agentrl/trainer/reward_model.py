@@ -26,8 +26,8 @@ from agentrl.rewards import reward
 from agentrl.trajectory import Trajectory
 from agentrl.workers import Threads
 
-SHOW_CHOICES = ("conversation", "final_text")
-SERVER_CHOICES = ("sglang", "vllm")
+SHOWN = ("conversation", "final_text")
+SERVERS = ("sglang", "vllm")
 
 
 @reward("reward_model")
@@ -64,8 +64,8 @@ class RewardModel:
             UserError: there is no such model, or it does not have one output.
         """
         for key, value, choices in (
-            ("show", show, SHOW_CHOICES),
-            ("server", server, SERVER_CHOICES),
+            ("show", show, SHOWN),
+            ("server", server, SERVERS),
         ):
             if value not in choices:
                 raise ConfigError(

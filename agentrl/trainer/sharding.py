@@ -129,9 +129,8 @@ def shard(
         offload_policy=offload,
         reshard_after_forward=mesh.size() > 1 and not _fits_gathered(packed_model, mesh),
     )
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
-    )
+    reduce_dtype = torch.float32 if compute else None
+    mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     if value_head is not None:
         shard_module(value_head, mp_policy=MixedPrecisionPolicy())
     for layer in layers:

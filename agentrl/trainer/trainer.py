@@ -66,7 +66,7 @@ from agentrl.trajectory import Group
 class Trainer:
     """A training run.
 
-            Trainer(config).run()
+        Trainer(config).run()
 
     A run has one controller process. If a launcher of several processes (torchrun, `accelerate
     launch`) starts it, the constructor raises.
@@ -122,10 +122,10 @@ class Trainer:
             The metrics of the step.
         """
         with self.clock.timed("gen"), self.interrupt.abandonable():
-            step_rollouts = self.collector.collect(self.position, self.global_step)
+            rollouts = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
-        self._store(step_rollouts)
-        batch = self._collate(step_rollouts.groups)  # (B, T)
+        self._store(rollouts)
+        batch = self._collate(rollouts.groups)  # (B, T)
         with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
         with self.clock.timed("values"):
@@ -135,16 +135,13 @@ class Trainer:
         targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
+            step, check = self.global_step + 1, self._check_mismatch
             metrics = self.learner.update(
-                batch,
-                targets,
-                self.global_step + 1,
-                self._check_mismatch,
-                learn_policy=self._policy_learns,
+                batch, targets, step, check, learn_policy=self._policy_learns
             )
         metrics[DEAD_STEP] = float(not has_learning_signal(batch, self.config.algorithm, targets))
-        self.position = step_rollouts.position
-        return metrics | self._update_kl_coef(batch, old, reference) | step_rollouts.metrics
+        self.position = rollouts.position
+        return metrics | self._update_kl_coef(batch, old, reference) | rollouts.metrics
 
     @property
     def _policy_learns(self) -> bool:
@@ -178,17 +175,17 @@ class Trainer:
         self.kl.update(kl, int(batch.train.sum()))
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
-    def _store(self, step_rollouts: StepRollouts) -> None:
+    def _store(self, rollouts: StepRollouts) -> None:
         """Store the rollouts of the step.
 
         This runs before the update. If it fails, the weights are still those of the last step, and
         a checkpoint can be saved.
         """
         step = self.global_step + 1
-        self.store.write(step, step_rollouts.groups)
+        self.store.write(step, rollouts.groups)
         for split, groups in (
-            ("evicted", step_rollouts.evicted),
-            ("baseline", step_rollouts.greedy),
+            ("evicted", rollouts.evicted),
+            ("baseline", rollouts.greedy),
         ):
             if groups:
                 self.store.write(step, groups, split=split)
