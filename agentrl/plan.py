@@ -341,7 +341,7 @@ def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> arra
 
 
 def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:
-    """Verify the template on the shapes of conversation that the rows may lead to.
+    """Verify the template for the shapes of conversation that episodes of these rows may have.
 
     A loop that shows schemas adds tool messages after a turn with calls. Other loops (react),
     interactions and the user's own loops add user messages.

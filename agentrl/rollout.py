@@ -146,7 +146,7 @@ class Rollouts:
                     if future.done():
                         raise
                     if not self._thread.is_alive():
-                        raise RunStopped("the thread of the episodes died") from None
+                        raise RunStopped("the thread that runs the episodes died") from None
         except BaseException:
             future.cancel()
             raise

@@ -117,7 +117,7 @@ class Generation:
     """The policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
-    """The prompt tokens that the engine counted. The episode compares this with its own count."""
+    """The number of prompt tokens that the engine reports; the episode compares its own count."""
     cached_tokens: int = 0
 
 
@@ -164,11 +164,12 @@ class Turn:
     thread: int = 0
     """The conversation: 0 is the agent loop's own, n is the n-th that it spawned."""
     prompt_tokens: int = 0
-    """The tokens in the engine's prompt: the whole row so far."""
+    """The number of tokens in the engine's prompt: the whole row so far."""
     cached_tokens: int = 0
     """How many of these tokens were in the engine's prefix cache."""
     penalties: tuple[tuple[int, int, float], ...] = ()
-    """Failed calls with a penalty (`tools.penalties`): response tokens [start, end), penalty."""
+    """For each failed call with a penalty (`tools.penalties`): (start, end, penalty), where the
+    call is response tokens [start, end)."""
     message_index: int = -1
     """Index of its message in `Trajectory.messages`; -1 in files of older versions."""
 

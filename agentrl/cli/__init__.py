@@ -52,7 +52,7 @@ def _options(
 
 
 def main() -> None:
-    """Run a command. A user's mistake prints one message and exits with code 1, no traceback."""
+    """Run a command; for a user's mistake, print one message and exit with code 1."""
     from agentrl.errors import AgentRLError
 
     try:

@@ -1,4 +1,4 @@
-"""`agentrl eval` and `agentrl generate`."""
+"""`agentrl eval` and `agentrl generate`: evaluate a model, and sample responses to rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentrl export`."""
+"""`agentrl export`: export the policy of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentrl sft`."""
+"""`agentrl sft`: fine-tune a model on conversations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sft(
     steps: Annotated[int, typer.Option(help="Optimizer steps; 0: one epoch.", min=0)] = 0,
     batch_size: Annotated[int, typer.Option(help="Conversations per step.", min=1)] = 32,
     micro_batch_tokens: Annotated[
-        int, typer.Option(help="Maximum of tokens per forward pass.", min=1)
+        int, typer.Option(help="Maximum number of tokens per forward pass.", min=1)
     ] = 16384,
     fresh: Annotated[
         bool,

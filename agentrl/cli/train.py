@@ -1,4 +1,4 @@
-"""`agentrl train` and `agentrl check`."""
+"""`agentrl train` and `agentrl check`: train a policy, and check a run without training."""
 
 from __future__ import annotations
 

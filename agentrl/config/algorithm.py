@@ -93,8 +93,8 @@ class AlgorithmConfig(Section):
     """Replace groups whose advantages are all 0 by groups of further rows, which are played in the
     same step (DAPO)."""
     max_gen_batches: int = key(4, ge=1)
-    """With filter_groups: the maximum of batches to play for one step. Then the step trains on the
-    groups it has."""
+    """With filter_groups: the maximum number of batches to play for one step. Then the step trains
+    on the groups it has."""
     tis_cap: float = key(2.0, allowed="0, or a number >= 1", ge=0)
     """Cap of the truncated importance sampling weights, which correct for different logprobs in
     engine and trainer. 0: no weights."""

@@ -45,8 +45,8 @@ class DataConfig(Section):
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
     untrusted: bool = False
-    """Encode every control token in a prompt as text, including tags such as `<think>` that prompts
-    may otherwise contain."""
+    """Encode prompts without any control tokens. By default, tags such as `<think>` in a prompt
+    become control tokens."""
 
 
 class ModelConfig(Section):
@@ -137,22 +137,23 @@ class RolloutConfig(Section):
     """What a server on the trainer's GPU releases while the trainer works. none: nothing. kv_cache:
     its KV cache. all: its KV cache and its weights."""
     deterministic: bool = key(False, flag="--deterministic")
-    """Make the server's output independent of other requests and set by the seeds of the run, and
-    its logprobs as close to the trainer's as possible. The local engine always does this."""
+    """Reproducible rollouts: the server's output depends only on the run's seeds, not on other
+    requests, and its logprobs are as close to the trainer's as possible. The local engine always
+    does this."""
     n: int = key(8, ge=1)
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
     """Sampling temperature. The trainer uses the same one."""
     max_turn_tokens: int = key(512, ge=1)
-    """Maximum of sampled tokens per turn."""
+    """Maximum number of sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
-    """Maximum of tokens after the prompt, sampled ones and observations."""
+    """Maximum number of tokens after the prompt, both sampled ones and observations."""
     max_turns: int = key(8, ge=1)
-    """Maximum of assistant turns."""
+    """Maximum number of assistant turns."""
     max_tool_calls: int = key(16, ge=0)
-    """Maximum of tool calls per episode."""
+    """Maximum number of tool calls per episode."""
     timeout_s: float = key(300.0, gt=0)
-    """Maximum of seconds per episode. Waiting for a free connection does not count."""
+    """Time limit of an episode, in seconds. Waiting for a free connection does not count."""
     budget_policy: dict[str, str | float] = key(
         {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
@@ -247,7 +248,7 @@ class ToolsConfig(Section):
     """Where tools run. http: on a server that the run starts and stops. in_process: in this
     process. A URL: on that server, with the token from AGENTRL_TOOLS_TOKEN."""
     max_result_tokens: int = key(1024, ge=1)
-    """Maximum of tokens of a tool result that the model reads."""
+    """Maximum number of tokens of a tool result that the model reads."""
     truncate: Literal["head", "tail", "middle"] = "middle"
     """Which part of a longer result is kept: its head, its tail, or both without the middle."""
     workers: int = key(1, ge=1)
@@ -263,7 +264,7 @@ class ToolsConfig(Section):
     def _check_penalties(cls, penalties: dict[str, float]) -> dict[str, float]:
         for name, value in penalties.items():
             if name not in FAILURES:
-                raise ValueError(f"unknown error {name!r}.{did_you_mean(name, FAILURES)}")
+                raise ValueError(f"unknown kind of error {name!r}.{did_you_mean(name, FAILURES)}")
             if not value > 0 or math.isinf(value):
                 raise ValueError(f"{name}={value} must be above 0: it is subtracted")
         return penalties
@@ -295,9 +296,9 @@ class SandboxConfig(Section):
     slots: int = key(0, ge=0)
     """Programs that one process runs at the same time. 0: twice the number of CPU cores."""
     timeout_s: float = key(10.0, gt=0)
-    """Maximum of seconds per program."""
+    """Time limit of a program, in seconds."""
     memory_mb: int = key(2048, ge=64)
-    """Maximum of memory for each process of a program, in MiB."""
+    """Memory limit of each process of a program, in MiB."""
     python: str = "/usr/bin/python3"
     """The Python interpreter for programs."""
 
@@ -331,7 +332,8 @@ class RewardConfig(Section):
     """Additional arguments of the reward function or grader. With reward.functions: a mapping from
     each function to its arguments."""
     timeout_s: float = key(60.0, gt=0)
-    """Maximum of seconds to score one rollout. Waiting for a free connection does not count."""
+    """Time limit for scoring one rollout, in seconds. Waiting for a free connection does not
+    count."""
     workers: int = key(2, ge=1)
     """Processes for graders that may have to be killed (mathematics)."""
     outcome_weight: float = 1.0
@@ -372,7 +374,7 @@ class OptimConfig(Section):
     max_grad_norm: float = key(1.0, gt=0)
     """Gradients are clipped to this norm."""
     micro_batch_tokens: int = key(16384, ge=1)
-    """Maximum of tokens per forward pass."""
+    """Maximum number of tokens per forward pass."""
     recompute: bool = False
     """Gradient checkpointing: compute the activations of each layer again in the backward pass. It
     takes a third more compute and much less memory."""

@@ -20,7 +20,7 @@ def calculator(expression: str) -> str:
         left, operator, right = expression.replace(" ", "").partition(symbol)
         if operator and left.isdigit() and right.isdigit():
             return str(operation(int(left), int(right)))
-    raise ToolError("give two whole numbers with + - or * between them")
+    raise ToolError("expression must be two whole numbers with +, - or * between them")
 
 
 # A class is a tool with its own state in every episode. The model calls its public methods.
