@@ -121,6 +121,7 @@ def test_only_adapters_of_the_loop_by_hand_learn(models):
     assert all(up.abs().max() > 0 for up in packed.blocks[0].qkv.up)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_the_next_one_runs(models, tmp_path):
     env = os.environ | {
         "SMALL": "1",

@@ -156,6 +156,7 @@ def in_flight(replica):
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_is_killed_and_the_step_completes(
     sglang_server, sglang_python, tiny_model
 ):

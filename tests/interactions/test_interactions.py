@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.forked_python import ForkedPython
 
 from agentrl import load_config, play, registry
 from agentrl.agent_loops.attempt import World
@@ -337,7 +337,10 @@ def test_arguments_that_do_not_go_together(registered, row_gives, config_gives, 
 
 
 def test_an_unchecked_row_is_refused_as_it_is_played(registered):
-    with pytest.raises(DataError, match="row 'r7', interaction_kwargs: argument 'url' can only be set in the config"):
+    with pytest.raises(
+        DataError,
+        match="row 'r7', interaction_kwargs: argument 'url' can only be set in the config",
+    ):
         build_interaction(registered(Shop, url="http://mine"), {})
 
 
@@ -503,15 +506,8 @@ play(row, Scripted(["Hm."], byte_tokenizer()), byte_tokenizer())
 
 
 def test_it_is_closed_at_ctrl_c():
-    with subprocess.Popen(
-        [sys.executable, "-c", CTRL_C],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # What a shell runs in the background ignores Ctrl-C, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as p:
-        assert p.stdout and p.stdout.readline() == "waiting\n"
+    with ForkedPython(["-c", CTRL_C]) as p:
+        assert p.read_line() == "waiting\n"
         os.kill(p.pid, signal.SIGINT)
         said, _ = p.communicate(timeout=20)
-    assert said == "closed\n" and p.returncode != 0
+    assert said == "waiting\nclosed\n" and p.returncode != 0

@@ -194,7 +194,7 @@ def _serve(address: str, parent: socket.socket) -> dict[str, Any]:
     for name in LIBRARIES:
         importlib.import_module(name)
     # Ctrl-C in a terminal is for pytest alone.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -206,7 +206,8 @@ def _serve(address: str, parent: socket.socket) -> dict[str, Any]:
             listener.close()
             parent.close()
             request = _fork(connection)
-            signal.signal(signal.SIGINT, handler)
+            # A shell lets what it runs in the background ignore Ctrl-C.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return request
         connection.close()
     os._exit(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.forked_python import ForkedPython
 
 from agentrl import registry
 from agentrl.chat import ChatTemplate
@@ -166,17 +166,9 @@ with open_rollouts(config, engine, ChatTemplate(tokenizer), scorer) as rollouts:
 """
 
 
-def start(env: tuple[Path, Path], *command: str) -> subprocess.Popen[str]:
+def start(env: tuple[Path, Path], *command: str) -> ForkedPython:
     """A run that is within a call of the tool."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # What a shell runs in the background ignores Ctrl-C, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = ForkedPython(command, merge_outputs=True)
     try:
         wait_for(env[1], "work", 90)
     except AssertionError:

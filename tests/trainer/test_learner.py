@@ -698,7 +698,10 @@ def play(learner: Learner, engine: PreTrainedModel, g: torch.Generator) -> Batch
     [
         {"optim__lr": 1e-2},
         {"optim__lr": 2e-2, "model__lora_rank": 4},
-        {"optim__lr": 1e-2, "algorithm__name": "ppo", "optim__critic_lr": 1e-2},
+        pytest.param(
+            {"optim__lr": 1e-2, "algorithm__name": "ppo", "optim__critic_lr": 1e-2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_learns_to_follow_what_it_observed(folder, keys):

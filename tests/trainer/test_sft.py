@@ -224,12 +224,12 @@ def test_logprobs_are_those_of_the_plain_model(folder):
 
 def test_a_handful_of_traces_is_learned_by_heart(template, folder, tmp_path):
     registry.load_file("shelf:calculator")
-    made = [r.as_dict("train") for r in islice(rows(0), 6)]
+    made = [r.as_dict("train") for r in islice(rows(0), 3)]
     examples = load(template, tmp_path, *made, column="gold")
     learner = imitator(folder, steps=60, lr=1e-2)
     losses = []
     before = score(learner, examples).mean().item()
-    learner.fit(batches(examples, 6, seed=0), lambda step, loss: losses.append((step, loss)))
+    learner.fit(batches(examples, 3, seed=0), lambda step, loss: losses.append((step, loss)))
     assert [s for s, _ in losses] == list(range(1, 61))
     assert losses[0][1] == pytest.approx(-before, abs=1e-4)
     assert score(learner, examples).exp().mean() > 0.9
