@@ -90,9 +90,31 @@ def sglang_tests(file: Path) -> frozenset[str]:
     )
 
 
+LONG_FILES = (
+    "cluster/test_cluster.py",
+    "cluster/test_train.py",
+    "config/test_every_key.py",
+    "sandbox/test_sandbox.py",
+    "rewards/test_graders_code_cheats.py",
+    "test_open_files.py",
+    "trainer/test_learner.py",
+    "trainer/test_resume_run.py",
+    "cli/test_cli.py",
+    "rewards/test_pool.py",
+)
+"""The files whose tests take longest together (`--durations=25`), after those of a real SGLang."""
+
+
 def pytest_collection_modifyitems(items):
-    """The longest work comes first; the many other tests fill the time of the other process."""
-    items.sort(key=lambda item: item.originalname not in sglang_tests(item.path))
+    """Run the longest files first. The short ones then keep both processes busy until the end."""
+
+    def position(item) -> int:
+        if item.originalname in sglang_tests(item.path):
+            return -1
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+
+    items.sort(key=position)
 
 
 @pytest.hookimpl(optionalhook=True)
