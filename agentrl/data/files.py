@@ -36,7 +36,7 @@ Row = dict[str, Any]
 def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     """Read a .parquet or .jsonl file.
 
-    A row of a parquet file has no keys for its null values.
+    Null values of a parquet row are dropped.
 
     Raises:
         DataError: the file is missing, damaged, empty, has another format, or has more than

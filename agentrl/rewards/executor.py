@@ -19,10 +19,10 @@ from agentrl.http.time_limit import TimeLimit
 from agentrl.workers import PerLoop, Processes, Threads, WorkerDied, WorkerError
 
 THREADS = 32
-"""Plain functions at once. One that is late gives its slot to the next, but keeps its thread."""
+"""The number of plain functions that run at once. A late one frees its slot, not its thread."""
 MOST_THREADS = 1024
 ASYNC_CALLS = 256
-"""Async functions at once: judges have limits, and a call that waits for a slot is not late."""
+"""The number of async functions that run at once. A call that waits for a slot is not late."""
 
 
 class RewardTimeout(Infrastructure):

@@ -172,7 +172,7 @@ class Judge(_JudgeClient):
         """
         super().__init__(url, model, token_env, show, reference, timeout_s)
         if scale < 1:
-            raise ConfigError(f"scale={scale} must be at least 1: it is the maximum of points")
+            raise ConfigError(f"scale={scale} must be at least 1: it is the maximum score")
         self._scale = scale
         self._task = (
             f"Judge the answer to the task by this rubric:\n\n{rubric}\n\n"

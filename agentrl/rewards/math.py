@@ -40,7 +40,7 @@ _BASE = re.compile(r"[0-9A-Z]+_\{?(\d+)\}?")
 _LOOSE = frozenset(
     ("<", ">", r"\lt", r"\gt", r"\le", r"\ge", r"\leq", r"\geq", r"\cup", r"\cap", r"\setminus")
 )
-"""Signs of a set that can also be written in another way. Algebra compares these."""
+"""Signs of inequalities and set operations. Only algebra can compare answers with these."""
 
 
 @reward("math", bounded=True)

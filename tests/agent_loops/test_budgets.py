@@ -155,9 +155,9 @@ class Strict(Scripted):
         self.sampled = []
 
     async def generate(self, prompt_ids, sampling, **rest):
-        asked = len(prompt_ids) + sampling.max_tokens
-        if sampling.max_tokens < 1 or asked > self.max_length:
-            raise EngineError(f"400: {asked} tokens, at most {self.max_length}")
+        total = len(prompt_ids) + sampling.max_tokens
+        if sampling.max_tokens < 1 or total > self.max_length:
+            raise EngineError(f"400: {total} tokens, at most {self.max_length}")
         generation = await super().generate(prompt_ids, sampling, **rest)
         self.sampled.append(generation.token_ids)
         return generation
@@ -172,7 +172,7 @@ def assert_only_what_was_sampled_trains(trajectory, engine):
     assert not row.response_mask or row.response_mask[-1] == 1, "nothing half in the row"
 
 
-said = st.sampled_from(
+answer_texts = st.sampled_from(
     [
         ONE_CALL,
         ONE_CALL * 3,
@@ -188,7 +188,7 @@ said = st.sampled_from(
 
 
 @given(
-    answers=st.lists(said, max_size=6),
+    answers=st.lists(answer_texts, max_size=6),
     loop=st.sampled_from(["tool_agent", "react"]),
     max_length=st.integers(1, 3000),
     max_turn=st.integers(1, 150),

@@ -288,10 +288,10 @@ def rollouts(prices: tuple[tuple[int, int, float], ...]) -> list[Group]:
 def test_advantages_shift_by_the_price_at_these_tokens_alone(whiten):
     config = learner_config(algorithm__name="grpo", algorithm__whiten_advantages=whiten)
 
-    def told(prices):
+    def loss_inputs(prices):
         return make_targets(collate(rollouts(prices), 0), config, None, None, None)
 
-    plain, priced = told(()), told(((1, 3, 0.25),))
+    plain, priced = loss_inputs(()), loss_inputs(((1, 3, 0.25),))
     shift = torch.zeros(2, 7)
     shift[0, 1:3] = 0.25
     assert torch.equal(plain.advantages - shift, priced.advantages)

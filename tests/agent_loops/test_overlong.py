@@ -47,8 +47,8 @@ def episode(sampled: int, observed: int, stop_reason: str = "done") -> Trajector
     half = sampled // 2
     row = segment([1], ("A", [5] * half), ("E", [6] * observed), ("A", [7] * (sampled - half)))
     turns = (Turn(0, 0, half, "tool_calls"), Turn(0, half + observed, half + observed, "stop"))
-    said = (Message("assistant", "hm"), Message("tool", "!"), Message("assistant", "#### 12"))
-    return Trajectory(SAMPLE, "e", 0, (row,), turns, (*SAMPLE.prompt, *said), {}, stop_reason)
+    messages = (Message("assistant", "hm"), Message("tool", "!"), Message("assistant", "#### 12"))
+    return Trajectory(SAMPLE, "e", 0, (row,), turns, (*SAMPLE.prompt, *messages), {}, stop_reason)
 
 
 def score(trajectory: Trajectory, policy: Any = None, trains: bool = True, **keys: Any) -> Scored:

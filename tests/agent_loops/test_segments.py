@@ -84,9 +84,9 @@ def test_a_loop_that_compacts_once_and_spawns_once_gives_three_rows():
         (2, 0),
         (2, 0),
     ]
-    # Oracle A: the engine was asked with exactly what the rows hold.
-    asked = [r.prompt_ids for r in engine.requests]
-    for turn, ids in zip(t.turns, asked, strict=True):
+    # Oracle A: the engine was prompts with exactly what the rows hold.
+    prompts = [r.prompt_ids for r in engine.requests]
+    for turn, ids in zip(t.turns, prompts, strict=True):
         segment = t.segments[turn.segment]
         assert ids == segment.prompt_ids + segment.response_ids[: turn.start]
     compacted = TEMPLATE.decode(t.segments[2].prompt_ids)
@@ -152,11 +152,11 @@ def test_what_was_sampled_stands_in_a_branch_as_it_was_sampled():
 
     t = play(sample("branches_back"), Letters(["the value", "22"], tokenizer), tokenizer)
     first, second = t.segments
-    said, start = list(first.response_ids), len(first.prompt_ids)
-    assert said[:-1] != tokenizer.encode("the value")
+    sampled, start = list(first.response_ids), len(first.prompt_ids)
+    assert sampled[:-1] != tokenizer.encode("the value")
     prompt = list(second.prompt_ids)
-    assert prompt[: start + len(said)] == [*first.prompt_ids, *said]
-    assert tokenizer.decode(prompt[start + len(said) :]) == (
+    assert prompt[: start + len(sampled)] == [*first.prompt_ids, *sampled]
+    assert tokenizer.decode(prompt[start + len(sampled) :]) == (
         "\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert list(second.response_mask) == [1] * len(second.response_ids)
@@ -167,8 +167,8 @@ def test_sub_agents_at_once():
     async def asks_three(ep):
         await ep.generate()
         critics = [ep.spawn(f"critic {i}") for i in range(3)]
-        said = await asyncio.gather(*(c.generate() for c in critics))
-        ep.observe(*(Message("user", m.content) for m in said))
+        verdicts = await asyncio.gather(*(c.generate() for c in critics))
+        ep.observe(*(Message("user", m.content) for m in verdicts))
         await ep.generate()
 
     def answer(prompt, turn):
@@ -255,10 +255,10 @@ def test_stripped_thinking_begins_a_row_at_each_user_message():
         segment = t.segments[turn.segment]
         assert request.prompt_ids == segment.prompt_ids + segment.response_ids[: turn.start]
     # Oracle B: a row's prompt is what the template itself makes of the conversation.
-    said = [m.as_dict() for m in t.messages]
+    messages = [m.as_dict() for m in t.messages]
     for row, upto in ((1, 5), (2, 7)):
         rendered = tokenizer.apply_chat_template(
-            said[:upto], tokenize=False, add_generation_prompt=True
+            messages[:upto], tokenize=False, add_generation_prompt=True
         )
         prompt = tokenizer.decode(t.segments[row].prompt_ids)
         start = rendered.index("<|im_start|>user")
@@ -434,8 +434,8 @@ def test_text_of_others_stays_text_in_a_branch_and_a_spawned_prompt():
         await ep.generate()
         await ep.spawn([page]).generate()
 
-    asked = Message("user", "What does <tool_call> mean?")
-    t = play(sample("quotes", asked), Scripted(["a"] * 4, TOKENIZER), TOKENIZER)
+    question = Message("user", "What does <tool_call> mean?")
+    t = play(sample("quotes", question), Scripted(["a"] * 4, TOKENIZER), TOKENIZER)
     plain, branched, spawned = (list(s.prompt_ids).count(tag) for s in t.segments)
     shown = list(ChatTemplate(TOKENIZER).prompt([QUESTION], ()))
     assert (plain, branched) == (plain, plain) and spawned == plain - 1

@@ -59,14 +59,14 @@ def test_every_eos_ends_a_turn_and_stands_alone():
         template = ChatTemplate(tokenizer, ends)
         assert set(template.stop_ids) == set(ends)
         row = template.prompt([ASK])
-        said = tokenizer.encode("twelve")
-        said += [tokenizer.convert_tokens_to_ids(end)] if end else []
+        sampled = tokenizer.encode("twelve")
+        sampled += [tokenizer.convert_tokens_to_ids(end)] if end else []
         history = [ASK, Message("assistant", "twelve")]
-        delta = template.delta(history, [Message("user", "Sure?")], said[-1])
-        closes = [i for i in [*said, *delta] if i in ends]
+        delta = template.delta(history, [Message("user", "Sure?")], sampled[-1])
+        closes = [i for i in [*sampled, *delta] if i in ends]
         # One token closes the assistant's turn, one the user's.
-        assert len(closes) == 2 and (closes[0] in said) == bool(mask)
-        text = tokenizer.decode([*row, *said, *delta])
+        assert len(closes) == 2 and (closes[0] in sampled) == bool(mask)
+        text = tokenizer.decode([*row, *sampled, *delta])
         assert text.endswith(
             f"twelve{end or '<|im_end|>'}\n<|im_start|>user\nSure?<|im_end|>\n"
             "<|im_start|>assistant\n"
@@ -93,11 +93,11 @@ def test_glm_ends_a_turn_with_the_token_of_the_next_role(end, after, between):
         "<|observation|>",
         "<|endoftext|>",
     }
-    said = tokenizer.encode("twelve", add_special_tokens=False)
-    said += [tokenizer.convert_tokens_to_ids(end)] if end else []
+    sampled = tokenizer.encode("twelve", add_special_tokens=False)
+    sampled += [tokenizer.convert_tokens_to_ids(end)] if end else []
     new = Message("tool", "12") if after == "tool" else Message("user", "Sure?")
-    delta = template.delta([ASK, Message("assistant", "twelve")], [new], said[-1])
-    assert tokenizer.decode([*said, *delta]) == f"twelve{between}<|assistant|>"
+    delta = template.delta([ASK, Message("assistant", "twelve")], [new], sampled[-1])
+    assert tokenizer.decode([*sampled, *delta]) == f"twelve{between}<|assistant|>"
 
 
 def test_gpt_oss_ends_answers_with_return_and_calls_with_call():
@@ -198,20 +198,20 @@ def test_a_turn_is_cut_after_the_token_that_completes_the_stop():
     template = ChatTemplate(tokenizer)
     text = "the value STOP and more STOP"
     ids = tokenizer.encode(text)
-    cut, said = cut_at_stop(generation(ids), template, ["STOP", "more"])
+    cut, kept = cut_at_stop(generation(ids), template, ["STOP", "more"])
     n = len(cut.token_ids)
-    assert said == "the value STOP"
+    assert kept == "the value STOP"
     assert list(cut.token_ids) == ids[:n] and "STOP" in tokenizer.decode(ids[:n])
     assert "STOP" not in tokenizer.decode(ids[: n - 1])
     assert len(cut.logprobs) == len(cut.versions) == n and cut.finish_reason == "stop"
-    whole, said = cut_at_stop(generation(ids), template, ["never"])
-    assert whole.token_ids == generation(ids).token_ids and said == text
+    whole, kept = cut_at_stop(generation(ids), template, ["never"])
+    assert whole.token_ids == generation(ids).token_ids and kept == text
 
 
 def test_a_stop_text_at_the_very_end_keeps_all_and_stays_a_length_stop():
     ids = BYTES.encode("a STOP")
-    cut, said = cut_at_stop(generation(ids), TEMPLATE, ["STOP"])
-    assert list(cut.token_ids) == ids and said == "a STOP"
+    cut, kept = cut_at_stop(generation(ids), TEMPLATE, ["STOP"])
+    assert list(cut.token_ids) == ids and kept == "a STOP"
 
 
 # -- half a call ----------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ async def test_functions_are_tools():
     assert twice["function"]["name"] == "twice"
     assert bare["function"]["description"] == "As it is."
     await toolbox.open("e", Sample("s", (), tools=names))
-    asked = {"shout": {"text": "hi"}, "twice": {"n": 4}, "bare": {"x": "y"}}
-    calls = [ToolCall(name, arguments) for name, arguments in asked.items()]
+    by_name = {"shout": {"text": "hi"}, "twice": {"n": 4}, "bare": {"x": "y"}}
+    calls = [ToolCall(name, arguments) for name, arguments in by_name.items()]
     results = await toolbox.run(calls, "e", 0)
     await toolbox.aclose()
     assert [r.content for r in results] == ["HI", "8", '{"got": {"x": "y"}}']
@@ -265,10 +265,10 @@ def test_a_row_that_lacks_an_argument_of_verls_create(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError) as refused:
         load_checked(str(tmp_path / "rows.jsonl"))
-    said = str(refused.value)
-    assert "row 0, tools_kwargs: tool 'till': missing argument 'start'" in said
-    assert "row 1, tools_kwargs: tool 'till': unknown argument 'stop'" in said
-    assert "row 2" not in said
+    message = str(refused.value)
+    assert "row 0, tools_kwargs: tool 'till': missing argument 'start'" in message
+    assert "row 1, tools_kwargs: tool 'till': unknown argument 'stop'" in message
+    assert "row 2" not in message
 
 
 def test_a_compute_score_with_verls_imports():
@@ -296,7 +296,7 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
         ("tools: [{config: {}}]\n", r"tools\[0\] needs a class_name"),
         ("tools: [{class_name: no_such.Tool, config: {}}]\n", "no_such.*does not load"),
         ("tools: [{class_name: bad.Missing, config: {}}]\n", "Missing"),
-        ("tools: [{class_name: bad.Plain, config: {}}]\n", "not a tool of verl's.*async def create"),
+        ("tools: [{class_name: bad.Plain, config: {}}]\n", "not a tool of verl.*async def create"),
         ("tools: [{class_name: bad.Bare, config: {}}]\n", "has no schema"),
         ("tools: [{class_name: bad.Bare, config: {type: mcp}}]\n", r"mcp\+http"),
         ("tools: [{class_name: bad.Bare, config: {scope: run}}]\n", "scope='run'"),

@@ -293,7 +293,7 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         ({"prompt": 3}, "prompt: must be a string or a list of messages, not 3"),
         ({"prompt": ["hi"]}, 'prompt[0]: must be {"role": ..., "content": ...}'),
@@ -332,14 +332,14 @@ def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
         ({"prompt": "a", "data_source": 1}, "data_source: must be a string, not 1"),
     ],
 )
-def test_malformed_rows(tmp_path, row, said):
+def test_malformed_rows(tmp_path, row, expected):
     message = refused(jsonl(tmp_path, {"prompt": "fine"}, row))
     assert "row 1, " in message
-    assert said in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         ({"prompt": " "}, "prompt: is empty"),
         ({}, "prompt: is empty"),
@@ -374,10 +374,10 @@ def test_malformed_rows(tmp_path, row, said):
         ),
     ],
 )
-def test_rows_that_do_not_fit_what_is_registered(tmp_path, row, said):
+def test_rows_that_do_not_fit_what_is_registered(tmp_path, row, expected):
     message = refused(jsonl(tmp_path, {"prompt": "fine"}, row), check=True)
     assert "row 1, " in message
-    assert said in message
+    assert expected in message
 
 
 def test_constructors_that_rows_cannot_call(tmp_path):
@@ -414,9 +414,9 @@ def test_two_tools_that_offer_the_same_function(tmp_path):
 def test_a_tool_on_the_shelf_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(registry.tools, "_entries", {})
     rows = [{"prompt": "a", "tools": [name]} for name in ("calculator", "../calculator", "other")]
-    said = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
-    assert said[0].endswith("Registered: none. Load its file with --file shelf:calculator")
-    assert all(line.endswith("Load its file with --file") for line in said[1:])
+    lines = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
+    assert lines[0].endswith("Registered: none. Load its file with --file shelf:calculator")
+    assert all(line.endswith("Load its file with --file") for line in lines[1:])
 
 
 def test_duplicate_ids_are_refused(tmp_path):

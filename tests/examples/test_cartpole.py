@@ -57,11 +57,11 @@ def test_who_pushes_to_where_it_falls_keeps_the_pole_up(env, starts):
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        (lambda said: "left", 0.22),
-        (lambda said: "It leans, so: right", 0.22),
-        (lambda said: "left" if "falls right" in said else "right", 0.3),
-        (lambda said: "left or right, who knows?", 0.3),  # the last one named counts: right
-        (lambda said: "hold it", 0),
+        (lambda text: "left", 0.22),
+        (lambda text: "It leans, so: right", 0.22),
+        (lambda text: "left" if "falls right" in text else "right", 0.3),
+        (lambda text: "left or right, who knows?", 0.3),  # the last one named counts: right
+        (lambda text: "hold it", 0),
     ],
 )
 def test_a_policy_that_does_not_look_drops_it(starts, policy, most):
@@ -75,7 +75,7 @@ def test_the_prompt_shows_the_start_and_rollouts_of_a_row_begin_alike(env, start
         observation, _ = game.reset(seed=seed)
         assert sample.prompt[0].content == f"{env.ASK}\n{env.words(observation)}"
         observation, *_ = game.step(1)
-        games = [scored(sample, lambda said: "right").trajectory for _ in range(2)]
+        games = [scored(sample, lambda text: "right").trajectory for _ in range(2)]
         assert games[0].messages == games[1].messages
         assert games[0].messages[2].content == env.words(observation)
         game.close()
@@ -89,8 +89,8 @@ def test_a_trace_is_better_than_chance_and_worse_than_gold(env):
     assert 18 < mean_length(0) < 28 and mean_length(1) == 50
     assert 28 < mean_length(env.LOOKS) < 42
     rows = env.rows(20, 2)
-    said = [m["content"] for row in rows for m in row["trace"] if m["role"] == "assistant"]
-    assert 0.4 < said.count("left") / len(said) < 0.6 and set(said) == {"left", "right"}
+    answers = [m["content"] for row in rows for m in row["trace"] if m["role"] == "assistant"]
+    assert 0.4 < answers.count("left") / len(answers) < 0.6 and set(answers) == {"left", "right"}
     assert all(row["trace"][-1]["role"] == "assistant" for row in rows)
     assert all(row["prompt"] == row["trace"][0]["content"] for row in rows)
 
@@ -107,11 +107,11 @@ def test_advantages_of_a_game_worked_by_hand():
     ppo = load_file(str(EXAMPLE / "ppo.py"))
     rewards, values = torch.ones(3, 1), torch.tensor([[2.0], [3.0], [4.0]])
     ends, last = torch.tensor([[0.0], [1.0], [0.0]]), torch.tensor([5.0])
-    found = ppo.advantages(rewards, values, ends, last)
+    result = ppo.advantages(rewards, values, ends, last)
     after = 1 + 0.99 * 5 - 4  # the third step is of another game
     fell = 1 - 3
     first = 1 + 0.99 * 3 - 2 + 0.99 * 0.95 * fell
-    torch.testing.assert_close(found[:, 0], torch.tensor([first, fell, after]))
+    torch.testing.assert_close(result[:, 0], torch.tensor([first, fell, after]))
 
 
 @pytest.mark.parametrize("name", ["dqn", "ppo"])

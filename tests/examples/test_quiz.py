@@ -101,7 +101,7 @@ def test_credit_of_turns_learns_faster(env, tmp_path, tiny_model):
         last = list(read_metrics(output / METRICS))[-1][1]
         return last["val/acc/mean@1"]
 
-    found = {name: [right_after(name, s) for s in range(3)] for name in ("turns", "outcome")}
-    print(found)
-    assert statistics.mean(found["turns"]) >= statistics.mean(found["outcome"]) + 0.04
-    assert min(found["turns"]) > min(found["outcome"])
+    shares = {name: [right_after(name, s) for s in range(3)] for name in ("turns", "outcome")}
+    print(shares)
+    assert statistics.mean(shares["turns"]) >= statistics.mean(shares["outcome"]) + 0.04
+    assert min(shares["turns"]) > min(shares["outcome"])

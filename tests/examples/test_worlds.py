@@ -56,8 +56,8 @@ def made(tmp_path, name, count, seed=0, difficulty=2):
 
 def earned(name, sample, answers, seconds=10) -> Scored:
     """An episode in which these texts are said; a program may take so many seconds."""
-    given = [*ROOM, f"reward.function={name}", f"sandbox.timeout_s={seconds}"]
-    config = load_config(None, given)
+    overrides = [*ROOM, f"reward.function={name}", f"sandbox.timeout_s={seconds}"]
+    config = load_config(None, overrides)
     scorer = make_scorer(config.reward)
     trajectory = play(sample, Scripted(answers, byte_tokenizer()), byte_tokenizer(), config=config)
     return asyncio.run(scorer.score(trajectory))
@@ -97,8 +97,8 @@ def test_answers_can_hardly_be_guessed(name, difficulty):
 @pytest.mark.parametrize(("name", "difficulty"), worlds)
 def test_nothing_that_a_model_reads_beforehand_holds_the_answer(name, difficulty):
     for row in world(name).rows(20, 1, difficulty):
-        asked = row["prompt"][-1]["content"]
-        words = asked.replace(",", " ").replace(".", " ").replace("?", " ").split()
+        question = row["prompt"][-1]["content"]
+        words = question.replace(",", " ").replace(".", " ").replace("?", " ").split()
         assert row["ground_truth"] not in words or row["ground_truth"].isdigit()
 
 
@@ -187,8 +187,8 @@ def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
 
     def policy(prompt, turn):
         """Cheat, then answer with the last line of what came of it."""
-        told = prompt.split("<tool_response>\n")[-1].split("\n</tool_response>")[0]
-        return (told.strip().splitlines() or [""])[-1] if turn else CHEATS[name][cheat]
+        result = prompt.split("<tool_response>\n")[-1].split("\n</tool_response>")[0]
+        return (result.strip().splitlines() or [""])[-1] if turn else CHEATS[name][cheat]
 
     scored = earned(name, sample, policy, seconds=1)
     assert scored.reward == 0.0
@@ -208,8 +208,8 @@ def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
 def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
     """The README's commands, for a quarter of the steps."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    said = (EXAMPLES / "shopping" / "README.md").read_text().replace("\\\n", "")
-    commands = [c for c in said.splitlines() if c.startswith(("python ex", "agentrl "))][:5]
+    page = (EXAMPLES / "shopping" / "README.md").read_text().replace("\\\n", "")
+    commands = [c for c in page.splitlines() if c.startswith(("python ex", "agentrl "))][:5]
     assert [c.split()[1] for c in commands[3:]] == ["sft", "train"]
     commands[4] += " trainer.total_steps=15 trainer.test_freq=15"
     for command in commands:
@@ -238,8 +238,8 @@ def test_the_config_loads_and_every_key_has_an_effect(name):
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_command_of_the_readme_writes_rows(tmp_path, name, monkeypatch):
-    said = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
-    (command, *_) = (line for line in said.splitlines() if line.startswith("python examples/"))
+    page = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    (command, *_) = (line for line in page.splitlines() if line.startswith("python examples/"))
     assert command.split()[1] == f"examples/{name}/env.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", command.split()[1:])
@@ -256,17 +256,17 @@ def test_the_command_of_the_readme_writes_rows(tmp_path, name, monkeypatch):
 @pytest.mark.parametrize("name", WORLDS)
 def test_what_a_policy_is_tested_on_is_not_what_it_trains_on(tmp_path, name, monkeypatch):
     """Of the files that the README's commands make."""
-    said = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    page = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    for command in (c for c in said.splitlines() if c.startswith("python examples/")):
+    for command in (c for c in page.splitlines() if c.startswith("python examples/")):
         monkeypatch.setattr(sys, "argv", command.split()[1:])
         world(name).main()
     config = load_config(str(EXAMPLES / name / "run.yaml"))
-    asked = [
+    questions = [
         {(s.prompt[-1].content, str(s.tools_kwargs)) for s in load_samples(path)}
         for path in (config.data.train, config.data.val)
     ]
-    assert len(asked[1] - asked[0]) > 0.97 * len(asked[1])
+    assert len(questions[1] - questions[0]) > 0.97 * len(questions[1])
 
 
 def test_the_corpus_is_what_its_maker_makes():

@@ -154,7 +154,9 @@ def test_texts():
     t = played(row("agentrl_tests/Echo-v0"), "<think>hm</think>\nhi there", "Oh!", "bye")
     first, second = (m.content for m in t.messages[2::2])
     assert first == "hi there?"
-    assert second.startswith("Error: no valid action found. Reply with a text of 1 to 20 characters")
+    assert second.startswith(
+        "Error: no valid action found. Reply with a text of 1 to 20 characters"
+    )
     assert t.turn_rewards("turn") == 8 + 0 + 3
 
 
@@ -180,8 +182,8 @@ async def test_many_side_by_side():
     """Twenty steps that sleep take as long as one: none is in another's way."""
     ones = [GymInteraction(row(), envs=["agentrl_tests/Echo-v0"]) for _ in range(20)]
     started = time.monotonic()
-    said = [respond(o, [Message("assistant", "hang")], time.monotonic() + 20) for o in ones]
-    replies = await asyncio.gather(*said)
+    tasks = [respond(o, [Message("assistant", "hang")], time.monotonic() + 20) for o in ones]
+    replies = await asyncio.gather(*tasks)
     assert time.monotonic() - started < 6
     assert {r.content for r in replies if r} == {"hang?"}
     await asyncio.gather(*(o.close() for o in ones))
@@ -250,45 +252,57 @@ def test_observations_are_described(space, value, names, text):
     ],
 )
 def test_actions_are_read(space, text, names, action):
-    found = read_action(space, text, names)
-    assert (found is None) == (action is None)
-    assert action is None or np.array_equal(found, action)
-    assert found is None or space.contains(found)
+    result = read_action(space, text, names)
+    assert (result is None) == (action is None)
+    assert action is None or np.array_equal(result, action)
+    assert result is None or space.contains(result)
     assert how_to_act(space, names)
 
 
 @given(st.text('0123456789-.,[]eE {}"naif\n', max_size=60))
 def test_whatever_is_written_is_an_action_or_none(text):
     for space in (spaces.Discrete(4), BOX, spaces.MultiDiscrete([3, 4]), spaces.Box(-1, 1, ())):
-        found = read_action(space, text)
-        assert found is None or space.contains(found)
+        result = read_action(space, text)
+        assert result is None or space.contains(result)
 
 
 # -- what may be played ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "says"),
+    ("row_kwargs", "config", "says"),
     [
         ({"env_id": "os:system"}, {"envs": ["CartPole-v1"]}, "env_id='os:system' is not one of"),
         ({"env_id": "CartPole-v1"}, {}, "missing argument 'envs'"),
         ({"envs": ["CartPole-v1"]}, {}, "'envs' can only be set in the config"),
-        ({"env_kwargs": {}}, {"envs": ["CartPole-v1"]}, "'env_kwargs' can only be set in the config"),
+        (
+            {"env_kwargs": {}},
+            {"envs": ["CartPole-v1"]},
+            "'env_kwargs' can only be set in the config",
+        ),
         ({}, {"envs": ["CartPole-v1", "Taxi-v4"]}, "env_id must name one"),
         ({}, {"envs": "CartPole-v1"}, "envs='CartPole-v1' must be a list"),
         ({}, {"envs": ["CartPoll-v1"]}, "make.'CartPoll-v1'. raised .*CartPole"),
-        ({"actions": ["left"]}, {"envs": ["CartPole-v1"]}, r"must have one name for each of Discrete\(2\)"),
-        ({"observations": ["x"]}, {"envs": ["CartPole-v1"]}, "must have one name for each part of Box"),
+        (
+            {"actions": ["left"]},
+            {"envs": ["CartPole-v1"]},
+            r"must have one name for each of Discrete\(2\)",
+        ),
+        (
+            {"observations": ["x"]},
+            {"envs": ["CartPole-v1"]},
+            "must have one name for each part of Box",
+        ),
         ({}, {"envs": ["agentrl_tests/Picture-v0"]}, "cannot be described: override `describe`"),
         ({"seed": 1, "sead": 2}, {"envs": ["CartPole-v1"]}, "unknown argument 'sead'"),
     ],
 )
-def test_what_cannot_be_played_is_said_before(given, config, says):
+def test_what_cannot_be_played_is_said_before(row_kwargs, config, says):
     class Picture(Corridor):
         observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
     gymnasium.register("agentrl_tests/Picture-v0", Picture)
-    sample = replace(row(), interaction_kwargs=given)
+    sample = replace(row(), interaction_kwargs=row_kwargs)
     try:
         with pytest.raises(DataError, match=says):
             check_samples([sample], "rows.jsonl", {"gym": config})

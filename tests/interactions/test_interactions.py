@@ -152,14 +152,14 @@ def test_the_sample_is_given_by_name(registered):
 
 def test_a_list_in_the_kwargs_is_not_shared_between_episodes(registered):
     class Listing(Silent):
-        def __init__(self, said):
-            self.said = said
-            said.append("me")
+        def __init__(self, entries):
+            self.entries = entries
+            entries.append("me")
 
-    sample = registered(Listing, said=[])
+    sample = registered(Listing, entries=[])
     one, two = build_interaction(sample), build_interaction(sample)
     assert isinstance(one, Listing) and isinstance(two, Listing)
-    assert one.said == two.said == ["me"] and sample.interaction_kwargs == {"said": []}
+    assert one.entries == two.entries == ["me"] and sample.interaction_kwargs == {"entries": []}
 
 
 def test_a_constructor_that_raises_names_the_sample_and_the_line():
@@ -362,9 +362,9 @@ def test_a_plan_says_what_the_config_has_wrong(tmp_path):
 
     made = plan({"gsm8k": {"ground_truth": "1"}, "gym": {"envs": ["CartPole-v1"]}})
     assert len(made.train) == 1
-    said = describe_run(made).splitlines()
-    assert "interaction.kwargs.gym: no row has this interaction" in said
-    assert not any("kwargs.gsm8k" in line for line in said)
+    lines = describe_run(made).splitlines()
+    assert "interaction.kwargs.gym: no row has this interaction" in lines
+    assert not any("kwargs.gsm8k" in line for line in lines)
     with pytest.raises(UserError) as caught:
         plan({"gsm9k": {}, "gsm8k": {"query": "b", "ground_truth": "1"}})
     assert "interaction.kwargs: no interaction named 'gsm9k'. Did you mean 'gsm8k'" in str(
@@ -509,5 +509,5 @@ def test_it_is_closed_at_ctrl_c():
     with ForkedPython(["-c", CTRL_C]) as p:
         assert p.read_line() == "waiting\n"
         os.kill(p.pid, signal.SIGINT)
-        said, _ = p.communicate(timeout=20)
-    assert said == "waiting\nclosed\n" and p.returncode != 0
+        output, _ = p.communicate(timeout=20)
+    assert output == "waiting\nclosed\n" and p.returncode != 0

@@ -132,17 +132,17 @@ def test_a_talk_with_a_user_behind_a_url(monkeypatch):
         ("assistant", "The card ends in 99."),
         ("user", "The refund is made."),
     ]
-    asked = {k: server.bodies[0][k] for k in ("model", "max_tokens", "temperature")}
-    assert asked == {"model": "m", "max_tokens": 33, "temperature": 0.5}
+    sampling = {k: server.bodies[0][k] for k in ("model", "max_tokens", "temperature")}
+    assert sampling == {"model": "m", "max_tokens": 33, "temperature": 0.5}
     assert set(server.tokens) == {"Bearer s3cret"}
 
 
 def test_tools_are_not_its_business():
     registry.load_file("shelf:calculator")
     row = replace(ROW, tools=("calculator",))
-    said = [call("calculator", expression="6*7"), "The refund is made: 42."]
+    texts = [call("calculator", expression="6*7"), "The refund is made: 42."]
     with serving(customer) as server:
-        t = play(row, Scripted(said, TOKENIZER), TOKENIZER, config=with_server(server.url))
+        t = play(row, Scripted(texts, TOKENIZER), TOKENIZER, config=with_server(server.url))
     assert [m.role for m in t.messages][2:] == ["assistant", "tool", "assistant"]
     (body,) = server.bodies
     assert [m["content"] for m in body["messages"]][-1] == "The refund is made: 42."
@@ -155,8 +155,8 @@ def test_thoughts_are_heard_by_nobody():
         config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_turns": 2})}
         )
-        said = ["<think>a trick</think>Which order?", "Hm."]
-        t = play(ROW, Scripted(said, TOKENIZER), TOKENIZER, config=config)
+        texts = ["<think>a trick</think>Which order?", "Hm."]
+        t = play(ROW, Scripted(texts, TOKENIZER), TOKENIZER, config=config)
     assert shown(t)[3] == ("user", "It is 17.")
     assert server.bodies[0]["messages"][-1]["content"] == "Which order?"
     # It never ends: the episode does.
@@ -180,8 +180,8 @@ def test_max_turns_of_its_own():
 
 
 def test_a_model_that_only_thinks_is_not_its_users_doing():
-    said = pytest.raises(Infrastructure, match="raise interaction.kwargs.simulated_user.max_tokens")
-    with serving(lambda messages: "<think>so long") as server, said:
+    refused = pytest.raises(Infrastructure, match=r"simulated_user\.max_tokens, or turn")
+    with serving(lambda messages: "<think>so long") as server, refused:
         play(ROW, Scripted(["a"], TOKENIZER), TOKENIZER, config=with_server(server.url))
 
 
@@ -203,23 +203,23 @@ def collect(config, answers, **sections):
 
 def test_a_server_that_is_down_is_asked_again_then_the_episode_is_played_again():
     failures = [500, 500, 500, 400]  # thrice in one episode's request, and one that nothing mends
-    said = []
+    calls = []
 
     def rule(messages):
-        said.append(1)
+        calls.append(1)
         return failures.pop() if failures else DONE
 
     with serving(rule) as server:
         (group,) = collect(with_server(server.url), lambda prompt, turn: "Hi")
-    assert len(group.scored) == 4 and not failures and len(said) == 8
+    assert len(group.scored) == 4 and not failures and len(calls) == 8
     assert [s.reward for s in group.scored] == [1.0] * 4
     attempts = sorted(s.trajectory.episode_id.count("+") for s in group.scored)
     assert sum(attempts) >= 1
 
 
 def test_a_server_that_stays_down_stops_the_run_and_gives_nobody_0():
-    said = pytest.raises(RunStopped, match=r"4 of 4 rollouts were dropped.*(\n.*)*status 400")
-    with serving(lambda messages: 400) as server, said:
+    refused = pytest.raises(RunStopped, match=r"4 of 4 rollouts were dropped.*(\n.*)*status 400")
+    with serving(lambda messages: 400) as server, refused:
         collect(with_server(server.url), lambda prompt, turn: "Hi")
 
 
@@ -258,9 +258,9 @@ def test_the_policy_plays_the_user():
     assert sampled == b"Which order?Refunded."
     row = TOKENIZER.decode(list(segment.prompt_ids) + list(segment.response_ids))
     assert "It is 17." in row and "Ada" not in row and GREETING not in row
-    asked = TOKENIZER.decode(list(engine.requests[1].prompt_ids))
-    assert asked.startswith("<|im_start|>system\nYou play a user") and "hunter2" not in asked
-    assert asked.endswith("<|im_start|>user\nWhich order?<|im_end|>\n<|im_start|>assistant\n")
+    prompt = TOKENIZER.decode(list(engine.requests[1].prompt_ids))
+    assert prompt.startswith("<|im_start|>system\nYou play a user") and "hunter2" not in prompt
+    assert prompt.endswith("<|im_start|>user\nWhich order?<|im_end|>\n<|im_start|>assistant\n")
     assert engine.requests[1].sampling.max_tokens == 256
     assert engine.playing == set()
 
@@ -288,16 +288,16 @@ def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):
             return 1.0
 
         scorer = make_scorer(config.reward.model_copy(update={"function": "always_one"}))
-        told = []
+        conversations = []
         for _ in range(2):
             rollouts = Rollouts(World(engine, template, LocalToolbox(), config), scorer, seed=0)
             try:
                 (group,) = rollouts.collect([ROW], n=4, sampling=Sampling(), step=1)
             finally:
                 rollouts.close()
-            told.append([shown(s.trajectory) for s in group.scored])
-    assert told[0] == told[1] and len(told[0]) == 4
-    assert len({str(t) for t in told[0]}) > 1, "each rollout has a user of its own"
+            conversations.append([shown(s.trajectory) for s in group.scored])
+    assert conversations[0] == conversations[1] and len(conversations[0]) == 4
+    assert len({str(t) for t in conversations[0]}) > 1, "each rollout has a user of its own"
 
 
 # -- what may be asked for -------------------------------------------------------------------------
@@ -306,7 +306,11 @@ def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("row", "config", "says"),
     [
-        ({"goal": "g", "url": "http://x"}, {}, r"'url' can only be set in the config \(interaction"),
+        (
+            {"goal": "g", "url": "http://x"},
+            {},
+            r"'url' can only be set in the config \(interaction",
+        ),
         ({"goal": "g", "token_env": "HOME"}, {}, "'token_env' can only be set in the config"),
         ({"goal": "g"}, {"goal": "h"}, "'goal' is set twice: 'g' in the row and 'h' in"),
         ({}, {}, "missing argument 'goal'"),

@@ -383,14 +383,14 @@ def test_the_harness_knows_nothing_of_what_is_expected(monkeypatch):
     """What S14 rests on: the expected outputs are nowhere in what the sandbox is given."""
     if (why := why_no_sandbox()) and not os.environ.get("CI"):
         pytest.skip(why)
-    given = []
+    runs = []
 
     async def judged():
         place = sandbox.current()
         original = place.run
 
         async def listening(code, **kwargs):
-            given.append((code, kwargs))
+            runs.append((code, kwargs))
             return await original(code, **kwargs)
 
         monkeypatch.setattr(place, "run", listening, raising=False)
@@ -398,8 +398,8 @@ def test_the_harness_knows_nothing_of_what_is_expected(monkeypatch):
         return await grader_of("apps", {}).grade_text("print(7777 // 7 * int(input()) * 7)", truth)
 
     assert asyncio.run(judged())["acc"] == 1.0
-    assert len(given) == 2
-    for code, kwargs in given:
+    assert len(runs) == 2
+    for code, kwargs in runs:
         assert "7777" not in f"{code}{kwargs}".replace("7777 // 7", "")
 
 

@@ -14,12 +14,12 @@ from agentrl.answers import boxed_answer, named_answer, tagged_answer
 from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, DataError, GraderCrash
 from agentrl.rewards import check_graders, make_scorer, math, math_algebra
+from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.graders import grader_of
 from agentrl.rewards.math import is_other_kind, is_too_hard
 from agentrl.rewards.math_dapo import compute_score as dapo
 from agentrl.rewards.math_dapo import minerva
 from agentrl.rewards.math_text import normal_form, same_text
-from agentrl.rewards.executor import RewardExecutor
 from agentrl.trajectory import Message, Sample
 
 # -- reading an answer ---------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_what_math_verify_and_brackets_would_get_wrong():
 
     async def judged(grader):
         return {
-            (said, right): (await grader.grade_text(rf"\boxed{{{said}}}", right))["score"]
-            for said, right in cases
+            (text, right): (await grader.grade_text(rf"\boxed{{{text}}}", right))["score"]
+            for text, right in cases
         }
 
     assert with_one_worker(judged) == cases

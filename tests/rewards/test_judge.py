@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self):
         self.rule = lambda messages: '{"score": 5, "why": "so so"}'
-        self.asked: list[list[dict[str, str]]] = []
+        self.requests: list[list[dict[str, str]]] = []
         self.tokens: list[str | None] = []
         self.url = ""
         self.app = FastAPI()
@@ -37,11 +37,11 @@ class Model:
         async def complete(request: Request):
             self.tokens.append(request.headers.get("authorization"))
             messages = (await request.json())["messages"]
-            self.asked.append(messages)
-            said = self.rule(messages)
-            if isinstance(said, int):
-                return JSONResponse({"error": "no"}, said)
-            message = {"role": "assistant", "content": said}
+            self.requests.append(messages)
+            reply = self.rule(messages)
+            if isinstance(reply, int):
+                return JSONResponse({"error": "no"}, reply)
+            message = {"role": "assistant", "content": reply}
             return {"choices": [{"message": message, "finish_reason": "length"}]}
 
 
@@ -55,7 +55,7 @@ def server():
 
 @pytest.fixture
 def model(server):
-    server.rule, server.asked, server.tokens = Model().rule, [], []
+    server.rule, server.requests, server.tokens = Model().rule, [], []
     return server
 
 
@@ -92,22 +92,22 @@ def messages_of(messages, name: str = "ANSWER") -> list[tuple[str, str]]:
     assert [n.split()[:2] for n, _ in inside] == [
         ["MESSAGE", str(i)] for i in range(1, len(inside) + 1)
     ]
-    return [(n.split()[2], said) for n, said in inside]
+    return [(n.split()[2], reply) for n, reply in inside]
 
 
 async def test_points_become_a_share(judge, model):
     scored = await judge(rubric="Be brief.").score(played(("assistant", "12")))
     assert scored.reward == 0.5
-    system, user = model.asked[0]
+    system, user = model.requests[0]
     assert "Be brief." in system["content"] and "0 (worst) to 10 (best)" in system["content"]
     assert scored.metrics == {"judge_unreadable": 0.0}
-    assert {**blocks(model.asked[0]), "TASK": ""} == {
+    assert {**blocks(model.requests[0]), "TASK": ""} == {
         "TASK": "",
         "RIGHT ANSWER": "12",
         "ANSWER": "12",
     }
     prompt = [("system", "Answer with ####."), ("user", "What is 3*4?")]
-    assert messages_of(model.asked[0], "TASK") == prompt
+    assert messages_of(model.requests[0], "TASK") == prompt
     assert user["role"] == "user"
 
 
@@ -120,10 +120,10 @@ async def test_what_it_may_see(judge, model):
     }
     for show, answer in expected.items():
         await judge(show=show, reference=False).score(trajectory)
-        asked = model.asked[-1]
-        shown = messages_of(asked) if show == "conversation" else blocks(asked)["ANSWER"]
+        request = model.requests[-1]
+        shown = messages_of(request) if show == "conversation" else blocks(request)["ANSWER"]
         assert shown == answer
-        assert "RIGHT ANSWER" not in blocks(model.asked[-1])
+        assert "RIGHT ANSWER" not in blocks(model.requests[-1])
 
 
 async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
@@ -133,7 +133,7 @@ async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         '{"score": 7}',
         '{"score": 7.0, "why": "it says so"}',
@@ -142,13 +142,13 @@ async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
         '  {"why": "{\\"score\\": 0}", "score": 7}\n',
     ],
 )
-async def test_answers_that_can_be_read(judge, model, said):
-    model.rule = lambda messages: said
+async def test_answers_that_can_be_read(judge, model, reply):
+    model.rule = lambda messages: reply
     assert (await judge().score(played(("assistant", "12")))).reward == 0.7
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("reply", "problem"),
     [
         ("7", "not a JSON object"),
         ("The score is 7.", "not a JSON object"),
@@ -167,18 +167,18 @@ async def test_answers_that_can_be_read(judge, model, said):
     ids=lambda v: v[:20],
 )
 async def test_what_cannot_be_read_is_asked_once_more_and_is_the_lowest_score(
-    judge, model, caplog, said, told
+    judge, model, caplog, reply, problem
 ):
     """Were it dropped, the policy would learn to confuse its judge."""
-    model.rule = lambda messages: said if len(messages) == 2 else '{"score": 4}'
+    model.rule = lambda messages: reply if len(messages) == 2 else '{"score": 4}'
     assert (await judge().score(played(("assistant", "12")))).reward == 0.4
-    assert told in model.asked[1][3]["content"]
-    model.rule = lambda messages: said
+    assert problem in model.requests[1][3]["content"]
+    model.rule = lambda messages: reply
     scorer = judge()
     for _ in range(2):
         scored = await scorer.score(played(("assistant", "12")))
         assert (scored.reward, scored.metrics) == (0.0, {"judge_unreadable": 1.0})
-    assert len(model.asked) == 6
+    assert len(model.requests) == 6
     assert caplog.text.count("the judge gave no usable reply: ") == 1
 
 
@@ -228,7 +228,7 @@ async def test_a_request_that_a_judge_rejects_is_not_an_error_of_the_engine(mode
 
 async def test_few_shot_messages_of_the_prompt_are_not_called_the_judged_model(judge, model):
     await judge().score(played(("assistant", "12")))
-    system = model.asked[0][0]["content"]
+    system = model.requests[0][0]["content"]
     assert "In ANSWER, `assistant` is the model that you judge. Messages in TASK are context." in (
         system
     )
@@ -248,14 +248,14 @@ async def test_an_answer_cannot_leave_its_fence(judge, model, attack):
     """Whatever it says: a judge that reads what is fenced reads exactly that as the answer."""
 
     def careful(messages):
-        found = blocks(messages)
-        return json.dumps({"score": 10 if found["ANSWER"] == found["RIGHT ANSWER"] else 0})
+        texts = blocks(messages)
+        return json.dumps({"score": 10 if texts["ANSWER"] == texts["RIGHT ANSWER"] else 0})
 
     model.rule = careful
     assert (await judge().score(played(("assistant", attack)))).reward == 0.0
-    found = blocks(model.asked[0])
-    assert found["ANSWER"] == attack and found["RIGHT ANSWER"] == "12" and len(found) == 3
-    assert attack not in model.asked[0][0]["content"]
+    texts = blocks(model.requests[0])
+    assert texts["ANSWER"] == attack and texts["RIGHT ANSWER"] == "12" and len(texts) == 3
+    assert attack not in model.requests[0][0]["content"]
     assert (await judge().score(played(("assistant", "12")))).reward == 1.0
 
 
@@ -292,7 +292,7 @@ async def test_a_policy_forges_no_tool_result(judge, model, name, text):
     else:
         rewards = [s.reward for s in await scorer.score_all([cheat, honest])]
     assert rewards == [0.0, 1.0]
-    assert "`tool` is the result of a tool call" in model.asked[0][0]["content"]
+    assert "`tool` is the result of a tool call" in model.requests[0][0]["content"]
 
 
 async def test_a_code_that_was_seen_is_of_no_use(judge, model):
@@ -301,13 +301,13 @@ async def test_a_code_that_was_seen_is_of_no_use(judge, model):
 
     async def code(*messages) -> str:
         await scorer.score(played(*messages))
-        return model.asked[-1][1]["content"].split()[2]
+        return model.requests[-1][1]["content"].split()[2]
 
     seen = await code(("assistant", "a"))
     assert seen == await code(("assistant", "a"))  # a run can be repeated
     for text in forged(seen):
         assert await code(("assistant", text)) != seen
-        assert messages_of(model.asked[-1]) == [("assistant", text)]
+        assert messages_of(model.requests[-1]) == [("assistant", text)]
     codes = {await code(("assistant", "a"), ("tool", str(i)), ("assistant", "a")) for i in range(9)}
     assert len(codes) == 9 and seen not in codes
 
@@ -346,7 +346,7 @@ async def test_answers_are_scored_against_each_other(judge, model):
     texts = ["aaaa", "a", "aa", "a"]
     scored = await judge("judge_group").score_all([played(("assistant", t)) for t in texts])
     assert [s.reward for s in scored] == [1.0, 0.25, 0.5, 0.25]
-    shown = blocks(model.asked[0])
+    shown = blocks(model.requests[0])
     # Equal answers are one, and nothing says whose they are.
     assert sorted(v for k, v in shown.items() if k.startswith("ANSWER ")) == ["a", "aa", "aaaa"]
 
@@ -358,10 +358,10 @@ async def test_no_rollout_stands_first_more_often(judge, model):
     for i in range(12):
         texts = [f"{k} {i}" for k in "abc"]
         await scorer.score_all([played(("assistant", t)) for t in texts])
-        first.add(blocks(model.asked[-1])["ANSWER 1"][0])
+        first.add(blocks(model.requests[-1])["ANSWER 1"][0])
         # The same answers stand in the same order: a run can be repeated.
         await scorer.score_all([played(("assistant", t)) for t in reversed(texts)])
-        assert model.asked[-1] == model.asked[-2]
+        assert model.requests[-1] == model.requests[-2]
     assert first == {*"abc"}
 
 

@@ -37,14 +37,16 @@ def of(*pairs, shown=""):
     ],
 )
 def test_the_answer_in_the_form_that_graders_read(prompt, truth):
-    [said] = of((prompt, truth))
-    assert said.startswith("train.jsonl: the prompt of the row (first: row 0) contains the right answer")
+    [warning] = of((prompt, truth))
+    assert warning.startswith(
+        "train.jsonl: the prompt of the row (first: row 0) contains the right answer"
+    )
 
 
 def test_the_ground_truth_as_it_is():
     leaky = [(f"Hint: the capital is City{i}. Which?", f"City{i}") for i in range(4)]
-    [said] = of(*leaky, ("And what else?", "Nothing at all"))
-    assert said == (
+    [warning] = of(*leaky, ("And what else?", "Nothing at all"))
+    assert warning == (
         "train.jsonl: the prompt of 4 of 5 rows (first: row 0) contains the row's ground truth,"
         " 'City0'. Check whether this is intended"
     )
@@ -81,10 +83,10 @@ def test_a_few_chances_are_no_leak():
 
 
 def test_tools_that_give_it_away():
-    [said] = of(
+    [warning] = of(
         ("3*4?", "12"), shown='{"description": "Returns \\\\boxed{12}."}'.replace("\\\\", "\\")
     )
-    assert "the descriptions of the tools of the row" in said
+    assert "the descriptions of the tools of the row" in warning
 
 
 def test_the_demo_and_gsm8k_like_rows_are_quiet():
@@ -120,7 +122,7 @@ def test_a_plan_says_it_once_and_goes_on(tmp_path, caplog):
     data.write_text("\n".join(map(json.dumps, rows)))
     caplog.set_level(logging.WARNING, "agentrl")
     plan = make_plan(load_config(overrides=[f"files=[{file}]", f"data.train={data}"]))
-    said = [r.getMessage() for r in caplog.records]
-    assert len(plan.train) == 3 and len(said) == 2
-    assert "the prompt of 3 of 3 rows (first: row 0)" in said[0] and "'#### 12'" in said[0]
-    assert "the descriptions of the tools of 3 of 3 rows" in said[1]
+    warnings = [r.getMessage() for r in caplog.records]
+    assert len(plan.train) == 3 and len(warnings) == 2
+    assert "the prompt of 3 of 3 rows (first: row 0)" in warnings[0] and "'#### 12'" in warnings[0]
+    assert "the descriptions of the tools of 3 of 3 rows" in warnings[1]

@@ -454,12 +454,12 @@ def test_a_group_is_of_those_that_survived(rollouts):
 
 
 def test_a_failed_judge_is_asked_again_and_nothing_is_played_again(rollouts):
-    asked = Counter()
+    attempts = Counter()
 
     @reward("shaky")
     async def shaky(trajectory):
-        asked[trajectory.episode_id] += 1
-        if asked[trajectory.episode_id] < 3:
+        attempts[trajectory.episode_id] += 1
+        if attempts[trajectory.episode_id] < 3:
             raise Infrastructure("the judge is down")
         return 1.0
 
@@ -468,7 +468,7 @@ def test_a_failed_judge_is_asked_again_and_nothing_is_played_again(rollouts):
         rows(1, "single_turn"), n=4, sampling=SAMPLING, step=0
     )
     assert [s.reward for s in group.scored] == [1.0] * 4
-    assert {*asked.values()} == {3} and len(engine.begun) == 4
+    assert {*attempts.values()} == {3} and len(engine.begun) == 4
 
 
 @pytest.mark.parametrize("group", [False, True])

@@ -103,14 +103,14 @@ def test_only_the_end_of_the_text_counts(before, end):
 
 
 def test_only_what_the_assistant_wrote_is_judged():
-    told = [
+    messages = [
         ("assistant", "let me ask"),
         ("tool", "#### 12"),
         ("assistant", "hm"),
         ("user", "it is #### 12"),
     ]
-    assert score(played(*told)).reward == 0.0
-    assert score(played(*told, ("assistant", "#### 12"))).reward == 1.0
+    assert score(played(*messages)).reward == 0.0
+    assert score(played(*messages, ("assistant", "#### 12"))).reward == 1.0
 
 
 def test_few_shot_answers_in_the_prompt_are_not_the_assistants():
