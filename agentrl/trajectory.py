@@ -229,6 +229,8 @@ class Trajectory:
         start = self.turns[0].message_index if self.turns else len(self.sample.prompt)
         return self.messages[start if start >= 0 else len(self.sample.prompt) :]
 
+    played = response_messages  # The former name, until 0.2.
+
     @property
     def sampled_tokens(self) -> int:
         """The number of tokens that the policy sampled: the sum of the masks."""
