@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, UndefinedError, meta, nodes
@@ -72,13 +73,15 @@ class Renderer:
             TemplateError: if the template refuses the conversation.
         """
         tools = list(schemas) or self._no_tools(messages)
+        apply = partial(self._tokenizer.apply_chat_template, list(messages), **self.variables)
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": as_prompt}
         try:
-            return self._render(messages, tools, as_prompt)
+            return apply(tools=tools, **options)
         # A template can raise errors of its own, and fail in every way in which a program can.
         except Exception as e:
             if tools is None:  # a template that is only for tools needs a list, even an empty one
                 with suppress(Exception):
-                    return self._render(messages, [], as_prompt)
+                    return apply(tools=[], **options)
             if isinstance(e, UndefinedError) and (why := self._missing(tools, str(e))):
                 raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
@@ -111,24 +114,13 @@ class Renderer:
         if not any(error == f"{name!r} is undefined" for name in missing):
             return ""
         names = ", ".join(map(repr, missing))
-        tools_as_text = (
+        hint = (
             "" if reads_tools else " It does not read `tools`: a variable must hold them as text."
         )
         return (
-            f"the chat template needs values for the variables {names}.{tools_as_text} Set them in"
+            f"the chat template needs values for the variables {names}.{hint} Set them in"
             " model.template_kwargs (the same values for all rows), or use a model whose template"
             " does not need them."
-        )
-
-    def _render(
-        self, messages: Sequence[MessageDict], tools: list[Any] | None, as_prompt: bool
-    ) -> str:
-        return self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=as_prompt,
-            **self.variables,
         )
 
 
