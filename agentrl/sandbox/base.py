@@ -159,7 +159,7 @@ class Sandbox(ABC):
         except TimeoutError:
             raise SandboxError(
                 f"no program could be started within {SLOT_SECONDS:g} s: all {self._slots} slots"
-                " are taken. Set sandbox.slots higher where there are cores for it,"
+                " are taken. Set sandbox.slots higher if there are enough cores,"
                 " sandbox.timeout_s lower, or play fewer rollouts at once"
             ) from None
         try:

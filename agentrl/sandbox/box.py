@@ -254,7 +254,7 @@ class Box:
             if self._driver.lost and not self._closed:
                 await self._driver.aclose()
                 self._driver, self._was_replaced = await self._restart(), True
-                if self._closed:  # while the new driver started
+                if self._closed:  # the box was closed meanwhile
                     await self._driver.aclose()
         return self._driver
 

@@ -56,7 +56,7 @@ class Uids:
             return self._free.pop() if self._free else self._lease()
 
     def release(self, lease: Lease) -> None:
-        """Return an id whose processes have all ended."""
+        """Make an id available again. All its processes must have ended."""
         self._free.append(lease)
 
     def _lease(self) -> Lease:

@@ -68,7 +68,7 @@ _BOUNDS = {
     "multipleOf": "a multiple of",
 }
 _ANNOTATIONS = {"title", "description", "default", "examples"}
-"""Keywords that accept every value."""
+"""Keywords that describe a value and do not restrict it."""
 _OBJECT = {"type", "properties", "required", "additionalProperties"} | _ANNOTATIONS
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
@@ -265,9 +265,12 @@ class Parameters:
 
 def _describe_fault(error: ValidationError) -> str:
     """Describe one invalid value, such as `'points[0].x' must be an integer, got "1"`."""
-    path, limit = _format_path(error.absolute_path), error.validator_value
+    path = _format_path(error.absolute_path)
+    limit: Any = error.validator_value
     match error.validator:
-        case "type" | "enum" | "anyOf" | "oneOf":
+        case "type" | "enum":
+            rule = _describe_type(error.schema)
+        case "anyOf" if not any(_has_type(error.instance, choice) for choice in limit):
             rule = _describe_type(error.schema)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf":
             rule = f"{_BOUNDS[str(error.validator)]} {limit}"
@@ -286,7 +289,7 @@ def _describe_type(schema: Any) -> str:
     """Describe the values that a schema allows in a few words; return "" if words cannot do it."""
     if "enum" in schema:
         return f"one of {', '.join(orjson.dumps(v).decode() for v in schema['enum'])}"
-    if choices := schema.get("anyOf") or schema.get("oneOf"):
+    if choices := schema.get("anyOf"):
         kinds = list(
             dict.fromkeys(_describe_type(c) if isinstance(c, Mapping) else "" for c in choices)
         )
@@ -297,6 +300,12 @@ def _describe_type(schema: Any) -> str:
             for n in ([names] if isinstance(names, str) else names)
         ]
     return " or ".join(kinds) if all(kinds) else ""
+
+
+def _has_type(value: Any, schema: Any) -> bool:
+    """Return whether a value has the type of a schema, so that its contents are wrong."""
+    name = schema.get("type") if isinstance(schema, Mapping) else None
+    return type(value) in _TYPES.get(str(name), {dict, list})
 
 
 def _format_path(path: Iterable[str | int]) -> str:

@@ -291,16 +291,16 @@ def _is_valid(validator: Any, instance: Any, schema: Any) -> bool:
 def _any_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     # jsonschema would collect the errors of all choices, which are not used here.
     if not any(_is_valid(validator, instance, choice) for choice in value):
-        yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
+        yield ValidationError(f"{instance!r} does not match any of the allowed schemas")
 
 
 def _one_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     valid = [choice for choice in value if _is_valid(validator, instance, choice)]
     if not valid:
-        yield ValidationError(f"{instance!r} is not valid under any of the given schemas")
+        yield ValidationError(f"{instance!r} does not match any of the allowed schemas")
     elif len(valid) > 1:
         names = ", ".join(map(repr, valid))
-        yield ValidationError(f"{instance!r} is valid under each of {names}")
+        yield ValidationError(f"{instance!r} must match exactly one schema, but matches {names}")
 
 
 _KEYWORDS: dict[str, _Keyword] = {

@@ -20,6 +20,7 @@ from agentrl import registry
 from agentrl.errors import DataError, RegistryError, UserError
 from agentrl.tools import tool
 from agentrl.tools.payloads import InvalidArguments, encode_arguments
+from agentrl.tools.schema import describe_function
 from agentrl.trajectory import Sample, ToolCall
 
 
@@ -338,6 +339,39 @@ def test_faults_are_short_and_say_what_was_expected():
     assert str(e.value).endswith(usage)
     assert "'n' must be an integer, got \"1\"" in str(e.value)
     assert len(str(e.value)) < 400
+
+
+class Point(BaseModel):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"n": "1"}, "'n' must be an integer, got \"1\"."),
+        ({"n": 1, "text": 2}, "'text' must be a string or null, got 2."),
+        ({"n": 1, "color": "red"}, '\'color\' must be one of "green", "blue", got "red".'),
+        ({"n": 1, "point": {"x": "a"}}, "'point': {'x': 'a'} does not match any of the allowed"),
+        ({"n": 1, "point": 3}, "'point' must be an object or null, got 3."),
+        ({"n": -1}, "'n' must be at least 0, got -1."),
+        ({"n": 1, "m": 2}, "unexpected argument 'm'."),
+        ({}, "'n' is required."),
+    ],
+)
+def test_faults_in_the_words_of_tool_calling_data(arguments, fault):
+    def f(
+        n: Annotated[int, Field(ge=0)],
+        text: str | None = None,
+        color: Literal["green", "blue"] = "green",
+        point: Point | None = None,
+    ) -> str:
+        """F."""
+        return ""
+
+    _, parameters = describe_function(f, "f", bound=False)
+    with pytest.raises(InvalidArguments) as e:
+        parameters.check(arguments)
+    assert str(e.value).startswith(fault)
 
 
 def test_a_validator_of_the_users_own_is_heard():

@@ -134,7 +134,7 @@ def read_address(name: str) -> Address:
     url, _, label = name.removeprefix("mcp+").partition("#")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{name}: expected {_EXPECTED}")
+        raise UserError(f"{name} is not the address of an MCP server: expected {_EXPECTED}")
     if parts.username or parts.password:
         raise UserError(
             f"the URL contains a user or password: put the token into {TOKEN_VARIABLE} instead"
