@@ -143,7 +143,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of the answer; data that was not asked for ends the connection."""
+        """Parse a part of the answer. Unexpected data ends the connection."""
         if self._answer is None:
             self.close()
         else:

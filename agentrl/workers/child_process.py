@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 TAIL_LINES = 50
 MAX_LINE = 2048
-"""Characters. A longer line is split."""
+"""The longest line, in characters. A longer line is split."""
 OUTPUT_GRACE_SECONDS = 1.0
 """The longest time to read the output of a process that has ended. A process that left its group
 may hold the pipe open."""

@@ -53,7 +53,7 @@ class WorkerError(AgentRLError, RuntimeError):
         self.text = text
         """The message of the exception."""
         self.where = where
-        """FILE:LINE, or ""."""
+        """FILE:LINE, or "" if unknown."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
