@@ -2,8 +2,8 @@
 
 vLLM's own key protects only the paths under /v1 and /inference. Its management endpoints (weights,
 pauses, calls of any method of a worker) are open to every process of the machine. So this
-middleware protects all paths. It is copied into a folder with the key file, and
-passed by `--middleware`. It uses only the standard library, because it runs in the environment of the server.
+middleware protects all paths. It is copied into a folder with the key file, and passed by
+`--middleware`. It uses only the standard library, because it runs in the environment of the server.
 """
 
 from __future__ import annotations
