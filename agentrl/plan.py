@@ -41,7 +41,7 @@ from agentrl.chat.verify_template import (
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import load_checked, load_samples
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
-from agentrl.rewards import Scorer, check_graders, make_scorer
+from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.leaks import find_leaks
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
@@ -116,7 +116,7 @@ def make_plan(config: Config) -> Plan:
         problems += [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in named if n not in kind]
     rollout = config.rollout
     scorer = attempt(
-        partial(make_scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
     )
     rows: list[Sequence[Sample]] = []
     checked = partial(load_checked, configured=config.interaction.kwargs)
