@@ -328,6 +328,9 @@ class ChatTemplate:
             message.content, self.encoder.tags if may_tag else frozenset()
         )
 
+    attempts = count_control_tokens
+    """The former name, until 0.2."""
+
     def decode_turn(self, ids: Sequence[int]) -> str:
         """Return the text of one sampled turn, without the token that closes it."""
         closed = len(ids) > 0 and ids[-1] in self._ends
