@@ -32,7 +32,7 @@ SHIPPED = [dict(kind._entries) for kind in KINDS]
 
 @pytest.fixture
 def shipped_registries(own_registries):
-    """As in a new process: nothing of what other test files registered as they were imported."""
+    """Leave only what agentrl itself registers, as in a new process."""
     for kind, things in zip(KINDS, SHIPPED, strict=True):
         kind._entries.clear()
         kind._entries.update(things)
@@ -40,7 +40,7 @@ def shipped_registries(own_registries):
 
 @pytest.fixture(scope="module")
 def no_other_names():
-    """What other test files registered is put aside: ranks must have all names that a run has."""
+    """Remove the names that other test files registered. Ranks would need all of them."""
     from agentrl.cluster.ship import user_registrations
 
     things = {kind.kind: kind._entries for kind in vars(registry).values()
@@ -63,7 +63,7 @@ def no_other_names():
 
 @pytest.fixture(autouse=True)
 def own_registries():
-    """What a test registers, and the user files it loads, are gone after it."""
+    """Remove after each test what it registered and the user files that it loaded."""
     before, modules = [dict(kind._entries) for kind in KINDS], set(sys.modules)
     yield
     for kind, things in zip(KINDS, before, strict=True):
@@ -149,7 +149,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """A model that knows nothing, in seconds."""
+    """The folder of a small untrained model."""
     from itertools import islice
 
     import torch
@@ -181,13 +181,13 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    """The folder of the tiny model, from the user's cache; made there in a minute on first use."""
+    """The folder of the tiny model in the user's cache. The first use makes it in a minute."""
     from agentrl.demo import tiny_model
     from agentrl.demo.recipe import home
 
     home().mkdir(parents=True, exist_ok=True)
     with (home() / ".tests.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of tests: the second finds it made
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the second process of tests waits for the first
         return tiny_model()
 
 

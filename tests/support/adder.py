@@ -1,4 +1,4 @@
-"""Ranks that add up what they get."""
+"""Ranks that add up their arguments."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
 
 
 class Adder:
-    """Adds what the ranks are given."""
+    """Adds the arguments of all ranks."""
 
     def __init__(self, start=0.0, refuses=-1):
         distributed.init_process_group("gloo")

@@ -17,7 +17,7 @@ EXACT = 1e-10
 
 
 class Exact(Rank):
-    """A rank in float64 that can begin anew: starting processes takes longer than all they do."""
+    """A rank in float64 that can be initialized again: starting processes takes most of the time."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -35,19 +35,19 @@ class Exact(Rank):
 
     @dispatch(BROADCAST)
     def register(self, loss):
-        """The loss of the user's, where it is that."""
+        """Register the user's loss if it is not registered yet."""
         if loss not in policy_losses:
             policy_loss(loss)(of_tokens)
 
     @dispatch(BROADCAST)
     def spread(self):
-        """How many of its parameters are spread over ranks, and how many there are."""
+        """Return how many of the parameters are sharded, and how many there are."""
         parameters = list(self.policy.packed_model.parameters())
         return sum(isinstance(p, DTensor) for p in parameters), len(parameters)
 
     @dispatch(BROADCAST)
     def gradients(self):
-        """Of the last pass, before anything is clipped."""
+        """Return the gradients of the last pass before they are clipped."""
         return {
             f"{kind}.{name}": full_tensor(p.grad)
             for kind, optimizer in self.optimizers.items()

@@ -1,6 +1,6 @@
-"""A learner whose models are given: what they say of each token is a tensor that holds a gradient.
+"""A learner whose models are replaced by tensors that hold gradients, one value for each token.
 
-All between is real: targets, dealing out, packing, importance weights, losses.
+All the rest is real: targets, micro-batches, packing, importance weights, losses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAID = ("logprobs", "entropy", "values")
 
 
 class Given(Rank):
-    """A rank that asks (B, T) tensors instead of models. The batch must be `tagged`."""
+    """A rank that reads (B, T) tensors instead of calling models. The batch must be `tagged`."""
 
     def __init__(self, config: Config, **said: Tensor):
         self.config = config

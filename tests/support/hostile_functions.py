@@ -1,4 +1,4 @@
-"""What workers are sent: functions that behave, and those that do not."""
+"""Functions that tests send to workers: some behave well, others do not."""
 
 from __future__ import annotations
 

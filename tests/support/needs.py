@@ -1,4 +1,4 @@
-"""What some tests need of a machine. With CI set none is skipped: one that cannot run fails."""
+"""Conditions for tests that not every machine can run. With CI=true such a test fails."""
 
 import os
 import shutil

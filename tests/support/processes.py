@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, without Ray: what a worker group is, in sixty lines."""
+"""Ranks as local processes, without Ray: a minimal worker group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.trainer.dispatch import Dispatch, dispatched_methods
 
 SECONDS = 120.0
-"""Ranks that wait for each other for ever end the test."""
+"""How long a call may take. Ranks that wait for each other for ever fail the test."""
 
 
 class Processes:
@@ -78,7 +78,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any],
     torch.set_num_threads(1)
     thing = made = None
     while True:
-        me, name, given, kwargs = pipe.recv()
+        index, name, positional, kwargs = pipe.recv()
         try:
             if thing is None:
                 thing, made = make(*args), True
@@ -88,8 +88,8 @@ def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any],
                 answer = made
             else:
                 if how is Dispatch.SPLIT:
-                    given = (given[0][me], *given[1:])
-                answer = getattr(thing, name)(*given, **kwargs)
+                    positional = (positional[0][index], *positional[1:])
+                answer = getattr(thing, name)(*positional, **kwargs)
             pipe.send((how, answer, None))
         except Exception:
             pipe.send((None, None, traceback.format_exc()))

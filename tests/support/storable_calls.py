@@ -1,4 +1,4 @@
-"""What holds for all calls that a parser returns."""
+"""Checks that hold for every call that a parser returns."""
 
 from __future__ import annotations
 

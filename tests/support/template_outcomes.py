@@ -1,4 +1,4 @@
-"""What becomes of conversations under a chat template: exact, refused or wrong."""
+"""Classifies what a chat template does with conversations: exact, refused or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of every temper, for the tests: loaded by path, here and in server processes."""
+"""Tools that behave well and badly, loaded by path here and in server processes."""
 
 from __future__ import annotations
 
