@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.agent_loops.attempt import load_template
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
+from agentrl.demo.recipe import CALCULATOR
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote import files, sglang
 from agentrl.engine.remote.client import PolicyVersion
@@ -106,7 +107,9 @@ def talkative(model, tiny_tokenizer):
 
 def question(tokenizer, text=""):
     chat = [{"role": "user", "content": text or QUESTION[0]}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        chat, tools=[CALCULATOR], add_generation_prompt=True, return_dict=False
+    )
     return array("i", ids)
 
 
@@ -364,10 +367,10 @@ def in_group(pid, group):
 
 def test_a_publication_that_did_nothing_is_noticed(engine):
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
-        engine._prove_fresh()  # nothing was published since the last
+        engine._check_cache_is_empty()  # nothing was published since the last
     engine._policy_version = PolicyVersion("5", 5)
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '0'"):
-        engine._prove_fresh()
+        engine._check_cache_is_empty()
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
         engine.publish(update([], 6))
 
