@@ -184,7 +184,7 @@ def _frame(value: Any) -> str:
 
 
 def _endings(done: Completed, tests: Tests) -> list[str]:
-    """Return how each test ended that the harness reported as begun.
+    """Return the ending of each test that the harness reported as begun.
 
     Lines of any other form are skipped: without isolation, a program can write some.
     """

@@ -18,9 +18,9 @@ FORMS = ("#### {}", "\\boxed{{{}}}", "\\fbox{{{}}}", "Answer: {}", "<answer>{}</
 SHORT = 4
 """A ground truth with fewer characters counts only in one of the forms."""
 PLAIN_SHARE = 0.2
-"""Warn if more than this share of rows contains the ground truth alone. Questions may name it."""
+"""Warn if more than this share of rows has the ground truth alone. Some questions name it."""
 FORM_SHARE = 0.05
-"""Warn if more than this share of rows contains it in a form. A few-shot example may."""
+"""Warn if more than this share of rows has it in a form. Few-shot examples may have it, too."""
 
 
 def find_leaks(
