@@ -256,12 +256,13 @@ def world(tmp_path_factory, random_model):
         (folder / f"{name}.py").write_text(text)
     for name, first, tag in (
         ("rows", 0, ""),
+        ("few_rows", 0, ""),
         ("other_rows", 50, ""),
         ("tagged_rows", 0, "<tool_call>"),
     ):
         rows = [
             {"prompt": f"Say {first + i}.{tag}", "tools": ["where"], "ground_truth": "1"}
-            for i in range(6)
+            for i in range(2 if name == "few_rows" else 6)
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     heard = [{"prompt": f"Say {i}.", "interaction": "echo_every_key"} for i in range(6)]
@@ -285,6 +286,7 @@ def world(tmp_path_factory, random_model):
         "env": folder / "env.py",
         "late": folder / "late.py",
         "rows": folder / "rows.jsonl",
+        "few_rows": folder / "few_rows.jsonl",
         "other_rows": folder / "other_rows.jsonl",
         "tagged_rows": folder / "tagged_rows.jsonl",
         "heard_rows": folder / "heard_rows.jsonl",
@@ -302,7 +304,7 @@ def trace(world, output, overrides, again=False):
     ]  # fmt: skip
     flags = {
         "data.train": str(world["rows"]),
-        "data.val": str(world["rows"]),
+        "data.val": str(world["few_rows"]),
         "model.path": str(world["model"]),
         "trainer.output": str(output),
         "files": [str(world["env"])],

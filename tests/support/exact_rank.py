@@ -17,7 +17,7 @@ EXACT = 1e-10
 
 
 class Exact(Rank):
-    """A rank in float64 that can be initialized again: starting processes takes most of the time."""
+    """A rank in float64 that can be initialized again, because processes start slowly."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -16,7 +16,7 @@ SECONDS = 120.0
 
 
 class Processes:
-    """A group (`agentrl.trainer.dispatch.RankGroup`) whose ranks are processes that meet over gloo."""
+    """A `RankGroup` (agentrl.trainer.dispatch) whose ranks are processes that use gloo."""
 
     def __init__(self, size: int, make: Callable[..., Any], *args: Any, start: str = "forkserver"):
         """Start them. `make(*args)` makes the rank in each process, and must be importable.
