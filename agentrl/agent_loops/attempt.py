@@ -28,7 +28,7 @@ from agentrl.chat.tokenizer import end_of_turn_ids, template_source
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EngineError, EpisodeOver
-from agentrl.http.time_limit import TimeLimit
+from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
 from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult, Turn
 

@@ -24,12 +24,11 @@ from itertools import product
 from textwrap import indent
 from typing import Any, Literal
 
-from agentrl.chat.encoding import common_prefix_length
+from agentrl.chat.encoding import common_prefix_length, truncate
 from agentrl.chat.render import MessageDict, Renderer, Schemas
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.thinking import PROBE_THOUGHT
 from agentrl.chat.tokenizer import template_source
-from agentrl.chat.truncate import truncate
 from agentrl.chat.turn_delta import (
     PROBE_ARGUMENT,
     PROBE_TEXT,

@@ -35,10 +35,10 @@ from agentrl.http.pool import (
     ConnectionDropped,
     InvalidAnswer,
     Server,
+    TimeLimit,
     default_tls,
     pool_of_loop,
 )
-from agentrl.http.time_limit import TimeLimit
 
 MAX_ANSWER_BYTES = 16 * 2**20
 

@@ -20,8 +20,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from agentrl.errors import Infrastructure, ToolError
-from agentrl.http.pool import Server, pool_of_loop
-from agentrl.http.time_limit import TimeLimit
+from agentrl.http.pool import Server, TimeLimit, pool_of_loop
 
 MAX_REDIRECTS = 5
 PUBLIC_WEB = Server("", 80, None, name="the public web")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agentrl.errors import DataError, EpisodeOver, RegistryError, UserCodeError, user_code
 from agentrl.http.chat import Chat
-from agentrl.http.time_limit import TimeLimit
+from agentrl.http.pool import TimeLimit
 from agentrl.registry import interactions
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, identify, locate, merge_arguments
 from agentrl.trajectory import Message, Sample

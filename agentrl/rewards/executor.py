@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.config import RewardConfig
 from agentrl.errors import GraderCrash, Infrastructure, UserCodeError, user_code
-from agentrl.http.time_limit import TimeLimit
+from agentrl.http.pool import TimeLimit
 from agentrl.workers import PerLoop, Processes, Threads, WorkerDied, WorkerError
 
 THREADS = 32

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from agentrl.chat.truncate import truncate
+from agentrl.chat.encoding import truncate
 from agentrl.demo.recipe import train_tokenizer
 from agentrl.testing import byte_tokenizer
 

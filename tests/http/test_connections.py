@@ -13,9 +13,8 @@ from support.raw_server import answer, read_request, serving
 
 from agentrl.errors import Infrastructure
 from agentrl.http import HttpClient, pool
-from agentrl.http.pool import pool_of_loop, waiting_requests
+from agentrl.http.pool import TimeLimit, pool_of_loop, waiting_requests
 from agentrl.http.public import PUBLIC_WEB
-from agentrl.http.time_limit import TimeLimit
 
 
 class Counted:

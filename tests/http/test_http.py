@@ -387,7 +387,7 @@ def test_no_header_can_add_a_line_to_a_request(name, value):
     "header", [("x", "a\r\nb: c"), ("x", ""), ("", "a"), ("x: y", "a"), ("x", "a b"), ("x", "ü")]
 )
 def test_headers_that_are_none(header):
-    with pytest.raises(ValueError, match="not a header"):
+    with pytest.raises(ValueError, match="invalid header"):
         HttpClient("http://host")._write("GET", "/", None, dict([header]))
 
 
