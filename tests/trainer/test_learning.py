@@ -43,12 +43,12 @@ class ToolTokensTrain(Trainer):
         places = torch.arange(batch.response_ids.shape[1])
         return replace(batch, response_mask=places < batch.response_lengths[:, None])
 
-    def _sound(self, compared):
+    def _check_mismatch(self, compared):
         """Nobody looks: with the guard on, such a run ends in its first step."""
 
 
 class GuardedToolTokensTrain(ToolTokensTrain):
-    _sound = Trainer._sound
+    _check_mismatch = Trainer._check_mismatch
 
 
 class ShuffledRewards(Trainer):
