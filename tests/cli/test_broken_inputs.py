@@ -153,7 +153,7 @@ def case(tmp_path, random_model):
     if hasattr(case, "socket"):
         case.socket.close()
     if hasattr(case, "lock"):
-        case.lock.__exit__()
+        case.lock.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -449,7 +449,7 @@ def test_a_server_beside_the_ranks(cluster, ranks):
         load_config(None, ["rollout.engines=2"]).rollout,
         cpu=False,
     )
-    assert (first.gpus, first.shared, first.near) == ([0], True, False)
+    assert (first.gpus, first.shares_gpu, first.is_local) == ([0], True, False)
     server, word = second.run(start)
     assert word and server.running
     status, answer = fetch(server.url, "/", timeout=5)
@@ -459,7 +459,7 @@ def test_a_server_beside_the_ranks(cluster, ranks):
     assert len({server.token, server.admin_token}) == 2
     os.kill(int(pid), signal.SIGKILL)
     wait_until(lambda: not server.running)
-    death = server.death()
+    death = server.death_error()
     assert isinstance(death, EngineDead) and "what it said last" in str(death)
     server.stop()
     server.stop()
@@ -467,7 +467,7 @@ def test_a_server_beside_the_ranks(cluster, ranks):
 
 def test_a_server_ends_with_its_stop_and_with_its_host(cluster, ranks):
     [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
-    assert (list(place.gpus), place.shared, place.near) == ([], False, False)
+    assert (list(place.gpus), place.shares_gpu, place.is_local) == ([], False, False)
     for end in ("stop", "host"):
         server, _ = place.run(start)
         pid = int(fetch(server.url, "/", timeout=5)[1].split()[0])
@@ -476,7 +476,7 @@ def test_a_server_ends_with_its_stop_and_with_its_host(cluster, ranks):
         else:
             ray.kill(server._host)
         wait_until(lambda: not server.running and not alive(pid))  # noqa: B023
-        assert isinstance(server.death(), EngineDead)
+        assert isinstance(server.death_error(), EngineDead)
 
 
 def refusing(host):

@@ -227,7 +227,10 @@ def test_diff_against_another_config():
             "this is verl's name. Use algorithm.loss_agg_mode",
         ),
         ("actor_rollout_ref.rollout.n=5", "this is verl's name. Use rollout.n"),
-        ("actor_rollout_ref.model.use_liger=true", "this is verl's name, and agentrl has no such setting"),
+        (
+            "actor_rollout_ref.model.use_liger=true",
+            "this is verl's name, and agentrl has no such setting",
+        ),
         (
             "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left",
             "this is verl's name. Use tools.truncate: head (verl's left), tail (right) or middle",
@@ -263,10 +266,19 @@ def test_diff_against_another_config():
             "actor_rollout_ref.ref.fsdp_config.param_offload=true",
             "this is verl's name. Use optim.offload=all",
         ),
-        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "this is verl's name. Use optim.lr_final"),
-        ("critic.ppo_micro_batch_size_per_gpu=4", "this is verl's name. Use optim.micro_batch_tokens"),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "this is verl's name. Use optim.lr_final",
+        ),
+        (
+            "critic.ppo_micro_batch_size_per_gpu=4",
+            "this is verl's name. Use optim.micro_batch_tokens",
+        ),
         ("trainer.max_actor_ckpt_to_keep=1", "this is verl's name. Not supported: the two newest"),
-        ("trainer.balance_batch=true", "this is verl's name. Not needed: rows are always balanced over"),
+        (
+            "trainer.balance_batch=true",
+            "this is verl's name. Not needed: rows are always balanced over",
+        ),
         (
             "actor_rollout_ref.actor.fsdp_config.param_offload=true",
             "this is verl's name. Use optim.offload=all",

@@ -115,7 +115,10 @@ def test_nearly_the_preset_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("models/mime", "note: there is no folder 'models/mime', so it is loaded from the hub. Did you"),
+        (
+            "models/mime",
+            "note: there is no folder 'models/mime', so it is loaded from the hub. Did you",
+        ),
         ("models/other", "note: there is no folder 'models/other', so it is loaded from the hub."),
         ("modles", "Did you mean 'models'?"),
         ("Qwen/Qwen3-0.6B", ""),

@@ -55,7 +55,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_snippets_run(page, monkeypatch, tmp_path):
+def test_snippets_run(page, shipped_registries, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("model: {path: models/mine}")
     _leave_trajectories(Path("runs/demo/trajectories"))

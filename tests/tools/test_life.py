@@ -96,7 +96,7 @@ class C:
 
 
 REFUSED = [
-    ({"timeout": float("nan")}, f, "timeout=nan must be above 0"),
+    ({"timeout": float("nan")}, f, "timeout=nan must be greater than 0"),
     ({"retries": 2}, f, "retries=2 repeats failed calls: set idempotent=True"),
     ({"retries": -1, "idempotent": True}, f, "retries=-1 must be at least 0"),
     ({"rate_limit": -1.0}, f, "rate_limit=-1.0 must be at least 0"),
@@ -105,7 +105,7 @@ REFUSED = [
     ({"scope": "turn"}, C, "scope='turn' must be one of episode, call"),
     ({"scope": "call"}, f, "scope='call' is for classes"),
     ({"process": True}, C, "process=True is for functions"),
-    ({"process": True, "retries": 1, "timeout": 0}, f, "timeout=0 .*; retries=1 runs"),
+    ({"process": True, "retries": 1, "timeout": 0}, f, "timeout=0 .*; retries=1 repeats"),
 ]
 
 
@@ -633,12 +633,12 @@ def nested(depth: int) -> Any:
 BAD_JSON: list[tuple[Any, str]] = [
     ({"x": float("nan")}, "NaN is not valid JSON"),
     ({"x": [1, {"y": float("-inf")}]}, "-Infinity is not valid JSON"),
-    ({"x": "\ud800"}, "the arguments are not JSON"),
-    ({"\udfff": 1}, "the arguments are not JSON"),
+    ({"x": "\ud800"}, "the arguments are not valid JSON"),
+    ({"\udfff": 1}, "the arguments are not valid JSON"),
     ({"x": 2**64}, "exceeds 64-bit range"),
     ({"x": -(2**63) - 1}, "exceeds 64-bit range"),
     (nested(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} levels deep"),
-    (nested(5000), "the arguments are not JSON: "),
+    (nested(5000), "the arguments are not valid JSON: "),
     ({1: 2}, "Dict key must be str"),
     ({"x": {1, 2}}, "not JSON serializable: set"),
     ({"x": b"x"}, "not JSON serializable: bytes"),
@@ -885,7 +885,7 @@ def test_reserved_and_doubled_names():
                 tool(type("Bandit", (Hooked,), {hook: bad}))
         for good in (lambda self, arm=1: 0, staticmethod(lambda: 0), lambda self, *a, **k: 0):
             tool(type("Bandit", (Hooked,), {hook: good}))
-    with pytest.raises(UserError, match=r"offers two functions 'echo': its __call__ goes by the"):
+    with pytest.raises(UserError, match=r"offers two functions 'echo': its __call__ has the name"):
         tool(type("Echo", (), {"__call__": named("x"), "echo": named("y")}))
     tool(named("twice"))
     with pytest.raises(RegistryError, match="two definitions of the tool 'twice'"):

@@ -273,7 +273,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_a_folder_that_a_rank_does_not_see_is_not_made(tmp_path):
-    with pytest.raises(RunStopped, match=r"trainer\.output must lie where the machines"):
+    with pytest.raises(RunStopped, match=r"trainer\.output must be on a file system"):
         write_state(tmp_path / "elsewhere" / "actor", {"a": torch.zeros(1)})
     assert not (tmp_path / "elsewhere").exists()
 
