@@ -61,12 +61,15 @@ async def test_what_the_kernel_stores_for_a_program_counts_as_its_memory(attack)
     parent = cgroup.find_parent()
     assert parent is not None
     place, most = open_sandbox(SandboxConfig()), 0
-    program = asyncio.create_task(place.run(ATTACKS[attack], limits=LIMITS))
-    while not program.done():
-        await asyncio.sleep(0.02)
-        most = max(most, *peaks(parent), 0)
-    done = await program
-    assert done.ended_by == "signal" and "done" not in done.stdout, done
+    for _ in range(5):  # the last peak may come and go between two looks
+        program = asyncio.create_task(place.run(ATTACKS[attack], limits=LIMITS))
+        while not program.done():
+            await asyncio.sleep(0.005)
+            most = max(most, *peaks(parent), 0)
+        done = await program
+        assert done.ended_by == "signal" and "done" not in done.stdout, done
+        if most > 0.8 * BOUND:
+            break
     assert 0.8 * BOUND < most <= BOUND
     again = await place.run("print(6 * 7)", limits=LIMITS)
     assert again.stdout == "42\n", again
