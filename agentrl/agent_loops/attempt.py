@@ -35,7 +35,7 @@ from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What all episodes of a run share: the engine, the chat template, the tools and the config."""
+    """The parts that all episodes of a run share: engine, chat template, tools and config."""
 
     sampler: Sampler
     template: ChatTemplate
@@ -114,7 +114,7 @@ class Attempt:
     control_token_attempts: int = 0
     """How many control tokens prompts, tools and interactions spelled out."""
     state: str = "opening"
-    """What the attempt waits for, for the watchdog."""
+    """The thing that the attempt waits for. The watchdog prints it."""
     since: float = field(default_factory=time.monotonic)
     """The `time.monotonic()` seconds at which `state` was entered."""
     started: float = field(default_factory=time.monotonic)

@@ -203,7 +203,7 @@ class ContentSlot:
 
 @dataclass(frozen=True, slots=True)
 class TemplateParts:
-    """What a template writes around contents: ids, and between them regions of text.
+    """The text that a template writes around contents: token ids, and regions of text between them.
 
     A region is the text from one control token to the next. It is encoded as a whole, as the
     tokenizer would do it, because a word may begin in the template's text and end in a content.

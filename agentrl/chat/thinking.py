@@ -36,13 +36,13 @@ class Thinking:
 
     probe: TemplateProbe
     after_user: bool
-    """Whether the thinking of turns before the last user message is dropped."""
+    """True if the thinking of turns before the last user message is dropped."""
     always: bool = False
-    """Whether thinking is dropped as soon as any message follows."""
+    """True if thinking is dropped as soon as any message follows."""
     until_answer: bool = False
-    """Whether the thinking of a turn with calls stays until a later turn has none (gpt-oss)."""
+    """True if the thinking of a turn with calls stays until a later turn has none (gpt-oss)."""
     blank: bool = False
-    """Whether a turn without a thought loses its empty tags as soon as any message follows."""
+    """True if a turn without a thought loses its empty tags as soon as any message follows."""
     extra: str = ""
     """The text (`<think>\\n`) that the template writes before a new turn, not before old ones."""
     also: str = ""
@@ -54,7 +54,7 @@ class Thinking:
     gap: str = "\n\n"
     """The text between the end of the thinking and the answer."""
     trims: bool = True
-    """Whether the template removes the empty lines before the answer."""
+    """True if the template removes the empty lines before the answer."""
     heads: Mapping[tuple[bool, bool], tuple[str, str]] = field(default_factory=dict)
     """Key: whether a turn has a text, whether it has calls. Value: the text after the end of a
     thought, and the text that the template writes later in place of the thought and this text."""

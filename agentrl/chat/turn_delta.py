@@ -48,7 +48,7 @@ PROBE_QUESTION: MessageDict = {"role": "user", "content": "Q"}
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """What a template writes between two turns of the assistant.
+    """The text that a template writes between two turns of the assistant, as tokens and regions.
 
     Attributes:
         parts: the tokens and regions. Their contents are those of the messages, then the name and

@@ -111,7 +111,7 @@ class MessageForm:
     arguments_as_text: bool
     no_content: str | None
     thought_in_tags: bool = False
-    """Whether a thought is in the content, between tags; otherwise it has a key of its own."""
+    """True if a thought is in the content, between tags; otherwise it has a key of its own."""
 
 
 MESSAGE_FORMS = tuple(MessageForm(as_text, no) for no in ("", None) for as_text in (False, True))
@@ -223,7 +223,7 @@ class _Script:
     rounds: Sequence[tuple[Sequence[str], Sequence[dict[str, Any]]]]
     """For each turn, the ids of its calls and the messages after it."""
     calls: bool
-    """Whether calls are `tool_calls`; otherwise they are part of the text of turns."""
+    """True if calls are `tool_calls`; otherwise they are part of the text of turns."""
 
 
 class _Verifier:
@@ -240,7 +240,7 @@ class _Verifier:
             template.render([_QUESTION], as_prompt=False),
         )
         self.ends_thoughts = template.thinking.end in prompt[self._shared(recent, prompt) :]
-        """Whether a prompt ends the thought of the next turn; then no kind has a thought."""
+        """True if a prompt ends the thought of the next turn; then no kind has a thought."""
         self.begins_thoughts = self._begins_thought(prompt)
         in_tags = self._takes_tags()
         self.forms = [replace(s, thought_in_tags=in_tags) for s in MESSAGE_FORMS]

@@ -298,7 +298,7 @@ class WorkerInfo:
     address: str
     pid: int
     gpus: tuple[str, ...]
-    """As in CUDA_VISIBLE_DEVICES."""
+    """The rank's GPUs, as CUDA_VISIBLE_DEVICES names them."""
     versions: dict[str, str]
 
 

@@ -1,4 +1,4 @@
-"""What a rank needs on its machine: the user's files, the same packages, the same paths."""
+"""Give each rank what it needs on its machine: the user's files, the same packages and paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What the controller has and every rank needs."""
+    """The files, paths and names of the controller that every rank needs."""
 
     folder: str = field(default_factory=os.getcwd)
     """The working directory, which relative paths start from."""

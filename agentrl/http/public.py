@@ -61,7 +61,7 @@ class Page:
     content_type: str
     content: bytes
     truncated: bool
-    """Whether the content was longer than `max_bytes`."""
+    """True if the content was longer than `max_bytes`."""
 
 
 def is_public(address: str) -> bool:

@@ -37,7 +37,7 @@ class Reply:
     score: float = 0.0
     """The "turn" reward of the assistant's last turn."""
     done: bool = False
-    """Whether the conversation ends here."""
+    """True if the conversation ends here."""
 
 
 class Interaction(ABC):

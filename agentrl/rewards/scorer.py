@@ -85,9 +85,9 @@ class Scorer:
             grader = self._make_grader(config.function, config.kwargs) if config.function else None
             self._parts = [_Part(config.function, 1.0, grader)]
         self.uses_data_source = any(p.grader is None for p in self._parts)
-        """Whether a term of the outcome is the grader of the row's `data_source`."""
+        """True if a term of the outcome is the grader of the row's `data_source`."""
         self.has_group_reward = any(p.grader and p.grader.options.group for p in self._parts)
-        """Whether a reward needs all trajectories of a sample at once."""
+        """True if a reward needs all trajectories of a sample at once."""
 
     def grader(self, data_source: str) -> Grader:
         """Return the grader of rows of `data_source`.

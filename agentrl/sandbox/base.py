@@ -36,7 +36,7 @@ EndedBy = Literal["", "time", "cpu", "output", "signal"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. A program that exceeds a limit is killed with all its processes."""
+    """The resources of one program. If it exceeds a limit, it is killed with all its processes."""
 
     seconds: float = 10.0
     """Wall clock time."""
@@ -67,7 +67,7 @@ class Completed:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with code 0."""
+        """True if it exited with code 0."""
         return self.exit_code == 0 and not self.ended_by
 
 

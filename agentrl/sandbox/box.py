@@ -174,7 +174,7 @@ class Box:
         self._driver, self._restart = driver, restart
         self._lock = asyncio.Lock()
         self._was_replaced = False
-        """Whether the next program must be told that the driver is a new one."""
+        """True if the next program must be told that the driver is a new one."""
         self._closed = False
 
     async def run(
@@ -263,7 +263,7 @@ class Driver:
     """The connection to a driver. Programs run one after another, each in a slot."""
 
     lost = False
-    """Whether the driver ended although nobody closed it."""
+    """True if the driver ended although nobody closed it."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class Driver:
 
     @property
     def output(self) -> str:
-        """What the driver printed to stderr, for error messages."""
+        """The text that the driver printed to stderr, for error messages."""
         return self._output.text
 
     async def wait_until_ready(self) -> None:

@@ -188,7 +188,7 @@ class Child:
         self.began = 0.0
         """When the namespace began to exist, on the clock `time.monotonic`; 0 before."""
         self.exit_code: int | None = None
-        """As in a shell. None if the program did not start or was killed."""
+        """The exit code, as a shell reports it. None if the program did not start or was killed."""
         self.cpu_seconds = 0.0
         options, program = command
         ours, status = os.pipe()

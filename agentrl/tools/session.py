@@ -78,7 +78,7 @@ def worker_number(episode_id: str, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which of a server's workers this process is."""
+    """The number of this process among the workers of its server, and the ports of all."""
 
     ports: tuple[int, ...] = ()
     """The ports of all workers, by number; empty if there is only one worker."""
@@ -285,7 +285,7 @@ class ToolHost:
         self.calls_in_flight = 0
         """Number of calls between `enter` and `leave`."""
         self.is_draining = False
-        """Whether this process is stopping: new sessions and calls are refused."""
+        """True if this process is stopping: new sessions and calls are refused."""
         self._max_calls = max_calls
         self._runner = Runner(on_call_end)
         self._sessions: dict[str, ToolSession] = {}

@@ -56,13 +56,13 @@ class ToolSpec:
     timeout: float
     """How long a call may run, in seconds."""
     stateful: bool
-    """Whether the calls of an episode share an object. Then they run one after another."""
+    """True if the calls of an episode share an object. Then they run one after another."""
     injected: Sequence[str] = ()
     """The parameters that agentrl fills: some of `state`, `sample`, `messages`, `sandbox`."""
 
     @property
     def wants_row(self) -> bool:
-        """Whether the tool receives the dataset row."""
+        """True if the tool receives the dataset row."""
         return self.stateful or "sample" in self.injected
 
     @property
@@ -118,12 +118,12 @@ class Tool:
 
     @property
     def is_class(self) -> bool:
-        """Whether the tool is a class. Its objects are created with the row's `create_kwargs`."""
+        """True if the tool is a class. Its objects are created with the row's `create_kwargs`."""
         return isinstance(self.target, type)
 
     @property
     def stateful(self) -> bool:
-        """Whether the calls of an episode share an object. Then they run one after another."""
+        """True if the calls of an episode share an object. Then they run one after another."""
         return self.is_class and self.scope == "episode"
 
     @property

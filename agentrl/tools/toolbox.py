@@ -181,7 +181,7 @@ class LocalToolbox(Toolbox):
 
 
 class _OpenEpisode(NamedTuple):
-    """What the client knows about an open episode."""
+    """The state of an open episode that the client keeps."""
 
     serial_groups: dict[str, str] | None
     """The result of `serial_groups_of`."""

@@ -1,4 +1,4 @@
-"""What an algorithm computes from a batch: advantages, and the weights of tokens.
+"""Compute what the loss needs from a batch: advantages, and the weights of tokens.
 
 The shapes are explained in `batch.py`. An estimator of advantages is registered by name
 (`agentrl.advantage_estimator`) and chosen by `algorithm.adv_estimator`:

@@ -92,7 +92,7 @@ class Batch(TokenRows):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an algorithm computes from a batch: all that the loss needs.
+    """The tensors that an algorithm computes from a batch: all that the loss needs.
 
     The loss of a mini-batch is the sum over its tokens of `weights` times the loss of the token.
     Values outside the batch's `action_mask` are never read. The losses convert all tensors to the

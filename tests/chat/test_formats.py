@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from support.calls_in_jinja import PYTHONIC, with_calls
 from support.examples import examples
 from support.families import family_tokenizer
+from support.hostile_turns import hostile_turns
 from support.storable_calls import assert_storable
 
 from agentrl.chat import ChatTemplate
@@ -28,18 +28,6 @@ NAMES = ("glm", "hermes", "llama_json", "llama_pythonic", "qwen3_coder")
 TAGGED = ("glm", "hermes", "qwen3_coder")
 
 
-def hostile():
-    """Format and case of all tables."""
-    found = []
-    for name in NAMES:
-        table = json.loads(
-            (Path(__file__).parents[1] / f"fixtures/hostile_{name}.json").read_text()
-        )
-        for case in table["cases"]:
-            found.append(pytest.param(name, case, id=f"{name}-{case['name']}"))
-    return found
-
-
 def text_of(case):
     """Where a case repeats something, it does so up to a length."""
     text = case["text"]
@@ -48,7 +36,7 @@ def text_of(case):
     return text
 
 
-@pytest.mark.parametrize(("name", "case"), hostile())
+@pytest.mark.parametrize(("name", "case"), hostile_turns(NAMES))
 def test_hostile_turns_become_what_the_table_says(name, case):
     text = text_of(case)
     began = time.process_time()
@@ -67,7 +55,7 @@ def test_hostile_turns_become_what_the_table_says(name, case):
 
 def test_every_table_is_long_and_holds_every_kind_of_outcome():
     for name in NAMES:
-        cases = [p.values[1] for p in hostile() if p.values[0] == name]
+        cases = [p.values[1] for p in hostile_turns(NAMES) if p.values[0] == name]
         assert len(cases) == len({case["name"] for case in cases}) >= 19
         assert any(not case["calls"] for case in cases)
         mixed = [{"error" in call for call in case["calls"]} for case in cases]

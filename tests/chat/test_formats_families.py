@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.calls_in_jinja import template_with
 from support.examples import examples
 from support.family_calls import (
     DSML,
     OPENAI,
     WRITES,
     jinja,
-    template_with,
 )
+from support.hostile_turns import hostile_turns
 from support.storable_calls import assert_storable
 
 from agentrl.chat.formats import FORMATS, cast_arguments
@@ -193,16 +193,6 @@ TAGS = ("<parameter", "</parameter>", "<invoke ", "<function=", "<tool_call>", "
         f"<{DSML}invoke ", f"<{DSML}parameter ", f"</{DSML}parameter>")  # fmt: skip
 
 
-def hostile():
-    """Format and case of all tables."""
-    for name in RENDER:
-        table = json.loads(
-            (Path(__file__).parents[1] / f"fixtures/hostile_{name}.json").read_text()
-        )
-        for case in table["cases"]:
-            yield pytest.param(name, case, id=f"{name}-{case['name']}")
-
-
 def text_of(case):
     text, length = case["text"], case.get("repeat_to", 0)
     return (
@@ -210,7 +200,7 @@ def text_of(case):
     )
 
 
-@pytest.mark.parametrize(("name", "case"), list(hostile()))
+@pytest.mark.parametrize(("name", "case"), list(hostile_turns(RENDER)))
 def test_hostile_turns_become_what_the_table_says(name, case):
     text = text_of(case)
     calls = FORMATS[name](text)
@@ -237,7 +227,7 @@ def seconds(parse, text):
 
 def test_every_format_has_a_long_table_with_every_kind_of_outcome():
     for name in RENDER:
-        cases = [p.values[1] for p in hostile() if p.values[0] == name]
+        cases = [p.values[1] for p in hostile_turns(RENDER) if p.values[0] == name]
         assert len(cases) == len({case["name"] for case in cases}) >= 40
         kinds = [{"error" in call for call in case["calls"]} for case in cases]
         assert {True} in kinds and {False} in kinds and {True, False} in kinds and set() in kinds

@@ -5,12 +5,12 @@ import math
 import time
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.hostile_turns import hostile_turns
 from support.storable_calls import assert_storable
 
 from agentrl.chat.formats.gemma import parse_gemma
@@ -41,13 +41,6 @@ FRAGMENTS = {
 COMMON = ["{", "}", '{"a":', "1", '"', "\\", " ", "\n", "<think>", "</think>", "é", "\ud800"]
 
 
-def fixture_cases():
-    for name in PARSERS:
-        path = Path(__file__).parents[1] / "fixtures" / f"hostile_{name}.json"
-        for case in json.loads(path.read_text())["cases"]:
-            yield pytest.param(name, case, id=f"{name}-{case['name']}")
-
-
 def seconds(parse, text):
     best = math.inf
     for _ in range(3):
@@ -57,7 +50,7 @@ def seconds(parse, text):
     return best
 
 
-@pytest.mark.parametrize(("name", "case"), [*fixture_cases()])
+@pytest.mark.parametrize(("name", "case"), hostile_turns(PARSERS))
 def test_hostile_turns(name, case):
     text = case["text"]
     if length := case.get("repeat_to"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.reference_model import ask, greedy_of, logprobs_of
 from support.updates import update
 from transformers import AutoModelForCausalLM
 
@@ -111,31 +112,6 @@ def question(tokenizer, text=""):
         chat, tools=[CALCULATOR], add_generation_prompt=True, return_dict=False
     )
     return array("i", ids)
-
-
-async def ask(engine, prompt, sampling, tag="e", seconds=120.0):
-    return await engine.generate(
-        prompt, sampling, episode_id=tag, seed=1, deadline=time.monotonic() + seconds
-    )
-
-
-@torch.inference_mode()
-def logprobs_of(model, prompt, sampled, temperature=1.0):
-    """By transformers in float64, of what was sampled after a prompt: (N)."""
-    ids = torch.tensor([[*prompt, *sampled]])
-    exact = copy.deepcopy(model).double()
-    logits = exact(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-
-
-@torch.inference_mode()
-def greedy_of(model, prompt, n):
-    ids = [*prompt]
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == model.config.eos_token_id:
-            break
-    return array("i", ids[len(prompt) :])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.reference_model import ask, greedy_of, logprobs_of
 from support.updates import update
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,31 +127,6 @@ def question(tokenizer, text="What is 12*13?"):
     chat = [{"role": "user", "content": text}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     return array("i", ids)
-
-
-async def ask(engine, prompt, sampling, tag="e", seconds=120.0, seed=1):
-    return await engine.generate(
-        prompt, sampling, episode_id=tag, seed=seed, deadline=time.monotonic() + seconds
-    )
-
-
-@torch.inference_mode()
-def logprobs_of(model, prompt, sampled, temperature=1.0):
-    """By transformers in float64, of what was sampled after a prompt: (N)."""
-    ids = torch.tensor([[*prompt, *sampled]])
-    exact = copy.deepcopy(model).double()
-    logits = exact(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-
-
-@torch.inference_mode()
-def greedy_of(model, prompt, n):
-    ids = [*prompt]
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == model.config.eos_token_id:
-            break
-    return array("i", ids[len(prompt) :])
 
 
 def moved(model, seed=3):

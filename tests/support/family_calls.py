@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
-from support.families import family_tokenizer
-
-from agentrl.chat import ChatTemplate
-
 DSML = "｜DSML｜"
 
 
@@ -111,17 +105,6 @@ WRITES = {
         "",
     ),
 }
-
-
-def template_with(written: str) -> ChatTemplate:
-    """ChatML that writes calls as this Jinja text does."""
-    tokenizer = copy.copy(family_tokenizer("chatml"))
-    said = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    source = str(tokenizer.chat_template)
-    assert said in source
-    turn = "{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
-    tokenizer.chat_template = source.replace(said, turn + written + "{{- '<|im_end|>\\n' }}")
-    return ChatTemplate(tokenizer)
 
 
 def jinja(before, each, between, after):

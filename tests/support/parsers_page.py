@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from support.any_template import templates_of_trl, tokenizer_for, tokenizer_of_trl
-from support.calls_in_jinja import PYTHONIC, with_calls
+from support.calls_in_jinja import PYTHONIC, template_with, with_calls
 from support.described_families import DESCRIBED
 from support.described_template import tokenizer_of
-from support.family_calls import WRITES, jinja, template_with
+from support.family_calls import WRITES, jinja
 from support.pages import PAGE, with_text_between
 from support.rendered_calls import CallTemplate, exact, random_calls
 

@@ -8,9 +8,7 @@ import itertools
 import json
 import os
 import sys
-import threading
 import time
-import uuid
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from support.tool_worlds import TOKEN, row, serving_tools
 
 from agentrl import registry, sandbox
 from agentrl.chat import ChatTemplate
@@ -35,7 +34,6 @@ from agentrl.tools.payloads import MAX_DEPTH, encode_arguments
 from agentrl.tools.runner import ResultCache
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
-TOKEN = "open-sesame"
 PROCESSES = str(Path(__file__).parents[1] / "support" / "tool_processes.py")
 
 
@@ -47,28 +45,8 @@ def own_tools(monkeypatch):
 @pytest.fixture(scope="module")
 def url():
     """A tool server in a thread of this process: it offers what a test has registered by then."""
-    from agentrl.tools.serving.listen import ToolServer
-
-    ready = threading.Event()
-    server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield server.url
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-@pytest.fixture(params=["local", "http"])
-async def toolbox(request, url):
-    box = LocalToolbox() if request.param == "local" else HttpToolbox(url, TOKEN)
-    yield box
-    await box.aclose()
-
-
-def row(*tools: str, **fields) -> Sample:
-    return Sample(uuid.uuid4().hex[:8], (Message("user", "hi"),), tools=tools, **fields)
+    with serving_tools() as url:
+        yield url
 
 
 async def run(toolbox, *calls, tools=None, messages=(), **fields) -> list[ToolResult]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import threading
 import time
 import uuid
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tool_worlds import TOKEN, row, serving_tools
 
 from agentrl import registry
 from agentrl.errors import (
@@ -30,7 +30,6 @@ from agentrl.tools import HttpToolbox, LocalToolbox, runner, session, tool
 from agentrl.tools.session import ToolHost, UnknownEpisode
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
-TOKEN = "open-sesame"
 ZOO = str(Path(__file__).parents[1] / "support" / "tool_zoo.py")
 
 
@@ -48,29 +47,9 @@ def zoo():
 @pytest.fixture(scope="module")
 def url(zoo):
     """A tool server in a thread of this process."""
-    from agentrl.tools.serving.listen import ToolServer
-
-    ready = threading.Event()
-    server = ToolServer("127.0.0.1", 0, TOKEN, ready.set)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield server.url
-    zoo.RELEASE.set()
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-@pytest.fixture(params=["local", "http"])
-async def toolbox(request, url):
-    box = LocalToolbox() if request.param == "local" else HttpToolbox(url, TOKEN)
-    yield box
-    await box.aclose()
-
-
-def row(*tools: str, **fields) -> Sample:
-    return Sample(uuid.uuid4().hex[:8], (Message("user", "hi"),), tools=tools, **fields)
+    with serving_tools() as url:
+        yield url
+        zoo.RELEASE.set()
 
 
 async def ask(toolbox, name, arguments=None, *, tools=None, episode=None, **fields) -> ToolResult:

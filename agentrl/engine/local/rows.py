@@ -46,7 +46,7 @@ class Rows:
         self.top_p = np.zeros(0, np.float64)
         self.has_stop_text = np.zeros(0, np.bool_)
         self.alive = np.zeros(0, np.bool_)
-        """Whether the row samples tokens. A row that has just finished stays until the next
+        """True if the row samples tokens. A row that has just finished stays until the next
         packing."""
 
     @property

@@ -78,9 +78,9 @@ class EpisodeState:
     row: int = -1
     """The row of the cache that it uses from its first turn to its end; -1 before."""
     fresh: bool = True
-    """Whether no token of this episode has been written to its row yet."""
+    """True if no token of this episode has been written to its row yet."""
     awaited: bool = True
-    """Whether the other episodes wait for it when it is due."""
+    """True if the other episodes wait for it when it is due."""
     turn: TurnRequest | None = None
     next: TurnRequest | None = None
     """A turn that it requested after the caller of `turn` was cancelled. It replaces `turn` when

@@ -63,7 +63,7 @@ class Bucket:
     names: list[str]
     shapes: list[torch.Size]
     last: bool
-    """Whether it is the last bucket of the update."""
+    """True if it is the last bucket of the update."""
 
     @property
     def bytes(self) -> Tensor:

@@ -44,7 +44,7 @@ MAX_ADAPTERS = 2
 
 
 class ServerHandle(Protocol):
-    """What an engine needs of a server's process, on this or another machine."""
+    """The interface of a server's process that an engine uses, on this or another machine."""
 
     url: str
     token: str
@@ -173,9 +173,9 @@ class EngineSlot:
     gpus: Sequence[int] = ()
     """The indices of its GPUs, as torch counts them on that machine; none: a CPU."""
     shares_gpu: bool = False
-    """Whether its first GPU is also used by the learner."""
+    """True if its first GPU is also used by the learner."""
     is_local: bool = True
-    """Whether the learner's weights are in the memory of this process, or on a GPU that it sees."""
+    """True if the learner's weights are in the memory of this process, or on a GPU that it sees."""
     run: Callable[[StartServer], tuple[ServerHandle, bool]] = start_here
     """Starts a server there, and returns a handle for this process."""
 
@@ -353,7 +353,7 @@ class SGLangLaunch(Launch):
     weights that LoRA adapts, with LoRA merged into them."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     on_policy: bool = False
-    """Whether it computes in the order and precision of a trainer of plain torch modules."""
+    """True if it computes in the order and precision of a trainer of plain torch modules."""
 
     def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
         """Start the server; if it is deterministic and on a GPU, try `on_policy` first.

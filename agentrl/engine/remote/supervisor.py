@@ -132,7 +132,7 @@ class Replica:
     awaits_weights: bool = False
     """It works, but needs the weights, which the trainer is changing."""
     is_abandoned: bool = False
-    """Whether it is not restarted any more."""
+    """True if it is not restarted any more."""
     restarts: int = 0
     """The restarts since the last update of the policy."""
     excluded_at: float = 0.0

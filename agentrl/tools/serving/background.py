@@ -120,7 +120,7 @@ class Workers:
 
     @property
     def running(self) -> bool:
-        """Whether all workers run."""
+        """True if all workers run."""
         return all(w.process.running for w in self._workers)
 
     def wait(self) -> None:
@@ -166,7 +166,7 @@ class Worker:
         self._lock = threading.Lock()
         self._has_served = self._stopping = False
         self.is_watched = True
-        """Whether the process is restarted when it dies."""
+        """True if the process is restarted when it dies."""
         self.process = self._start()
 
     def wait_until_it_serves(self) -> None:
