@@ -16,9 +16,9 @@ METHODS = ("strict", "flexible")
 TAIL = 300
 """The number of characters at the end of the text that are searched for an answer, as in verl."""
 
-_MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
+_HASH_ANSWER = re.compile(r"#### (-?\$?[0-9.,]+)")
 _NUMBER = re.compile(r"-?\$?[0-9.,]+")
-_NAMED = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BRACE = re.compile(r"[{}]")
 
 
@@ -30,9 +30,9 @@ def without_thoughts(text: str) -> str:
 def gsm8k_answer(text: str, method: str = "strict") -> str | None:
     r"""Return the answer at the end of a text, without commas and `$`; None if there is none.
 
-    `strict` takes the last `#### x` (so it also tests the format), `flexible` the last number. It
-    differs from verl's `gsm8k.extract_solution` in three ways: it accepts `#### $12`, and a
-    `flexible` answer has no commas and no final period.
+    `strict` takes the last `#### x` (so it also tests the format), `flexible` the last number. This
+    function differs from verl's `gsm8k.extract_solution` in three ways: it accepts `#### $12`, and
+    a `flexible` answer has no commas and no final period.
 
     Example: `gsm8k_answer("3*4 = 12\n#### 1,012")` is "1012".
 
@@ -41,7 +41,7 @@ def gsm8k_answer(text: str, method: str = "strict") -> str | None:
     """
     tail = text[-TAIL:]
     if method == "strict":
-        answers = _MARKED.findall(tail)
+        answers = _HASH_ANSWER.findall(tail)
         return without_signs(answers[-1]) if answers else None
     if method == "flexible":
         numbers = [n for n in _NUMBER.findall(tail) if any(c.isdigit() for c in n)]
@@ -61,20 +61,23 @@ def boxed_answer(text: str) -> str | None:
     Example: `boxed_answer(r"so $\boxed{\frac{1}{2}}$.")` is `\frac{1}{2}`.
     """
     for command in ("\\boxed", "\\fbox"):
-        at = text.rfind(command)
-        if at >= 0:
-            return _argument(text, at + len(command))
+        start = text.rfind(command)
+        if start >= 0:
+            return _argument(text, start + len(command))
     return None
 
 
-def _argument(text: str, at: int) -> str | None:
-    """Return the argument of a command whose name ends at `at`."""
-    start = at
+def _argument(text: str, end_of_name: int) -> str | None:
+    """Return the argument of a LaTeX command whose name ends at the index `end_of_name`.
+
+    None if the command has no argument, or its brace is not closed.
+    """
+    start = end_of_name
     while start < len(text) and text[start] in " \t":
         start += 1
     if text[start : start + 1] != "{":
         line = re.split(r"[$\n]", text[start:], maxsplit=1)[0].strip()
-        return (line or None) if start > at else None
+        return (line or None) if start > end_of_name else None
     depth = 0
     for brace in _BRACE.finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
@@ -84,11 +87,13 @@ def _argument(text: str, at: int) -> str | None:
 
 
 def named_answer(text: str) -> str | None:
-    """Return the rest of the line after the last `Answer:` at the end of the text, or None.
+    """Return the rest of the line after the last `Answer:`, or None if there is none.
 
-    Example: `named_answer("2+2 it is. Answer: 4")` is "4".
+    Only the last `TAIL` characters of the text are searched.
+
+    Example: `named_answer("2+2 is 4. Answer: 4")` is "4".
     """
-    answers = _NAMED.findall(text[-TAIL:])
+    answers = _ANSWER_LINE.findall(text[-TAIL:])
     return answers[-1] if answers else None
 
 
@@ -97,17 +102,20 @@ def tagged_answer(text: str) -> str | None:
 
     Example: `tagged_answer("<think>?</think> <answer> Paris </answer>")` is "Paris".
     """
-    answer, at = None, 0
-    while (start := text.find("<answer>", at)) >= 0:
+    answer, position = None, 0
+    while (start := text.find("<answer>", position)) >= 0:
         end = text.find("</answer>", start)
         if end < 0:
             break
-        answer, at = text[start + len("<answer>") : end].strip(), end
+        answer, position = text[start + len("<answer>") : end].strip(), end
     return answer
 
 
 def same_number(answer: str, ground_truth: Any) -> bool:
-    """Return whether the two are the same text without commas and `$`: "17" is not "17.0"."""
+    """Return whether an answer equals the ground truth as text: "17" is not "17.0".
+
+    The answer has no commas and no `$`; those of the ground truth are removed.
+    """
     return answer == plain_number(ground_truth)
 
 

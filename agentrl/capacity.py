@@ -1,9 +1,9 @@
 """Check that this machine lets a run open as many files as it needs.
 
-A rollout holds a connection while it waits for the engine or for a tool, and none in between. With
-fewer connections than rollouts, requests wait for a free connection (`agentrl.http.pool`). This
-costs no reward and little time, because servers queue requests as well. With too few connections to
-keep the servers at work, a run would be many times slower: it is refused.
+A rollout holds a connection only while it waits for the engine or for a tool. With fewer
+connections than rollouts, requests wait for a free connection (`agentrl.http.pool`). This wait does
+not change rewards and costs little time, because servers queue requests as well. A run with too few
+connections to keep the servers busy would be many times slower, so it is refused.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from agentrl.tools.descriptors import (
 )
 
 MIN_CONNECTIONS = 256
-"""Connections that keep servers at work, however many rollouts share them."""
+"""The number of connections that keeps servers busy, regardless of the number of rollouts."""
 
 
 class _Load(NamedTuple):
-    """The most rollouts that a run plays at once."""
+    """The largest number of rollouts that a run plays at once."""
 
     rollouts: int
     formula: str
+    """How the number is computed, for messages."""
     keys: str
     """The config keys that set the number of rollouts."""
 
 
 class _Need(NamedTuple):
-    """The descriptors that a process of the run needs."""
+    """The file descriptors that a process of the run needs."""
 
     process: str
     connections: int
     programs: int
-    """For programs, sandboxes and worker processes."""
+    """Descriptors of programs, sandboxes and worker processes."""
     opened_by_tools: int = 0
+    """Descriptors of files and connections that tools open."""
 
     @property
     def total(self) -> int:
@@ -52,15 +54,16 @@ class _Need(NamedTuple):
 
 
 def check_open_files(plan: Plan) -> None:
-    """Raise the limit of open files, and reserve the descriptors that are not for connections.
+    """Raise the soft limit of open files, and reserve the descriptors that programs need.
 
     Raises:
-        ConfigError: the hard limit is lower than what the run or its tool server needs.
+        ConfigError: the hard limit is lower than the number of descriptors that the run or its tool
+            server needs.
     """
-    allowed, load, config = open_files.raise_limit(), _load(plan), plan.config.sandbox
+    limit, load, config = open_files.raise_limit(), _load(plan), plan.config.sandbox
     open_files.reserve(_needs(plan, load.rollouts, config)[0].programs)
-    need = _most_needed(plan, load.rollouts, config)
-    if need.total <= allowed:
+    need = _largest_need(plan, load.rollouts, config)
+    if need.total <= limit:
         return
     parts = [
         f"{need.connections} for connections ({load.rollouts} rollouts at once: {load.formula})"
@@ -74,35 +77,35 @@ def check_open_files(plan: Plan) -> None:
     ]
     # More than `MIN_CONNECTIONS` rollouts need no more connections, so a small step down in the
     # number of rollouts may change nothing.
-    fitting = bisect_right(
-        range(1, load.rollouts), allowed, key=lambda n: _most_needed(plan, n, config).total
+    max_rollouts = bisect_right(
+        range(1, load.rollouts), limit, key=lambda n: _largest_need(plan, n, config).total
     )
-    if fitting:
-        advice.append(f"play fewer than {fitting + 1} rollouts at once ({load.keys})")
+    if max_rollouts:
+        advice.append(f"play fewer than {max_rollouts + 1} rollouts at once ({load.keys})")
     fewest_slots = config.model_copy(update={"slots": 1})
-    if _most_needed(plan, load.rollouts, fewest_slots).total <= allowed:
+    if _largest_need(plan, load.rollouts, fewest_slots).total <= limit:
         advice.append("lower sandbox.slots")
     raise ConfigError(
-        f"the hard limit of `ulimit -n` lets a process open {allowed} files, but {need.process}"
+        f"the hard limit of `ulimit -n` lets a process open {limit} files, but {need.process}"
         f" needs {need.total}: {', '.join(parts)}, and {RESERVED} for everything else."
         f" {', or '.join(advice)}"
     )
 
 
 def shared_connections(plan: Plan) -> str:
-    """Return a note if there are fewer connections than rollouts, else ""."""
-    load, allowed = _load(plan), open_files.limit()
+    """Return a sentence for the log if there are fewer connections than rollouts, else ""."""
+    load, limit = _load(plan), open_files.limit()
     if not _uses_http(plan):
         return ""
-    left = allowed - RESERVED - _needs(plan, load.rollouts, plan.config.sandbox)[0].programs
-    if load.rollouts > left:
-        shared = f"{left} connections (hard limit of `ulimit -n`: {allowed})"
+    available = limit - RESERVED - _needs(plan, load.rollouts, plan.config.sandbox)[0].programs
+    if load.rollouts > available:
+        limits = f"{available} connections (hard limit of `ulimit -n`: {limit})"
     elif load.rollouts > MAX_CONNECTIONS_TO_SERVER:
-        shared = f"at most {MAX_CONNECTIONS_TO_SERVER} connections to each server"
+        limits = f"at most {MAX_CONNECTIONS_TO_SERVER} connections to each server"
     else:
         return ""
     return (
-        f"{load.rollouts} rollouts at once ({load.formula}) share {shared}. Requests wait for a"
+        f"{load.rollouts} rollouts at once ({load.formula}) share {limits}. Requests wait for a"
         " free connection; this wait does not count against time limits"
     )
 
@@ -125,7 +128,7 @@ def _load(plan: Plan) -> _Load:
 
 
 def _needs(plan: Plan, rollouts: int, sandbox_config: SandboxConfig) -> list[_Need]:
-    """Return what the process of the run needs, and then a process of the tool server, if any."""
+    """Return the needs of the run's process and, if there is a tool server, of its processes."""
     config, tools = plan.config, _tools(plan)
     connections = min(rollouts, MIN_CONNECTIONS) if _uses_http(plan) else 0
     programs = FILES_OF_WORKER * config.reward.workers + descriptors_of_tools(
@@ -143,7 +146,8 @@ def _needs(plan: Plan, rollouts: int, sandbox_config: SandboxConfig) -> list[_Ne
     return needs
 
 
-def _most_needed(plan: Plan, rollouts: int, sandbox_config: SandboxConfig) -> _Need:
+def _largest_need(plan: Plan, rollouts: int, sandbox_config: SandboxConfig) -> _Need:
+    """Return the needs of the process that needs the most descriptors."""
     return max(_needs(plan, rollouts, sandbox_config), key=lambda need: need.total)
 
 

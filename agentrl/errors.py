@@ -22,7 +22,7 @@
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
     └── RunStopped               the run cannot continue (too many dropped episodes, a dead engine)
 
-    EpisodeOver                  not an error: a budget is used up, and the episode ends
+    EpisodeOver                  not an error: a budget is exhausted, and the episode ends
 
 A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions: they become a
 `ToolResult(ok=False)` that the model reads.
@@ -43,7 +43,7 @@ class AgentRLError(Exception):
 
 
 class UserError(AgentRLError, ValueError):
-    """Something that the user wrote is wrong; the message names the value, the choices, the fix."""
+    """A mistake of the user. The message names the value, the choices and the fix."""
 
 
 class ConfigError(UserError):
@@ -63,11 +63,11 @@ class RegistryError(UserError, LookupError):
 
 
 class ToolError(AgentRLError):
-    """Raise this in a tool: the model reads the message as the result of the call."""
+    """A tool rejects its input. The model reads the message as the result of the call."""
 
 
 class Infrastructure(AgentRLError, RuntimeError):
-    """A machine failed, not the model: the episode is retried, then dropped, never rewarded 0."""
+    """The infrastructure failed: the episode is retried, then dropped, never rewarded with 0."""
 
 
 class EngineError(Infrastructure):
@@ -130,9 +130,10 @@ class RunStopped(AgentRLError, RuntimeError):
 
 
 class EpisodeOver(BaseException):
-    """A budget of the episode is used up. Methods of the episode raise it, the rollout catches it.
+    """A budget of the episode is exhausted, so the episode ends.
 
-    It is not an `Exception`, so that a loop with `except Exception` does not continue the episode.
+    Methods of `Episode` raise this exception, and `play_episode` catches it. It is not derived from
+    `Exception`, so that a loop with `except Exception` does not continue the episode.
     """
 
     def __init__(self, reason: str):
@@ -142,10 +143,10 @@ class EpisodeOver(BaseException):
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turn exceptions of the user's code in this block into `UserCodeError`.
+    """Convert exceptions of the user's code in this block to `UserCodeError`.
 
-    `sys.exit`, a `TimeoutError` or a `CancelledError` that the user's code raises are bugs like any
-    other exception. A cancellation of the task from outside is passed on.
+    This includes a `SystemExit`, a `TimeoutError` and a `CancelledError` that the user's code
+    raises. If the task itself is cancelled, the `CancelledError` is raised unchanged.
 
     Args:
         what: the name of the code, for the message.

@@ -1,7 +1,7 @@
 """Validation: play fixed rows with fixed seeds and the sampling of the `val` keys.
 
 Validation during training, `trainer.val_only` and `agentrl eval` use the same function, so that
-their metrics are comparable. It needs an engine, but not torch.
+their metrics are comparable. Validation needs an engine, but not torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Evaluation:
     metrics: Mapping[str, float]
     groups: Sequence[Group]
     greedy_groups: Sequence[Group]
+    """The groups of the greedy pass; empty if there was none."""
 
 
 def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> Evaluation:
@@ -88,10 +89,10 @@ def accuracy(scored: Scored) -> float:
 
 
 def pass_at_k(group: Group, k: int) -> float:
-    """Return the probability that at least one of k rollouts passes.
+    """Return the probability that at least one of k rollouts of a sample passes.
 
-    It is 1 - C(n-c, k) / C(n, k) for n rollouts of which c passed (Chen et al., 2021), which is
-    unbiased for n >= k. If fewer than k rollouts are left, it uses all of them.
+    The estimate is 1 - C(n-c, k) / C(n, k) for n rollouts of which c passed (Chen et al., 2021). It
+    is unbiased for n >= k. If fewer than k rollouts were not dropped, k is their number.
     """
     n = len(group.scored)
     c = sum(accuracy(s) >= 1 for s in group.scored)

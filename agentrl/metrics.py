@@ -1,4 +1,4 @@
-"""Metrics of rollouts. Those that verl has too have verl's names."""
+"""Metrics of rollouts. A metric that verl also has keeps verl's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mean(values: Collection[float]) -> float:
     return sum(values) / len(values)
 
 
-def spread(name: str, values: Collection[float]) -> dict[str, float]:
+def summarize(name: str, values: Collection[float]) -> dict[str, float]:
     """Return `name/mean`, `name/max` and `name/min`, or nothing if there are no values."""
     if not values:
         return {}
@@ -40,11 +40,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     penalized = sum(end - start for turn in turns for start, end, _ in turn.penalties)
     results = [r for turn in turns for r in turn.tool_results]
     metrics = {
-        **spread("critic/score", [s.reward for s in scored]),
-        **spread("response_length", responses),
-        **spread("prompt_length", [float(len(t.segments[0].prompt_ids)) for t in trajectories]),
-        **spread("num_turns", [float(len(t.turns)) for t in trajectories]),
-        **spread("tool_call_counts", [float(count_calls(t)) for t in trajectories]),
+        **summarize("critic/score", [s.reward for s in scored]),
+        **summarize("response_length", responses),
+        **summarize("prompt_length", [float(len(t.segments[0].prompt_ids)) for t in trajectories]),
+        **summarize("num_turns", [float(len(t.turns)) for t in trajectories]),
+        **summarize("tool_call_counts", [float(count_calls(t)) for t in trajectories]),
         "rollout/dropped": float(total - len(scored)),
         "rollout/sampled_tokens": sampled,
         "rollout/segments": mean([len(t.segments) for t in trajectories]),
@@ -53,15 +53,15 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     for agent in sorted({t.sample.agent_name for t in trajectories}):
         of_agent = [s for s in scored if s.trajectory.sample.agent_name == agent]
-        called = [count_calls(s.trajectory) > 0 for s in of_agent]
+        calls_tools = [count_calls(s.trajectory) > 0 for s in of_agent]
         metrics[f"rollout/{agent}/reward"] = mean([s.reward for s in of_agent])
-        metrics[f"rollout/{agent}/tool_call_rate"] = mean(called)
+        metrics[f"rollout/{agent}/tool_call_rate"] = mean(calls_tools)
     # The share of tool calls with each kind of error.
     for error, count in sorted(Counter(r.error for r in results if r.error).items()):
         metrics[f"tool_error/{error}"] = count / len(results)
     if penalized:  # the share of sampled tokens that belong to failed calls with a penalty
         metrics["tool_error/penalized_tokens"] = penalized / sampled
-    metrics |= _cached(trajectories)
+    metrics |= _cache_ratios(trajectories)
     for reason, count in sorted(Counter(t.stop_reason for t in trajectories).items()):
         metrics[f"stop/{reason}"] = count / len(scored)
     for source in dict.fromkeys(["outcome", "turn", "tool", *scored[0].rewards]):
@@ -78,23 +78,23 @@ def count_calls(trajectory: Trajectory) -> int:
     return sum(len(t.tool_results) for t in trajectory.turns)
 
 
-def _cached(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _cache_ratios(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the share of prompt tokens that were in the engine's prefix cache.
 
-    It is returned for all turns, and for all turns but the first one of each conversation. The
-    prompts of later turns repeat earlier tokens, so most of them should be in the cache.
+    There are two shares: of all turns, and of all turns except the first of each conversation. The
+    prompt of a later turn repeats earlier tokens, so most of its tokens should be in the cache.
     """
-    later: list[Turn] = []
+    later_turns: list[Turn] = []
     for t in trajectories:
         conversations: set[int] = set()
         for turn in t.turns:
             if turn.thread in conversations:
-                later.append(turn)
+                later_turns.append(turn)
             conversations.add(turn.thread)
     name = "rollout/cached_token_ratio"
     return {
         **_ratio(name, [turn for t in trajectories for turn in t.turns]),
-        **_ratio(f"{name}/later_turns", later),
+        **_ratio(f"{name}/later_turns", later_turns),
     }
 
 

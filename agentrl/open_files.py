@@ -1,7 +1,7 @@
 """The limit of open files of this process (`ulimit -n`).
 
-Each connection, pipe and file takes a descriptor. `ulimit -n` sets how many a process may have: the
-soft limit applies now, and a process may raise it up to the hard limit.
+Each connection, pipe and file takes a descriptor. `ulimit -n` limits the descriptors of a process.
+The soft limit is enforced, and a process may raise its soft limit up to the hard limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ RESERVED = 128
 """Descriptors for everything but connections and programs: libraries, GPUs, pipes to servers, logs,
 files of a step. A CPU run has about 30 open, and a checkpoint adds a few at a time."""
 HEADROOM = 64
-"""Descriptors to open later, if a process already has more than `RESERVED` - `HEADROOM` open."""
+"""Descriptors that stay free if the process already has more than `RESERVED` - `HEADROOM` open."""
 MAX_LIMIT = 2**20
-"""The highest soft limit that is set. Some hosts allow 2**30, and a program that walks over all
-descriptors it could have would take minutes there."""
+"""The highest soft limit that `raise_limit` sets. Some hosts allow 2**30, and a program that loops
+over all possible descriptors would take minutes there."""
 SPARE = 16
 """Descriptors that are kept open for a checkpoint in an emergency."""
 
@@ -29,10 +29,10 @@ _open_at_start = 0
 def raise_limit() -> int:
     """Raise the soft limit to the hard limit; return the soft limit. Children inherit both."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_LIMIT)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MAX_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(ValueError, OSError):  # macOS allows less than it reports
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     return limit()
 
 
@@ -43,9 +43,9 @@ def limit() -> int:
 
 
 def reserve(count: int) -> None:
-    """Reserve descriptors that connections must leave free, such as those of programs.
+    """Reserve descriptors for programs and files, so that connections do not use them.
 
-    A later call replaces the earlier one: the counts are not added.
+    Each call sets the number of reserved descriptors; the numbers of several calls are not added.
     """
     global _reserved
     _reserved = count
@@ -58,13 +58,13 @@ def left_for_connections() -> int:
     """
     global _open_at_start
     if not _open_at_start:
-        with contextlib.suppress(OSError):  # a system that does not list them
+        with contextlib.suppress(OSError):  # this system does not list its descriptors
             _open_at_start = len(os.listdir("/dev/fd"))
     return max(1, limit() - max(RESERVED, _open_at_start + HEADROOM) - _reserved)
 
 
 def advice(error: BaseException) -> str:
-    """Return the cause of an error and what to do, if no descriptor was left; else ""."""
+    """Return the cause and the remedy if an error says that no descriptor is free; else ""."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return (
             f" (this process has opened all {limit()} files that `ulimit -n` allows: raise the"
@@ -76,7 +76,10 @@ def advice(error: BaseException) -> str:
 
 
 def spare_files() -> contextlib.ExitStack:
-    """Open descriptors that can be closed when none is left and a checkpoint must be saved."""
+    """Open files that only keep descriptors free for a checkpoint in an emergency.
+
+    Closing the returned stack makes the descriptors available.
+    """
     files = contextlib.ExitStack()
     for _ in range(SPARE):
         files.callback(os.close, os.open(os.devnull, os.O_RDONLY))

@@ -51,13 +51,15 @@ T = TypeVar("T")
 log = logging.getLogger("agentrl")
 
 SHIPPED_LOOPS = ("single_turn", "tool_agent", "react")
-"""The shipped loops, which add no user messages of their own; other loops may add some."""
+"""The shipped loops. They add no user messages, except for react, whose tool results are user
+messages. A loop of the user may add user messages."""
 CANARY_TOKENS = 256
-"""Length of the row that engines score after each update (the canary), in tokens."""
+"""The length in tokens of the canary: the row that engines score after each weight update."""
 MAX_COMPARE_SECONDS = 30.0
-"""Time in which all prompts are compared with what the template renders: 200,000 short rows."""
+"""The time limit for comparing the tokens of prompts with the rendered template, in seconds. It is
+enough for 200,000 short rows."""
 MAX_VERIFIED_KINDS = 8
-"""Kinds of rows for which the template is verified, those with the most rows first."""
+"""The number of kinds of rows for which the template is verified. The most common kinds are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def make_plan(config: Config) -> Plan:
     problems: list[str] = []
 
     def attempt(work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; append a user error to the problems."""
+        """Call `work` and return its result; add a `UserError` to `problems` and return None."""
         try:
             return work()
         except UserError as e:
@@ -106,21 +108,25 @@ def make_plan(config: Config) -> Plan:
         attempt(partial(registry.load_file, file))
     # If a file does not load, its tools are missing in every row. Report the cause alone.
     all_files_loaded = not problems
+    for name, where in registry.interactions.replaced().items():
+        log.warning("the interaction %r is that of %s, not the shipped one", name, where)
     if all_files_loaded:
         algorithm = config.algorithm
-        named = [
+        references = [
             ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
             ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
             *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
         ]
-        problems += [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in named if n not in kind]
+        problems += [
+            f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind
+        ]
     rollout = config.rollout
     scorer = attempt(
         partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
     )
     rows: list[Sequence[Sample]] = []
-    checked = partial(load_checked, configured=config.interaction.kwargs)
-    load = checked if all_files_loaded else load_samples
+    load_and_check = partial(load_checked, configured=config.interaction.kwargs)
+    load = load_and_check if all_files_loaded else load_samples
     for path in (config.data.train, config.data.val):
         samples = (attempt(partial(load, path, config.data.agent_name)) if path else None) or []
         if scorer and all_files_loaded:
@@ -145,7 +151,7 @@ def make_plan(config: Config) -> Plan:
 def _programs(plan: Plan) -> list[str]:
     """Return the tools and rewards of the rows that run programs in this machine's sandbox.
 
-    The tools of a server that runs already use the server's sandbox.
+    With `tools.url`, the tools run programs in the sandbox of that server and are not returned.
     """
     names = {name for sample in plan.samples for name in sample.tools}
     tools = [
@@ -177,7 +183,7 @@ def _tools_text() -> Callable[[Sample], str]:
 
 
 def check_policy_learns(plan: Plan) -> None:
-    """Refuse a run that ends before the first step of its policy.
+    """Refuse a run that ends before the first optimizer step of its policy.
 
     Raises:
         ConfigError: all steps train the critic alone.
@@ -192,7 +198,7 @@ def check_policy_learns(plan: Plan) -> None:
 
 
 def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> None:
-    """Refuse rows that do not work with the model's chat template or context length.
+    """Refuse rows that the model's chat template or context length does not support.
 
     Args:
         plan: the run.
@@ -200,20 +206,20 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
         max_length: the model's context length, in tokens.
 
     Raises:
-        TemplateError: the template changes earlier turns of these rows, or no parser can read its
+        TemplateError: the template changes earlier turns of such rows, or no parser can read its
             tool calls. The message names the kinds of rows and the first token that differs.
         DataError: prompts are too long. The message names the rows and their lengths.
     """
-    bad = {
+    failures = {
         f"{count} rows of {name}": fails
         for name, count, verdicts in verify_rows(plan, template)
         if (fails := [v for v in verdicts if v.fails])
     }
-    if bad:
+    if failures:
         lines = [
-            line for rows, fails in bad.items() for line in format_verdicts(fails, f"{rows}, ")
+            line for rows, fails in failures.items() for line in format_verdicts(fails, f"{rows}, ")
         ]
-        react = any(" rows of react" in rows for rows in bad)
+        react = any(" rows of react" in rows for rows in failures)
         raise TemplateError(
             "the model's chat template renders conversations of these rows differently from the"
             " tokens of an episode:\n"
@@ -276,8 +282,8 @@ def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -
 def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counter[str]:
     """Refuse rows whose prompt is too long, or cannot be encoded as the template renders it.
 
-    The encoding is compared for all rows until `MAX_COMPARE_SECONDS` are over, and then for the
-    first row of each shape.
+    The tokens of every prompt are compared with the rendered template for `MAX_COMPARE_SECONDS`.
+    After that, they are compared for the first row of each shape only.
 
     Returns:
         The number of rows that show tools, by agent loop.
@@ -327,10 +333,10 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
 
 
 def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
-    """Return the token ids of the first prompts, joined, which the canary scores.
+    """Return the canary, the row that engines score after each update: the first prompts, joined.
 
-    The canary uses prompts of the run because the policy is trained on such tokens, and several of
-    them because a mean over more tokens has less noise.
+    The canary consists of the run's prompts because the policy is trained on such tokens. It has
+    several prompts because a mean over more tokens has less noise.
     """
     row, toolbox = token_array(), LocalToolbox()
     for sample in islice(plan.samples, CANARY_TOKENS):
@@ -377,7 +383,7 @@ def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list
 
 
 def describe_history(plan: Plan, template: ChatTemplate) -> str:
-    """Say whether the template keeps earlier turns, and what happens to their thinking."""
+    """Return a sentence: does the template keep earlier turns, and what happens to thinking?"""
     verdicts = [v for _, _, verdicts in verify_rows(plan, template) for v in verdicts if v.ok]
     if not verdicts:
         return "chat template: these rows have one turn only"
@@ -404,7 +410,7 @@ def describe_history(plan: Plan, template: ChatTemplate) -> str:
 
 
 def describe_run(plan: Plan) -> str:
-    """Describe the rows by loop and tools, where programs run, and the size of a step."""
+    """Return lines about the rows by loop and tools, the sandbox, and the size of a step."""
     lines = []
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         if not samples:
@@ -423,10 +429,12 @@ def describe_run(plan: Plan) -> str:
     ]
     if programs := _programs(plan):
         backend = config.sandbox.backend
-        how = (
+        isolation = (
             "NOT ISOLATED, with your rights" if backend == "unsafe-subprocess" else f"in {backend}"
         )
-        lines.append(f"programs of {', '.join(programs)} run {how} (sandbox.backend={backend})")
+        lines.append(
+            f"programs of {', '.join(programs)} run {isolation} (sandbox.backend={backend})"
+        )
     if plan.train:
         size = config.data.batch_size * config.rollout.n
         mini = config.algorithm.mini_batch_size or size
@@ -443,7 +451,7 @@ def describe_run(plan: Plan) -> str:
 
 
 def _describe_algorithm(config: AlgorithmConfig) -> str:
-    """Return the algorithm's name, and the parts that differ from the defaults of the name."""
+    """Return the algorithm's name, and its parts that differ from the name's defaults."""
     defaults = AlgorithmConfig(name=config.name)
     parts = ("adv_estimator", "policy_loss", "loss_agg_mode")
     values = {part: getattr(config, part) for part in parts}
@@ -452,7 +460,7 @@ def _describe_algorithm(config: AlgorithmConfig) -> str:
 
 
 def _describe_extra_rollouts(config: Config) -> Iterator[str]:
-    """Describe the rollouts of a step that it does not train on."""
+    """Yield a line for each kind of rollouts that a step plays but does not train on."""
     a, d = config.algorithm, config.data
     if a.filter_groups:
         yield (

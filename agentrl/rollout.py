@@ -59,18 +59,19 @@ class _Play:
     sampling: Sampling
     seed: int
     trains: bool
-    """True if the policy is trained on it, so that its reward includes training penalties."""
+    """True if the policy is trained on this rollout. Then its reward includes penalties."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """A rollout that was dropped, and why."""
+    """A rollout that was dropped."""
 
     cause: str
+    """Why it was dropped: the type and the message of the exception."""
 
 
 class Rollouts:
-    """Play episodes from synchronous code."""
+    """A synchronous interface that plays and scores episodes."""
 
     def __init__(self, world: World, scorer: Scorer, *, seed: int):
         """Start the thread of the event loop.
@@ -108,15 +109,15 @@ class Rollouts:
             samples: the rows of the step.
             n: rollouts per sample.
             sampling: the sampling parameters.
-            step: the seed of a turn depends on step, row, rollout and turn.
-            tag: "train", "val" and so on: part of the episode ids. Training has its own seeds.
-            earlier: the rows that were played before in this step. A row that is among them gets
-                other seeds.
-            greedy: also play each sample once at temperature 0, as its rollout n.
+            step: the training step. The seed of a turn depends on step, row, rollout and turn.
+            tag: "train", "val" and so on; a part of the episode ids. "train" has its own seeds.
+            earlier: the rows that were already played in this step. If a row is played again, it
+                gets other seeds.
+            greedy: also play each sample once at temperature 0, as its rollout number n.
 
         Returns:
-            One group for each sample, in order, without groups that lost more than a quarter of
-            their rollouts or their greedy rollout.
+            One group for each sample, in order. A group is left out if more than a quarter of its
+            rollouts, or its greedy rollout, was dropped.
 
         Raises:
             RunStopped: more than 5 % of the rollouts were dropped; the message lists the causes.
@@ -196,7 +197,7 @@ class Rollouts:
                 yield _Play(s, k, episode_id, sampling, seed, trains)
 
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
-        """Play and score all rollouts; each `per_sample` successive ones belong to one sample."""
+        """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
         for play in plays:
             self.world.sampler.begin(play.episode_id)
         size = per_sample if self._scorer.has_group_reward else 1
@@ -205,11 +206,11 @@ class Rollouts:
             return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
 
     async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
-        """Play rollouts of a sample, and score together those that are not dropped."""
-        played = await run_all([self._play(play) for play in plays])
-        trajectories = [p for p in played if isinstance(p, Trajectory)]
+        """Play rollouts of one sample, and score all that were not dropped in one call."""
+        outcomes = await run_all([self._play(play) for play in plays])
+        trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
         scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
-        return [p if isinstance(p, _Dropped) else next(scored) for p in played]
+        return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
 
     async def _play(self, play: _Play) -> Trajectory | _Dropped:
         """Play an episode, and retry it after infrastructure failures."""
@@ -249,7 +250,7 @@ class Rollouts:
     async def _score(
         self, trajectories: Sequence[Trajectory], play: _Play
     ) -> list[Scored | _Dropped]:
-        """Score trajectories of a sample, and retry it after infrastructure failures."""
+        """Score trajectories of one sample; retry the scoring after infrastructure failures."""
         episode_ids = [trajectory.episode_id for trajectory in trajectories]
         cause = ""
         try:
@@ -268,13 +269,15 @@ class Rollouts:
 
 def _log_infrastructure_error(error: Infrastructure, sample: Sample, attempt: int) -> str:
     """Log the first line of an error, and return the whole error for the list of causes."""
-    # Otherwise the log would contain the last lines of a dead engine once for every row.
+    # The whole error contains the last lines of a dead engine; the log must not repeat them for
+    # every row.
     line = str(error).partition("\n")[0].removesuffix(" Its last lines:")
     log.warning("row %s: %s (attempt %d of %d)", sample.id, line, attempt + 1, MAX_ATTEMPTS)
     return f"{type(error).__name__}: {error}"
 
 
 def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
+    """Raise `RunStopped` if more than `MAX_DROPPED` of the rollouts were dropped."""
     dropped = [r.cause for r in results if isinstance(r, _Dropped)]
     if len(dropped) <= MAX_DROPPED * len(results):
         return
@@ -293,7 +296,10 @@ def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
 def open_rollouts(
     config: Config, sampler: Sampler, template: ChatTemplate, scorer: Scorer
 ) -> Iterator[Rollouts]:
-    """Open rollouts with the config's tools, in process or over HTTP, and close them at the end."""
+    """Create `Rollouts` with the config's tools, and close them at the end of the block.
+
+    The tools run in this process or on a tool server, as the config says.
+    """
     freeze_heap()
     raise_limit()
     sandbox.configure(config.sandbox)
@@ -308,10 +314,10 @@ def open_rollouts(
 
 
 def freeze_heap() -> None:
-    """Exclude all present objects (modules, schemas, the model) from garbage collection.
+    """Exclude all existing objects (modules, schemas, the model) from garbage collection.
 
-    These hundreds of thousands of objects live as long as the process. Scanning them again and
-    again while episodes create new objects took a third of the time of an agent loop.
+    These hundreds of thousands of objects live as long as the process. Without this call, the
+    collector scans them again and again, which takes a third of the time of an agent loop.
     """
     gc.collect()
     gc.freeze()

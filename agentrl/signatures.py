@@ -1,4 +1,4 @@
-"""Inspect functions and classes of the user: their location, and the arguments they take."""
+"""Inspect functions and classes of the user: their locations and their parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def identify(target: Any) -> str:
 def find_argument_problems(
     function: Callable[..., Any], kwargs: Mapping[str, Any], injected: Collection[str] = ()
 ) -> list[str]:
-    """Return the problems of calling `function(**kwargs)`, or an empty list.
+    """Return what is wrong with the call `function(**kwargs)`, or an empty list.
 
     Args:
         function: a function, or a class for its constructor.
@@ -48,7 +48,7 @@ def find_argument_problems(
         return [f"{identify(function)} has no signature: write an __init__"] if kwargs else []
     accepted = [p for p in parameters if p.kind in KEYWORD and p.name not in injected]
     names = [p.name for p in accepted]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
     problems = [
         f"missing argument {p.name!r}"
         for p in accepted
@@ -62,7 +62,7 @@ def find_argument_problems(
     for name in kwargs:
         if name in injected:
             problems.append(f"argument {name!r} is passed by agentrl: remove it")
-        elif name not in names and not takes_any:
+        elif name not in names and not has_var_keyword:
             choices = ", ".join(names) if names else "no arguments"
             problems.append(
                 f"unknown argument {name!r}.{did_you_mean(name, names)} It takes: {choices}"
@@ -73,7 +73,7 @@ def find_argument_problems(
 def merge_arguments(
     key: str, row: Mapping[str, Any], config: Mapping[str, Any], config_only: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge the arguments of a row and of the config, and return the problems of doing so.
+    """Merge the arguments of a row and of the config; also return the conflicts as messages.
 
     Args:
         key: the config key of the config's arguments.

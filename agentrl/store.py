@@ -7,7 +7,8 @@
 
 Each rollout is one row. The arrays of its segments (token ids, masks, logprobs) are columns of
 lists of lists, which any parquet reader can use. Structured data (messages, turns, rewards) is JSON
-text. A row contains the whole trajectory: what is read equals what was written.
+text. A row contains the whole trajectory: reading it returns an object equal to the one that was
+written.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ _COLUMNS = {
     "seconds": (pa.float64(), f"{_TRAJECTORY}.seconds"),
     "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
 }
-"""All columns but the segments' arrays: their types, and the attribute of a `Stored`."""
+"""The type of each column, and the attribute of a `StoredRollout` that it contains. The columns of
+the segments' arrays are in `STREAMS`."""
 _JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling"}
 """The columns that contain JSON text."""
 
@@ -99,8 +101,8 @@ _BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A stored rollout."""
+class StoredRollout:
+    """A scored rollout with its position in the store."""
 
     step: int
     split: str
@@ -116,7 +118,7 @@ class TrajectoryStore:
         self.folder = folder
 
     def write(self, step: int, groups: Sequence[Group], split: str = "train") -> Path:
-        """Store the rollouts of a step, in place of those that were stored for it before.
+        """Store the rollouts of a step and return the file. An existing file is replaced.
 
         Raises:
             RunStopped: the file cannot be written, for example because the disk is full.
@@ -137,8 +139,8 @@ class TrajectoryStore:
                 staging.unlink()
         return path
 
-    def read(self, step: int | None = None, split: str | None = None) -> Iterator[Stored]:
-        """Yield the rollouts of one or all steps and splits, in the order of steps.
+    def read(self, step: int | None = None, split: str | None = None) -> Iterator[StoredRollout]:
+        """Yield the rollouts of one step or split, or of all of them, in the order of steps.
 
         Raises:
             DataError: a file is damaged.
@@ -176,15 +178,15 @@ def load_trajectories(
     """
     if not folder.is_dir():
         raise DataError(f"no trajectories: {folder} is not a folder")
-    for stored in TrajectoryStore(folder).read(step, split):
-        yield stored.scored
+    for rollout in TrajectoryStore(folder).read(step, split):
+        yield rollout.scored
 
 
 # -- writing --------------------------------------------------------------------------------------
 
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
-    rows = [Stored(step, split, g.dropped, scored) for g in groups for scored in g.scored]
+    rows = [StoredRollout(step, split, g.dropped, scored) for g in groups for scored in g.scored]
     columns = [
         pa.array([_cell(name, path, row) for row in rows], kind)
         for name, (kind, path) in _COLUMNS.items()
@@ -197,7 +199,7 @@ def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _cell(name: str, path: str, row: Stored) -> Any:
+def _cell(name: str, path: str, row: StoredRollout) -> Any:
     value = attrgetter(path)(row)
     if name == "sample":
         names = [f.name for f in fields(value) if f.name in _OTHER_SAMPLE_FIELDS]
@@ -235,7 +237,7 @@ def _to_json(value: Any) -> Any:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def _read_shard(path: Path) -> Iterator[Stored]:
+def _read_shard(path: Path) -> Iterator[StoredRollout]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH):
@@ -243,12 +245,12 @@ def _read_shard(path: Path) -> Iterator[Stored]:
                 rows = batch.drop_columns(list(STREAMS)).to_pylist()
                 for row, *lists in zip(rows, *streams, strict=True):
                     segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
-                    yield _stored(row, segments)
+                    yield _rollout_from_row(row, segments)
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as e:
         raise DataError(f"{path} is not a readable file of trajectories: {e!r}") from e
 
 
-def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
+def _rollout_from_row(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> StoredRollout:
     row = {"control_token_attempts": 0, **row}  # missing in older files
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, (_, path) in _COLUMNS.items():
@@ -263,7 +265,7 @@ def _stored(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> Stored:
         "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
     }
     scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])
-    return Stored(scored=scored, **parts[""])
+    return StoredRollout(scored=scored, **parts[""])
 
 
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:

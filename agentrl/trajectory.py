@@ -42,7 +42,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any] | str
-    """A JSON object; or the raw text, and `error` says why it is not a JSON object."""
+    """A JSON object; the raw text if it is not a JSON object, and then `error` says why."""
     error: str = ""
     id: str = ""
     span: tuple[int, int] | None = field(default=None, compare=False)
@@ -53,7 +53,7 @@ class ToolCall:
 class ToolResult:
     """The result of a tool call, as the model reads it.
 
-    A tool may return one to add a reward. Its content may then be any JSON value.
+    A tool may return a `ToolResult` to add a reward. Then `content` may be any JSON value.
     """
 
     content: str
@@ -101,9 +101,9 @@ class Sample:
     interaction: str = ""
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The row's `extra_info`, without what the fields above contain."""
+    """The row's `extra_info`, without the entries that other fields contain."""
     row: int = 0
-    """Position in its file. Random seeds and error messages use it."""
+    """The index of the row in its file. Random seeds and error messages use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Generation:
     """The policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
-    """The number of prompt tokens that the engine reports; the episode compares its own count."""
+    """The number of prompt tokens that the engine reports. The episode checks it."""
     cached_tokens: int = 0
 
 
@@ -164,14 +164,14 @@ class Turn:
     thread: int = 0
     """The conversation: 0 is the agent loop's own, n is the n-th that it spawned."""
     prompt_tokens: int = 0
-    """The number of tokens in the engine's prompt: the whole row so far."""
+    """The number of tokens in the engine's prompt: the whole row up to this turn."""
     cached_tokens: int = 0
-    """How many of these tokens were in the engine's prefix cache."""
+    """The number of prompt tokens that were in the engine's prefix cache."""
     penalties: tuple[tuple[int, int, float], ...] = ()
     """For each failed call with a penalty (`tools.penalties`): (start, end, penalty), where the
     call is response tokens [start, end)."""
     message_index: int = -1
-    """Index of its message in `Trajectory.messages`; -1 in files of older versions."""
+    """The index of the turn's message in `Trajectory.messages`; -1 in files of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +180,21 @@ class Trajectory:
 
     sample: Sample
     episode_id: str
-    """Unique for each attempt: a retry has a new one."""
+    """Unique for each attempt: a retry of the rollout has a new id."""
     rollout: int
     """The index of this rollout among the sample's n rollouts."""
     segments: tuple[Segment, ...]
-    """One, unless the loop edited the history, spawned conversations or stripped thinking."""
+    """A trajectory has one segment, unless the loop edited the history or spawned conversations, or
+    thinking was stripped."""
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     """All messages in the order of time, those of spawned conversations included."""
     sampling: Mapping[str, Any]
     stop_reason: str
-    """done, or the budget that was used up: turn_tokens, trajectory_tokens, turns, tool_calls,
-    time."""
+    """`done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`, `tool_calls` or
+    `time`."""
     tool_reward: float = 0.0
-    """The sum of what `reward()` of the class tools returned at the end."""
+    """The sum of the values that the class tools' `reward()` returned at the end."""
     seconds: float = 0.0
     control_token_attempts: int = 0
     """How often prompts, tools and interactions contained the text of a control token. Such text is
@@ -220,12 +221,12 @@ class Trajectory:
         """
         if all(turn.message_index >= 0 for turn in self.turns):
             return tuple(self.messages[turn.message_index] for turn in self.turns)
-        written = tuple(m for m in self.messages if m.role == "assistant")
-        return written[len(written) - len(self.turns) :]
+        assistant = tuple(m for m in self.messages if m.role == "assistant")
+        return assistant[len(assistant) - len(self.turns) :]
 
     @property
     def response_messages(self) -> tuple[Message, ...]:
-        """The messages from the policy's first one on, without those that the loop opened with."""
+        """The messages from the policy's first message on, without the loop's opening messages."""
         start = self.turns[0].message_index if self.turns else len(self.sample.prompt)
         return self.messages[start if start >= 0 else len(self.sample.prompt) :]
 
@@ -243,17 +244,18 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trajectory with its rewards: by source, and their weighted sum."""
+    """A trajectory with its rewards by source, and with their weighted sum."""
 
     trajectory: Trajectory
     rewards: Mapping[str, float]
-    """By source, unweighted: outcome, turn, tool, and overlong if there is such a penalty."""
+    """The unweighted rewards by source: outcome, turn, tool, and overlong if it is configured."""
     reward: float
     """The weighted sum, which training uses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers that the reward function returned, such as `acc`."""
     masked: bool = False
-    """True if it is excluded from the loss and from its group's baseline (budget policy "mask")."""
+    """True if the trajectory is excluded from the loss and from its group's baseline (budget policy
+    "mask")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,5 +267,5 @@ class Group:
     dropped: int = 0
     """The number of rollouts that were dropped."""
     greedy: Scored | None = None
-    """An additional rollout at temperature 0 for estimators that need it: a baseline, never trained
-    on."""
+    """An additional rollout at temperature 0, for estimators that use its reward as a baseline. The
+    policy is never trained on it."""

@@ -1,4 +1,4 @@
-"""Report what each episode is waiting for when no episode makes progress."""
+"""A watchdog: if no episode makes progress, it prints what each episode waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.agent_loops.attempt import Attempt
 
 
 class Watchdog:
-    """Print the state of all episodes when none of them has changed state for some time."""
+    """A thread that prints the states of all episodes if no state has changed for some time."""
 
     def __init__(
         self,
@@ -24,9 +24,10 @@ class Watchdog:
         """Start the thread of the watchdog. It is active only within `armed`.
 
         Args:
-            seconds: the time without a change of state after which it prints.
+            seconds: the time without a change of state after which the watchdog prints a report.
             out: the stream to print to; by default standard error.
-            causes: returns additional lines for the report: what many episodes wait for.
+            causes: returns additional lines for the report, such as the server for which many
+                episodes wait.
         """
         self._seconds = seconds
         self._causes = causes
@@ -41,7 +42,7 @@ class Watchdog:
         self._episodes[episode.episode_id] = episode
 
     def set_state(self, episode_id: str, state: str) -> None:
-        """Set what an episode is waiting for now."""
+        """Set the state of an episode: the thing that it waits for."""
         if episode := self._episodes.get(episode_id):
             episode.enter(state)
 
