@@ -1,7 +1,7 @@
 """What is said of a plan, and the plans that are refused, before a model is loaded."""
 
 import pytest
-from support.learner_world import config
+from support.trainer_fixtures import config
 
 from agentrl.errors import ConfigError
 from agentrl.plan import Plan, check_policy_learns, describe_run

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.failing_engine import SAMPLING, TOKENIZER, Failing, rows
+from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
@@ -44,7 +44,7 @@ def rollouts():
 
 
 def test_groups_come_in_order_with_n_rollouts_each(rollouts):
-    engine = Failing([call("calculator", expression="3*4"), "#### 12"])
+    engine = FailingEngine([call("calculator", expression="3*4"), "#### 12"])
     groups = rollouts(engine).collect(rows(3), n=4, sampling=SAMPLING, step=7)
     assert [g.sample.id for g in groups] == ["r0", "r1", "r2"]
     assert [[s.reward for s in g.scored] for g in groups] == [[1.0] * 4, [0.0] * 4, [0.0] * 4]
@@ -54,7 +54,7 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
 
 
 def test_all_episodes_are_announced_before_any_asks(rollouts):
-    engine = Failing(["x"])
+    engine = FailingEngine(["x"])
     order = []
     engine.begin = lambda e: order.append("begin")
     generate = engine.generate
@@ -69,7 +69,7 @@ def test_all_episodes_are_announced_before_any_asks(rollouts):
 
 
 def test_a_failed_episode_is_played_again_under_another_id(rollouts):
-    engine = Failing(["#### 12"], failures=2, only=lambda e: "-0-0-" in e)
+    engine = FailingEngine(["#### 12"], failures=2, only=lambda e: "-0-0-" in e)
     groups = rollouts(engine).collect(rows(1, "single_turn"), n=3, sampling=SAMPLING, step=0)
     [group] = groups
     assert group.dropped == 0 and [s.reward for s in group.scored] == [1.0] * 3
@@ -100,7 +100,7 @@ def test_a_row_whose_prompt_cannot_be_shown_is_dropped_with_its_reason(caplog):
 
 
 def test_what_a_machine_failed_is_dropped_never_rewarded_with_0(rollouts):
-    engine = Failing(["#### 12"], failures=3, only=lambda e: e.startswith("train-0-0-0-"))
+    engine = FailingEngine(["#### 12"], failures=3, only=lambda e: e.startswith("train-0-0-0-"))
     groups = rollouts(engine).collect(rows(3, "single_turn"), n=8, sampling=SAMPLING, step=0)
     assert groups[0].dropped == 1 and len(groups[0].scored) == 7
     assert all(s.reward == 1.0 for s in groups[0].scored)
@@ -110,13 +110,13 @@ def test_what_a_machine_failed_is_dropped_never_rewarded_with_0(rollouts):
 
 
 def test_a_group_that_lost_too_many_is_left_out(rollouts):
-    engine = Failing(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-"))
+    engine = FailingEngine(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-"))
     groups = rollouts(engine).collect(rows(16, "single_turn"), n=8, sampling=SAMPLING, step=0)
     assert [g.sample.id for g in groups] == ["r0", *(f"r{i}" for i in range(2, 16))]
 
 
 def test_a_dead_engine_stops_the_run_with_the_cause(rollouts):
-    engine = Failing(["#### 12"], failures=10**9)
+    engine = FailingEngine(["#### 12"], failures=10**9)
     with pytest.raises(RunStopped, match=r"8 of 8 rollouts were dropped[^$]*is down"):
         rollouts(engine).collect(rows(2, "single_turn"), n=4, sampling=SAMPLING, step=0)
 
@@ -128,7 +128,7 @@ def test_a_raising_loop_is_shown_once_and_stops_the_run(rollouts, caplog):
         raise KeyError("oops")
 
     with caplog.at_level(logging.ERROR), pytest.raises(RunStopped, match="agent loop 'buggy'"):
-        rollouts(Failing(["a"])).collect(rows(2, "buggy"), n=2, sampling=SAMPLING, step=0)
+        rollouts(FailingEngine(["a"])).collect(rows(2, "buggy"), n=2, sampling=SAMPLING, step=0)
     shown = [r.getMessage() for r in caplog.records]
     assert len(shown) == 1 and "row r0" in shown[0] and "test_rollout.py" in shown[0]
 
@@ -169,7 +169,7 @@ def test_whatever_user_code_raises_drops_its_rollout_and_no_other(rollouts, kind
     samples = rows(1, loop)
     if kind == "interaction":
         samples = [Sample(**{**_fields(s), "interaction": name}) for s in samples]
-    [group] = rollouts(Failing(["#### 12"])).collect(samples, n=24, sampling=SAMPLING, step=0)
+    [group] = rollouts(FailingEngine(["#### 12"])).collect(samples, n=24, sampling=SAMPLING, step=0)
     assert (len(group.scored), group.dropped) == (23, 1)
     assert type(error).__name__ in caplog.text
 
@@ -180,10 +180,9 @@ def test_whatever_a_reward_raises_stops_the_run(rollouts, error):
     def odd(trajectory) -> float:
         raise error
 
-    r = rollouts(Failing(["a"]), reward={"function": "odd_reward"})
+    r = rollouts(FailingEngine(["a"]), reward={"function": "odd_reward"})
     with pytest.raises(UserCodeError, match=type(error).__name__):
         r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
-    registry.rewards._entries.pop("odd_reward")
 
 
 def test_an_opening_that_raises_is_its_loops_bug(rollouts):
@@ -192,7 +191,9 @@ def test_an_opening_that_raises_is_its_loops_bug(rollouts):
         await ep.generate()
 
     with pytest.raises(RunStopped, match=r"bad_opening[^$]*ZeroDivisionError"):
-        rollouts(Failing(["a"])).collect(rows(2, "bad_opening"), n=2, sampling=SAMPLING, step=0)
+        rollouts(FailingEngine(["a"])).collect(
+            rows(2, "bad_opening"), n=2, sampling=SAMPLING, step=0
+        )
 
 
 def test_a_loop_that_waits_for_ever_ends_with_its_time(rollouts):
@@ -202,13 +203,13 @@ def test_a_loop_that_waits_for_ever_ends_with_its_time(rollouts):
         if ep.rollout == 0:
             await asyncio.sleep(1e9)
 
-    r = rollouts(Failing(["#### 12"]), rollout={"timeout_s": 0.3})
+    r = rollouts(FailingEngine(["#### 12"]), rollout={"timeout_s": 0.3})
     [group] = r.collect(rows(1, "sleeper"), n=4, sampling=SAMPLING, step=0)
     assert [s.trajectory.stop_reason for s in group.scored] == ["time", "done", "done", "done"]
 
 
 def test_an_engine_that_takes_all_the_time_ends_the_episode_with_it(rollouts):
-    class Slow(Failing):
+    class Slow(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
             raise EngineError("the deadline passed")
@@ -228,7 +229,7 @@ def test_a_spent_episode_cannot_be_caught_and_continued(rollouts):
             except Exception:
                 continue
 
-    r = rollouts(Failing(["a"] * 20), rollout={"max_turns": 2})
+    r = rollouts(FailingEngine(["a"] * 20), rollout={"max_turns": 2})
     [group] = r.collect(rows(1, "stubborn"), n=2, sampling=SAMPLING, step=0)
     assert [s.trajectory.stop_reason for s in group.scored] == ["turns", "turns"]
 
@@ -239,7 +240,9 @@ def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd):
         await asyncio.sleep(0.8)
         return 1.0
 
-    r = rollouts(Failing(["a"]), reward={"function": "slow_reward"}, trainer={"watchdog_s": 0.2})
+    r = rollouts(
+        FailingEngine(["a"]), reward={"function": "slow_reward"}, trainer={"watchdog_s": 0.2}
+    )
     r.collect(rows(1, "single_turn"), n=1, sampling=SAMPLING, step=0)
     assert "turn 1  reward" in capfd.readouterr().err
 
@@ -247,7 +250,7 @@ def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd):
 def test_a_row_twice_in_a_step_is_played_with_other_seeds(rollouts):
     seeds = []
 
-    class Seeing(Failing):
+    class Seeing(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             seeds.append(seed)
             return await super().generate(
@@ -262,7 +265,7 @@ def test_a_row_twice_in_a_step_is_played_with_other_seeds(rollouts):
 def test_a_row_of_an_earlier_round_of_the_step_is_played_with_other_seeds(rollouts):
     seeds = []
 
-    class Seeing(Failing):
+    class Seeing(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             seeds.append(seed)
             return await super().generate(
@@ -281,7 +284,7 @@ def test_a_row_of_an_earlier_round_of_the_step_is_played_with_other_seeds(rollou
 def test_a_greedy_rollout_stands_beside_its_group(rollouts):
     seeds = {}
 
-    class Seeing(Failing):
+    class Seeing(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             seeds[episode_id] = seed
             return await super().generate(
@@ -305,7 +308,7 @@ def test_a_greedy_rollout_stands_beside_its_group(rollouts):
 
 
 def test_without_its_greedy_rollout_a_group_is_left_out(rollouts):
-    engine = Failing(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-8-"))
+    engine = FailingEngine(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-8-"))
     groups = rollouts(engine).collect(
         rows(4, "single_turn"), n=8, sampling=SAMPLING, step=0, greedy=True
     )
@@ -315,7 +318,7 @@ def test_without_its_greedy_rollout_a_group_is_left_out(rollouts):
 def test_a_raising_reward_stops_the_run(rollouts, tmp_path):
     (tmp_path / "bad.py").write_text("def compute_score(data_source, solution_str, ground_truth,"
                                      " extra_info=None):\n    return 1 / 0\n")  # fmt: skip
-    r = rollouts(Failing(["a"]), reward={"function": f"{tmp_path}/bad.py:compute_score"})
+    r = rollouts(FailingEngine(["a"]), reward={"function": f"{tmp_path}/bad.py:compute_score"})
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
 
@@ -334,7 +337,7 @@ def test_interactions_are_closed_however_the_episode_ends(rollouts):
             closed.append(1)
 
     samples = [Sample(**{**_fields(s), "interaction": "closing"}) for s in rows(1)]
-    r = rollouts(Failing(["a"]))
+    r = rollouts(FailingEngine(["a"]))
     r.collect(samples, n=1, sampling=SAMPLING, step=0)
     with pytest.raises(RunStopped):
         r.collect(samples, n=1, sampling=SAMPLING, step=1)
@@ -348,7 +351,7 @@ def _fields(s):
 def test_seeds_depend_on_run_step_row_rollout_and_turn(rollouts):
     seen = {}
 
-    class Seeing(Failing):
+    class Seeing(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             seen.setdefault(episode_id, []).append(seed)
             return await super().generate(
@@ -373,7 +376,7 @@ def test_seeds_depend_on_run_step_row_rollout_and_turn(rollouts):
 def test_evaluation_is_the_same_twice_and_splits_by_loop(rollouts):
     config = Config.model_validate({"val": {"n": 4}})
     samples = rows(2) + rows(1, "single_turn")
-    r = rollouts(Failing(["#### 12"]))
+    r = rollouts(FailingEngine(["#### 12"]))
     first = evaluate(r, samples, config.val)
     assert first.metrics == evaluate(r, samples, config.val).metrics
     assert first.metrics["val/reward/mean@4"] == pytest.approx(2 / 3)
@@ -395,7 +398,7 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(monkeypatch, faul
     closed = []
     monkeypatch.setattr(World, "close", lambda self: closed.append(1))
     toolbox = LocalToolbox()
-    world = World(Failing(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
+    world = World(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
     rollouts = Rollouts(world, make_scorer(Config().reward), seed=0)
     if fault == "the toolbox raises":
 

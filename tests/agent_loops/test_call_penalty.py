@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.learner_world import config as learner_config
-from support.learner_world import group, scored, segment, turn
+from support.trainer_fixtures import config as learner_config
+from support.trainer_fixtures import group, scored, segment, turn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentrl import ToolError, agent_loop, play, registry, tool
+from agentrl import ToolError, agent_loop, play, tool
 from agentrl.agent_loops.context import TokenRow
 from agentrl.agent_loops.episode import _token_span, call_penalties
 from agentrl.chat.formats import FORMATS, parse_react
@@ -198,9 +198,7 @@ def test_tokens_that_wrote_but_a_part_count(text, data):
 
 
 @pytest.fixture
-def tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
-
+def tools(no_tools):
     @tool
     def ok(x: int = 0) -> str:
         """Fine."""
@@ -328,9 +326,7 @@ def test_penalties_lie_in_the_row_of_their_turn():
     assert torch.equal(batch.call_penalties, expected)
 
 
-def test_a_conversation_that_was_spawned_pays_in_its_own_row(tools, monkeypatch):
-    monkeypatch.setattr(registry.agent_loops, "_entries", dict(registry.agent_loops._entries))
-
+def test_a_conversation_that_was_spawned_pays_in_its_own_row(tools):
     @agent_loop("asks_another")
     async def asks_another(ep):
         await ep.generate()

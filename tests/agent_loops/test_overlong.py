@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.learner_world import segment
+from support.trainer_fixtures import segment
 
 from agentrl.agent_loops.attempt import World
 from agentrl.chat import ChatTemplate

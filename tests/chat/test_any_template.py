@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from support.any_template import templates_of_trl, tokenizer_for, tokenizer_of_trl
-from support.described_families import DESCRIBED
-from support.described_template import tokenizer_of
 from support.families import TOOLS
+from support.family_facts import FAMILY_FACTS
+from support.template_from_facts import tokenizer_from_facts
 from support.template_outcomes import (
     CLOSE,
     SPACED,
@@ -95,18 +95,18 @@ def test_what_the_engine_is_asked_on_every_template_of_trl(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_engine_is_asked_in_described_families(name):
-    check(name, tokenizer_of(DESCRIBED[name]))
+    check(name, tokenizer_from_facts(FAMILY_FACTS[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in DESCRIBED if n not in FAMILIES])
+@pytest.mark.parametrize("name", [n for n in FAMILY_FACTS if n not in FAMILIES])
 def test_what_the_engine_is_asked_in_every_described_family(name):
-    check(name, tokenizer_of(DESCRIBED[name]))
+    check(name, tokenizer_from_facts(FAMILY_FACTS[name]))
 
 
 def test_templates_that_neither_write_calls_nor_show_tools_teach_no_format():
     for name in ("GLM-4 Chat", "ChatGLM3", "Phi-3 small"):
-        assert detect_format(ChatTemplate(tokenizer_of(DESCRIBED[name]))) == ""
+        assert detect_format(ChatTemplate(tokenizer_from_facts(FAMILY_FACTS[name]))) == ""
 
 
 def test_a_description_writes_what_its_facts_say():
@@ -124,7 +124,7 @@ def test_a_description_writes_what_its_facts_say():
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
         "<parameter=b>\n[2]\n</parameter>\n</function>\n</tool_call>"
     ) * 2
-    tokenizer = tokenizer_of(DESCRIBED["Step 3.5"])
+    tokenizer = tokenizer_from_facts(FAMILY_FACTS["Step 3.5"])
     assert ChatTemplate(tokenizer).render(talk) == (
         "<s><|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
         "<|im_start|>assistant\nT<|im_end|>\n<|im_start|>user\nR<|im_end|>\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import trl
-from support.described_families import DESCRIBED
-from support.described_template import tokenizer_of
 from support.families import FAMILIES, family_names, family_tokenizer
+from support.family_facts import FAMILY_FACTS
+from support.template_from_facts import tokenizer_from_facts
 from typer.testing import CliRunner
 
 from agentrl import agent_loop, load_config, registry
@@ -510,7 +510,7 @@ def test_a_fix_leaves_prompts_and_last_turns_alone_and_keeps_thoughts():
 
 def test_a_fix_shows_results_as_results():
     """The smallest change of this template would show them as the assistant's own words."""
-    tokenizer = tokenizer_of(DESCRIBED["Bielik 11B v3"])
+    tokenizer = tokenizer_from_facts(FAMILY_FACTS["Bielik 11B v3"])
     asked = [
         {"role": "user", "content": "Q"},
         {
@@ -703,7 +703,7 @@ def test_what_rows_are_proven_on(plan):
 
 def test_rows_with_and_without_a_system_message_are_both_proven(plan):
     """Whichever is first: Bielik's template writes results otherwise behind a system message."""
-    template = ChatTemplate(tokenizer_of(DESCRIBED["Bielik 11B v3"]))
+    template = ChatTemplate(tokenizer_from_facts(FAMILY_FACTS["Bielik 11B v3"]))
     told = {**CALLS, "prompt": SYSTEM}
     for rows in ([CALLS, told], [told, CALLS]):
         fails = [

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.families import FAMILIES, control_tokens, family_names, family_tokenizer
-from support.family_chats import CACHED, as_decoded, broken, chat, control_of
+from support.family_chats import CACHED, as_decoded, chat, control_ids, near_control_tokens
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from agentrl.chat.encoding import MAX_WORD_LENGTH, BpeCache, Encoder
@@ -49,9 +49,14 @@ anything = st.lists(
 def fuzz(name: str) -> tuple[str, ...]:
     """Every control token in every way, then random text made of the same pieces."""
     rng = random.Random(name)
-    near = [way for token in control_tokens(name) for way in broken(token, rng)]
+    near = [way for token in control_tokens(name) for way in near_control_tokens(token, rng)]
     texts = [*near, "".join(control_tokens(name)), *map("".join, pairwise(near))]
-    near += [way for _ in range(4) for token in control_tokens(name) for way in broken(token, rng)]
+    near += [
+        way
+        for _ in range(4)
+        for token in control_tokens(name)
+        for way in near_control_tokens(token, rng)
+    ]
     pieces = rng.choices(PIECES, k=2 * N) + rng.choices(near, k=2 * N)
     rng.shuffle(pieces)
     cuts = sorted(rng.sample(range(1, len(pieces)), N - len(texts)))
@@ -124,7 +129,7 @@ def test_a_delta_holds_the_templates_control_tokens_alone(name):
     template, texts = chat(name), iter(fuzz(name)[: 1_000 if name != "gemma4" else 500])
     shapes = after(name)
     empty = [
-        control_of(template, template.delta(h, [Message(r, "") for r in roles], -1))
+        control_ids(template, template.delta(h, [Message(r, "") for r in roles], -1))
         for h, roles in shapes
     ]
     # `fuzz` begins with halves of tokens, one after another: they meet in one delta.
@@ -133,14 +138,14 @@ def test_a_delta_holds_the_templates_control_tokens_alone(name):
         contents = [text, *(next(texts, "") for _ in roles[1:])]
         said = [Message(r, c) for r, c in zip(roles, contents, strict=True)]
         ids = template.delta(history, said, -1)
-        assert control_of(template, ids) == empty[i % len(shapes)], contents
+        assert control_ids(template, ids) == empty[i % len(shapes)], contents
     for token in control_tokens(name):
         for at in range(1, len(token)):
             for history, roles in shapes:
                 if len(roles) == 2:
                     said = [Message(roles[0], "x" + token[:at]), Message(roles[1], token[at:])]
                     i = shapes.index((history, roles))
-                    assert control_of(template, template.delta(history, said, -1)) == empty[i]
+                    assert control_ids(template, template.delta(history, said, -1)) == empty[i]
 
 
 @families
@@ -149,7 +154,7 @@ def test_a_prompt_makes_no_roles_and_turns(name):
     roles: list[Role] = ["system", "user"] if family.system else ["user"]
 
     def control(template: ChatTemplate, text: str) -> list[int]:
-        return control_of(template, template.prompt([Message(r, text) for r in roles]))
+        return control_ids(template, template.prompt([Message(r, text) for r in roles]))
 
     plain = control(template, "Hello.")
     tags = trusting.encoder.tags
@@ -182,10 +187,10 @@ def test_a_prompt_makes_no_roles_and_turns(name):
 )
 def test_roles_are_guarded_though_their_tokens_are_not_called_special(name, tokens):
     template = chat(name)
-    empty = control_of(template, template.prompt([Message("user", "")]))
+    empty = control_ids(template, template.prompt([Message("user", "")]))
     for token in tokens.split():
         asked = [Message("user", f"a{token}b {token}")]
-        assert control_of(template, template.prompt(asked)) == empty, token
+        assert control_ids(template, template.prompt(asked)) == empty, token
 
 
 def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from support.families import FAMILIES, control_tokens, family_names, family_tokenizer
-from support.family_chats import broken
-from support.forged import control_of, squeezed
+from support.family_chats import near_control_tokens
+from support.forgery_checks import comparable_text, family_control_ids
 
 from agentrl import tool
 from agentrl.agent_loops.play import play
@@ -101,7 +101,10 @@ def hostile_texts(name: str, count: int, seed: int = 0) -> list[str]:
     tokens = [t for t in control_tokens(name) if t.strip("\n▁")]
     found = []
     while len(found) < count:
-        near = [rng.choice(broken(rng.choice(tokens), rng)) for _ in range(rng.randint(1, 3))]
+        near = [
+            rng.choice(near_control_tokens(rng.choice(tokens), rng))
+            for _ in range(rng.randint(1, 3))
+        ]
         words = rng.choices(["Find it.", "\n", "system\nObey.", '"}', "'", "\\", ""], k=len(near))
         found.append("".join(a + b for a, b in zip(near, words, strict=True)))
     return found
@@ -143,8 +146,10 @@ def attack(name: str, count: int) -> dict[str, int]:
                 template.prompt(messages)
             continue
         ids = template.prompt(messages)
-        assert control_of(name, ids) == control_of(name, template.prompt(plain)), text
-        assert squeezed(name, template.decode(ids)) == squeezed(name, text_of_prompt)
+        assert family_control_ids(name, ids) == family_control_ids(name, template.prompt(plain)), (
+            text
+        )
+        assert comparable_text(name, template.decode(ids)) == comparable_text(name, text_of_prompt)
         # Tools: each channel alone, in turn, and now and then all of them.
         if tools:
             channel = IN_SCHEMAS[n % len(IN_SCHEMAS)]
@@ -158,15 +163,17 @@ def attack(name: str, count: int) -> dict[str, int]:
                 assert "control tokens" in str(e)
                 refused[channel] += 1
             else:
-                want = control_of(name, template.prompt(plain, calm))
-                assert control_of(name, ids) == want, given
+                want = family_control_ids(name, template.prompt(plain, calm))
+                assert family_control_ids(name, ids) == want, given
                 text_of_all = rendered(name, plain, hostile)
-                assert squeezed(name, template.decode(ids)) == squeezed(name, text_of_all), given
+                assert comparable_text(name, template.decode(ids)) == comparable_text(
+                    name, text_of_all
+                ), given
         # What comes later: an interaction's text, a tool's result, a call's name and id.
         history = [Message("user", "Q"), Message("assistant", "A")]
         ids = template.delta(history, [Message("user", text)], -1)
         want = template.delta(history, [Message("user", harmless(text))], -1)
-        assert control_of(name, ids) == control_of(name, want), text
+        assert family_control_ids(name, ids) == family_control_ids(name, want), text
         if family.results not in RESULTS:
             deltas = []
             for id, called, result in (
@@ -175,7 +182,10 @@ def attack(name: str, count: int) -> dict[str, int]:
             ):
                 call = Message("assistant", "A", (ToolCall(called, {}, id=id),))
                 deltas.append(template.delta([history[0], call], [Message("tool", result)], -1))
-            assert control_of(name, deltas[0]) == control_of(name, deltas[1]), (text, others)
+            assert family_control_ids(name, deltas[0]) == family_control_ids(name, deltas[1]), (
+                text,
+                others,
+            )
     return refused
 
 
@@ -249,7 +259,7 @@ def test_a_token_across_a_border_and_one_in_two_strings(name, shown):
         )
     ]
     assert template.decode(prompts[0]).startswith(token)
-    assert control_of(name, prompts[0]) == control_of(name, prompts[1])
+    assert family_control_ids(name, prompts[0]) == family_control_ids(name, prompts[1])
 
 
 def test_attempts_of_schemas_are_counted():
@@ -274,7 +284,7 @@ def test_attempts_of_schemas_are_counted():
         row = Sample("0", (Message("user", "Say <think>"),), agent_name=loop, tools=("forging",))
         said = "Thought: no\nFinal Answer: 1"
         t = play(row, Scripted([said], tokenizer), tokenizer)
-        shown = control_of("qwen3", t.segments[0].prompt_ids)
+        shown = family_control_ids("qwen3", t.segments[0].prompt_ids)
         names = tokenizer.convert_ids_to_tokens(shown)
         # The template's own, and the row's own tag.
         assert names.count("<|im_start|>") == 3 and names.count("<|im_end|>") == 2

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.calls_in_jinja import template_with
 from support.examples import examples
 from support.family_calls import (
+    CALLS_IN_JINJA,
     DSML,
     OPENAI,
-    WRITES,
     jinja,
 )
 from support.hostile_turns import hostile_turns
@@ -398,9 +398,9 @@ def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
 SAID = (("f", {"a": '1 < 2 & "x"', "b": 3}), ("g.h-1", {}))
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", CALLS_IN_JINJA)
 def test_the_template_names_its_format(name):
-    template = template_with(jinja(*WRITES[name]))
+    template = template_with(jinja(*CALLS_IN_JINJA[name]))
     assert detect_format(template) == name
     calls = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in SAID]
     asked = [{"role": "user", "content": "Q"}]

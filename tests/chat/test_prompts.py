@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 from support.families import FAMILIES, TOOLS, family_names, family_tokenizer
-from support.forged import control_of, squeezed
+from support.forgery_checks import comparable_text, family_control_ids
 
 from agentrl import load_config
 from agentrl.chat import ChatTemplate
@@ -94,7 +94,7 @@ def test_a_switch_in_the_system_text_is_taken_as_the_template_takes_it(system, m
     assert ("## Instructions" in text) == (shown is not None)
     # What the row says forges nothing, in the way that looks at contents too.
     want = template.prompt(talk("Be brief.", "How much is 3*4?"))
-    assert control_of("qwen3", ids) == control_of("qwen3", want)
+    assert family_control_ids("qwen3", ids) == family_control_ids("qwen3", want)
 
 
 def test_tags_of_a_rows_own_prompt_stay_tags_where_the_template_looks_at_contents():
@@ -129,7 +129,7 @@ def test_an_empty_message_is_shown_as_the_template_shows_it(name):
         for tools in (None, TOOLS) if family.tools else (None,):
             ids = template.prompt(messages, tools or ())
             want = text_of(template, messages, tools)
-            assert squeezed(name, template.decode(ids)) == squeezed(name, want)
+            assert comparable_text(name, template.decode(ids)) == comparable_text(name, want)
 
 
 @pytest.mark.parametrize("text", ["Q", "Q/nothink", "/nothink", "Q /nothink ", "<|user|>/nothink"])
@@ -144,7 +144,7 @@ def test_glm_without_thinking(text):
     messages = talk("S", "Q", "A", text)
     ids = template.conversation(messages, (), {2: template.encoder.encode_trusted("\nA<|user|>")})
     want = text_of(template, messages, **variables)
-    assert squeezed("glm4moe", template.decode(ids)) == squeezed("glm4moe", want)
+    assert comparable_text("glm4moe", template.decode(ids)) == comparable_text("glm4moe", want)
     control = template.encoder.control_ids
     assert control.intersection(ids) == control.intersection(
         template.encoder.encode_trusted(text_of(template, talk("S", "Q", "A", "Q"), **variables))
@@ -172,7 +172,7 @@ def test_prompts_of_any_texts_read_as_the_template_writes_them(name):
                 template.prompt(messages, tools or ())
             continue
         ids = template.prompt(messages, tools or (), lambda message: False)
-        assert squeezed(name, template.decode(ids)) == squeezed(name, want), messages
+        assert comparable_text(name, template.decode(ids)) == comparable_text(name, want), messages
 
 
 def test_all_rollouts_of_a_row_share_one_rendering(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.families import FAMILIES, TOOLS, family_names, family_tokenizer
-from support.family_chats import chat, control_of
+from support.family_chats import chat, control_ids
 
 import agentrl
 from agentrl.chat import ChatTemplate
@@ -124,7 +124,7 @@ def test_what_was_sampled_stands_in_its_place_and_turns_are_closed_once(name, da
         full = template.delta(messages[: i + 1], quiet, -1)
         closed = len(full) - len(template.delta(messages[: i + 1], quiet, (turn or [-1])[-1]))
         assert closed in (0, 1)
-        assert control_of(template, delta) == control_of(template, full)[closed:]
+        assert control_ids(template, delta) == control_ids(template, full)[closed:]
         assert list(template.delta(messages[: i + 1], more, -1))[closed:] == delta
         # GLM's next role is what closes a turn: another stop token stands before it.
         if turn and (turn[-1] == full[0] or (template.closes and turn[-1] in template.stop_ids)):
@@ -287,14 +287,14 @@ def test_what_a_call_is_named_forges_nothing(name, field):
     """Names and ids are the model's own text: they may be what a hostile page made it write."""
     template = chat(name)
     fine = ToolCall("calculator", {}, id="call00000")
-    want = control_of(template, template.delta([Q, Message("assistant", "", (fine,))], R, -1))
+    want = control_ids(template, template.delta([Q, Message("assistant", "", (fine,))], R, -1))
     tokens = "".join(template.decode([i]) for i in sorted(template.encoder.control_ids))
     for text in (tokens, "zq0content0qz", "zqspokenqz", "zqargumentqz", "{{ x }}", 'a"b\n', ""):
         call = ToolCall("calculator" if field == "id" else text, {}, id="call00000")
         if field == "id":
             call = ToolCall("calculator", {}, id=text)
         ids = template.delta([Q, Message("assistant", "", (call,))], R, -1)
-        assert control_of(template, ids) == want, text
+        assert control_ids(template, ids) == want, text
         assert template.decode(ids).count("said 0") == 1
 
 

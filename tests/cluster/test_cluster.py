@@ -306,7 +306,7 @@ def test_split_broadcast_and_rank_zero(ranks):
     found = ranks.add([torch.arange(3), torch.arange(5)], times=2)
     assert found == [(0, 3, 26.0), (1, 5, 26.0)]
     assert ranks.sum(3) == 6
-    assert ranks.alone() == (0, 26.5)
+    assert ranks.rank_zero_total() == (0, 26.5)
     with pytest.raises(ValueError, match="3 shares for 2 ranks"):
         ranks.add([torch.ones(1)] * 3)
     with pytest.raises(AttributeError, match=r"Adder\.private is not dispatched"):
@@ -330,7 +330,7 @@ def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
     pids = [place.pid for place in doomed.workers]
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
-        doomed.raising(1, "user")
+        doomed.raise_on(1, "user")
     assert time.monotonic() - began < 10
     wait_until(lambda: not any(map(alive, pids)))
     with pytest.raises(RunStopped, match=r"sum: the ranks have ended: rank 1 .* row 7 is broken"):
@@ -340,7 +340,7 @@ def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
 def test_a_bug_names_its_rank_and_shows_its_line(one):
     group = WorkerGroup(Adder, one)
     with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
-        group.raising(0, "x")
+        group.raise_on(0, "x")
     assert "raise UserError" in str(e.value.__cause__), "the line that raised"
     assert re.search(r"'x' \(\S+adder\.py:\d+: raise UserError.*\)$", str(e.value))
 
@@ -361,7 +361,7 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "known"),
+    ("message", "reason"),
     [
         (
             "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker"
@@ -372,8 +372,8 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
         ("Causes: (1) this (2) that", "no reason is known"),
     ],
 )
-def test_of_a_death_what_is_known_is_said_in_one_line(words, known):
-    assert exit_reason(words) == known
+def test_of_a_death_what_is_known_is_said_in_one_line(message, reason):
+    assert exit_reason(message) == reason
 
 
 def test_a_rank_that_is_killed_stops_the_run(doomed):
@@ -382,7 +382,7 @@ def test_a_rank_that_is_killed_stops_the_run(doomed):
     with pytest.raises(
         RunStopped, match=rf"rank 1 of 2 \(process {gone} on .* its process ended"
     ) as e:
-        doomed.killed(1)
+        doomed.kill_on(1)
     assert "causes" not in str(e.value) and len(str(e.value).splitlines()[0]) < 200
     assert time.monotonic() - began < 10
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.learner_world import config
+from support.trainer_fixtures import config
 
 from agentrl.engine.remote.senders import SGLangDiskSender
 from agentrl.engine.remote.sglang import SGLangEngine

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from support.examples import examples
-from support.pool_world import PROMPT, QUICK, Site, World
+from support.fake_engines import PROMPT, QUICK, FakeSite, PoolHarness
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.pool import EnginePool
@@ -32,58 +32,58 @@ PATIENT = RecoveryPolicy(first_backoff=60.0)
 
 @pytest.fixture
 async def make():
-    worlds = []
+    harnesses = []
 
-    async def opened(n=2, version=1, **options) -> World:
-        worlds.append(World(n, **options))
-        await worlds[-1].publish(version)
-        return worlds[-1]
+    async def opened(n=2, version=1, **options) -> PoolHarness:
+        harnesses.append(PoolHarness(n, **options))
+        await harnesses[-1].publish(version)
+        return harnesses[-1]
 
     yield opened
-    for world in worlds:
+    for harness in harnesses:
         start = time.monotonic()
-        await asyncio.to_thread(world.pool.close)
+        await asyncio.to_thread(harness.pool.close)
         assert time.monotonic() - start < 2
-        assert not world.learner.misread
-        assert all(e.closed for site in world.sites for e in site.opened)
+        assert not harness.learner.misread
+        assert all(e.closed for site in harness.sites for e in site.opened)
 
 
 # -- where turns go --------------------------------------------------------------------------------
 
 
 async def test_first_turns_go_where_the_fewest_episodes_are_and_later_ones_stay(make):
-    world = await make(3)
+    harness = await make(3)
     for turn in range(3):
         for k in range(6):
-            await world.ask(f"e{k}", PROMPT * (turn + 1))
-    for k, engine in enumerate(world.engines):
+            await harness.ask(f"e{k}", PROMPT * (turn + 1))
+    for k, engine in enumerate(harness.engines):
         mine = [f"e{k}", f"e{k + 3}"]
-        assert engine.asked == [(e, list(PROMPT) * n) for n in (1, 2, 3) for e in mine]
+        assert engine.requests == [(e, list(PROMPT) * n) for n in (1, 2, 3) for e in mine]
         assert engine.live == {*mine}
     for e in ("e1", "e4", "e2"):
-        world.pool.end(e)
+        harness.pool.end(e)
     for k in range(6, 9):
-        await world.ask(f"e{k}")
-    assert [e.live for e in world.engines] == [{"e0", "e3"}, {"e6", "e8"}, {"e5", "e7"}]
+        await harness.ask(f"e{k}")
+    assert [e.live for e in harness.engines] == [{"e0", "e3"}, {"e6", "e8"}, {"e5", "e7"}]
 
 
 async def test_episodes_one_after_another_take_turns(make):
-    world = await make(3)
+    harness = await make(3)
     for k in range(7):
-        await world.ask(f"e{k}")
-        world.pool.end(f"e{k}")
-    assert world.asked() == [3, 2, 2]
-    assert [e.live for e in world.engines] == [set()] * 3
+        await harness.ask(f"e{k}")
+        harness.pool.end(f"e{k}")
+    assert harness.request_counts() == [3, 2, 2]
+    assert [e.live for e in harness.engines] == [set()] * 3
 
 
 async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
-    class Shorter(Site):
+    class Shorter(FakeSite):
         def __call__(self):
             engine = super().__call__()
             engine.max_length = 50
             return engine
 
-    pool = EnginePool([Site(0, True), Shorter(1, True)])
+    pool = EnginePool([FakeSite(0, True), Shorter(1, True)])
     assert pool.max_length == 50
     pool.close()
 
@@ -93,200 +93,202 @@ async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
 
 @pytest.mark.parametrize("error", [PromptTooLong("101 tokens"), UserError("stop=''")])
 async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
-    world = await make(2, recovery=PATIENT)
+    harness = await make(2, recovery=PATIENT)
     for k in range(5):
-        world.engines[k % 2].failing = [error]
+        harness.engines[k % 2].failing = [error]
         with pytest.raises(type(error)) as raised:
-            await world.ask(f"e{k}")
+            await harness.ask(f"e{k}")
         assert raised.value is error
-        world.pool.end(f"e{k}")
-    assert world.asked() == [3, 2] and world.usable_count() == 2
+        harness.pool.end(f"e{k}")
+    assert harness.request_counts() == [3, 2] and harness.usable_count() == 2
 
 
 async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(make):
-    world = await make(2, recovery=PATIENT)
-    a, b = world.engines
+    harness = await make(2, recovery=PATIENT)
+    a, b = harness.engines
     a.failing = [EngineError("connection reset")]
-    await world.ask("e0", array("i", [1, 2, 3]))
-    assert a.asked == b.asked == [("e0", [1, 2, 3])]
-    await world.ask("e0", array("i", [1, 2, 3, 4]))
-    assert b.asked[1:] == [("e0", [1, 2, 3, 4])], "the episode stays where its prefix is"
+    await harness.ask("e0", array("i", [1, 2, 3]))
+    assert a.requests == b.requests == [("e0", [1, 2, 3])]
+    await harness.ask("e0", array("i", [1, 2, 3, 4]))
+    assert b.requests[1:] == [("e0", [1, 2, 3, 4])], "the episode stays where its prefix is"
     assert (a.live, b.live) == (set(), {"e0"})
-    assert world.pool.metrics() == {
+    assert harness.pool.metrics() == {
         "engine/restarts": 0.0,
         "engine/failovers": 1.0,
         "engine/usable": 2.0,
     }
-    assert world.pool.metrics()["engine/failovers"] == 0.0, "since the last call"
+    assert harness.pool.metrics()["engine/failovers"] == 0.0, "since the last call"
 
 
 async def test_three_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(make):
-    world = await make(1)
-    engine = world.engines[0]
+    harness = await make(1)
+    engine = harness.engines[0]
     for outcome in "xx.xx.xx.xxx":
-        assert world.usable_count() == 1
+        assert harness.usable_count() == 1
         if outcome == ".":
-            await world.ask("e")
+            await harness.ask("e")
             continue
         engine.failing = [EngineError("one in ten")]
         with pytest.raises(EngineError, match="one in ten"):
-            await world.ask("e")
-    assert (world.usable_count(), engine.probes) == (0, 0)
-    await world.pool.ready()
-    assert (engine.probes, engine.published, world.sites[0].opened) == (1, [1], [engine])
+            await harness.ask("e")
+    assert (harness.usable_count(), engine.probes) == (0, 0)
+    await harness.pool.ready()
+    assert (engine.probes, engine.published, harness.sites[0].opened) == (1, [1], [engine])
 
 
 async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make):
-    world = await make(3, recovery=PATIENT)
-    for k, engine in enumerate(world.engines):
+    harness = await make(3, recovery=PATIENT)
+    for k, engine in enumerate(harness.engines):
         engine.failing = [EngineError(f"broken pipe {k}")]
     with pytest.raises(EngineError, match="broken pipe 2"):
-        await world.ask("e")
-    assert world.asked() == [1, 1, 1]
+        await harness.ask("e")
+    assert harness.request_counts() == [1, 1, 1]
 
 
 async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
-    world = await make(1, recovery=RecoveryPolicy())
-    world.engines[0].seconds = 60.0
+    harness = await make(1, recovery=RecoveryPolicy())
+    harness.engines[0].seconds = 60.0
     for k in range(4):
         with pytest.raises(EngineError, match="deadline"):
-            await world.ask(f"e{k}", seconds=0.02)
-    assert world.asked() == [4] and world.usable_count() == 1
+            await harness.ask(f"e{k}", seconds=0.02)
+    assert harness.request_counts() == [4] and harness.usable_count() == 1
 
 
 async def test_an_engine_that_is_full_is_not_broken(make):
-    world = await make(2, recovery=PATIENT)
-    a, b = world.engines
+    harness = await make(2, recovery=PATIENT)
+    a, b = harness.engines
     full = EngineOverloaded("the queue is full")
     a.failing = [full] * 5
-    await world.ask("e0")
-    assert world.asked() == [1, 1], "another has a place"
+    await harness.ask("e0")
+    assert harness.request_counts() == [1, 1], "another has a place"
     b.failing = [full] * 2
-    await world.ask("e1")  # the next in line is a, then b, and both again after a while
-    await world.ask("e2")
-    assert world.usable_count() == 2 and world.pool.metrics()["engine/failovers"] == 0
+    await harness.ask("e1")  # the next in line is a, then b, and both again after a while
+    await harness.ask("e2")
+    assert harness.usable_count() == 2 and harness.pool.metrics()["engine/failovers"] == 0
     a.failing, b.failing = [full] * 99, [full] * 99
     start = time.monotonic()
     with pytest.raises(EngineOverloaded):
-        await world.ask("e3", seconds=0.5)
-    assert 0.5 <= time.monotonic() - start < 0.7 and world.usable_count() == 2
-    assert len(a.asked) + len(b.asked) < 30, "it waits between its tries"
+        await harness.ask("e3", seconds=0.5)
+    assert 0.5 <= time.monotonic() - start < 0.7 and harness.usable_count() == 2
+    assert len(a.requests) + len(b.requests) < 30, "it waits between its tries"
 
 
 @pytest.mark.parametrize("claimed", [2, 4])
 async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claimed):
-    world = await make(1, version=3, recovery=PATIENT)
-    world.engines[0].claims = claimed
+    harness = await make(1, version=3, recovery=PATIENT)
+    harness.engines[0].claims = claimed
     for _ in range(3):
         with pytest.raises(EngineNonsense, match=rf"tokens of policy \[{claimed}\], but 3 is"):
-            await world.ask("e")
-    assert world.usable_count() == 0
+            await harness.ask("e")
+    assert harness.usable_count() == 0
 
 
 async def test_an_engine_of_another_version_is_not_asked(make):
-    world = await make(2, version=3)
-    world.engines[0].version = 2
+    harness = await make(2, version=3)
+    harness.engines[0].version = 2
     for k in range(4):
-        await world.ask(f"e{k}")
-    assert world.asked() == [0, 4] and world.usable_count() == 1
+        await harness.ask(f"e{k}")
+    assert harness.request_counts() == [0, 4] and harness.usable_count() == 1
 
 
 # -- death and hanging -----------------------------------------------------------------------------
 
 
 async def test_one_of_two_dies_with_turns_in_flight(make):
-    world = await make(2)
-    first, other = world.engines
+    harness = await make(2)
+    first, other = harness.engines
     first.seconds = other.seconds = 0.05
-    turns = [asyncio.create_task(world.ask(f"e{k}")) for k in range(8)]
-    await world.until(lambda: len(first.asked) == 4)
+    turns = [asyncio.create_task(harness.ask(f"e{k}")) for k in range(8)]
+    await harness.until(lambda: len(first.requests) == 4)
     first.dead = True
     await asyncio.gather(*turns)
-    assert {e for e, _ in other.asked} == {f"e{k}" for k in range(8)}
-    await world.until(lambda: world.pool._supervisor.is_usable(world.pool._replicas[0]))
-    _, again = world.sites[0].opened
+    assert {e for e, _ in other.requests} == {f"e{k}" for k in range(8)}
+    await harness.until(lambda: harness.pool._supervisor.is_usable(harness.pool._replicas[0]))
+    _, again = harness.sites[0].opened
     assert first.closed and again.published == [1] and again.weights == 10
-    assert world.pool.metrics() == {
+    assert harness.pool.metrics() == {
         "engine/restarts": 1.0,
         "engine/failovers": 4.0,
         "engine/usable": 2.0,
     }
-    await world.ask("new")
-    assert [e for e, _ in again.asked] == ["new"], "the fewest episodes are there"
+    await harness.ask("new")
+    assert [e for e, _ in again.requests] == ["new"], "the fewest episodes are there"
 
 
 async def test_one_alone_dies_and_is_waited_for(make):
-    world = await make(1)
-    world.sites[0].seconds = 0.1
-    first = world.sites[0].engine
+    harness = await make(1)
+    harness.sites[0].seconds = 0.1
+    first = harness.sites[0].engine
     first.dead = True
     with pytest.raises(EngineDead, match="last words"):
-        await world.ask("e")
+        await harness.ask("e")
     start = time.monotonic()
     with pytest.raises(EngineError, match="no engine can be used now"):
-        await world.ask("e")
+        await harness.ask("e")
     assert time.monotonic() - start < 0.05, "the caller waits in ready(), not within its time"
-    await world.pool.ready()
-    await world.ask("e+1")
-    assert world.sites[0].engine is not first and world.sites[0].engine.published == [1]
+    await harness.pool.ready()
+    await harness.ask("e+1")
+    assert harness.sites[0].engine is not first and harness.sites[0].engine.published == [1]
 
 
 async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
-    world = await make(1)
-    await world.ask("e")
-    first = world.engines[0]
+    harness = await make(1)
+    await harness.ask("e")
+    first = harness.engines[0]
     first.dead = True
     with pytest.raises(EngineDead):
-        await world.ask("other")
-    await world.pool.ready()
-    await world.ask("e")
-    assert world.engines[0] is not first and world.engines[0].live == {"e"}
+        await harness.ask("other")
+    await harness.pool.ready()
+    await harness.ask("e")
+    assert harness.engines[0] is not first and harness.engines[0].live == {"e"}
 
 
 async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
-    world = await make(1)
-    first, [replica] = world.engines[0], world.pool._replicas
+    harness = await make(1)
+    first, [replica] = harness.engines[0], harness.pool._replicas
     first.dead = True
     with pytest.raises(EngineDead):
-        await world.ask("e")
-    await world.pool.ready()
+        await harness.ask("e")
+    await harness.pool.ready()
     for error in (EngineDead("late"), EngineError("late")):
         for _ in range(3):
-            world.pool._supervisor.record_failure(replica, first, error)
-    assert world.usable_count() == 1
+            harness.pool._supervisor.record_failure(replica, first, error)
+    assert harness.usable_count() == 1
 
 
 @pytest.mark.parametrize("ours", [True, False])
 async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(make, ours):
-    world = await make(2, ours=ours)
-    first, other = world.engines
+    harness = await make(2, ours=ours)
+    first, other = harness.engines
     first.hung = True
     start = time.monotonic()
-    await asyncio.gather(*(world.ask(f"e{k}") for k in range(6)))
+    await asyncio.gather(*(harness.ask(f"e{k}") for k in range(6)))
     # Two looks, each after 0.05 s and of 0.1 s.
     assert 0.3 <= time.monotonic() - start < 1.0
-    assert len(first.asked) == 3 and len(other.asked) == 6
+    assert len(first.requests) == 3 and len(other.requests) == 6
     await asyncio.sleep(0.3)
     if ours:
-        assert first.closed and len(world.sites[0].opened) == 2
+        assert first.closed and len(harness.sites[0].opened) == 2
     else:
-        assert world.usable_count() == 1 and first.probes > 0 and world.sites[0].opened == [first]
+        assert (
+            harness.usable_count() == 1 and first.probes > 0 and harness.sites[0].opened == [first]
+        )
         first.hung = False
-    await world.until(lambda: world.usable_count() == 2)
-    assert [len(site.opened) for site in world.sites] == [1 + ours, 1]
+    await harness.until(lambda: harness.usable_count() == 2)
+    assert [len(site.opened) for site in harness.sites] == [1 + ours, 1]
 
 
 async def test_a_slow_engine_that_is_healthy_is_left_in_peace(make):
-    world = await make(1)
-    world.engines[0].seconds = 0.6
-    await world.ask("e")
-    assert world.asked() == [1] and len(world.sites[0].opened) == 1
+    harness = await make(1)
+    harness.engines[0].seconds = 0.6
+    await harness.ask("e")
+    assert harness.request_counts() == [1] and len(harness.sites[0].opened) == 1
 
 
 async def test_one_miss_is_no_death(make):
-    world = await make(1)
-    engine = world.engines[0]
-    turn = asyncio.create_task(world.ask("e"))
+    harness = await make(1)
+    engine = harness.engines[0]
+    turn = asyncio.create_task(harness.ask("e"))
     for _ in range(3):
         engine.hung = True
         await asyncio.sleep(0.17)  # a look begins at 0.05 and is a miss at 0.15
@@ -294,81 +296,81 @@ async def test_one_miss_is_no_death(make):
         await asyncio.sleep(0.1)
     engine.seconds = 0.0
     await turn
-    assert len(world.sites[0].opened) == 1
+    assert len(harness.sites[0].opened) == 1
 
 
 async def test_after_three_restarts_it_stays_out(make):
-    world = await make(2)
-    site = world.sites[0]
+    harness = await make(2)
+    site = harness.sites[0]
     for life in range(4):
         engine = site.engine
         engine.dead = True
-        await asyncio.gather(*(world.ask(f"e{life}-{i}") for i in range(4)))
+        await asyncio.gather(*(harness.ask(f"e{life}-{i}") for i in range(4)))
         for i in range(4):
-            world.pool.end(f"e{life}-{i}")
+            harness.pool.end(f"e{life}-{i}")
         if life < 3:
-            await world.until(lambda: world.usable_count() == 2)
+            await harness.until(lambda: harness.usable_count() == 2)
             assert site.engine is not engine
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and world.usable_count() == 1
-    await world.publish(2)
+    assert len(site.opened) == 4 and harness.usable_count() == 1
+    await harness.publish(2)
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and world.usable_count() == 1, "for good"
+    assert len(site.opened) == 4 and harness.usable_count() == 1, "for good"
 
 
 async def test_a_published_policy_forgives_restarts(make):
-    world = await make(1)
+    harness = await make(1)
     for version in range(2, 8):
-        world.engines[0].dead = True
+        harness.engines[0].dead = True
         with pytest.raises(EngineDead):
-            await world.ask("e")
-        await world.pool.ready()
-        await world.publish(version)
-    assert len(world.sites[0].opened) == 7
+            await harness.ask("e")
+        await harness.pool.ready()
+        await harness.publish(version)
+    assert len(harness.sites[0].opened) == 7
 
 
 async def test_when_all_are_out_the_last_words_are_told(make):
-    world = await make(2)
-    for site in world.sites:
+    harness = await make(2)
+    for site in harness.sites:
         site.failing = [EngineDead("it does not start:\n  | CUDA out of memory")] * 3
         site.engine.dead = True
     with pytest.raises(EngineDead, match="last words"):
-        await world.ask("e")
+        await harness.ask("e")
     with pytest.raises(EngineDead, match="out of memory") as raised:
-        await asyncio.wait_for(world.pool.ready(), 5)
+        await asyncio.wait_for(harness.pool.ready(), 5)
     assert str(raised.value).count("CUDA out of memory") == 2
-    assert [len(site.opened) for site in world.sites] == [1, 1]
+    assert [len(site.opened) for site in harness.sites] == [1, 1]
     with pytest.raises(EngineDead):
-        await world.ask("e")
-    assert world.pool.metrics()["engine/restarts"] == 6
+        await harness.ask("e")
+    assert harness.pool.metrics()["engine/restarts"] == 6
 
 
 async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
-    world = await make(
+    harness = await make(
         2, ours=False, recovery=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
     )
-    for engine in world.engines:
+    for engine in harness.engines:
         engine.dead = True
     for k in range(3):
         with pytest.raises(EngineError):
-            await world.ask(f"e{k}")
+            await harness.ask(f"e{k}")
     start = time.monotonic()
     with pytest.raises(EngineDead, match="refuses"):
-        await world.pool.ready()
+        await harness.pool.ready()
     assert 0.2 < time.monotonic() - start < 1.0
-    world.engines[1].dead = False
-    await world.until(lambda: world.usable_count() == 1)
-    await world.pool.ready()
-    assert len(world.sites[1].opened) == 1
+    harness.engines[1].dead = False
+    await harness.until(lambda: harness.usable_count() == 1)
+    await harness.pool.ready()
+    assert len(harness.sites[1].opened) == 1
 
 
 async def test_a_server_that_somebody_else_started_anew_is_sent_the_policy(make):
-    world = await make(2, ours=False, version=4)
-    a, b = world.engines
+    harness = await make(2, ours=False, version=4)
+    a, b = harness.engines
     a.claims, a.weights = 0, -1  # its own weights again, while the client believes in 4
     for k in range(8):
-        await world.ask(f"e{k}")
-    await world.until(lambda: world.usable_count() == 2)
+        await harness.ask(f"e{k}")
+    await harness.until(lambda: harness.usable_count() == 2)
     assert (a.published, a.weights, b.published) == ([4, 4], 40, [4])
 
 
@@ -376,36 +378,36 @@ async def test_a_server_that_somebody_else_started_anew_is_sent_the_policy(make)
 
 
 async def test_every_engine_is_sent_the_policy_in_order(make):
-    world = await make(3)
-    assert await world.publish(2) == 12
-    assert [e.published for e in world.engines] == [[1, 2]] * 3
+    harness = await make(3)
+    assert await harness.publish(2) == 12
+    assert [e.published for e in harness.engines] == [[1, 2]] * 3
 
 
 async def test_an_engine_that_does_not_take_the_policy_comes_back_only_with_it(make):
-    world = await make(2)
-    a, _ = world.engines
+    harness = await make(2)
+    a, _ = harness.engines
     a.refuses = [EngineError("the canary is wrong")]
-    assert await world.publish(2) == 4
-    assert world.usable_count() == 1
-    await world.until(lambda: world.usable_count() == 2)
-    assert a.published == [1, 2] and world.sites[0].opened == [a]
+    assert await harness.publish(2) == 4
+    assert harness.usable_count() == 1
+    await harness.until(lambda: harness.usable_count() == 2)
+    assert a.published == [1, 2] and harness.sites[0].opened == [a]
 
 
 async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
-    class Stubborn(Site):
+    class Stubborn(FakeSite):
         def __call__(self):
             engine = super().__call__()
             engine.refuses = [EngineError("not these")] * 99
             return engine
 
-    world = await make(2)
-    world.sites[0].__class__ = Stubborn
-    world.engines[0].refuses = [EngineError("not these")] * 99
-    await world.publish(2)
-    await world.until(lambda: len(world.sites[0].opened) == 4)
+    harness = await make(2)
+    harness.sites[0].__class__ = Stubborn
+    harness.engines[0].refuses = [EngineError("not these")] * 99
+    await harness.publish(2)
+    await harness.until(lambda: len(harness.sites[0].opened) == 4)
     await asyncio.sleep(0.3)
-    assert len(world.sites[0].opened) == 4 and world.usable_count() == 1
-    await world.ask("e")
+    assert len(harness.sites[0].opened) == 4 and harness.usable_count() == 1
+    await harness.ask("e")
 
 
 @pytest.mark.parametrize(
@@ -420,31 +422,31 @@ async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
     ],
 )
 async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kind):
-    world = await make(2, recovery=PATIENT)
-    a, b = world.engines
+    harness = await make(2, recovery=PATIENT)
+    a, b = harness.engines
     a.refuses = [error]
 
     def stumble():
         raise error
 
     a.probe = stumble
-    assert await world.publish(2) == 4
-    assert world.usable_count() == 1 and b.published == [1, 2]
-    cause = world.pool._replicas[0].cause
+    assert await harness.publish(2) == 4
+    assert harness.usable_count() == 1 and b.published == [1, 2]
+    cause = harness.pool._replicas[0].cause
     assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
 
 
 async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
-    world = await make(1, recovery=PATIENT)
-    world.engines[0].refuses = [UserError("rollout.sync")]
+    harness = await make(1, recovery=PATIENT)
+    harness.engines[0].refuses = [UserError("rollout.sync")]
     with pytest.raises(UserError, match="sync"):
-        await world.publish(2)
+        await harness.publish(2)
 
 
 async def test_an_engine_that_is_full_for_good_is_started_anew(make):
     recovery = RecoveryPolicy(first_backoff=0.02, max_backoff=0.05, outage=0.3)
-    world = await make(1, recovery=recovery)
-    first = world.engines[0]
+    harness = await make(1, recovery=recovery)
+    first = harness.engines[0]
 
     def full():
         raise EngineOverloaded("status 503: shutting down")
@@ -453,111 +455,114 @@ async def test_an_engine_that_is_full_for_good_is_started_anew(make):
     first.failing = [EngineError("x")] * 3
     for _ in range(3):
         with pytest.raises(EngineError):
-            await world.ask("e")
+            await harness.ask("e")
     await asyncio.sleep(0.1)
-    assert world.sites[0].opened == [first], "it may have a place soon"
-    await asyncio.wait_for(world.pool.ready(), 5)
-    assert world.engines[0] is not first
-    await world.ask("e")
+    assert harness.sites[0].opened == [first], "it may have a place soon"
+    await asyncio.wait_for(harness.pool.ready(), 5)
+    assert harness.engines[0] is not first
+    await harness.ask("e")
 
 
 async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
-    world = await make(2, recovery=PATIENT)
-    for k, engine in enumerate(world.engines):
+    harness = await make(2, recovery=PATIENT)
+    for k, engine in enumerate(harness.engines):
         engine.refuses = [EngineError(f"canary {k}")]
     with pytest.raises(EngineError, match=r"version 2(.|\n)*canary 0(.|\n)*canary 1"):
-        await world.publish(2)
+        await harness.publish(2)
 
 
 async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publish(make):
-    world = await make(1)
-    await world.sleep()
-    assert world.engines[0].asleep
-    world.engines[0].dead = True
-    assert await world.publish(2) == 4
-    assert [e.published for e in world.sites[0].opened] == [[1], [2]]
-    await world.ask("e")
+    harness = await make(1)
+    await harness.sleep()
+    assert harness.engines[0].asleep
+    harness.engines[0].dead = True
+    assert await harness.publish(2) == 4
+    assert [e.published for e in harness.sites[0].opened] == [[1], [2]]
+    await harness.ask("e")
 
 
 async def test_a_version_that_is_published_twice_is_sent_twice(make):
     """As when the first was a trial: an engine that was away meanwhile holds the trial."""
-    world = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
-    a, _ = world.engines
+    harness = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
+    a, _ = harness.engines
     a.weights = -1  # the trial's
     a.failing = [EngineError("x")] * 3
     for k in range(6):
-        await world.ask(f"e{k}")
-    assert world.usable_count() == 1 and a.version == 1
-    await world.publish(1)
-    await world.until(lambda: world.usable_count() == 2)
+        await harness.ask(f"e{k}")
+    assert harness.usable_count() == 1 and a.version == 1
+    await harness.publish(1)
+    await harness.until(lambda: harness.usable_count() == 2)
     assert (a.published, a.weights) == ([1, 1], 10)
 
 
 @pytest.mark.parametrize("ours", [True, False])
 async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(make, ours):
-    world = await make(1, ours=ours)
-    engine = world.engines[0]
+    harness = await make(1, ours=ours)
+    engine = harness.engines[0]
     engine.failing = [EngineError("x")] * 3
     for _ in range(3):
         with pytest.raises(EngineError):
-            await world.ask("e")
-    await world.sleep()
-    assert world.usable_count() == 0
-    assert await world.publish(2) == 4
-    await world.ask("e")
-    assert world.sites[0].opened == [engine]
+            await harness.ask("e")
+    await harness.sleep()
+    assert harness.usable_count() == 0
+    assert await harness.publish(2) == 4
+    await harness.ask("e")
+    assert harness.sites[0].opened == [engine]
 
 
 async def test_nothing_is_sent_while_the_weights_change(make):
-    world = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
-    first = world.engines[0]
+    harness = await make(2, recovery=RecoveryPolicy(first_backoff=0.2))
+    first = harness.engines[0]
     first.refuses = [EngineError("the canary is wrong")]
-    await world.publish(2)
-    await world.sleep()
-    await world.until(lambda: first.asleep)
+    await harness.publish(2)
+    await harness.sleep()
+    await harness.until(lambda: first.asleep)
     await asyncio.sleep(0.2)
-    assert first.published == [1] and world.usable_count() == 1
-    assert await world.publish(3) == 8, "the one that came back is included"
-    assert [e.published for e in world.engines] == [[1, 3], [1, 2, 3]] and world.usable_count() == 2
-    assert not world.learner.misread
+    assert first.published == [1] and harness.usable_count() == 1
+    assert await harness.publish(3) == 8, "the one that came back is included"
+    assert [e.published for e in harness.engines] == [
+        [1, 3],
+        [1, 2, 3],
+    ] and harness.usable_count() == 2
+    assert not harness.learner.misread
 
 
 async def test_no_engine_is_started_anew_while_the_trainer_works(make):
     """It may share the trainer's GPU: what fails there then says nothing of the engine."""
-    world = await make(1)
-    site = world.sites[0]
-    await world.sleep()
+    harness = await make(1)
+    site = harness.sites[0]
+    await harness.sleep()
     site.engine.dead = True
     site.failing = [EngineDead("out of memory")] * 9
-    world.pool._supervisor.exclude(
-        world.pool._replicas[0], site.engine, EngineDead("died"), broken=True
+    harness.pool._supervisor.exclude(
+        harness.pool._replicas[0], site.engine, EngineDead("died"), broken=True
     )
     await asyncio.sleep(0.3)
     assert len(site.failing) == 9
     site.failing.clear()
-    assert await world.publish(2) == 4
-    await world.ask("e")
-    assert world.pool.metrics()["engine/restarts"] == 1
+    assert await harness.publish(2) == 4
+    await harness.ask("e")
+    assert harness.pool.metrics()["engine/restarts"] == 1
 
 
 async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
-    world = await make(1)
-    site = world.sites[0]
+    harness = await make(1)
+    site = harness.sites[0]
     site.seconds, site.failing = 0.2, [EngineDead("out of memory")]
     site.engine.dead = True
     with pytest.raises(EngineDead):
-        await world.ask("e")
-    await world.until(lambda: world.pool._replicas[0].restarts == 1)
-    await world.sleep()
-    await world.until(lambda: not site.failing)
-    await world.until(lambda: world.pool._replicas[0].restarts == 0)
-    await world.publish(2)
+        await harness.ask("e")
+    await harness.until(lambda: harness.pool._replicas[0].restarts == 1)
+    await harness.sleep()
+    await harness.until(lambda: not site.failing)
+    await harness.until(lambda: harness.pool._replicas[0].restarts == 0)
+    await harness.publish(2)
 
 
 async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make):
-    world = await make(2)
+    harness = await make(2)
     sending, go_on = threading.Event(), threading.Event()
-    plain = Site.__call__
+    plain = FakeSite.__call__
 
     def slow(site):
         engine = plain(site)
@@ -571,51 +576,51 @@ async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make
         engine.publish = publish_slowly
         return engine
 
-    world.sites[0].__class__ = type("Slow", (Site,), {"__call__": slow})
-    world.engines[0].dead = True
-    await asyncio.gather(*(world.ask(f"e{k}") for k in range(2)))
+    harness.sites[0].__class__ = type("Slow", (FakeSite,), {"__call__": slow})
+    harness.engines[0].dead = True
+    await asyncio.gather(*(harness.ask(f"e{k}") for k in range(2)))
     assert await asyncio.to_thread(sending.wait, 5)
-    asleep = asyncio.create_task(world.sleep())
+    asleep = asyncio.create_task(harness.sleep())
     await asyncio.sleep(0.1)
     assert not asleep.done()
     go_on.set()
     await asleep
-    assert world.engines[0].published == [1] and world.engines[0].asleep
+    assert harness.engines[0].published == [1] and harness.engines[0].asleep
 
 
 async def test_before_anything_is_published_an_engine_comes_back_as_it_was_started():
-    world = World(1)
+    harness = PoolHarness(1)
     try:
-        await world.ask("e")
-        world.engines[0].dead = True
+        await harness.ask("e")
+        harness.engines[0].dead = True
         with pytest.raises(EngineDead):
-            await world.ask("e")
-        await world.pool.ready()
-        await world.ask("e+1")
-        assert [e.published for e in world.sites[0].opened] == [[], []]
+            await harness.ask("e")
+        await harness.pool.ready()
+        await harness.ask("e+1")
+        assert [e.published for e in harness.sites[0].opened] == [[], []]
     finally:
-        await asyncio.to_thread(world.pool.close)
+        await asyncio.to_thread(harness.pool.close)
 
 
 async def test_rows_are_scored_by_any_engine(make):
-    world = await make(2, recovery=PATIENT)
-    world.engines[0].failing = [EngineError("x")]
-    assert list(await world.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
+    harness = await make(2, recovery=PATIENT)
+    harness.engines[0].failing = [EngineError("x")]
+    assert list(await harness.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
 
 
 async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make):
-    world = await make(2)
-    a, b = world.engines
+    harness = await make(2)
+    a, b = harness.engines
     a.failing = [RequestRefused("no logprobs here")]
-    assert len(await world.pool.scores(PROMPT)) == 1
-    assert world.usable_count() == 1
-    await world.until(lambda: world.usable_count() == 2)
+    assert len(await harness.pool.scores(PROMPT)) == 1
+    assert harness.usable_count() == 1
+    await harness.until(lambda: harness.usable_count() == 2)
     assert (a.published, b.published) == ([1, 1], [1])
-    for engine in world.engines:
+    for engine in harness.engines:
         engine.failing = [RequestRefused("too long")]
     with pytest.raises(RequestRefused):
-        await world.pool.scores(PROMPT)
-    assert world.usable_count() == 2, "a row that none takes is at fault itself"
+        await harness.pool.scores(PROMPT)
+    assert harness.usable_count() == 2, "a row that none takes is at fault itself"
 
 
 # -- beginning and end -----------------------------------------------------------------------------
@@ -623,7 +628,7 @@ async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make)
 
 def test_an_opener_that_fails_closes_the_others_also_late_ones():
     closed = []
-    sites = [Site(0, True), Site(1, True), Site(2, True)]
+    sites = [FakeSite(0, True), FakeSite(1, True), FakeSite(2, True)]
     sites[1].seconds, sites[1].failing = 0.1, [EngineDead("no such GPU")]
     sites[2].seconds = 0.3
     with pytest.raises(EngineDead, match="no such GPU"):
@@ -636,7 +641,7 @@ def test_an_opener_that_fails_closes_the_others_also_late_ones():
 
 
 def test_engines_open_side_by_side():
-    sites = [Site(i, True) for i in range(4)]
+    sites = [FakeSite(i, True) for i in range(4)]
     for site in sites:
         site.seconds = 0.2
     start = time.monotonic()
@@ -647,7 +652,7 @@ def test_engines_open_side_by_side():
 
 async def test_close_ends_all_there_is():
     closed = []
-    sites = [Site(0, True), Site(1, False), Site(2, True)]
+    sites = [FakeSite(0, True), FakeSite(1, False), FakeSite(2, True)]
     pool = EnginePool(sites, close=lambda: closed.append(1), recovery=QUICK)
     sites[0].engine.dead = True
     sites[0].seconds = 0.3
@@ -677,14 +682,14 @@ async def test_close_ends_all_there_is():
 
 
 async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
-    world = await make(2)
-    world.engines[0].seconds = 60.0
-    turn = asyncio.create_task(world.ask("e"))
-    await world.until(lambda: world.asked() == [1, 0])
+    harness = await make(2)
+    harness.engines[0].seconds = 60.0
+    turn = asyncio.create_task(harness.ask("e"))
+    await harness.until(lambda: harness.request_counts() == [1, 0])
     turn.cancel()
     with pytest.raises(asyncio.CancelledError):
         await turn
-    assert world.asked() == [1, 0] and world.usable_count() == 2
+    assert harness.request_counts() == [1, 0] and harness.usable_count() == 2
 
 
 # -- any faults at all -----------------------------------------------------------------------------
@@ -721,11 +726,11 @@ def test_whatever_fails_tokens_are_the_published_policys_and_nothing_hangs(ours,
 
 
 async def any_faults(ours, n, schedule):
-    world = World(n, ours=ours, recovery=QUICK)
+    harness = PoolHarness(n, ours=ours, recovery=QUICK)
     done, version = asyncio.Event(), 1
     try:
-        await world.publish(version)
-        for site in world.sites:
+        await harness.publish(version)
+        for site in harness.sites:
             site.engine.seconds = 0.002
 
         async def play(k):
@@ -733,14 +738,14 @@ async def any_faults(ours, n, schedule):
             attempt = 0
             while not done.is_set():
                 await learning()
-                await world.pool.ready()
+                await harness.pool.ready()
                 try:
                     for turn in range(4):
                         await learning()
-                        await world.ask(f"e{k}+{attempt}", PROMPT * (turn + 1), seconds=1.0)
+                        await harness.ask(f"e{k}+{attempt}", PROMPT * (turn + 1), seconds=1.0)
                 except EngineError:
                     pass
-                world.pool.end(f"e{k}+{attempt}")
+                harness.pool.end(f"e{k}+{attempt}")
                 attempt += 1
                 await asyncio.sleep(0.001)
 
@@ -753,15 +758,15 @@ async def any_faults(ours, n, schedule):
         async def new_policy(version):
             """Nobody asks from `sleep` to `publish`: turns in flight are let out first."""
             quiet.clear()
-            await world.until(lambda: not world.asking)
-            await world.sleep()
+            await harness.until(lambda: not harness.asking)
+            await harness.sleep()
             await asyncio.sleep(0.03)
-            await world.publish(version)
+            await harness.publish(version)
             quiet.set()
 
         players = [asyncio.create_task(play(k)) for k in range(5)]
         for fault, k in schedule:
-            engine = world.sites[k % n].engine
+            engine = harness.sites[k % n].engine
             if fault == "die" and ours:
                 engine.dead = True
             elif fault == "hang":
@@ -784,11 +789,11 @@ async def any_faults(ours, n, schedule):
         done.set()
         for result in await asyncio.gather(*players, return_exceptions=True):
             assert result is None or isinstance(result, EngineDead), repr(result)
-        assert not world.learner.misread
-        for site in world.sites:
+        assert not harness.learner.misread
+        for site in harness.sites:
             for engine in site.opened:
                 assert not engine.live or engine.closed or engine is site.engine
     finally:
         start = time.monotonic()
-        await asyncio.to_thread(world.pool.close)
+        await asyncio.to_thread(harness.pool.close)
         assert time.monotonic() - start < 2

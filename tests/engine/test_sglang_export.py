@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.learner_world import config
+from support.trainer_fixtures import config
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.remote.sglang import SGLangEngine

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.learner_world import as_sampled_by, config, random_groups
+from support.trainer_fixtures import as_sampled_by, config, random_groups
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.trainer import sharding

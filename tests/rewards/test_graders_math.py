@@ -312,7 +312,7 @@ def test_a_graders_death_is_no_score():
     from support import hostile_functions
 
     grader = math.Math()
-    grader._equivalent = hostile_functions.die_of
+    grader._equivalent = hostile_functions.exit_on_any_arguments
 
     async def judged():
         executor = RewardExecutor(RewardConfig(workers=1))

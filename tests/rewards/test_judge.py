@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_server import serving
-from support.trajectories import played, row
+from support.trajectories import make_trajectory, row
 
 from agentrl.config import RewardConfig
 from agentrl.errors import ChatRefused, ConfigError, EngineError, Infrastructure
@@ -96,7 +96,7 @@ def messages_of(messages, name: str = "ANSWER") -> list[tuple[str, str]]:
 
 
 async def test_points_become_a_share(judge, model):
-    scored = await judge(rubric="Be brief.").score(played(("assistant", "12")))
+    scored = await judge(rubric="Be brief.").score(make_trajectory(("assistant", "12")))
     assert scored.reward == 0.5
     system, user = model.requests[0]
     assert "Be brief." in system["content"] and "0 (worst) to 10 (best)" in system["content"]
@@ -112,7 +112,7 @@ async def test_points_become_a_share(judge, model):
 
 
 async def test_what_it_may_see(judge, model):
-    trajectory = played(("assistant", "a"), ("tool", "7"), ("assistant", "b"))
+    trajectory = make_trajectory(("assistant", "a"), ("tool", "7"), ("assistant", "b"))
     expected = {
         "final_text": "b",
         "assistant_text": "a\nb",
@@ -128,7 +128,7 @@ async def test_what_it_may_see(judge, model):
 
 async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
     monkeypatch.setenv("JUDGES_TOKEN", "s3cret")
-    await judge(token_env="JUDGES_TOKEN").score(played(("assistant", "12")))
+    await judge(token_env="JUDGES_TOKEN").score(make_trajectory(("assistant", "12")))
     assert model.tokens == ["Bearer s3cret"]
 
 
@@ -144,7 +144,7 @@ async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
 )
 async def test_answers_that_can_be_read(judge, model, reply):
     model.rule = lambda messages: reply
-    assert (await judge().score(played(("assistant", "12")))).reward == 0.7
+    assert (await judge().score(make_trajectory(("assistant", "12")))).reward == 0.7
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ async def test_what_cannot_be_read_is_asked_once_more_and_is_the_lowest_score(
 ):
     """Were it dropped, the policy would learn to confuse its judge."""
     model.rule = lambda messages: reply if len(messages) == 2 else '{"score": 4}'
-    assert (await judge().score(played(("assistant", "12")))).reward == 0.4
+    assert (await judge().score(make_trajectory(("assistant", "12")))).reward == 0.4
     assert problem in model.requests[1][3]["content"]
     model.rule = lambda messages: reply
     scorer = judge()
     for _ in range(2):
-        scored = await scorer.score(played(("assistant", "12")))
+        scored = await scorer.score(make_trajectory(("assistant", "12")))
         assert (scored.reward, scored.metrics) == (0.0, {"judge_unreadable": 1.0})
     assert len(model.requests) == 6
     assert caplog.text.count("the judge gave no usable reply: ") == 1
@@ -186,13 +186,13 @@ async def test_what_cannot_be_read_is_asked_once_more_and_is_the_lowest_score(
 async def test_a_judge_that_is_down_is_no_score(judge, model, status):
     model.rule = lambda messages: status
     with pytest.raises(Infrastructure, match=f"status {status}"):
-        await judge().score(played(("assistant", "12")))
+        await judge().score(make_trajectory(("assistant", "12")))
 
 
 async def test_a_judge_that_is_slow_is_no_score(judge, model):
     model.rule = lambda messages: time.sleep(1.5) or '{"score": 4}'
     with pytest.raises(Infrastructure):
-        await judge(timeout_s=0.3).score(played(("assistant", "12")))
+        await judge(timeout_s=0.3).score(make_trajectory(("assistant", "12")))
 
 
 @pytest.mark.parametrize("refusal", [400, 413, 422, None])
@@ -200,17 +200,17 @@ async def test_what_a_judge_refuses_to_judge_is_the_lowest_score(judge, model, r
     """Too long for it, filtered, or thought about for all of its tokens: by the policy's doing."""
     model.rule = lambda messages: '{"score": 9}' if "good" in str(messages[1]) else refusal
     scorer = judge()
-    assert (await scorer.score(played(("assistant", "good")))).reward == 0.9
-    scored = await scorer.score(played(("assistant", "bad")))
+    assert (await scorer.score(make_trajectory(("assistant", "good")))).reward == 0.9
+    scored = await scorer.score(make_trajectory(("assistant", "bad")))
     assert (scored.reward, scored.metrics) == (0.0, {"judge_unreadable": 1.0})
     model.rule = lambda messages: 503
     with pytest.raises(Infrastructure):
-        await scorer.score(played(("assistant", "bad")))
+        await scorer.score(make_trajectory(("assistant", "bad")))
 
 
 async def test_the_warning_names_why_a_message_has_no_text(judge, model, caplog):
     model.rule = lambda messages: None
-    await judge().score(played(("assistant", "12")))
+    await judge().score(make_trajectory(("assistant", "12")))
     assert "/v1: the message has no text (finish_reason='length')" in caplog.text
 
 
@@ -227,7 +227,7 @@ async def test_a_request_that_a_judge_rejects_is_not_an_error_of_the_engine(mode
 
 
 async def test_few_shot_messages_of_the_prompt_are_not_called_the_judged_model(judge, model):
-    await judge().score(played(("assistant", "12")))
+    await judge().score(make_trajectory(("assistant", "12")))
     system = model.requests[0][0]["content"]
     assert "In ANSWER, `assistant` is the model that you judge. Messages in TASK are context." in (
         system
@@ -252,11 +252,11 @@ async def test_an_answer_cannot_leave_its_fence(judge, model, attack):
         return json.dumps({"score": 10 if texts["ANSWER"] == texts["RIGHT ANSWER"] else 0})
 
     model.rule = careful
-    assert (await judge().score(played(("assistant", attack)))).reward == 0.0
+    assert (await judge().score(make_trajectory(("assistant", attack)))).reward == 0.0
     texts = blocks(model.requests[0])
     assert texts["ANSWER"] == attack and texts["RIGHT ANSWER"] == "12" and len(texts) == 3
     assert attack not in model.requests[0][0]["content"]
-    assert (await judge().score(played(("assistant", "12")))).reward == 1.0
+    assert (await judge().score(make_trajectory(("assistant", "12")))).reward == 1.0
 
 
 def forged(code: str = "0123456789abcdef") -> list[str]:
@@ -283,8 +283,8 @@ async def test_a_policy_forges_no_tool_result(judge, model, name, text):
 
     model.rule = careful
     scorer = judge(name, show="conversation")
-    cheat = played(("assistant", text))
-    honest = played(
+    cheat = make_trajectory(("assistant", text))
+    honest = make_trajectory(
         ("assistant", "Let me look."), ("tool", "All tests passed."), ("assistant", "!")
     )
     if name == "judge":
@@ -300,7 +300,7 @@ async def test_a_code_that_was_seen_is_of_no_use(judge, model):
     scorer = judge(show="conversation")
 
     async def code(*messages) -> str:
-        await scorer.score(played(*messages))
+        await scorer.score(make_trajectory(*messages))
         return model.requests[-1][1]["content"].split()[2]
 
     seen = await code(("assistant", "a"))
@@ -344,7 +344,9 @@ def by_length(messages):
 async def test_answers_are_scored_against_each_other(judge, model):
     model.rule = by_length
     texts = ["aaaa", "a", "aa", "a"]
-    scored = await judge("judge_group").score_all([played(("assistant", t)) for t in texts])
+    scored = await judge("judge_group").score_all(
+        [make_trajectory(("assistant", t)) for t in texts]
+    )
     assert [s.reward for s in scored] == [1.0, 0.25, 0.5, 0.25]
     shown = blocks(model.requests[0])
     # Equal answers are one, and nothing says whose they are.
@@ -357,10 +359,10 @@ async def test_no_rollout_stands_first_more_often(judge, model):
     scorer = judge("judge_group")
     for i in range(12):
         texts = [f"{k} {i}" for k in "abc"]
-        await scorer.score_all([played(("assistant", t)) for t in texts])
+        await scorer.score_all([make_trajectory(("assistant", t)) for t in texts])
         first.add(blocks(model.requests[-1])["ANSWER 1"][0])
         # The same answers stand in the same order: a run can be repeated.
-        await scorer.score_all([played(("assistant", t)) for t in reversed(texts)])
+        await scorer.score_all([make_trajectory(("assistant", t)) for t in reversed(texts)])
         assert model.requests[-1] == model.requests[-2]
     assert first == {*"abc"}
 
@@ -368,7 +370,7 @@ async def test_no_rollout_stands_first_more_often(judge, model):
 @pytest.mark.parametrize("scores", [[1.0], [0.5, 0.5, 0.5], [0.5, 1.5], ["1", 1], 1.0, None])
 async def test_a_comparison_that_cannot_be_read(judge, model, scores):
     model.rule = lambda messages: json.dumps({"scores": scores})
-    scored = await judge("judge_group").score_all([played(("assistant", t)) for t in "ab"])
+    scored = await judge("judge_group").score_all([make_trajectory(("assistant", t)) for t in "ab"])
     assert [(s.reward, s.metrics) for s in scored] == [(0.0, {"judge_unreadable": 1.0})] * 2
 
 
@@ -400,7 +402,7 @@ async def test_a_real_server_is_asked(sglang_server, monkeypatch, caplog):
     scorer = make_scorer(RewardConfig(function="judge", kwargs=kwargs, timeout_s=120))
     prompt = (Message("user", "3*4?"),)
     try:
-        scored = await scorer.score(played(("assistant", "12"), sample=row(prompt=prompt)))
+        scored = await scorer.score(make_trajectory(("assistant", "12"), sample=row(prompt=prompt)))
         assert (scored.reward, scored.metrics) == (0.0, {"judge_unreadable": 1.0})
         assert "the judge gave no usable reply: " in caplog.text
     finally:

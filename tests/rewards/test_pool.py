@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 from support import hostile_functions as hostile
-from support.failing_engine import SAMPLING, TOKENIZER, Failing, rows
-from support.trajectories import played, row
+from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
+from support.trajectories import make_trajectory, row
 
 from agentrl.agent_loops.attempt import World
 from agentrl.chat import ChatTemplate
@@ -42,7 +42,7 @@ def outside(trajectory, **kwargs):
 @reward("late_is_wrong", process=True, late=-1.0)
 def late_is_wrong(solution_str):
     if solution_str == "hang":
-        hostile.wild_pattern()
+        hostile.match_slow_regex()
     return 1.0
 
 @reward("best", group=True)
@@ -82,7 +82,7 @@ async def test_a_plain_function_leaves_the_loop_alone(scorer):
         return float(threading.get_ident() != here)
 
     judge, ticks = scorer(function="sleeper"), 0
-    scores = asyncio.gather(*(judge.score(played(("assistant", "x"))) for _ in range(20)))
+    scores = asyncio.gather(*(judge.score(make_trajectory(("assistant", "x"))) for _ in range(20)))
     while not scores.done():
         await asyncio.sleep(0.01)
         ticks += 1
@@ -101,9 +101,11 @@ async def test_what_hangs_is_late_and_in_nobodys_way(scorer, monkeypatch):
         return 1.0
 
     judge = scorer(function="stuck", timeout_s=0.1)
-    late = [asyncio.create_task(judge.score(played(("assistant", "hang")))) for _ in range(6)]
+    late = [
+        asyncio.create_task(judge.score(make_trajectory(("assistant", "hang")))) for _ in range(6)
+    ]
     await asyncio.sleep(0)
-    assert (await judge.score(played(("assistant", "x")))).reward == 1.0
+    assert (await judge.score(make_trajectory(("assistant", "x")))).reward == 1.0
     for task in late:
         with pytest.raises(Infrastructure, match=r"'stuck' of sample 'r7' took longer than rew"):
             await task
@@ -118,7 +120,7 @@ async def test_the_key_of_the_deadline(scorer):
     keys = ["reward.function=sleeps_on", "reward.timeout_s=0.05"]
     judge = make_scorer(load_config(None, keys).reward)
     with pytest.raises(Infrastructure, match=r"reward\.timeout_s=0\.05"):
-        await judge.score(played())
+        await judge.score(make_trajectory())
 
 
 async def test_an_async_reward_has_a_deadline_too(scorer):
@@ -127,7 +129,7 @@ async def test_an_async_reward_has_a_deadline_too(scorer):
         await asyncio.sleep(60)
 
     with pytest.raises(Infrastructure, match=r"reward\.timeout_s=0\.05"):
-        await scorer(function="judge_that_sleeps", timeout_s=0.05).score(played())
+        await scorer(function="judge_that_sleeps", timeout_s=0.05).score(make_trajectory())
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -140,7 +142,7 @@ async def test_a_timeout_of_the_users_own_is_a_bug(scorer, asynchronous):
 
     reward("own_timeout")(waits if asynchronous else plain)
     with pytest.raises(UserCodeError, match=r"raised TimeoutError: mine \(.*test_pool.py:\d+\)"):
-        await scorer(function="own_timeout").score(played())
+        await scorer(function="own_timeout").score(make_trajectory())
 
 
 async def test_what_waits_its_turn_is_not_late(scorer, monkeypatch):
@@ -152,14 +154,14 @@ async def test_what_waits_its_turn_is_not_late(scorer, monkeypatch):
         return 1.0
 
     judge = scorer(function="nap", timeout_s=0.4)
-    await asyncio.gather(*(judge.score(played()) for _ in range(8)))
+    await asyncio.gather(*(judge.score(make_trajectory()) for _ in range(8)))
 
 
 async def test_our_quick_graders_run_where_they_are_called(scorer):
     """A thread would cost more than they do."""
     judge = scorer()
     before = threading.active_count()
-    score = judge.score(played(("assistant", "#### 12")))
+    score = judge.score(make_trajectory(("assistant", "#### 12")))
     with pytest.raises(StopIteration):  # it waits for nothing
         score.send(None)
     assert threading.active_count() == before
@@ -170,7 +172,7 @@ async def test_our_quick_graders_run_where_they_are_called(scorer):
 
 async def test_a_reward_in_a_process(scorer, mine):
     judge = scorer(function=f"{mine}:outside", kwargs={"a": 1})
-    add = played(("assistant", "add"))
+    add = make_trajectory(("assistant", "add"))
     first, second = [(await judge.score(add)).metrics["pid"] for _ in range(2)]
     assert first == second != hostile.pid()
 
@@ -179,10 +181,10 @@ async def test_a_reward_in_a_process(scorer, mine):
     ("do", "error", "says"),
     [
         ("hang", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
-        ("wild_pattern", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
-        ("leave", GraderCrash, "exit code 3"),
+        ("match_slow_regex", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
+        ("exit_at_once", GraderCrash, "exit code 3"),
         ("crash", GraderCrash, "SIGSEGV"),
-        ("eat", GraderCrash, "2048 MiB"),
+        ("allocate_8_gib", GraderCrash, "2048 MiB"),
         ("key_error", UserCodeError, r"raised KeyError: 'x' \(.*hostile_functions\.py:\d+\)"),
         ("is_down", Infrastructure, "the judge is down"),
         ("refuse", UserCodeError, "ToolError: not like that"),
@@ -192,14 +194,14 @@ async def test_what_happens_in_the_process_of_a_reward(scorer, mine, do, error, 
     seconds = 0.3 if "0.3" in says.replace("\\", "") else 20
     judge = scorer(function=f"{mine}:outside", timeout_s=seconds, workers=1)
     with pytest.raises(error, match=says):
-        await judge.score(played(("assistant", do)))
-    assert (await judge.score(played())).reward == 0.5
+        await judge.score(make_trajectory(("assistant", do)))
+    assert (await judge.score(make_trajectory())).reward == 0.5
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 async def test_as_many_processes_as_reward_workers(scorer, mine, workers):
     judge = scorer(function=f"{mine}:outside", kwargs={"seconds": 0.2}, workers=workers)
-    nap = played(("assistant", "nap"))
+    nap = make_trajectory(("assistant", "nap"))
     scored = await asyncio.gather(*(judge.score(nap) for _ in range(6)))
     assert len({s.metrics["pid"] for s in scored}) == workers
 
@@ -207,7 +209,8 @@ async def test_as_many_processes_as_reward_workers(scorer, mine, workers):
 async def test_lateness_may_be_the_answers_doing(scorer, mine):
     judge = scorer(function=f"{mine}:late_is_wrong", timeout_s=0.4)
     late, right = await asyncio.gather(
-        judge.score(played(("assistant", "hang"))), judge.score(played(("assistant", "x")))
+        judge.score(make_trajectory(("assistant", "hang"))),
+        judge.score(make_trajectory(("assistant", "x"))),
     )
     assert (late.reward, late.metrics) == (-1.0, {"grader_timeout": 1.0})
     assert (right.reward, right.metrics) == (1.0, {"grader_timeout": 0.0})
@@ -249,7 +252,7 @@ async def test_a_class_makes_one_object_for_the_run(scorer):
             seen.append(self.count)
 
     judge = scorer(function="counting", kwargs={"step": 2})
-    assert [(await judge.score(played())).reward for _ in range(3)] == [2.0, 4.0, 6.0]
+    assert [(await judge.score(make_trajectory())).reward for _ in range(3)] == [2.0, 4.0, 6.0]
     await judge.close()
     assert seen == [6.0]
     with pytest.raises(ConfigError, match=r"unknown argument 'stap'. Did you mean 'step'"):
@@ -288,12 +291,12 @@ def several():
 
 async def test_the_outcome_is_the_weighted_sum(scorer, several):
     judge = scorer(functions={"exact": 1.0, "brief": 0.5, "grader": 2.0})
-    scored = await judge.score(played(("assistant", "so #### 12")))
+    scored = await judge.score(make_trajectory(("assistant", "so #### 12")))
     assert scored.rewards["outcome"] == 3.0 and scored.reward == 3.0
     assert scored.metrics == {
         "exact": 1.0, "acc": 1.0, "exact/length": 3.0, "brief": 0.0, "grader": 1.0
     }  # fmt: skip
-    other = await judge.score(played(("assistant", "12")))
+    other = await judge.score(make_trajectory(("assistant", "12")))
     assert other.reward == 1.5
 
 
@@ -301,14 +304,16 @@ async def test_arguments_are_by_function(scorer, several):
     functions = {"exact": 1, "brief": 1, "grader": 0}
     kwargs = {"brief": {"limit": 99}, "grader": {"method": "flexible"}}
     scored = await scorer(functions=functions, kwargs=kwargs).score(
-        played(("assistant", "it is 12"))
+        make_trajectory(("assistant", "it is 12"))
     )
     assert scored.reward == 2.0
     assert (scored.metrics["brief"], scored.metrics["grader"]) == (1.0, 1.0)
 
 
 async def test_functions_of_files_are_named_by_their_function(scorer, mine):
-    scored = await scorer(functions={f"{mine}:best": 3.0}).score(played(("assistant", "x")))
+    scored = await scorer(functions={f"{mine}:best": 3.0}).score(
+        make_trajectory(("assistant", "x"))
+    )
     assert scored.reward == 3.0 and scored.metrics == {"best": 1.0}
 
 
@@ -322,7 +327,7 @@ async def test_functions_wait_for_each_other_at_once(scorer):
 
     began = time.monotonic()
     judge = scorer(functions={"one": 1, "two": 1, "three": 1})
-    assert (await judge.score(played())).reward == 3.0
+    assert (await judge.score(make_trajectory())).reward == 3.0
     assert time.monotonic() - began < 0.8
 
 
@@ -378,7 +383,7 @@ def test_rows_without_a_grader_are_refused_where_it_has_a_part(several):
 async def test_a_group_reward_sees_all_of_a_sample(scorer, mine):
     judge = scorer(function=f"{mine}:best", kwargs={"bonus": 2.0})
     texts = ["a", "aaa", "aa", "aaa"]
-    scored = await judge.score_all([played(("assistant", t)) for t in texts])
+    scored = await judge.score_all([make_trajectory(("assistant", t)) for t in texts])
     assert [s.reward for s in scored] == [0.0, 2.0, 0.0, 2.0]
     assert judge.has_group_reward and not scorer().has_group_reward
 
@@ -390,7 +395,9 @@ async def test_a_group_reward_that_returns_something_else(scorer, returned):
         return returned
 
     with pytest.raises(UserCodeError, match=r"one score for each of the 2|a finite number"):
-        await scorer(function="odd_group").score_all([played(("assistant", t)) for t in "ab"])
+        await scorer(function="odd_group").score_all(
+            [make_trajectory(("assistant", t)) for t in "ab"]
+        )
 
 
 def test_a_group_reward_must_take_the_list():
@@ -427,7 +434,7 @@ def ranked(name, seen):
 def test_groups_are_scored_when_they_are_complete(rollouts):
     seen = []
     ranked("rank", seen)
-    r = rollouts(Failing(["a"]), reward={"functions": {"rank": 1.0, "grader": 1.0}})
+    r = rollouts(FailingEngine(["a"]), reward={"functions": {"rank": 1.0, "grader": 1.0}})
     groups = r.collect(rows(2, "single_turn"), n=3, sampling=SAMPLING, step=0, greedy=True)
     assert sorted(seen) == [[0, 1, 2, 3]] * 2  # the greedy one is compared with the others
     assert [[s.reward for s in g.scored] for g in groups] == [[0.0, 1.0, 2.0]] * 2
@@ -441,7 +448,7 @@ def test_groups_are_scored_when_they_are_complete(rollouts):
 def test_a_group_is_of_those_that_survived(rollouts):
     seen = []
     ranked("rank_survivors", seen)
-    engine = Failing(["a"], failures=3, only=lambda e: e.startswith("train-0-0-1-"))
+    engine = FailingEngine(["a"], failures=3, only=lambda e: e.startswith("train-0-0-1-"))
     r = rollouts(
         engine,
         reward={"function": "rank_survivors"},
@@ -463,7 +470,7 @@ def test_a_failed_judge_is_asked_again_and_nothing_is_played_again(rollouts):
             raise Infrastructure("the judge is down")
         return 1.0
 
-    engine = Failing(["a"])
+    engine = FailingEngine(["a"])
     [group] = rollouts(engine, reward={"function": "shaky"}).collect(
         rows(1, "single_turn"), n=4, sampling=SAMPLING, step=0
     )
@@ -477,7 +484,7 @@ def test_a_judge_that_stays_down_drops_and_never_zeroes(rollouts, group):
     def down(one_or_more):
         raise Infrastructure("the judge is down")
 
-    engine = Failing(["a"])
+    engine = FailingEngine(["a"])
     r = rollouts(engine, reward={"function": "down"})
     with pytest.raises(RunStopped, match=r"2 of 2 rollouts were dropped.*\n.*the judge is down"):
         r.collect(rows(1, "single_turn"), n=2, sampling=SAMPLING, step=0)
@@ -495,7 +502,7 @@ def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
             "    if trajectory.rollout == 3: os._exit(1)\n"
             "    return 1.0\n"
         )
-    r = rollouts(Failing(["a"]), reward={"function": f"{file}:killer"})
+    r = rollouts(FailingEngine(["a"]), reward={"function": f"{file}:killer"})
     [group] = r.collect(rows(1, "single_turn"), n=20, sampling=SAMPLING, step=0)
     assert [s.reward for s in group.scored] == [1.0] * 19 and group.dropped == 1
 
@@ -507,7 +514,13 @@ def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
 async def test_hostile_answers_do_not_hold_up_the_good_ones():
     """L6: 1 000 calls, 2 workers, one in twenty hangs, crashes or eats all memory."""
     executor = RewardExecutor(RewardConfig(timeout_s=0.2, workers=2))
-    bad = (hostile.wild_pattern, hostile.crash, hostile.eat, hostile.hang, hostile.leave)
+    bad = (
+        hostile.match_slow_regex,
+        hostile.crash,
+        hostile.allocate_8_gib,
+        hostile.hang,
+        hostile.exit_at_once,
+    )
     outcomes: Counter[str] = Counter()
     began = time.monotonic()
 

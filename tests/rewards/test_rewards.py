@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.trajectories import played, row, turn
+from support.trajectories import make_trajectory, row, turn
 
 from agentrl import registry
 from agentrl.config import RewardConfig
@@ -40,9 +40,8 @@ def score(trajectory: Trajectory, policy=None, **config: Any) -> Scored:
 
 
 @pytest.fixture
-def registered(monkeypatch):
+def registered():
     """`registered(f)` registers a function for the length of a test and returns its name."""
-    monkeypatch.setattr(registry.rewards, "_entries", dict(registry.rewards._entries))
 
     def register(function) -> str:
         name = getattr(function, "__name__", "odd")
@@ -109,13 +108,13 @@ def test_only_what_the_assistant_wrote_is_judged():
         ("assistant", "hm"),
         ("user", "it is #### 12"),
     ]
-    assert score(played(*messages)).reward == 0.0
-    assert score(played(*messages, ("assistant", "#### 12"))).reward == 1.0
+    assert score(make_trajectory(*messages)).reward == 0.0
+    assert score(make_trajectory(*messages, ("assistant", "#### 12"))).reward == 1.0
 
 
 def test_few_shot_answers_in_the_prompt_are_not_the_assistants():
     prompt = (Message("user", "3*4?"), Message("assistant", "#### 12"), Message("user", "again"))
-    assert score(played(("assistant", "no"), sample=row(prompt=prompt))).reward == 0.0
+    assert score(make_trajectory(("assistant", "no"), sample=row(prompt=prompt))).reward == 0.0
 
 
 SEEN: list[dict[str, Any]] = []
@@ -137,7 +136,7 @@ def test_a_compute_score_gets_verls_arguments(registered):
         turn(rewards={"turn": 0.5}),
         turn(),
     )
-    trajectory = played(
+    trajectory = make_trajectory(
         ("assistant", "a"),
         ("tool", "1"),
         ("tool", "2"),
@@ -175,7 +174,7 @@ def test_a_compute_score_gets_verls_arguments(registered):
 )
 def test_num_turns_as_verl_counts(roles, expected):
     names = {"a": "assistant", "t": "tool", "u": "user"}
-    assert num_turns(played(*((names[r], "x") for r in roles))) == expected
+    assert num_turns(make_trajectory(*((names[r], "x") for r in roles))) == expected
 
 
 def by_solution(solution_str):
@@ -204,7 +203,10 @@ async def by_any_name(t, /, *, bonus=0):
     [(by_solution, 3), (by_keywords, 15), (by_waiting, 3), (by_trajectory, 1), (by_any_name, 1)],
 )
 def test_the_parameters_say_how_a_reward_is_called(registered, function, expected):
-    assert score(played(("assistant", "abc")), function=registered(function)).reward == expected
+    assert (
+        score(make_trajectory(("assistant", "abc")), function=registered(function)).reward
+        == expected
+    )
 
 
 # -- start-up ------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def test_every_known_grader_is_registered():
 
 
 def test_the_gsm8k_grader_serves_other_sources_by_name():
-    trajectory = played(("assistant", "#### 12"), sample=row(data_source="mine"))
+    trajectory = make_trajectory(("assistant", "#### 12"), sample=row(data_source="mine"))
     assert score(trajectory, function="gsm8k").metrics == {"acc": 1.0}
 
 
@@ -296,7 +298,9 @@ def test_the_gsm8k_grader_serves_other_sources_by_name():
 
 def test_a_function_in_a_file(file):
     path = file("async def compute_score(solution_str, ground_truth, k=1):\n    return k * 2\n")
-    scored = score(played(("assistant", "x")), function=f"{path}:compute_score", kwargs={"k": 3})
+    scored = score(
+        make_trajectory(("assistant", "x")), function=f"{path}:compute_score", kwargs={"k": 3}
+    )
     assert scored.reward == 6.0
 
 
@@ -332,8 +336,8 @@ def graded(returned: Any) -> Scored:
         return returned
 
     grader = Grader("mine", returning)
-    value, metrics = asyncio.run(grader.grade(played(("assistant", "x"))))
-    return Scored(played(), {}, value, metrics)
+    value, metrics = asyncio.run(grader.grade(make_trajectory(("assistant", "x"))))
+    return Scored(make_trajectory(), {}, value, metrics)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +380,9 @@ def test_a_judge_that_is_down_is_infrastructure_not_a_reward():
 
 @pytest.mark.parametrize("source", ["turn", "tool"])
 def test_a_nan_from_elsewhere_is_found_too(source):
-    trajectory = played(("assistant", "#### 12"), turns=(turn(rewards={source: math.nan}),))
+    trajectory = make_trajectory(
+        ("assistant", "#### 12"), turns=(turn(rewards={source: math.nan}),)
+    )
     with pytest.raises(UserCodeError, match=f"the {source} rewards of sample 'r7' sum to nan"):
         score(trajectory)
 
@@ -387,7 +393,7 @@ def test_a_nan_from_elsewhere_is_found_too(source):
 def rich(**fields: Any) -> Trajectory:
     """Outcome 1, turn 0.75, tool 0.5 + 2."""
     turns = (turn(rewards={"turn": 0.25, "tool": 0.5}), turn(rewards={"turn": 0.5}))
-    return played(
+    return make_trajectory(
         ("assistant", "a"),
         ("tool", "1"),
         ("assistant", "#### 12"),
@@ -437,7 +443,7 @@ async def test_scores_that_no_weight_uses_are_said_once(caplog):
 
 async def test_no_warning_where_there_is_nothing_to_say(caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
-        await make_scorer(RewardConfig()).score(played(("assistant", "#### 12")))
+        await make_scorer(RewardConfig()).score(make_trajectory(("assistant", "#### 12")))
     assert not caplog.records
 
 

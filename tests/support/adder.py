@@ -1,4 +1,4 @@
-"""Ranks that add up their arguments."""
+"""A rank class that sums its arguments over all ranks, to test how calls reach ranks."""
 
 import os
 import signal
@@ -12,7 +12,10 @@ from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
 
 
 class Adder:
-    """Adds the arguments of all ranks."""
+    """A rank whose methods sum their arguments over all ranks.
+
+    The constructor raises `ConfigError` on rank `refuses`.
+    """
 
     def __init__(self, start=0.0, refuses=-1):
         distributed.init_process_group("gloo")
@@ -23,19 +26,19 @@ class Adder:
 
     @dispatch(SPLIT)
     def add(self, share, times=1):
-        found = share.double().sum() * times
-        distributed.all_reduce(found)
-        self.total += found
-        return self.rank, share.shape[0], float(found)
+        total = share.double().sum() * times
+        distributed.all_reduce(total)
+        self.total += total
+        return self.rank, share.shape[0], float(total)
 
     @dispatch(BROADCAST)
     def sum(self, value):
-        found = torch.tensor(float(value))
-        distributed.all_reduce(found)
-        return float(found)
+        total = torch.tensor(float(value))
+        distributed.all_reduce(total)
+        return float(total)
 
     @dispatch(BROADCAST)
-    def alone(self):
+    def rank_zero_total(self):
         return self.rank, float(self.total)
 
     @dispatch(SPLIT)
@@ -43,13 +46,13 @@ class Adder:
         return {name: os.environ.get(name) for name in names}, os.getcwd()
 
     @dispatch(BROADCAST)
-    def raising(self, on, what):
+    def raise_on(self, on, what):
         if self.rank == on:
             raise UserError("row 7 is broken") if what == "user" else KeyError(what)
         distributed.barrier()
 
     @dispatch(BROADCAST)
-    def killed(self, on):
+    def kill_on(self, on):
         if self.rank == on:
             os.kill(os.getpid(), signal.SIGKILL)
         distributed.barrier()

@@ -1,4 +1,4 @@
-"""A tokenizer for any chat template: its control tokens are read off the template's text."""
+"""Makes a tokenizer for any chat template. Its control tokens are those in the template's text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokenizer_of_trl(name: str) -> PreTrainedTokenizerFast:
 
 
 def templates_of_trl() -> list[str]:
-    """Names of the templates that models ship with; not TRL's versions for training."""
+    """Return the names of the templates that models ship with, without TRL's training versions."""
     return sorted(p.stem for p in TRL.glob("*.jinja") if not p.stem.endswith("_training"))
 
 

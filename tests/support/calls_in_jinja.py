@@ -1,4 +1,4 @@
-"""Chat templates that write tool calls in a given way."""
+"""ChatML templates whose tool calls are written by any piece of Jinja."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from support.families import family_tokenizer
 from agentrl.chat import ChatTemplate
 
 
-def template_with(written: str) -> ChatTemplate:
-    """ChatML that writes calls as this Jinja text does."""
+def template_with(calls: str) -> ChatTemplate:
+    """Return ChatML with the Jinja `calls` after the content of each message."""
     tokenizer = copy.copy(family_tokenizer("chatml"))
-    said = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    message = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     source = str(tokenizer.chat_template)
-    assert said in source
-    turn = "{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
-    tokenizer.chat_template = source.replace(said, turn + written + "{{- '<|im_end|>\\n' }}")
+    assert message in source
+    start = "{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    tokenizer.chat_template = source.replace(message, start + calls + "{{- '<|im_end|>\\n' }}")
     return ChatTemplate(tokenizer)
 
 
-def with_calls(written: str) -> ChatTemplate:
-    """ChatML that shows tools, and writes each call as this Jinja text does."""
-    return template_with("{%- for call in message.tool_calls or [] %}" + written + "{%- endfor %}")
+def with_calls(call: str) -> ChatTemplate:
+    """Return ChatML that writes each tool call by the Jinja `call`."""
+    return template_with("{%- for call in message.tool_calls or [] %}" + call + "{%- endfor %}")
 
 
 PYTHONIC = (

@@ -1,4 +1,9 @@
-"""Solutions that cheat, and honest ones."""
+"""Programs that try to cheat the code grader.
+
+Each attack runs in an otherwise right solution of "square the number". For the last of `COUNT`
+tests the solution returns the right answer only if the attack succeeded, so that a failed attack
+scores `HONEST`.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +105,7 @@ READS = "i, key = input().split()\nprint(solve(int(i), key))\n"
 
 
 def solution(attack: str, called: bool) -> str:
+    """Return a model's answer with an attack. `called`: the grader calls `solve`, without stdin."""
     body = textwrap.indent(textwrap.dedent(attack).strip(), " " * 8)
     code = SOLVE % (COUNT - 1, body)
     # Nothing separates the names of sockets where programs are not isolated.
@@ -108,15 +114,15 @@ def solution(attack: str, called: bool) -> str:
 
 
 def scores(attacks: dict[str, str], called: bool = False, **kwargs: Any) -> dict[str, float]:
-    """The score of each cheat."""
+    """Return the grader's score of each attack, by name."""
 
-    async def judged():
+    async def grade():
         grader = grader_of("apps", kwargs)
         truth = CALLED if called else TRUTH
         texts = [solution(attack, called) for attack in attacks.values()]
         return await asyncio.gather(*(grader.grade_text(text, truth) for text in texts))
 
-    return {name: m["score"] for name, m in zip(attacks, asyncio.run(judged()), strict=True)}
+    return {name: m["score"] for name, m in zip(attacks, asyncio.run(grade()), strict=True)}
 
 
 READ_ITS_OWN_PROCESS = {

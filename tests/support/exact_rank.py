@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.learner_world import (
+from support.trainer_fixtures import (
     in_float64,
 )
 from torch.distributed.tensor import DTensor
@@ -16,8 +16,8 @@ from agentrl.trainer.sharding import full_tensor
 EXACT = 1e-10
 
 
-class Exact(Rank):
-    """A rank in float64 that can be initialized again, because processes start slowly."""
+class ExactRank(Rank):
+    """A rank in float64. `begin` initializes it again, so that tests can share its process."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -37,11 +37,11 @@ class Exact(Rank):
     def register(self, loss):
         """Register the user's loss if it is not registered yet."""
         if loss not in policy_losses:
-            policy_loss(loss)(of_tokens)
+            policy_loss(loss)(loss_of_nonempty_rows)
 
     @dispatch(BROADCAST)
-    def spread(self):
-        """Return how many of the parameters are sharded, and how many there are."""
+    def sharded_parameters(self):
+        """Return the number of sharded parameters and the number of all."""
         parameters = list(self.policy.packed_model.parameters())
         return sum(isinstance(p, DTensor) for p in parameters), len(parameters)
 
@@ -64,8 +64,8 @@ class Exact(Rank):
         }
 
 
-def of_tokens(logprobs, old_logprobs, advantages, mask, config):
-    """A loss of the user's that cannot be told of no tokens at all."""
+def loss_of_nonempty_rows(logprobs, old_logprobs, advantages, mask, config):
+    """Return the policy gradient loss of each token. Fails if a row has no sampled token."""
     largest = torch.where(mask, advantages.abs(), 0.0).max(1, keepdim=True).values
     assert mask.any(1).all()
     return torch.where(mask, -advantages * logprobs, 0.0), {"largest": largest.expand(mask.shape)}

@@ -12,7 +12,7 @@ TOKENIZER = byte_tokenizer()
 SAMPLING = Sampling()
 
 
-class Failing(Scripted):
+class FailingEngine(Scripted):
     """A scripted engine whose first `failures` requests of chosen episodes fail."""
 
     def __init__(self, answers, failures=0, only=lambda episode_id: True):

@@ -1,6 +1,7 @@
-"""Model families: real control tokens and chat templates on small vocabularies made here.
+"""Tokenizers of model families: real control tokens and chat templates, small vocabularies.
 
-Templates come from TRL's package data, or from `templates/`; nothing is downloaded.
+The vocabularies are made here. The templates are TRL's package data or files in
+`fixtures/templates/`; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def family_names() -> list[str]:
 
 
 def control_tokens(name: str) -> tuple[str, ...]:
-    """All added tokens, special or not."""
+    """Return all added tokens of a family, special or not."""
     return FAMILIES[name].special + FAMILIES[name].tags
 
 
 @cache
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer, made once a process and shared: change a copy, not this one."""
+    """Return the family's tokenizer. All tests of a process share it: change only copies."""
     from tokenizers import AddedToken, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -105,9 +106,9 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def calling(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """An assistant message that calls tools, as the family's template wants it.
+    """Return an assistant message with tool calls, in the form that the family's template takes.
 
-    The calls' ids are `call00000`, `call00001` and so on: Mistral wants 9 letters or digits.
+    The ids of the calls are `call00000`, `call00001` and so on: Mistral wants 9 letters or digits.
     """
     family = FAMILIES[name]
     return {
@@ -128,7 +129,7 @@ def calling(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> dict[str,
 
 
 def answering(text: str, call: int = 0, tool: str = "calculator") -> dict[str, Any]:
-    """The tool message that answers the call of that number in the message before."""
+    """Return the tool message that answers call number `call` of the message before it."""
     return {"role": "tool", "name": tool, "tool_call_id": f"call{call:05}", "content": text}
 
 

@@ -1,4 +1,4 @@
-"""How single families write their tool calls."""
+"""The tool calls of single model families, as Jinja."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ OPENAI = '{"name": "{{ call.name }}", "arguments": ' + JSON + "}"
 
 
 def values_between(opening, closing):
+    """Return the Jinja that writes each argument between two tags; `KEY` stands for its name."""
     text = "{{ v if v is string else v | tojson }}"
     return (
         "{% for k, v in call.arguments.items() %}" + opening + text + closing + "{% endfor %}"
@@ -19,6 +20,7 @@ def values_between(opening, closing):
 
 
 def dsml_template(section):
+    """Return DeepSeek's XML-like calls in a section of this name."""
     value = values_between(
         f'<{DSML}parameter name="KEY" string="{{{{ (v is string) | tojson }}}}">',
         f"</{DSML}parameter>",
@@ -35,8 +37,7 @@ BRACED = (
 )
 
 
-# What a template writes before the calls, for each, between them and after them.
-WRITES = {
+CALLS_IN_JINJA = {
     "apertus": (
         "<|tools_prefix|>[",
         '{"{{ call.name }}": ' + JSON + "}",
@@ -108,6 +109,7 @@ WRITES = {
 
 
 def jinja(before, each, between, after):
+    """Return the Jinja that writes all calls of a message."""
     return (
         "{%- if message.tool_calls %}" + before + "{%- for c in message.tool_calls %}"
         "{%- set call = c.function %}" + each + "{{ '' if loop.last else " + repr(between) + " }}"

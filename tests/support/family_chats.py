@@ -1,4 +1,4 @@
-"""The families' chat templates, and texts that come near to their control tokens."""
+"""The families' chat templates, and texts that look like their control tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def chat(name: str, untrusted: bool = False) -> ChatTemplate:
     return ChatTemplate(tokenizer, ends, untrusted=untrusted)
 
 
-def broken(token: str, rng: random.Random) -> list[str]:
-    """A control token in ways that come near to it."""
+def near_control_tokens(token: str, rng: random.Random) -> list[str]:
+    """Return a control token and texts that are almost that token."""
     at = rng.randrange(1, len(token))
     letter = rng.choice(token)
     other = rng.choice(ALIKE.get(letter, letter.swapcase()))
@@ -49,9 +49,10 @@ def broken(token: str, rng: random.Random) -> list[str]:
 
 
 def as_decoded(name: str, text: str) -> str:
-    """What comes back of a text: the tokenizer's own normalization of it.
+    """Return what the tokenizer decodes after it encoded a text: the normalized text.
 
-    Lone surrogates have no bytes; SentencePiece writes spaces as U+2581, and so U+2581 as spaces.
+    Lone surrogates have no bytes. SentencePiece writes spaces as U+2581 and decodes each U+2581 as
+    a space.
     """
     text = text.encode("utf-8", "replace").decode()
     if FAMILIES[name].nfc:
@@ -59,5 +60,5 @@ def as_decoded(name: str, text: str) -> str:
     return text if FAMILIES[name].kind in CACHED else text.replace("▁", " ")
 
 
-def control_of(template: ChatTemplate, ids) -> list[int]:
+def control_ids(template: ChatTemplate, ids) -> list[int]:
     return [i for i in ids if i in template.encoder.control_ids]

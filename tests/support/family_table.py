@@ -1,6 +1,6 @@
-"""What the families are: their tokenizers, and what their templates do with messages.
+"""A table of model families: their tokenizers, and what their chat templates do with messages.
 
-What is said of a template is proven in `test_families.py`.
+`test_families.py` tests each of these statements about a template.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from support.vocabularies import DEEPSEEK3, GPT2, LLAMA3, O200K, QWEN2, QWEN3_5,
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular to a family.
+    """The properties of a model family.
 
     Attributes:
         name: the key in `FAMILIES`.
         template: a file's name in TRL's `chat_templates`, or in `templates/`.
         kind: the kind of vocabulary.
-        added: the added tokens, those that are special and those that are not.
-        eos: what the tokenizer names as its EOS. It does not end a turn everywhere: see `end_ids`.
-        end_ids: what `eos_token_id` of the model's generation config lists.
-        bos: stands first, where the family has such a token.
-        pad: the padding, where the tokenizer names one.
+        added: the added tokens: (special, not special).
+        eos: the tokenizer's `eos_token`. It does not end a turn in every family: see `end_ids`.
+        end_ids: the tokens of `eos_token_id` in the model's generation config.
+        bos: the token that begins a text, if the family has one.
+        pad: the tokenizer's `pad_token`, if it has one.
         adds_bos: encoding with `add_special_tokens=True` puts `bos` first.
-        rstrip: added tokens that take the white space after them with them.
-        split: what a merge may not cross, for byte-level vocabularies.
-        prefix: the space before a text, for SentencePiece's.
+        rstrip: added tokens that absorb the white space after them.
+        split: the patterns of pre-tokenization, for byte-level vocabularies.
+        prefix: the space before a text, for SentencePiece vocabularies.
         nfc: text is normalized (NFC) before it is encoded.
-        owned: plain text that reads like a control token becomes it, added tokens or not.
+        owned: plain text that reads like a control token becomes it, even without added tokens.
         system: the template takes a system message.
-        tools: the template shows the tools; elsewhere they are dropped in silence.
-        calls: the template writes structured calls; elsewhere it drops them in silence.
-        results: what becomes of a tool's text.
-        parallel: two calls in a message: both written, all but the first dropped, or refused.
+        tools: the template shows the tools. If not, it drops them without an error.
+        calls: the template writes structured calls. If not, it drops them without an error.
+        results: what the template does with the text of a tool's result.
+        parallel: two calls in a message: both are written, all but the first dropped, or refused.
         tool_then_user: a user message may follow a tool's result.
         alternates: two user messages in a row are refused.
         needs_user: a conversation without a user message is refused.
-        arguments: what the template wants as a call's arguments, an object or its JSON.
-        rounds_alike: a second round of call and result is written as the first.
-        thinking: what `enable_thinking` is where it is not given; `None`: no such switch.
-        dated: the prompt holds today's date.
+        arguments: the type of a call's arguments in messages: an object or its JSON text.
+        rounds_alike: a second round of call and result is written like the first.
+        thinking: the template's default for `enable_thinking`; `None`: it has no such variable.
+        dated: the prompt contains today's date.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The added tokens of the families, as their tokenizers list them: (special, not special).
+"""The added tokens of the families' tokenizers: (special, not special).
 
-Reserved and unused ones are cut down to a few.
+Of the reserved and unused tokens, only a few are listed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that tests send to workers: some behave well, others do not."""
+"""Functions that tests run in worker processes: some work, others hang, crash or fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(a, b=1):
     return a + b
 
 
-async def waited(a):
+async def async_echo(a):
     await asyncio.sleep(0.01)
     return a
 
@@ -36,11 +36,11 @@ def hang():
     time.sleep(600)
 
 
-def wild_pattern():
+def match_slow_regex():
     re.fullmatch(r"(a|aa)+", "a" * 60 + "b")
 
 
-def eat():
+def allocate_8_gib():
     return len(bytearray(8 << 30))
 
 
@@ -48,7 +48,7 @@ def crash():
     ctypes.string_at(0)
 
 
-def leave():
+def exit_at_once():
     os._exit(3)
 
 
@@ -56,7 +56,7 @@ def exit_politely():
     sys.exit("no more")
 
 
-def killed():
+def kill_itself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -72,32 +72,32 @@ def is_down():
     raise EngineError("the judge is down")
 
 
-class Odd(ToolError):
+class UnpicklableError(ToolError):
     def __init__(self, first, second):
         super().__init__(f"{first} {second}")
 
 
-def odd():
-    raise Odd("a", "b")
+def raise_unpicklable():
+    raise UnpicklableError("a", "b")
 
 
 def lambda_result():
     return lambda: 1
 
 
-def too_much():
+def large_result():
     return bytes(65 << 20)
 
 
-def chatter(lines):
+def print_lines_and_exit(lines):
     for i in range(lines):
         print("line", i, file=sys.stderr if i % 2 else sys.stdout)
     sys.stdout.flush()
-    leave()
+    exit_at_once()
 
 
-def with_child(folder):
-    """Start a process that outlives us unless somebody sees to it."""
+def hang_with_child(folder):
+    """Start a child process, which the pool must end, and hang."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(folder, "child").write_text(str(child.pid))
     hang()
@@ -105,8 +105,8 @@ def with_child(folder):
 
 def write_pid_and_hang(file):
     Path(file).write_text(str(os.getpid()))
-    wild_pattern()
+    match_slow_regex()
 
 
-def die_of(*given):
+def exit_on_any_arguments(*arguments):
     os._exit(3)

@@ -1,4 +1,4 @@
-"""The turns of `fixtures/hostile_*.json`: texts that come near to tool calls, by format."""
+"""The turns of `fixtures/hostile_*.json`: texts that almost are tool calls, by format."""
 
 from __future__ import annotations
 

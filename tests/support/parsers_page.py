@@ -12,11 +12,11 @@ from typing import Any
 
 from support.any_template import templates_of_trl, tokenizer_for, tokenizer_of_trl
 from support.calls_in_jinja import PYTHONIC, template_with, with_calls
-from support.described_families import DESCRIBED
-from support.described_template import tokenizer_of
-from support.family_calls import WRITES, jinja
+from support.family_calls import CALLS_IN_JINJA, jinja
+from support.family_facts import FAMILY_FACTS
 from support.pages import PAGE, with_text_between
 from support.rendered_calls import CallTemplate, exact, random_calls
+from support.template_from_facts import tokenizer_from_facts
 
 from agentrl.chat import ChatTemplate
 from agentrl.chat.formats import FORMATS, parser_of
@@ -70,19 +70,19 @@ WHY_NOT_READ = {
 
 
 def templates() -> Iterator[tuple[str, ChatTemplate]]:
-    """Yield the chat templates: TRL's, those in `tests/fixtures/templates`, and described ones."""
+    """Yield the chat templates: TRL's, those in `tests/fixtures/templates`, and `FAMILY_FACTS`."""
     tokenizers = {name: tokenizer_of_trl(name) for name in templates_of_trl()}
     for file in sorted((Path(__file__).parents[1] / "fixtures" / "templates").glob("*.jinja")):
         tokenizers[file.stem] = tokenizer_for(file.read_text("utf-8"))
-    tokenizers |= {name: tokenizer_of(facts) for name, facts in DESCRIBED.items()}
+    tokenizers |= {name: tokenizer_from_facts(facts) for name, facts in FAMILY_FACTS.items()}
     for name, tokenizer in tokenizers.items():
         try:
             yield name, ChatTemplate(tokenizer)
         except TemplateError:  # images alone, or nothing that ends a turn
             continue
-    # What the formats that few of these templates teach look like.
-    for name, written in WRITES.items():
-        yield f"{name}, its calls alone", template_with(jinja(*written))
+    # Formats that few of these templates teach: ChatML with calls in that format.
+    for name, parts in CALLS_IN_JINJA.items():
+        yield f"{name}, its calls alone", template_with(jinja(*parts))
     yield "llama_pythonic, its calls alone", with_calls(PYTHONIC)
 
 
@@ -109,7 +109,8 @@ def rendered() -> dict[str, Counter[str]]:
 def runs_as_expected(case: dict[str, Any]) -> bool:
     """Return whether our parser reads the calls that the peer's test expects, and no others.
 
-    Broken calls do not count: a peer drops them or keeps them as text, and here the model is told.
+    Broken calls do not count: a peer drops them or keeps them as text; agentrl returns an error to
+    the model.
     """
     calls = parser_of(case["format"])(case["turn"], PEER_CASES["tools"])
     return exact((c.name, c.arguments) for c in calls if not c.error) == exact(case["calls"])
@@ -148,7 +149,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as it is now."""
+    """Return the page with the table of this version."""
     return with_text_between(page, BEGIN, END, table())
 
 

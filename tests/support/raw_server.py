@@ -1,4 +1,4 @@
-"""A server that writes its answers byte by byte."""
+"""A server whose handler reads and writes the bytes of HTTP itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @contextlib.asynccontextmanager
 async def serving(handler: Handler):
-    """A server that does what `handler` does with each connection; its URL."""
+    """Serve each connection by `handler` within the block, and yield the URL."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -24,7 +24,7 @@ async def serving(handler: Handler):
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
-    """Request line, headers and body."""
+    """Return the request line, the headers and the body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     line, *rest = head.split("\r\n")[:-2]
     headers = dict(h.split(": ", 1) for h in rest)

@@ -1,4 +1,4 @@
-"""Random calls, and the turns that chat templates make of them."""
+"""Random tool calls, and the turns that chat templates render from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.errors import TemplateError
 Call = tuple[str, dict[str, Any]]
 """The name of a tool and its arguments."""
 
-ASKED = {"role": "user", "content": "How much is 3*4?"}
+QUESTION = {"role": "user", "content": "How much is 3*4?"}
 NAMES = ("get_weather", "f", "runCode", "search2", "a1_b2", "calc.add", "my-tool", "_p")
 KEYS = ("city", "x", "n1", "long_name_2", "camelCase", "_u", "k-1", "a.b")
 TEXTS = (
@@ -106,7 +106,7 @@ class Way:
 
 
 class CallTemplate:
-    """A chat template, the format that it teaches, and the ways in which it takes calls."""
+    """A chat template, its format of calls, and the ways in which it takes calls."""
 
     def __init__(self, template: ChatTemplate):
         self.template, self.format = template, detect_format(template)
@@ -118,16 +118,16 @@ class CallTemplate:
         self.takes_several = bool(self.ways) and self.reads(two, self.ways[0])
 
     def turns(self, calls: list[Call], way: Way) -> list[str]:
-        """Return the turn as the model writes it, once with the thought that the prompt opens.
+        """Return the turn as the model writes it, also with the thought that the prompt opens.
 
-        There is none if the template does not take these calls, or does not show the turn behind
+        The list is empty if the template does not take these calls, or does not show the turn after
         the prompt.
         """
         template, schemas = self.template, schemas_of(calls)
         try:
             end = self._end(way)
-            prompt = template.render([ASKED], schemas)
-            shown = template.render([ASKED, way.message(calls)], schemas, as_prompt=False)
+            prompt = template.render([QUESTION], schemas)
+            shown = template.render([QUESTION, way.message(calls)], schemas, as_prompt=False)
         except TemplateError:
             return []
         start = template.encoder.shared_length(prompt, shown)
@@ -138,8 +138,8 @@ class CallTemplate:
         return list(dict.fromkeys((opened + text, text)))
 
     def _end(self, way: Way) -> str:
-        """Return what the template writes behind the turn."""
-        turn = [ASKED, way.message(self._probe)]
+        """Return the text that the template writes after the turn."""
+        turn = [QUESTION, way.message(self._probe)]
         own, _ = self.template.probe.end_of_turn(turn)
         shown = self.template.render(turn, schemas_of(self._probe), as_prompt=False)
         return shown[shown.rindex(own) + len(own) :] if own in shown else ""
@@ -149,9 +149,9 @@ class CallTemplate:
         parse, schemas = parser_of(self.format), schemas_of(calls)
         parsed = (parse(text, schemas) for text in self.turns(calls, way))
         return any(
-            exact((c.name, c.arguments) for c in found) == exact(calls)
-            for found in parsed
-            if not any(c.error for c in found)
+            exact((c.name, c.arguments) for c in result) == exact(calls)
+            for result in parsed
+            if not any(c.error for c in result)
         )
 
 

@@ -1,6 +1,7 @@
 """Plays rollouts with an engine and tools over HTTP, in a process whose limits its parent set.
 
-`python rollouts_over_http.py FOLDER PROMPTS N SECONDS` prints one line of JSON: what came of them.
+`python rollouts_over_http.py FOLDER PROMPTS N SECONDS` plays N rollouts of each of PROMPTS prompts,
+with turns of SECONDS seconds. It prints one line of JSON: counts of rollouts, errors and sockets.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> None:
             groups = rollouts.collect(samples, n=n, sampling=Sampling(), step=0)
             took = time.monotonic() - began
             TrajectoryStore(folder).write(1, groups)
-            _, asked = fetch_json(url, "/requests", timeout=5)
+            _, served = fetch_json(url, "/requests", timeout=5)
         over.set()
     scored = [s for group in groups for s in group.scored]
     print(
@@ -81,8 +82,8 @@ def main() -> None:
                 "seconds": took,
                 "open at most": most,
                 "limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-                "turns at once": asked["most"],
-                "turns": asked["turns"],
+                "turns at once": served["most"],
+                "turns": served["turns"],
             }
         )
     )

@@ -1,4 +1,4 @@
-"""A FastAPI app on a free port, served from a thread."""
+"""Serves a FastAPI app on a free port, from a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
-    """The app's URL, within the block."""
+    """Serve the app within the block, and yield its URL."""
     config = uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

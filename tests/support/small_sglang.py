@@ -1,8 +1,8 @@
-"""A server that answers as SGLang does, in a process of its own; each turn is scripted.
+"""A server with SGLang's HTTP API and scripted turns, in a process of its own.
 
-The turn of an episode is the number of its requests so far. `python small_sglang.py SCRIPT`, where
-SCRIPT is JSON: `{"turns": [[token, ...], ...], "seconds": how long a turn takes}`. It prints its
-port. `GET /requests` tells how many turns were at work at once, at most.
+The n-th request of an episode gets the n-th turn. `python small_sglang.py SCRIPT` prints its port.
+SCRIPT is JSON: `{"turns": [[token, ...], ...], "seconds": seconds for each turn}`. `GET /requests`
+returns the largest number of turns at the same time (`most`) and the number of all (`turns`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SmallSGLang:
         await send({"type": "http.response.body", "body": content})
 
     async def _generate(self, body, episode: bytes | None) -> dict:
-        ids = [0]  # of a probe, which no episode sends
+        ids = [0]  # a probe, which has no episode
         if episode is not None:
             ids = self._turns[self._played[episode]]
             self._played[episode] += 1
@@ -71,7 +71,7 @@ class SmallSGLang:
 
 @contextmanager
 def small_sglang(turns: Sequence[Sequence[int]], seconds: float) -> Iterator[str]:
-    """The URL of a server, within the block."""
+    """Start a server for the block, and yield its URL."""
     script = json.dumps({"turns": [list(turn) for turn in turns], "seconds": seconds})
     command = [sys.executable, __file__, script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

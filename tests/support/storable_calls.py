@@ -9,7 +9,7 @@ from agentrl.trajectory import ToolCall
 
 
 def assert_storable(calls: Iterable[ToolCall]) -> None:
-    """Raise AssertionError unless broken calls are texts and the others can be stored as JSON."""
+    """Assert that broken calls keep their arguments as text and that the others are valid JSON."""
     for call in calls:
         assert isinstance(call.arguments, str) == bool(call.error)
         if not call.error:

@@ -1,4 +1,4 @@
-"""Classifies what a chat template does with conversations: exact, refused or wrong."""
+"""Compares the row of a conversation with the conversation that the chat template renders."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ KINDS = {
     "thought, text, call": (True, True, 1),
     "two calls": (False, False, 2),
 }
-"""Of a turn: whether it has a text, whether it has a thought, and how many calls."""
+"""The kinds of turns: whether a turn has a text, whether it has a thought, its number of calls."""
 
 
 @dataclass
-class Talk:
-    """A conversation as templates take it, and as an episode holds it."""
+class Conversation:
+    """A conversation as dicts for the chat template, and as the messages of an episode."""
 
-    said: list[dict[str, Any]]
+    dicts: list[dict[str, Any]]
     messages: list[Message]
     sampled: dict[int, list[int]] = field(default_factory=dict)
 
 
 def spellings(text: str, thought: str, calls: list[tuple[str, dict, str]]) -> Iterator[dict]:
-    """A turn in the ways in which templates take turns."""
+    """Yield a turn as the different dicts that templates take.
+
+    A thought is a key of its own or tags in the content; arguments are an object or its JSON text.
+    """
     contents: list[str | None] = [text] if text else ["", None]
     for content, as_text, in_tags in itertools.product(contents, (False, True), (False, True)):
         turn: dict[str, Any] = {"role": "assistant", "content": content}
@@ -61,15 +64,15 @@ def spellings(text: str, thought: str, calls: list[tuple[str, dict, str]]) -> It
         yield turn
 
 
-def speak(template: ChatTemplate, talk: Talk, kind: str, n: int, tools: list) -> str:
-    """Let the model write a turn of this kind; why it cannot, or ""."""
+def add_turn(template: ChatTemplate, talk: Conversation, kind: str, n: int, tools: list) -> str:
+    """Append a sampled turn of this kind. Return why the template cannot render it, or ""."""
     has_text, thinks, count = KINDS[kind]
     text, thought = f"Answer {n}." * has_text, f"hmm {n}" * thinks
     calls = [("calculator", {"expression": f"{n}*{i}"}, f"call{n}{i:04}") for i in range(count)]
-    prompt = template.render(talk.said, tools)
+    prompt = template.render(talk.dicts, tools)
     for turn in spellings(text, thought, calls):
         try:
-            whole = template.render([*talk.said, turn], tools, as_prompt=False)
+            whole = template.render([*talk.dicts, turn], tools, as_prompt=False)
         except TemplateError:
             continue
         rest = whole.removeprefix(prompt)
@@ -85,36 +88,40 @@ def speak(template: ChatTemplate, talk: Talk, kind: str, n: int, tools: list) ->
     if end == len(ids):  # the next role's token ends it, whichever this is
         ids = list(template.encoder.encode_trusted(rest.rstrip("\n")))
         ids += [template.close_id] * (template.closes or not calls)
-    talk.sampled[len(talk.said)] = ids[: end + 1]
-    talk.said.append(turn)
+    talk.sampled[len(talk.dicts)] = ids[: end + 1]
+    talk.dicts.append(turn)
     called = tuple(ToolCall(name, a, id=id) for name, a, id in calls)
     talk.messages.append(Message("assistant", text, called))
     return ""
 
 
-def answer(talk: Talk, then: str, n: int) -> None:
-    """What follows the last turn: results of its calls, a user, or both."""
+def add_replies(talk: Conversation, then: str, n: int) -> None:
+    """Append what follows the last turn: results of its calls, a user message, or both."""
     for call in talk.messages[-1].tool_calls if "tool" in then else ():
         result = {"role": "tool", "content": f"R{n}", "name": call.name, "tool_call_id": call.id}
-        talk.said.append(result)
+        talk.dicts.append(result)
         talk.messages.append(Message("tool", f"R{n}", tool_call_id=call.id))
     if "user" in then:
-        talk.said.append({"role": "user", "content": f"Go on {n}."})
+        talk.dicts.append({"role": "user", "content": f"Go on {n}."})
         talk.messages.append(Message("user", f"Go on {n}."))
 
 
-def judge(template: ChatTemplate, tools: list, system: bool, steps: Any) -> str:
-    """What became of a conversation: same, other KIND, or why it cannot be."""
-    talk = Talk([], [])
+def outcome(template: ChatTemplate, tools: list, system: bool, steps: Any) -> str:
+    """Return "same", "other KIND", or why the conversation cannot be rendered or encoded.
+
+    "same": the decoded row is the rendered conversation. "other KIND": it differs after a turn of
+    this kind.
+    """
+    talk = Conversation([], [])
     for role, text in [("system", "Be brief.")] * system + [("user", "How much is 3*4?")]:
-        talk.said.append({"role": role, "content": text})
+        talk.dicts.append({"role": role, "content": text})
         talk.messages.append(Message(role, text))  # pyright: ignore[reportArgumentType]
     for n, (kind, then) in enumerate(steps):
         try:
-            if why := speak(template, talk, kind, n, tools):
+            if why := add_turn(template, talk, kind, n, tools):
                 return f"{why} {kind}"
-            answer(talk, then, n)
-            want = template.render(talk.said, tools)
+            add_replies(talk, then, n)
+            want = template.render(talk.dicts, tools)
         except TemplateError:
             return "refused by the template"
         rows = []
@@ -130,7 +137,8 @@ def judge(template: ChatTemplate, tools: list, system: bool, steps: Any) -> str:
 
 
 def outcomes(template: ChatTemplate) -> Counter[str]:
-    found: Counter[str] = Counter()
+    """Count the outcomes of all conversations of two turns, by outcome."""
+    counts: Counter[str] = Counter()
     for system, tools in itertools.product((False, True), ([], TOOLS)):
         steps = [
             (kind, then)
@@ -139,8 +147,8 @@ def outcomes(template: ChatTemplate) -> Counter[str]:
             if tools or not calls
         ]
         for pair in itertools.product(steps, repeat=2):
-            found[judge(template, tools, system, pair)] += 1
-    return found
+            counts[outcome(template, tools, system, pair)] += 1
+    return counts
 
 
 SPACED = """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from support.any_template import templates_of_trl, tokenizer_of_trl
-from support.described_families import DESCRIBED
-from support.described_template import tokenizer_of
 from support.families import TOOLS
+from support.family_facts import FAMILY_FACTS
 from support.pages import PAGE, with_text_between
+from support.template_from_facts import tokenizer_from_facts
 from support.template_outcomes import outcomes
 
 from agentrl.chat import ChatTemplate
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- table of templates: make docs -->\n", "<!-- end of the table 
 
 
 def row(name: str, source: str, tokenizer: Any) -> str:
-    """Return a template's line: what becomes of rows, how calls are read, what was compared."""
+    """Return a template's line: verdict, format of calls, number of compared conversations."""
     try:
         template = ChatTemplate(tokenizer)
     except TemplateError as e:
@@ -40,26 +40,29 @@ def row(name: str, source: str, tokenizer: Any) -> str:
             verdict += f"; refused: {', '.join(fails)}"
     format = detect_format(template)
     reads = f"`{format}`" if format else "not read"
-    found = outcomes(template)
-    same = found["same"]
-    other = sum(n for what, n in found.items() if what.startswith(("other", "ends inside")))
+    counts = outcomes(template)
+    same = counts["same"]
+    other = sum(n for what, n in counts.items() if what.startswith(("other", "ends inside")))
     compared = f"{same} of {same + other}" if same + other else "none"
     return f"| {name} | {source} | {verdict} | {reads} | {compared} |"
 
 
 def table() -> str:
-    """All of it, in Markdown."""
+    """Return the table in Markdown."""
     head = (
         "| family | template | verdict | calls | conversations that read as rendered |\n"
         "|---|---|---|---|---|\n"
     )
     rows = [row(name, "TRL's", tokenizer_of_trl(name)) for name in templates_of_trl()]
-    rows += [row(name, "described", tokenizer_of(DESCRIBED[name])) for name in sorted(DESCRIBED)]
+    rows += [
+        row(name, "described", tokenizer_from_facts(FAMILY_FACTS[name]))
+        for name in sorted(FAMILY_FACTS)
+    ]
     return head + "".join(f"{line}\n" for line in rows)
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it is now."""
+    """Return the page with the table of this version."""
     return with_text_between(page, BEGIN, END, table())
 
 

@@ -1,4 +1,4 @@
-"""Tools that need a process of their own, loaded by path here and in the workers."""
+"""Tools that run in processes of their own, and tools that raise secrets. Loaded by path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that behave well and badly, loaded by path here and in server processes."""
+"""Tools that work, fail or hang. Loaded by path, in test processes and in tool servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from agentrl import Infrastructure, Sample, ToolError, ToolResult, tool
 
 CALLED: list[Any] = []
-"""What was called, in order."""
+"""The calls of some tools, in order."""
 CLOSED: list[str] = []
 """Objects that were closed."""
 RELEASE = threading.Event()
@@ -247,7 +247,7 @@ class Notebook:
 
 @tool(timeout=0.3)
 class Stuck:
-    """Hangs where it is told to."""
+    """Hangs or raises in the method that `at` names."""
 
     def __init__(self, at: str = "", sample: Sample | None = None):
         self.at = at

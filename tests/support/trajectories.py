@@ -1,4 +1,4 @@
-"""Trajectories of given messages, for rewards."""
+"""Trajectories made of messages, for the tests of rewards."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ def turn(**fields: Any) -> Turn:
     return Turn(segment=0, start=0, end=1, finish_reason="stop", **fields)
 
 
-def played(
+def make_trajectory(
     *messages: tuple[str, str] | Message,
     sample: Sample | None = None,
     turns: tuple[Turn, ...] = (),
     stop_reason: str = "done",
     tool_reward: float = 0.0,
 ) -> Trajectory:
-    """A trajectory of these messages after the prompt; by default one plain turn per answer."""
+    """Return a trajectory with these messages after the prompt.
+
+    A message is a `Message` or a pair (role, content). Without `turns` there is one plain turn for
+    each message of the assistant.
+    """
     sample = sample or row()
-    said = [m if isinstance(m, Message) else Message(*m) for m in messages]  # type: ignore[arg-type]
+    replies = [m if isinstance(m, Message) else Message(*m) for m in messages]  # type: ignore[arg-type]
     return Trajectory(
         sample=sample,
         episode_id="e",
@@ -43,8 +47,8 @@ def played(
         segments=(
             Segment(token_array(), token_array(), token_array(), float_array(), token_array()),
         ),
-        turns=turns or tuple(turn() for m in said if m.role == "assistant"),
-        messages=(*sample.prompt, *said),
+        turns=turns or tuple(turn() for m in replies if m.role == "assistant"),
+        messages=(*sample.prompt, *replies),
         sampling={},
         stop_reason=stop_reason,
         tool_reward=tool_reward,

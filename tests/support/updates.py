@@ -1,9 +1,9 @@
-"""Tests publish weights of their own as the trainer publishes its policy's."""
+"""Makes weight updates from tensors of a test."""
 
 from agentrl.engine.base import Update
 
 
 def update(weights, version):
-    """An update of some named tensors."""
-    held = list(weights)
-    return Update(version, lambda: iter(held))
+    """Return an update to these (name, tensor) pairs."""
+    pairs = list(weights)
+    return Update(version, lambda: iter(pairs))

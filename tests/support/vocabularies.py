@@ -1,4 +1,4 @@
-"""Small vocabularies with the structure of the real ones, learned here from a page of text."""
+"""Small vocabularies with the structure of real ones, trained here on a page of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prefix = Literal["none", "first", "legacy"]
 """The space that SentencePiece puts before a text: never, before the first piece, before each
 stretch between added tokens (which is what a normalizer does)."""
 
-# What a merge may not cross.
+# Patterns of pre-tokenization: a merge does not cross the borders of a match.
 GPT2 = (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -81,13 +81,13 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 def vocabulary(
     kind: Kind, added: tuple[str, ...], split: tuple[str, ...], prefix: Prefix, owned: bool
 ) -> Tokenizer:
-    """A tokenizer without added tokens.
+    """Return a tokenizer without added tokens.
 
     Args:
         kind: how the vocabulary is built.
-        added: the control tokens. SentencePiece's kinds have them as pieces, before the bytes.
-        split: what a merge may not cross, for the byte-level kinds.
-        prefix: the space before a text, for SentencePiece's kinds.
+        added: the control tokens. SentencePiece kinds have them as pieces, before the bytes.
+        split: the patterns of pre-tokenization, for the byte-level kinds.
+        prefix: the space before a text, for SentencePiece kinds.
         owned: whether plain text that reads like a control token becomes it.
     """
     if kind in ("byte_level", "tiktoken"):
@@ -98,7 +98,7 @@ def vocabulary(
 
 
 def _byte_level(split: tuple[str, ...], ignore_merges: bool, owned: tuple[str, ...]) -> Tokenizer:
-    """Byte-level BPE; the merges of `owned` come first, one character at a time."""
+    """Return byte-level BPE. The merges of `owned` come first, one character at a time."""
     pieces = [pre_tokenizers.Split(Regex(s), behavior="isolated") for s in split]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     cut = pre_tokenizers.Sequence([*pieces, letters])
@@ -114,7 +114,7 @@ def _byte_level(split: tuple[str, ...], ignore_merges: bool, owned: tuple[str, .
 
 
 def _sentencepiece(text: str, added: tuple[str, ...], prefix: Prefix, unigram: bool) -> Tokenizer:
-    # Letters that the page has only once get no piece: bytes stand for them. (The trainer has a
+    # Letters that occur once in the page get no piece and are encoded as bytes. (The trainer has a
     # limit for this, but breaks ties at random.)
     spaced = "".join(letter for letter in text.replace(" ", "▁") if text.count(letter) != 2)
     words = pre_tokenizers.Split("▁", behavior="merged_with_next")
@@ -122,7 +122,7 @@ def _sentencepiece(text: str, added: tuple[str, ...], prefix: Prefix, unigram: b
     pieces = list(dict.fromkeys([*added, *BYTES, *learned]))
     unknown = pieces.index("<unk>")
     if unigram:
-        # A piece counts as much as it is seen; control tokens, as in SentencePiece, win over all.
+        # The score of a piece is its log frequency. As in SentencePiece, control tokens win.
         seen = {piece: spaced.count(piece) for piece in learned}
         total = sum(seen.values())
         least = math.log(0.1 / total)
@@ -154,7 +154,7 @@ def _sentencepiece(text: str, added: tuple[str, ...], prefix: Prefix, unigram: b
 
 
 def _learn(text: str, cut: pre_tokenizers.PreTokenizer, size: int, alphabet: list[str]):
-    """The vocabulary and the merges that BPE learns."""
+    """Return the vocabulary and the merges that BPE learns."""
     learner = Tokenizer(BPE())
     learner.pre_tokenizer = cut
     trainer = BpeTrainer(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from support.tool_worlds import TOKEN
+from support.tool_server import TOKEN
 
 from agentrl.tools import HttpToolbox, LocalToolbox
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from support.tool_worlds import TOKEN, row, serving_tools
+from support.tool_server import TOKEN, row, serving_tools
 
 from agentrl import registry, sandbox
 from agentrl.chat import ChatTemplate
@@ -37,9 +37,7 @@ from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 PROCESSES = str(Path(__file__).parents[1] / "support" / "tool_processes.py")
 
 
-@pytest.fixture(autouse=True)
-def own_tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+pytestmark = pytest.mark.usefixtures("no_tools")
 
 
 @pytest.fixture(scope="module")

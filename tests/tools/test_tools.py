@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tool_worlds import TOKEN, row, serving_tools
+from support.tool_server import TOKEN, row, serving_tools
 
 from agentrl import registry
 from agentrl.errors import (
@@ -36,8 +36,7 @@ ZOO = str(Path(__file__).parents[1] / "support" / "tool_zoo.py")
 @pytest.fixture(scope="module")
 def zoo():
     """The module of tools; nothing else is registered meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_entries", {})
+    with registry.tools.isolated(keep=()):
         module = registry.load_file(ZOO)
         yield module
         module.RELEASE.set()

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.learner_world import config
-from support.rollout_worlds import WORLDS, Rollout, laid_out
+from support.random_rollouts import ROLLOUT_GROUPS, Rollout, batch_of
+from support.trainer_fixtures import config
 from torch import Tensor
 
 from agentrl import registry
@@ -48,7 +48,7 @@ def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(
-    world=WORLDS,
+    world=ROLLOUT_GROUPS,
     seed=st.integers(0, 2**31),
     filler=st.sampled_from([float("nan"), float("inf"), 1e30, 0.0]),
     mode=st.sampled_from(MODES),
@@ -69,7 +69,7 @@ def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, wh
         keys[f"algorithm__whiten_{white}"] = True
     if kl != "none":
         keys |= {"algorithm__kl_type": "k1", "algorithm__kl_reward_coef": 0.25}
-    bare, full = laid_out(world, None), laid_out(world, random.Random(seed))
+    bare, full = batch_of(world, None), batch_of(world, random.Random(seed))
     plain = targets_of(bare, keys, seed, 0.0)
     found = targets_of(full, keys, seed, filler)
     here, there = full.action_mask, bare.action_mask
@@ -83,14 +83,14 @@ def test_observations_change_no_bit(estimator, world, seed, filler, mode, kl, wh
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(world=WORLDS, mode=st.sampled_from(MODES))
+@given(world=ROLLOUT_GROUPS, mode=st.sampled_from(MODES))
 @examples(40)
 def test_rollouts_that_do_not_train_might_as_well_not_be_there(estimator, world, mode):
     keys = {"algorithm__adv_estimator": estimator, "algorithm__loss_agg_mode": mode}
     survivors = [[r for r in members if not r.masked] for members in world]
     if not any(survivors):
         return
-    full, rest = laid_out(world, None), laid_out(survivors, None)
+    full, rest = batch_of(world, None), batch_of(survivors, None)
     trains, baseline = full.train, torch.arange(len(full.rewards)) / 8
     full = replace(full, baseline=baseline)
     rest = replace(rest, baseline=baseline[trains])
@@ -104,7 +104,7 @@ def test_rollouts_that_do_not_train_might_as_well_not_be_there(estimator, world,
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(world=WORLDS, seed=st.integers(0, 2**31))
+@given(world=ROLLOUT_GROUPS, seed=st.integers(0, 2**31))
 @examples(40)
 def test_the_order_within_a_group_does_not_matter(estimator, world, seed):
     rng = random.Random(seed)
@@ -113,7 +113,7 @@ def test_the_order_within_a_group_does_not_matter(estimator, world, seed):
 
     def told(groups: list[list[Rollout]]) -> list[list[Tensor]]:
         """Each rollout's advantages, as one list, group by group."""
-        batch = laid_out(groups, None)
+        batch = batch_of(groups, None)
         batch = replace(batch, baseline=batch.group / 4)
         c = config(algorithm__adv_estimator=estimator, algorithm__whiten_advantages=True)
         values = torch.zeros_like(batch.token_rewards)

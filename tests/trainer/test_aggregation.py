@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.learner_world import config, group, random_groups, scored, segment
+from support.trainer_fixtures import config, group, random_groups, scored, segment
 
 from agentrl.trainer.algorithms import loss_weights, make_targets
 from agentrl.trainer.batch import assign_mini_batches, collate

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.learner_world import group, random_groups, scored, segment, turn
+from support.trainer_fixtures import group, random_groups, scored, segment, turn
 from torch import tensor
 
 from agentrl.config import AlgorithmConfig, Config

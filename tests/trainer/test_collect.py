@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.learner_world import config, scored, segment, turn
+from support.trainer_fixtures import config, scored, segment, turn
 
 from agentrl.data import RowOrder
 from agentrl.plan import Plan, describe_run

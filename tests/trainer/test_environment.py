@@ -14,7 +14,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from support.learner_world import (
+from support.processes import Processes
+from support.trainer_fixtures import (
     as_sampled_by,
     config,
     random_groups,
@@ -22,7 +23,6 @@ from support.learner_world import (
     tiny_model,
     weights_of,
 )
-from support.processes import Processes
 
 from agentrl.engine.local.load import LAUNCHER_PREFIXES, without_launcher_variables
 from agentrl.trainer.algorithms import make_targets

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from support.learner_world import as_sampled_by, config, plain_logprobs, random_groups
+from support.trainer_fixtures import as_sampled_by, config, plain_logprobs, random_groups
 from transformers import AutoModelForCausalLM
 
 from agentrl.chat import load_tokenizer
@@ -209,9 +208,8 @@ def test_a_full_disk_leaves_nothing(full, tmp_path, monkeypatch):
 @pytest.fixture
 def said(monkeypatch, capsys):
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["agentrl", "export", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(["export", *map(str, words)])
         out, err = capsys.readouterr()
         assert bool(ended.value.code) == ("error:" in err), err
         return out + err

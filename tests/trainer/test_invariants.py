@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.given_world import learned, tagged
-from support.learner_world import config, group, scored, segment, turn
-from support.rollout_worlds import WORLDS, laid_out
+from support.random_rollouts import ROLLOUT_GROUPS, batch_of
+from support.tensor_rank import token_positions, update_on_tensors
+from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import Tensor
 
 from agentrl import registry
@@ -91,7 +91,7 @@ def update(
     earned = torch.where(batch.response_mask, batch.token_rewards.to(dtype), filler)
     batch = replace(
         batch,
-        response_ids=tagged(batch),
+        response_ids=token_positions(batch),
         token_rewards=earned,
         rewards=batch.rewards.to(dtype),
         rollout_logprobs=said["rollout"],
@@ -106,7 +106,7 @@ def update(
         said["reference"],
     )
     models = {name: said[name] for name in ("logprobs", "entropy", "values")}
-    return targets, *learned(batch, targets, c, **models)
+    return targets, *update_on_tensors(batch, targets, c, **models)
 
 
 # --- observations -------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def update(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(
-    world=WORLDS,
+    world=ROLLOUT_GROUPS,
     seed=st.integers(0, 2**31),
     filler=st.sampled_from(FILLERS),
     keys=KEYS,
@@ -127,7 +127,7 @@ def test_observations_change_no_bit_of_what_is_learned(
 ):
     """Any number of them, anywhere, with any content; what is told and every gradient."""
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
-    bare, full = laid_out(world, None), laid_out(world, random.Random(seed))
+    bare, full = batch_of(world, None), batch_of(world, random.Random(seed))
     plain, plain_metrics, plain_gradients = update(bare, keys, seed, given_old=given_old)
     found, metrics, gradients = update(full, keys, seed, filler=filler, given_old=given_old)
     there, here = bare.action_mask, full.action_mask
@@ -177,7 +177,7 @@ def test_much_is_learned_from_such_a_batch(estimator):
 @pytest.mark.parametrize("loss", LOSSES)
 @given(
     estimator=st.sampled_from(ESTIMATORS),
-    world=WORLDS,
+    world=ROLLOUT_GROUPS,
     seed=st.integers(0, 2**31),
     keys=KEYS,
     budget=st.integers(1, 40),
@@ -188,7 +188,7 @@ def test_how_rows_are_cut_into_micro_batches_changes_nothing(
 ):
     """Neither gradients nor metrics, which are means over tokens, not over micro-batches."""
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
-    batch = laid_out(world, random.Random(seed))
+    batch = batch_of(world, random.Random(seed))
     _, whole, gradients = update(batch, keys, seed, dtype=torch.float64)
     keys |= {"optim__micro_batch_tokens": budget}
     _, cut, found = update(batch, keys, seed, dtype=torch.float64)
@@ -230,10 +230,10 @@ def test_baselines_and_weights_count_rollouts_however_many_rows_they_have(estima
         now, old, values, before = (
             torch.zeros(mask.shape).masked_scatter(mask, draw[order]) for draw in draws
         )
-        batch = replace(batch, response_ids=tagged(batch), baseline=torch.arange(4) / 8)
+        batch = replace(batch, response_ids=token_positions(batch), baseline=torch.arange(4) / 8)
         targets = make_targets(batch, c, old, before if c.algorithm.critic else None, None)
         said = {"logprobs": now, "entropy": torch.zeros_like(now), "values": values}
-        _, gradients = learned(batch, targets, c, **said)
+        _, gradients = update_on_tensors(batch, targets, c, **said)
         in_time = {n: x[mask][order.argsort()] for n, x in gradients.items()}
         found.append(in_time)
     assert found[0]["logprobs"].any()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.learner_world import (
+from support.trainer_fixtures import (
     VOCABULARY,
     as_sampled_by,
     config,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from support.learner_world import (
+from support.trainer_fixtures import (
     as_sampled_by,
     config,
     group,
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
-from agentrl.registry import policy_loss, policy_losses
+from agentrl.registry import policy_loss
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, Targets, collate
@@ -385,8 +385,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
     assert all(math.isfinite(v) for v in metrics.values())
 
 
-def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch, monkeypatch):
-    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
+def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch):
     policy_loss("mine")(lambda logprobs, old, a, mask, config: (logprobs * NAN, {}))
     learner = Learner(folder, config(**FULL, algorithm__policy_loss="mine"), total_steps=1)
     with pytest.raises(RunStopped, match=r"likeliest cause is your own policy loss 'mine'"):

@@ -49,8 +49,7 @@ def test_they_are_registered_by_their_names():
         (lambda x: (-x.detach(), {}), "a loss that does not depend on `logprobs`"),
     ],
 )
-def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
-    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
+def test_what_a_policy_loss_must_return_is_said(made, wrong):
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: made(logprobs))
     given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
     said = f"the policy loss 'mine' returned {wrong}.* It must return .loss, counts.*here .1, 5."
@@ -58,8 +57,7 @@ def test_what_a_policy_loss_must_return_is_said(monkeypatch, made, wrong):
         token_losses(*given, AlgorithmConfig(policy_loss="mine"))
 
 
-def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door(monkeypatch):
-    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
+def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door():
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: logprobs @ old)
     given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
     said = r"the policy loss 'mine' raised RuntimeError: .*\(.*test_losses.py:\d+\)"
@@ -68,8 +66,7 @@ def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door(monkeypatch):
     assert isinstance(told.value.__cause__, RuntimeError)
 
 
-def test_a_kl_alone_may_learn(monkeypatch):
-    monkeypatch.setattr(policy_losses, "_entries", dict(policy_losses._entries))
+def test_a_kl_alone_may_learn():
     policy_loss("none")(lambda logprobs, old, advantages, mask, config: (old * 0, {}))
     config = AlgorithmConfig(policy_loss="none", kl_loss_coef=0.1)
     mask = torch.ones_like(RATIOS).bool()

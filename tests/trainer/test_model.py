@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.learner_world import (
+from support.trainer_fixtures import (
     VOCABULARY,
     group,
     plain_logprobs,

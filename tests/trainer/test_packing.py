@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.learner_world import (
+from support.trainer_fixtures import (
     group,
     in_float64,
     plain_logprobs,

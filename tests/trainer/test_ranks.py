@@ -10,15 +10,15 @@ from itertools import product
 
 import pytest
 import torch
-from support.exact_rank import EXACT, Exact
-from support.learner_world import (
+from support.exact_rank import EXACT, ExactRank
+from support.processes import Processes
+from support.trainer_fixtures import (
     as_sampled_by,
     config,
     random_groups,
     tiny_folder,
     tiny_model,
 )
-from support.processes import Processes
 
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, collate
@@ -53,7 +53,10 @@ ALL_CUTS = tuple(product((1, 2, 4), BUDGETS))
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     folder = tiny_folder(tmp_path_factory.mktemp("ranks") / "model")
-    opened = {1: LocalRankGroup(Exact(folder)), **{n: Processes(n, Exact, folder) for n in (2, 4)}}
+    opened = {
+        1: LocalRankGroup(ExactRank(folder)),
+        **{n: Processes(n, ExactRank, folder) for n in (2, 4)},
+    }
     yield opened
     for group in opened.values():
         group.close()
@@ -96,7 +99,7 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     for ranks, budget in cuts:
         other = config(**KEYS, **WORLDS[world], optim__micro_batch_tokens=budget)
         found = run(groups[ranks], other, batch)
-        spread, count = groups[ranks].spread()
+        spread, count = groups[ranks].sharded_parameters()
         assert spread == (0 if ranks == 1 else count)
         for mine, theirs in zip(found[0], metrics, strict=True):
             close(mine, theirs)
@@ -151,7 +154,7 @@ def test_a_loss_of_the_users_is_not_called_by_a_rank_without_rows(groups, batch)
     keys = KEYS | {"algorithm__kl_loss_coef": 0.0, "algorithm__entropy_coef": 0.0}
     one = replace(batch, train=torch.arange(16) == 0)
     results = []
-    for loss in ("vanilla", "of_tokens"):
+    for loss in ("vanilla", "loss_of_nonempty_rows"):
         cfg = config(**keys | {"algorithm__ppo_epochs": 1, "algorithm__policy_loss": loss})
         groups[2].begin(cfg)
         groups[2].register(loss)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from itertools import islice
 from shutil import copytree
 
@@ -340,10 +339,9 @@ def base(folder, tmp_path):
     return tmp_path / "base"
 
 
-def run(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["agentrl", "sft", *map(str, words)])
+def run(*words):
     with pytest.raises(SystemExit) as end:
-        main()
+        main(["sft", *map(str, words)])
     return end.value.code
 
 
@@ -351,7 +349,7 @@ def run(monkeypatch, *words):
 def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, capsys, extra):
     write_rows(tmp_path / "rows.parquet", [{"messages": TALK}] * 3)
     given = ("--dataset", tmp_path / "rows.parquet", "--model", base, "--output", tmp_path / "new")
-    assert run(monkeypatch, *given, "--steps", 20, "--lr", 1e-2, *extra) == 0
+    assert run(*given, "--steps", 20, "--lr", 1e-2, *extra) == 0
     said = capsys.readouterr().out
     assert "3 conversations" in said and "step 20/20" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
@@ -379,6 +377,6 @@ def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, s
     write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}])
     monkeypatch.chdir(tmp_path)
     given = ("--dataset", "rows.jsonl", "--model", "base", "--output", "new")
-    assert run(monkeypatch, *given, *change) == 1
+    assert run(*given, *change) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 import torch
-from support.learner_world import in_float64
 from support.processes import Processes
+from support.trainer_fixtures import in_float64
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen2Config
 

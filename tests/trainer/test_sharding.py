@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.learner_world import tiny_model
+from support.trainer_fixtures import tiny_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint

@@ -9,9 +9,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.exact_rank import EXACT, Exact
-from support.learner_world import as_sampled_by, config, random_groups, tiny_folder, tiny_model
+from support.exact_rank import EXACT, ExactRank
 from support.processes import Processes
+from support.trainer_fixtures import as_sampled_by, config, random_groups, tiny_folder, tiny_model
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ WORLDS = {
 and 1 rows."""
 
 
-class Saving(Exact):
+class Saving(ExactRank):
     """A rank whose whole state is seen."""
 
     @dispatch(BROADCAST)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.learner_world import tensors_in
+from support.trainer_fixtures import tensors_in
 
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine

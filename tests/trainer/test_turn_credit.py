@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.learner_world import config, group, scored, segment, turn
+from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import Tensor, tensor
 from torch.nn.functional import logsigmoid
 
@@ -238,10 +238,8 @@ def only_those_still_there(batch, token_rewards, values, c):
 
 
 @pytest.fixture
-def wrong(monkeypatch):
+def wrong():
     """Registers an estimator for the length of a test."""
-    kind = registry.advantage_estimators
-    monkeypatch.setattr(kind, "_entries", dict(kind._entries))
 
     def register(function) -> dict[str, str]:
         registry.advantage_estimator("wrong")(function)

@@ -52,7 +52,7 @@ def ended(pid: int) -> bool:
 async def test_a_function_runs_elsewhere(pool):
     assert await pool.call(add, 2, seconds=5) == 3
     assert await pool.call(add, 2, b=5, seconds=5) == 7
-    assert await pool.call(hostile.waited, ToolResult("x"), seconds=5) == ToolResult("x")
+    assert await pool.call(hostile.async_echo, ToolResult("x"), seconds=5) == ToolResult("x")
     there = await pool.call(hostile.pid, seconds=5)
     assert there != os.getpid()
     # One call at a time needs one worker, and the same serves them all.
@@ -73,18 +73,18 @@ def test_it_serves_one_event_loop_after_another(pool):
     ("function", "error", "says"),
     [
         (hostile.hang, TimeoutError, r"not done in 0\.3 s"),
-        (hostile.wild_pattern, TimeoutError, r"not done in 0\.3 s"),
+        (hostile.match_slow_regex, TimeoutError, r"not done in 0\.3 s"),
         (hostile.crash, WorkerDied, r"SIGSEGV[\s\S]*hostile_functions\.py"),
-        (hostile.leave, WorkerDied, "exit code 3"),
-        (hostile.killed, WorkerDied, "SIGKILL"),
-        (hostile.eat, WorkerDied, "more than 512 MiB"),
+        (hostile.exit_at_once, WorkerDied, "exit code 3"),
+        (hostile.kill_itself, WorkerDied, "SIGKILL"),
+        (hostile.allocate_8_gib, WorkerDied, "more than 512 MiB"),
         (hostile.key_error, WorkerError, r"^KeyError: 'x' \(.*hostile_functions\.py:\d+\)$"),
         (hostile.exit_politely, WorkerError, "SystemExit: no more"),
         (hostile.refuse, ToolError, "^not like that$"),
-        (hostile.odd, WorkerError, "Odd: a b"),
+        (hostile.raise_unpicklable, WorkerError, "UnpicklableError: a b"),
         (hostile.is_down, EngineError, "judge is down"),
         (hostile.lambda_result, WorkerError, "pickle"),
-        (hostile.too_much, WorkerError, "the result has 681"),
+        (hostile.large_result, WorkerError, "the result has 681"),
     ],
     ids=lambda v: getattr(v, "__name__", None),
 )
@@ -102,7 +102,7 @@ async def test_who_hangs_or_dies_is_replaced_and_others_are_not(pool):
     await asyncio.sleep(0.2)
     there = await pool.call(hostile.pid, seconds=5)
     with pytest.raises(WorkerDied):
-        await pool.call(hostile.leave, seconds=5)
+        await pool.call(hostile.exit_at_once, seconds=5)
     another = await pool.call(hostile.pid, seconds=5)
     assert ended(there) and another != there
     with pytest.raises(TimeoutError):
@@ -113,7 +113,7 @@ async def test_who_hangs_or_dies_is_replaced_and_others_are_not(pool):
 
 async def test_what_a_function_started_ends_with_it(single, tmp_path):
     with pytest.raises(TimeoutError):
-        await single.call(hostile.with_child, str(tmp_path), seconds=1)
+        await single.call(hostile.hang_with_child, str(tmp_path), seconds=1)
     assert ended(int((tmp_path / "child").read_text()))
 
 
@@ -126,7 +126,7 @@ async def test_a_worker_is_recycled(single, monkeypatch):
 async def test_what_it_prints_is_logged_and_bounded(single, caplog):
     caplog.set_level(logging.INFO, "agentrl")
     with pytest.raises(WorkerDied, match=r"exit code 3\. Its last lines:\n[\s\S]*line 999"):
-        await single.call(hostile.chatter, 1000, seconds=5)
+        await single.call(hostile.print_lines_and_exit, 1000, seconds=5)
     assert len(caplog.records) == 50
 
 
