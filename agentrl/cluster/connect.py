@@ -1,6 +1,6 @@
 """The Ray cluster of a run: an existing one, or a new one on this machine.
 
-Ray's ports listen on every interface, and whoever can connect to them can run code on this machine.
+Ray's ports listen on every interface, and any process that connects can run code on this machine.
 A token prevents that. A cluster that a run starts has its own token, in a file that only the user
 can read, and its sockets are in a folder that only the user can enter. On Linux, the processes of
 such a cluster end with the thread that started it, however that thread ends.
@@ -33,7 +33,7 @@ CONNECT_SECONDS = 5.0
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # do not report usage to Ray
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # later versions' default; Ray warns without
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # default of later versions; Ray warns without
 }
 
 
@@ -72,7 +72,7 @@ def check_ray() -> None:
     """Check that Ray is installed, without importing it.
 
     Raises:
-        ConfigError: it is not, or it is too old.
+        ConfigError: Ray is not installed, or it is too old.
     """
     oldest = ".".join(map(str, MIN_VERSION))
     try:
@@ -154,7 +154,7 @@ def check_reachable(address: str) -> None:
     Otherwise Ray would wait for minutes, then end this process.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no process listens there.
     """
     if address == "auto":
         return

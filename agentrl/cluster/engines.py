@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from agentrl.cluster.group import Failed, WorkerInfo, return_failure
+from agentrl.cluster.group import Failure, WorkerInfo, return_failure
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_folder_visible, transfer_folder
@@ -30,7 +30,8 @@ from agentrl.errors import ConfigError, EngineDead, EngineError
 HOST_SECONDS = 120.0
 """The time for an actor to start."""
 STOP_SECONDS = 30.0
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
+"""The interval in which an actor checks that its server runs."""
 
 
 def colocated_slots(
@@ -43,7 +44,8 @@ def colocated_slots(
     """
     each = config.tensor_parallel_size
     if cpu:
-        # On the machine of the run, which sends requests all the time. CPUs are not shared.
+        # The run sends requests all the time, so the servers are on its machine. CPUs are not
+        # reserved.
         node = ray.get_runtime_context().get_node_id()
         return [_slot_on(node, ()) for _ in range(config.engines)]
     if config.engines * each > len(ranks):
@@ -69,7 +71,7 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
     """Return slots on reserved GPUs, and the pool that holds them.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few free GPUs.
     """
     each = config.tensor_parallel_size
     pool = ResourcePool(
@@ -88,7 +90,7 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
 
 
 def _slot_on(node: str, gpus: Sequence[str], *, shares_gpu: bool = False) -> EngineSlot:
-    """Return a slot on a machine, with GPUs that Ray has given to the ranks."""
+    """Return a slot on a machine, with GPUs that Ray has assigned to ranks."""
     options = {
         "num_cpus": 0,
         "num_gpus": 0,
@@ -101,7 +103,7 @@ def _slot_on(node: str, gpus: Sequence[str], *, shares_gpu: bool = False) -> Eng
 def _start_in_actor(
     options: dict[str, Any], gpus: Sequence[str], start: StartServer
 ) -> tuple[RemoteProcess, bool]:
-    """Start a server in an actor of its own; see `Place.run`."""
+    """Start a server in its own actor; this is `EngineSlot.run`."""
     actor = ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options)
     host: Any = actor.remote()
     try:
@@ -112,11 +114,11 @@ def _start_in_actor(
     except BaseException:
         ray.kill(host)
         raise
-    if isinstance(result, Failed):
+    if isinstance(result, Failure):
         ray.kill(host)
         raise result.error or EngineError(f"a server could not be started: {result.message}")
-    facts, word = result
-    return RemoteProcess(host, **facts), word
+    arguments, on_policy = result
+    return RemoteProcess(host, **arguments), on_policy
 
 
 class RemoteProcess:
@@ -134,7 +136,7 @@ class RemoteProcess:
         """
         self.url, self.token, self.admin_token, self.pid = url, token, admin_token, pid
         self._host = host
-        self._end = host.ended.remote()
+        self._end = host.wait.remote()
 
     @property
     def running(self) -> bool:
@@ -178,7 +180,7 @@ class EngineHost:
             gpus: the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; empty: those that Ray
                 assigned.
             node: the machine of the server's clients. The server listens on the network only if
-                this is another one.
+                its own machine is another one.
             probe: a folder of the clients, which the server must be able to read.
 
         Returns:
@@ -193,16 +195,16 @@ class EngineHost:
             check_folder_visible(Path(probe), ray.util.get_node_ip_address())
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        process, word = start(LOOPBACK if is_local else ray.util.get_node_ip_address())
+        process, on_policy = start(LOOPBACK if is_local else ray.util.get_node_ip_address())
         self._process = process
         names = ("url", "token", "admin_token", "pid")
-        return {name: getattr(process, name) for name in names}, word
+        return {name: getattr(process, name) for name in names}, on_policy
 
-    def ended(self) -> EngineDead:
-        """Wait for the end of the server."""
+    def wait(self) -> EngineDead:
+        """Wait for the end of the server, and return why it ended."""
         assert self._process is not None
         while self._process.running:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self._process.death_error()
 
     def stop(self) -> None:

@@ -34,14 +34,14 @@ from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched_methods
 log = logging.getLogger("agentrl")
 
 START_SECONDS = 300.0
-"""For processes that import torch all at once, perhaps from a slow file system."""
+"""The time for ranks to start. All import torch at once, perhaps from a slow file system."""
 BUILD_SECONDS = 3600.0
-"""For ranks that read a model."""
+"""The time for ranks to load a model."""
 CALL_SECONDS = 2 * 3600.0
-"""Longer than any call takes: a call that hangs for so long never ends."""
+"""The time limit of a call, longer than any call takes. A call that takes longer never ends."""
 WATCHDOG_SECONDS = 300.0
 GRACE_SECONDS = 2.0
-"""After a rank failed: the time for other ranks to report their failure, which may be the cause."""
+"""The time for other ranks to report their failure after a rank failed. It may be the cause."""
 
 
 class WorkerGroup:
@@ -70,9 +70,9 @@ class WorkerGroup:
             cls: the class of the objects.
             pool: the devices, in the order of ranks.
             *args: for `cls`.
-            shipment: what ranks need from the controller's machine.
-            watchdog_s: after so many seconds of a call, log which ranks are not done, and where
-                they are.
+            shipment: the files that ranks need from the controller's machine.
+            watchdog_s: after so many seconds of a call, log which ranks have not finished, and
+                their machines.
             deadline_s: after so many seconds of a call, end the group.
             **kwargs: for `cls`.
 
@@ -121,13 +121,13 @@ class WorkerGroup:
     def _open(
         self, pool: ResourcePool, cls: type, arguments: tuple[tuple, dict], shipment: Shipment
     ) -> None:
-        started = [actor.info.remote() for actor in self._actors]
-        self.workers = self._gather("start", started, START_SECONDS)
+        info_refs = [actor.info.remote() for actor in self._actors]
+        self.workers = self._gather("start", info_refs, START_SECONDS)
         self._check_versions()
-        alone = len({info.node for info in self.workers}) == 1
-        address = "127.0.0.1" if alone else self.workers[0].address
-        refs = [self._actors[0].host.remote(address, self.size)]
-        (port,) = self._gather("host", refs, START_SECONDS)
+        is_one_machine = len({info.node for info in self.workers}) == 1
+        address = "127.0.0.1" if is_one_machine else self.workers[0].address
+        host_refs = [self._actors[0].host.remote(address, self.size)]
+        (port,) = self._gather("host", host_refs, START_SECONDS)
         shared = {
             "WORLD_SIZE": str(self.size),
             "MASTER_ADDR": address,
@@ -136,22 +136,22 @@ class WorkerGroup:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        if alone and sys.platform == "linux":
+        if is_one_machine and sys.platform == "linux":
             shared["GLOO_SOCKET_IFNAME"] = "lo"
-        packed = ray.put(shipment)
-        entered = [
-            actor.enter.remote(shared | self._rank_variables(pool, rank), packed)
+        shipment_ref = ray.put(shipment)
+        enter_refs = [
+            actor.enter.remote(shared | self._rank_variables(pool, rank), shipment_ref)
             for rank, actor in enumerate(self._actors)
         ]
-        self._gather("enter", entered, START_SECONDS)
-        shipped = ray.put(arguments)
-        built = [actor.build.remote(cls, shipped) for actor in self._actors]
-        self._gather("build", built, BUILD_SECONDS)
+        self._gather("enter", enter_refs, START_SECONDS)
+        arguments_ref = ray.put(arguments)
+        build_refs = [actor.build.remote(cls, arguments_ref) for actor in self._actors]
+        self._gather("build", build_refs, BUILD_SECONDS)
 
     def _rank_variables(self, pool: ResourcePool, rank: int) -> dict[str, str]:
         local = 0 if pool.gpu else rank % pool.each
-        each = 1 if pool.gpu else pool.each
-        return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+        local_size = 1 if pool.gpu else pool.each
+        return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(local_size)}
 
     def _check_versions(self) -> None:
         here = versions()
@@ -196,7 +196,7 @@ class WorkerGroup:
         """
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
-        failed: dict[int, Failed] = {}
+        failed: dict[int, Failure] = {}
         start = last_warning = time.monotonic()
         end = start + (seconds or self._deadline_s)
         while waiting and (now := time.monotonic()) < end:
@@ -208,7 +208,7 @@ class WorkerGroup:
             for ref in done:
                 rank = waiting.pop(ref)
                 result = _get_result(ref)
-                if isinstance(result, Failed):
+                if isinstance(result, Failure):
                     end = min(end, time.monotonic() + GRACE_SECONDS)
                     failed[rank] = result
                 else:
@@ -222,10 +222,10 @@ class WorkerGroup:
             raise RunStopped(f"{self._end_reason}; all ranks were stopped")
         return [results[rank] for rank in range(len(refs))]
 
-    def _fail(self, name: str, failed: dict[int, Failed]) -> NoReturn:
-        """End the group with the likeliest cause.
+    def _fail(self, name: str, failed: dict[int, Failure]) -> NoReturn:
+        """End the group, and raise the likeliest cause.
 
-        This is a death, else an error of agentrl, else the first failure.
+        The likeliest cause is a rank that died, else an error of agentrl, else the first failure.
         """
         order = sorted(
             failed, key=lambda r: (not failed[r].died, failed[r].error is None, failed[r].at)
@@ -237,11 +237,11 @@ class WorkerGroup:
         self.close()
         if failure.error is not None:
             raise type(failure.error)(f"{where}: {failure.message}")
-        did = failure.message if failure.died else f"raised {failure.message}"
+        outcome = failure.message if failure.died else f"raised {failure.message}"
         others = "".join(f"\n  {self._describe(r)}: {failed[r].message[:300]}" for r in order[1:])
         also = f"\nAfter that, other ranks failed:{others}" if others else ""
         trace = RuntimeError(f"\n{failure.trace}") if failure.trace else None
-        raise RunStopped(f"{where}, in {name}: {did}{also}") from trace
+        raise RunStopped(f"{where}, in {name}: {outcome}{also}") from trace
 
     def _describe(self, rank: int) -> str:
         here = f"rank {rank} of {self.size}"
@@ -255,24 +255,24 @@ class WorkerGroup:
 
 
 def _get_result(ref: Any) -> Any:
-    """Return a finished result, or `Failed` if the process or the call failed."""
+    """Return a finished result, or `Failure` if the process or the call failed."""
     try:
         return ray.get(ref)
     except RayTaskError as e:  # arguments or results cannot be pickled
-        return Failed(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
+        return Failure(f"{type(e.cause).__name__}: {e.cause}", time.time(), trace=str(e))
     except RayError as e:
         message = f"its process ended ({type(e).__name__}): {exit_reason(str(e))}"
-        return Failed(message, time.time(), died=True)
+        return Failure(message, time.time(), died=True)
 
 
-def exit_reason(words: str) -> str:
-    """Return in one line what Ray knows about the end of a process.
+def exit_reason(message: str) -> str:
+    """Return one line of Ray's message about the end of a process: the reason.
 
     Ray's own message is a page, most of which is a list of possible causes: `Some causes: (1) ...`.
     """
-    kind = words.partition("Worker exit detail:")[2] or words
-    known = re.split(r"(?:^|(?<=\.) )[^.]*\(1\)", " ".join(kind.split()))[0]
-    return (known or "no reason is known")[:300].strip()
+    detail = message.partition("Worker exit detail:")[2] or message
+    reason = re.split(r"(?:^|(?<=\.) )[^.]*\(1\)", " ".join(detail.split()))[0]
+    return (reason or "no reason is known")[:300].strip()
 
 
 # --- the actor of a rank -------------------------------------------------------------------------
@@ -291,7 +291,7 @@ NOT_USER_CODE = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where a rank's process runs."""
+    """The machine, the process and the GPUs of a rank."""
 
     node: str
     """Ray's id of the machine."""
@@ -303,7 +303,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failure:
     """An exception in a form that can be sent; others may not be picklable."""
 
     message: str
@@ -316,21 +316,21 @@ class Failed:
     """True if the process died."""
 
 
-def return_failure(method: Callable[P, R]) -> Callable[P, R | Failed]:
-    """Make a method return `Failed` instead of raising."""
+def return_failure(method: Callable[P, R]) -> Callable[P, R | Failure]:
+    """Make a method return `Failure` instead of raising."""
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R | Failed:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | Failure:
         try:
             return method(*args, **kwargs)
         except AgentRLError as e:
             # The module of a user's subclass may not exist in the controller.
             kind = next(c for c in type(e).__mro__ if c.__module__ == errors.__name__)
-            return Failed(str(e), time.time(), error=kind(str(e)))
+            return Failure(str(e), time.time(), error=kind(str(e)))
         except BaseException as e:  # SystemExit, too: it ends the call, not the process
             trace = traceback.format_exc()
             message = f"{type(e).__name__}: {e}{describe_location(e)}"
-            return Failed(message, time.time(), trace=trace)
+            return Failure(message, time.time(), trace=trace)
 
     return call
 
@@ -338,7 +338,7 @@ def return_failure(method: Callable[P, R]) -> Callable[P, R | Failed]:
 def describe_location(error: BaseException) -> str:
     """Return ` (FILE:LINE: TEXT)` of the innermost line of user code.
 
-    If no frame is the user's, it is that of the last frame.
+    If no frame is the user's, the innermost frame is used.
     """
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [f for f in frames if not f.filename.startswith(NOT_USER_CODE)] or frames
@@ -350,13 +350,13 @@ def describe_location(error: BaseException) -> str:
 
 
 class RankActor:
-    """The actor of a rank. Its methods return `Failed` instead of raising."""
+    """The actor of a rank. Its methods return `Failure` instead of raising."""
 
     def __init__(self, rank: int):
         """Create the actor; nothing is loaded yet.
 
         Args:
-            rank: its number, for messages.
+            rank: the number of the rank, for messages.
         """
         self._number = rank
         self._object: Any = None
@@ -367,7 +367,7 @@ class RankActor:
 
     @return_failure
     def info(self) -> WorkerInfo:
-        """Return where this process runs."""
+        """Return the machine, the process and the GPUs of this rank."""
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return WorkerInfo(
@@ -426,7 +426,7 @@ class RankActor:
             method: its name.
             seconds: after so many seconds, print the stack of every thread.
             arguments: those that all ranks get.
-            share: this rank's own argument, which comes first.
+            share: this rank's own argument, which precedes the others.
         """
         args, kwargs = arguments
         if sys.__stderr__ is not None:

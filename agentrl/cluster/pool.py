@@ -40,12 +40,12 @@ class ResourcePool:
             nodes: the number of bundles.
             each: the GPUs (CPUs) of a bundle, all on one machine.
             gpu: True for GPUs, False for CPUs.
-            request: the config keys that ask for them, for messages.
+            request: the config keys that ask for the devices, for messages.
             spread: True if each bundle must be on another machine.
-            seconds: how long to wait while other jobs use them.
+            seconds: how long to wait while other jobs use the devices.
 
         Raises:
-            ConfigError: the cluster does not have so many, or they stay in use for too long.
+            ConfigError: the cluster has too few devices, or other jobs use them for too long.
         """
         self.nodes, self.each, self.gpu = nodes, each, gpu
         self._kind = "GPU" if gpu else "CPU"
@@ -109,9 +109,9 @@ class ResourcePool:
             for node in ray.nodes()
             if node["Alive"]
         }
-        bundles = [has // self.each for has in counts.values()]
+        bundles = [count // self.each for count in counts.values()]
         if sum(map(bool, bundles) if spread else bundles) < self.nodes:
-            listed = ", ".join(f"{name}: {has}" for name, has in sorted(counts.items()))
+            listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
             raise ConfigError(
                 f"{request}: {self._describe_request(spread)}, but the {self._kind}s of the cluster"
                 f" are {listed}"

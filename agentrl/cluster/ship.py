@@ -1,4 +1,4 @@
-"""Give each rank what it needs on its machine: the user's files, the same packages and paths."""
+"""Sends the user's files to the ranks' machines, and checks that paths and packages match."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shipment:
 
         Args:
             files: as in `config.files`; they are already loaded.
-            paths: those of them that exist here must exist for every rank.
+            paths: paths that must exist for every rank if they exist here.
 
         Raises:
             UserError: a file is missing.
@@ -58,9 +58,9 @@ class Shipment:
     def unpack(self) -> None:
         """Load the files in another process, which may be on another machine.
 
-        If the same file exists there, at the same path with the same content, it is loaded from
-        there, so that it finds its neighbours. Otherwise it is loaded from a temporary folder,
-        alone.
+        A file that exists there, at the same path with the same content, is loaded from that path,
+        so that it can import files in its folder. Any other file is copied to a temporary folder
+        and loaded from there.
 
         Raises:
             UserError: a file does not load.
@@ -77,9 +77,9 @@ class Shipment:
             registry.load_file(name)
         for path, content in self.files:
             registry.load_file(str(local_copy(Path(path), content)))
-        here = user_registrations()
+        own_names = user_registrations()
         for kind, names in self.names.items():
-            if missing_names := sorted(names - here.get(kind, frozenset())):
+            if missing_names := sorted(names - own_names.get(kind, frozenset())):
                 raise ConfigError(
                     f"no {kind} {', '.join(map(repr, missing_names))} here, but in the process of"
                     " the run. Define it in a file and name the file with --file (files)"
@@ -88,18 +88,17 @@ class Shipment:
 
 def user_registrations() -> dict[str, frozenset[str]]:
     """Return the names that the user's own code registers, by kind of registry."""
-    kinds = (thing for thing in vars(registry).values() if isinstance(thing, registry.Registry))
     return {
         kind.kind: frozenset(
             n for n in kind.names() if n not in kind.shipped and _is_user_defined(kind.get(n))
         )
-        for kind in kinds
+        for kind in registry.all_registries()
     }
 
 
-def _is_user_defined(thing: Any) -> bool:
-    """Return whether something is not a part of agentrl."""
-    module = getattr(getattr(thing, "target", thing), "__module__", "")
+def _is_user_defined(registered: Any) -> bool:
+    """Return whether a registered object is not a part of agentrl."""
+    module = getattr(getattr(registered, "target", registered), "__module__", "")
     return module.partition(".")[0] != "agentrl"
 
 
@@ -118,13 +117,13 @@ def versions() -> dict[str, str]:
 
 
 def local_copy(path: Path, content: bytes) -> Path:
-    """Return a path of the file on this machine."""
+    """Return a path of the file on this machine; copy it to a temporary folder if necessary."""
     try:
         if path.read_bytes() == content:
             return path
     except OSError:
         pass
-    # Named by its content: all ranks of a machine write the same file.
+    # The folder is named by the content, so all ranks of a machine write the same file.
     folder = Path(gettempdir()) / f"agentrl-files-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -7,7 +7,7 @@ The shapes are explained in `batch.py`. An estimator of advantages is registered
 
 - batch: the step's rollouts. Their `rewards` (R,) and `token_rewards` (B, T) are net of the KL
   penalty, and scaled if the config says so.
-- token_rewards: (B, T), those of the batch: the reward of each chosen token, 0 elsewhere.
+- token_rewards: (B, T), `batch.token_rewards`: the reward of each chosen token, 0 elsewhere.
 - values: (B, T) of the state before each chosen token; None without a critic.
 - config: the section `algorithm`.
 - advantages: (B, T), in the dtype of the rewards; values outside `batch.action_mask` are never
@@ -217,10 +217,11 @@ def _scale_rewards(batch: Batch) -> Batch:
 def grpo(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """GRPO (arXiv:2402.03300, section 4.1.2): reward minus the group's mean, divided by its std.
+    """Return GRPO's advantages: reward minus the group's mean, divided by the group's std.
 
-    Without `norm_adv_by_std` it is Dr. GRPO's (arXiv:2503.20783). With `seq-mean-token-sum` its
-    expected gradient is (n - 1) / n of the true one: the mean contains the rollout's own reward.
+    They are defined in arXiv:2402.03300, section 4.1.2. Without `norm_adv_by_std` there is no
+    division, as in Dr. GRPO (arXiv:2503.20783). With `seq-mean-token-sum` the expected gradient is
+    (n - 1) / n of the true gradient: the mean contains the rollout's own reward.
     """
     rewards, group, train = batch.rewards, batch.group, batch.train
     return to_tokens(
@@ -232,9 +233,10 @@ def grpo(
 def rloo(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """RLOO (arXiv:2402.14740): reward minus the mean of the group's *other* rewards.
+    """Return RLOO's advantages: reward minus the mean of the group's *other* rewards.
 
-    With `seq-mean-token-sum`, on policy, its gradient is unbiased.
+    They are defined in arXiv:2402.14740. With `seq-mean-token-sum`, on policy, the gradient is
+    unbiased.
     """
     train = batch.train
     return to_tokens(batch, subtract_mean_of_others(batch.rewards[train], batch.group[train])), None
@@ -244,10 +246,10 @@ def rloo(
 def reinforce_plus_plus_baseline(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """REINFORCE++ with a baseline (arXiv:2501.03262): reward minus the group's mean.
+    """Return the advantages of REINFORCE++ with a baseline: reward minus the group's mean.
 
-    It is divided by the standard deviation of the whole batch, not of the group:
-    `whiten_advantages`, which the algorithm of that name sets.
+    The algorithm (arXiv:2501.03262) divides them by the standard deviation of the whole batch, not
+    of the group. `whiten_advantages` does this, and the algorithm of this name sets that key.
     """
     train = batch.train
     return to_tokens(batch, subtract_group_mean(batch.rewards[train], batch.group[train])), None
@@ -257,7 +259,9 @@ def reinforce_plus_plus_baseline(
 def remax(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """ReMax (arXiv:2310.10505): reward minus that of the greedy rollout of the same prompt.
+    """Return ReMax's advantages: reward minus the reward of the prompt's greedy rollout.
+
+    They are defined in arXiv:2310.10505.
 
     Raises:
         ConfigError: the batch has no rewards of greedy rollouts.
@@ -273,8 +277,8 @@ def remax(
 def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
     """Return each reward minus the mean of its group.
 
-    If all rewards of a group are equal, or there is only one, the result is exactly 0: there is
-    nothing to learn from such a group, and rounding of the mean must not change that.
+    If all rewards of a group are equal, or the group has only one reward, the result is exactly 0:
+    there is nothing to learn from such a group, and rounding of the mean must not change that.
 
     Args:
         rewards: (R, ...), compared along the first dimension, of rollouts that survived and train.
@@ -352,18 +356,19 @@ def to_tokens(batch: Batch, advantages: Tensor) -> Tensor:
 def turn_rloo(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """Reward-to-go minus the mean of the group's other rollouts at the same turn index.
+    """Return reward-to-go minus the mean of the group's other rollouts at the same turn index.
 
-    This is RLOO (arXiv:2402.14740) turn by turn. All tokens of a turn have the advantage of what
-    was earned in it and after it, so no turn is credited for what an earlier one earned. A rollout
-    that had ended before a turn counts there with a reward-to-go of 0: that is what it earned from
-    then on. To leave it out, or to give the last remaining rollout the advantage 0, would bias the
+    This is RLOO (arXiv:2402.14740) turn by turn. All tokens of a turn have the same advantage. It
+    contains the rewards of the turn and of later turns, so no turn is credited for the reward of an
+    earlier turn. A rollout that ended before a turn has a reward-to-go of 0 there. To leave such a
+    rollout out of the mean, or to give the last remaining rollout the advantage 0, would bias the
     gradient.
 
     The baseline does not depend on the rollout that it is subtracted from. So with
-    `seq-mean-token-sum`, on policy, the expected gradient is the true one. Division by a standard
-    deviation, whitening, a mean over tokens, and clipping that takes effect each break this. A turn
-    is what the policy sampled between two observations, in order of time (`Batch.turn`).
+    `seq-mean-token-sum`, on policy, the expected gradient is the true gradient. Division by a
+    standard deviation, whitening, a mean over tokens, and clipping that takes effect each break
+    this. A turn consists of the tokens that the policy sampled between two observations, in order
+    of time (`Batch.turn`).
     """
     mask, train = batch.action_mask, batch.train
     to_go = rewards_to_go(batch, token_rewards)
@@ -376,14 +381,14 @@ def turn_rloo(
 
 
 def rewards_to_go(batch: Batch, token_rewards: Tensor) -> Tensor:
-    """Return what each rollout earned in each turn and all later ones.
+    """Return the sum of a rollout's rewards in each turn and all later turns.
 
     Args:
         batch: the step's rollouts.
         token_rewards: (B, T).
 
     Returns:
-        (R, K) float64, K being the largest number of turns of a rollout; 0 after the end of a
+        (R, K) float64, where K is the largest number of turns of a rollout; 0 after the end of a
         rollout.
     """
     mask = batch.response_mask
@@ -396,7 +401,7 @@ def rewards_to_go(batch: Batch, token_rewards: Tensor) -> Tensor:
 
 
 def _turn(batch: Batch, mask: Tensor) -> Tensor:
-    """Return the turn of each token in the mask, (N,); without turns it is the first."""
+    """Return the turn of each token in the mask, (N,). A token without a turn counts as turn 0."""
     return batch.turn[mask].clamp(min=0)
 
 
@@ -407,11 +412,11 @@ def _turn(batch: Batch, mask: Tensor) -> Tensor:
 def gae(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """GAE (arXiv:1506.02438) over each rollout's chosen tokens, with a critic's values.
+    """Return GAE (arXiv:1506.02438) over each rollout's chosen tokens, with a critic's values.
 
-    Every rollout was scored, so its last token ends it, and nothing is bootstrapped.
+    Every rollout was scored, so the episode ends with its last token, and no value is bootstrapped.
     """
-    assert values is not None, "a critic's"
+    assert values is not None, "gae needs the values of a critic"
     return generalized_advantages(
         token_rewards,
         values,
@@ -428,10 +433,10 @@ def gae(
 def reinforce_plus_plus(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor, None]:
-    """REINFORCE++ (arXiv:2501.03262): the discounted reward-to-go of each chosen token.
+    """Return REINFORCE++'s advantages: the discounted reward-to-go of each chosen token.
 
-    Its baseline and its scale are those of the batch: `whiten_advantages`, which the algorithm of
-    that name sets.
+    The algorithm (arXiv:2501.03262) then subtracts the mean of the batch and divides by its
+    standard deviation. `whiten_advantages` does this, and the algorithm of this name sets that key.
     """
     advantages, _ = generalized_advantages(
         token_rewards,
@@ -460,8 +465,8 @@ def generalized_advantages(
 
     The tokens in `mask`, across all rows of a rollout, are the steps of the decision process. They
     are ordered by turn and, within a turn, by position: this is their order in time, whatever rows
-    they are in. Observations between them belong to the environment. They take no time and are not
-    read, so neither their number nor the values there change a bit of the result.
+    they are in. Observations between them belong to the environment. They are not steps of the
+    process and are not read: neither their number nor the values there change the result.
 
     Args:
         token_rewards: (B, T), the reward for choosing each token.
@@ -565,12 +570,12 @@ def _std(centred: Tensor) -> float:
 def dead_groups(batch: Batch, advantages: Tensor) -> Tensor:
     """Return which groups have no learning signal.
 
-    All advantages of such a group are exactly 0, and no failed call costs anything. The advantages
-    must be those before whitening, which shifts a 0.
+    All advantages of such a group are exactly 0, and it has no penalty for a failed call. The
+    advantages must be those before whitening, which shifts a 0.
 
     Args:
         batch: some rollouts.
-        advantages: (B, T) of them.
+        advantages: (B, T), the advantages of these rollouts.
 
     Returns:
         (G,) bool, up to the last group that has a rollout. A group without one is dead, too.
@@ -591,13 +596,13 @@ def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> T
     """Return the factor of each token's loss, so that the loss of a mini-batch is a plain sum.
 
     A sequence is a rollout with all its rows: an edited history makes more rows, but not more
-    rollouts. The denominators are those of the whole mini-batch and count what trains. So nothing
-    depends on how rows are split into micro-batches or over ranks.
+    rollouts. The denominators are those of the whole mini-batch and count only what trains. So the
+    weights do not depend on how rows are split into micro-batches or over ranks.
 
     - token-mean: all tokens have the same weight, so long rollouts count more (DAPO,
       arXiv:2503.14476).
     - seq-mean-token-sum: the sum over a rollout's tokens, mean over rollouts. This is the policy
-      gradient itself; estimators that are unbiased stay so.
+      gradient itself: an unbiased estimator gives an unbiased gradient.
     - seq-mean-token-mean: the mean over a rollout's tokens, mean over rollouts. All rollouts have
       the same weight, so the tokens of long ones count less (GRPO, arXiv:2402.03300, equation 3).
     - seq-mean-token-sum-norm: seq-mean-token-sum divided by `scale` (Dr. GRPO, arXiv:2503.20783).
@@ -610,15 +615,15 @@ def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> T
         scale: the divisor of seq-mean-token-sum-norm, in tokens.
 
     Returns:
-        (B, T), in the dtype of the rewards; 0 off `batch.action_mask`.
+        (B, T), in the dtype of the rewards; 0 outside of `batch.action_mask`.
     """
     mask, rollout, count = batch.action_mask, batch.rollout, len(batch.rewards)
-    step = assign_mini_batches(count, mini_batch_size)  # (R,)
+    mini_batch = assign_mini_batches(count, mini_batch_size)  # (R,)
     tokens = torch.zeros(count, dtype=torch.int64).index_add(0, rollout, mask.sum(1))  # (R,)
-    of_step = torch.zeros_like(tokens)
-    rollouts = of_step.index_add(0, step, batch.train.long())[step]  # (R,), of its mini-batch
+    zeros = torch.zeros_like(tokens)
+    rollouts = zeros.index_add(0, mini_batch, batch.train.long())[mini_batch]  # (R,)
     divisors = {
-        "token-mean": of_step.index_add(0, step, tokens)[step],
+        "token-mean": zeros.index_add(0, mini_batch, tokens)[mini_batch],
         "seq-mean-token-sum": rollouts,
         "seq-mean-token-mean": rollouts * tokens,
         "seq-mean-token-sum-norm": rollouts * scale,
@@ -630,8 +635,8 @@ def loss_weights(batch: Batch, mode: str, mini_batch_size: int, scale: int) -> T
 # --- the KL penalty in the reward ----------------------------------------------------------------
 
 
-MOST_ERROR = 0.2
-"""The largest relative distance of the KL from its target that the controller reacts to."""
+MAX_KL_ERROR = 0.2
+"""The limit of the KL's relative error. The controller reacts to a larger error as to this one."""
 
 
 class KLController:
@@ -666,7 +671,7 @@ class KLController:
         if not math.isfinite(kl):
             raise RunStopped(f"the KL to the reference is {kl}: one of the two models is broken")
         if self.target:
-            error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
+            error = min(max(kl / self.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
             self.coef *= 1 + error * rollouts / self.horizon
 
     def load(self, coef: float) -> None:
@@ -681,7 +686,7 @@ def rollout_kl(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor, kl_ty
     It is the mean over the rollouts that train; 0 if none does.
 
     Args:
-        batch: has the mask of chosen tokens.
+        batch: the rollouts, with the mask of chosen tokens.
         logprobs: (B, T), of the policy.
         reference_logprobs: (B, T).
         kl_type: the estimator, as `algorithm.kl_type` names it.

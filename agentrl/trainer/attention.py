@@ -88,10 +88,10 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the prompts and responses are in the flat row."""
+    """The positions of prompts and responses in the flat row."""
 
     pieces: list[int]
-    """The lengths of a prompt, its responses, the next prompt, its responses, ..."""
+    """The lengths, in tokens, of a prompt, its responses, the next prompt, its responses, ..."""
     responses: list[int]
     """The number of responses of each prompt."""
     varlen: Varlen | None = None
@@ -236,11 +236,11 @@ def varlen(
 ) -> Varlen:
     """Return the arguments of `kernel` for a layout, on the device.
 
-    A prompt with only one response is one sequence with it and is not copied.
+    A prompt with only one response forms one sequence with this response and is not copied.
     """
     queries, keys = [], []
     source, first_key, shared, copies = [], [], [], []
-    piece = token = key = 0  # the offsets of the next ones
+    piece = token = key = 0  # the offsets of the next piece, token and key
     for count in layout.responses:
         prompt, *responses = layout.pieces[piece : piece + 1 + count]
         piece += 1 + count
@@ -299,8 +299,8 @@ def kernel_for(device: torch.device) -> Kernel | None:
     """Return flash-attention's kernel if it is installed, else torch's own; None if neither fits.
 
     All supported versions (flash-attention since 2.1; torch's varlen is one of these) align the
-    mask at the last key, as `Kernel` says. `verify_packing` refuses a model for which this is not
-    so.
+    mask at the last key, as `Kernel` says. `verify_packing` refuses a model for which a kernel does
+    not.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -335,15 +335,15 @@ def torch_kernel(
     window: int,
 ) -> Tensor:
     """Run `torch.nn.attention.varlen` as a `Kernel`."""
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
         if HAS_GQA:
-            more["enable_gqa"] = True
+            options["enable_gqa"] = True
         else:
-            each = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
-    more |= {"scale": scale, "window_size": (window, 0)}
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **more)  # type: ignore[return-value]
+            group_size = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
+    options |= {"scale": scale, "window_size": (window, 0)}
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)  # type: ignore[return-value]
 
 
 def _flash(function: Callable[..., Any]) -> Kernel:

@@ -58,12 +58,12 @@ class Batch(TokenRows):
     """(B, T) int64: the policy version that sampled each token; -1 elsewhere."""
     token_rewards: Tensor
     """(B, T) float64: rewards of turns at the last sampled token of each turn, the rest of the
-    rollout's reward at the end of its own conversation. The sum over a rollout is its entry in
+    rollout's reward at the end of its last turn. The sum over a rollout is its entry in
     `rewards`."""
     turn: Tensor
     """(B, T) int64: the turn of its rollout that sampled each token, numbered in order of time; -1
-    elsewhere. The row is not enough to tell: a loop that spawned a conversation may continue in an
-    earlier row."""
+    elsewhere. The order of rows is not enough: a loop that spawned a conversation may continue in
+    an earlier row."""
     rewards: Tensor
     """(R,) float64: the weighted total reward of each rollout, after the budget policy. In float32,
     a difference of 0.25 between rewards of 17 million would be lost."""
@@ -124,12 +124,12 @@ def collate(
         groups: the groups of the step, in the order of their rows.
         pad_id: the padding token.
         turn_weight: the weight of a turn's own reward in `Scored.reward`. This share is placed at
-            the end of the turn, the rest at the end of the loop's own conversation.
+            the end of the turn, the rest at the end of the rollout's last turn.
         tool_weight: the same for rewards of tools.
 
     Raises:
-        RunStopped: there is no rollout, or a reward or a logprob is not finite, which would spoil
-            the weights without any other sign.
+        RunStopped: there is no rollout, or a reward or a logprob is not finite. Training on such a
+            number would make the weights NaN without an error.
     """
     scored = [s for group in groups for s in group.scored]
     if not scored:
@@ -197,22 +197,22 @@ def _check(batch: Batch) -> None:
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
 
 
-def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, whose: str) -> None:
+def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, source: str) -> None:
     """Check that logprobs are finite.
 
     Args:
-        batch: names the episode of a row.
+        batch: has the episode ids, for the message.
         logprobs: (B, T).
         mask: (B, T) bool, the tokens to check.
-        whose: "engine" or "trainer".
+        source: "engine" or "trainer".
 
     Raises:
-        RunStopped: one is not; the message names its episode and token.
+        RunStopped: a logprob is not finite; the message names its episode and token.
     """
     not_finite = mask & ~logprobs.isfinite()
     for b, t in not_finite.nonzero().tolist():
         raise RunStopped(
-            f"the {whose}'s logprob of response token {t} of episode"
+            f"the {source}'s logprob of response token {t} of episode"
             f" {batch.episodes[int(batch.rollout[b])]} is {logprobs[b, t].item()}"
         )
 
@@ -223,11 +223,11 @@ def check_tokens(rows: TokenRows, vocabulary: int) -> None:
     Without this check a GPU would fail with an unclear message.
 
     Raises:
-        RunStopped: it has not; the message names the row of the first such token.
+        RunStopped: a token is outside of the vocabulary; the message names the first one's row.
     """
-    wide = rows.prompt_ids.shape[1]
+    width = rows.prompt_ids.shape[1]
     parts = {
-        "prompt": (rows.prompt_ids, torch.arange(wide) >= wide - rows.prompt_lengths[:, None]),
+        "prompt": (rows.prompt_ids, torch.arange(width) >= width - rows.prompt_lengths[:, None]),
         "response": (
             rows.response_ids,
             torch.arange(rows.response_ids.shape[1]) < rows.response_lengths[:, None],
@@ -245,24 +245,27 @@ def check_tokens(rows: TokenRows, vocabulary: int) -> None:
 
 def _turns(trajectory: Trajectory) -> list[Tensor]:
     """Return one tensor per segment: the turn of each token, or -1."""
-    which = [torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments]
+    turn_of_token = [
+        torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments
+    ]
     for k, turn in enumerate(trajectory.turns):
-        which[turn.segment][turn.start : turn.end] = k
-    return which
+        turn_of_token[turn.segment][turn.start : turn.end] = k
+    return turn_of_token
 
 
 def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
     """Return the reward of each token, as one list per segment.
 
-    What no turn earned is placed at the end of the last turn, even if that turn is in a spawned
-    conversation: all sampled tokens precede it and have a share in it. Rewards of a turn without
-    sampled tokens go there too. A rollout without sampled tokens has no token rewards.
+    The part of the reward that no turn earned is placed at the end of the last turn, even if that
+    turn is in a spawned conversation: all sampled tokens precede this position and contribute to
+    that part. The reward of a turn without sampled tokens is placed there too. A rollout without
+    sampled tokens has no token rewards.
     """
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
     rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
     ends = [(t.segment, _find_last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
     rows = [(k, _find_last_sampled(s, 0, len(s.response_ids))) for k, s in enumerate(segments)]
-    last = next((place for place in reversed([*rows, *ends]) if place[1] >= 0), None)
+    last = next((position for position in reversed([*rows, *ends]) if position[1] >= 0), None)
     if last is None:
         return rewards_per_token
     assigned = 0.0
@@ -304,8 +307,9 @@ def count_mini_batches(rollouts: int, size: int) -> int:
 def assign_mini_batches(rollouts: int, size: int) -> Tensor:
     """Return the mini-batch of each rollout, (R,) int64.
 
-    Adjacent rollouts stay together, in mini-batches of sizes as equal as possible. If dropped
-    rollouts left 65 for mini-batches of 64, a step on the last one alone would count as much as the
-    step on all others. The rows of a step are already shuffled, so no random number is needed.
+    Adjacent rollouts stay together, in mini-batches of sizes as equal as possible. Otherwise, if 65
+    rollouts remained for mini-batches of 64, the step on the last rollout alone would count as much
+    as the step on all others. The rows of a step are already shuffled, so no random number is
+    needed.
     """
     return torch.arange(rollouts) * count_mini_batches(rollouts, size) // max(1, rollouts)

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder that appears completely or not at all. It is written under a temporary
 name. Every file is flushed to disk. `meta.json`, with all sizes and hashes, is written last. Then
-one rename publishes the folder. (To overwrite a folder in place leaves it unusable after half of
+one rename publishes the folder. (A folder that is overwritten in place is unusable after half of
 all random kills.)
 
     runs/demo/
@@ -54,7 +54,7 @@ _LEFTOVER = re.compile(r"\.(tmp|old)-(\w+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose files were all there, with the right hashes, when it was read."""
+    """A checkpoint's folder. All its files existed, with the right hashes, when it was read."""
 
     folder: Path
     step: int
@@ -72,8 +72,8 @@ def save_checkpoint(
     Args:
         root: the run's folder.
         step: the step that has ended. If a step is saved twice, the later checkpoint stays.
-        write: writes the state into the (empty) folder that it gets; regular files only. If other
-            processes write too, it returns when all are done, or raises.
+        write: writes the state into the empty folder that is its argument; regular files only. If
+            other processes write too, it returns when all have finished, or raises.
         meta: JSON values, which are returned as `Checkpoint.meta`.
 
     Returns:
@@ -139,10 +139,10 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
     try:
         return open_checkpoint(Path(resume).expanduser())
     except ConfigError as e:
-        here = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
+        available = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
         raise ConfigError(
             f"trainer.resume={resume}: {e}. Choose auto, never, or a folder; checkpoints in {root}:"
-            f" {here}"
+            f" {available}"
         ) from None
 
 
@@ -166,25 +166,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def recover(root: Path) -> None:
-    """Remove what killed processes left. Call it first, while holding the `run_lock`.
+    """Remove the leftovers of killed processes. Call it first, while holding the `run_lock`.
 
     A complete checkpoint that lacks only its rename is published.
     """
-    for left in sorted(root.glob(".*")) if root.is_dir() else ():
-        match = _LEFTOVER.fullmatch(left.name)
+    for leftover in sorted(root.glob(".*")) if root.is_dir() else ():
+        match = _LEFTOVER.fullmatch(leftover.name)
         if not match or _is_alive(int(match[3])):
             continue
-        if left.is_file():
-            left.unlink()
+        if leftover.is_file():
+            leftover.unlink()
         elif match[1] == "tmp":
-            _publish_complete(left)
-        shutil.rmtree(left, ignore_errors=True)
+            _publish_complete(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_later_checkpoints(root: Path, step: int) -> None:
     """Remove the checkpoints of later steps: the run resumes from `step` (0: from the start).
 
-    Otherwise those of the abandoned steps would be the newest again.
+    Otherwise the next resume would use a later step, which this run abandons.
     """
     later = [folder for s, folder in _steps(root).items() if s > step]
     for folder in later:
@@ -265,10 +265,10 @@ def _trash_path(final: Path) -> Path:
 
 def _remove(folder: Path) -> None:
     """Delete a checkpoint. A kill in between leaves no part of it under its own name."""
-    aside = _trash_path(folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    trash = _trash_path(folder)
+    shutil.rmtree(trash, ignore_errors=True)
+    folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _write_latest(root: Path) -> None:
@@ -292,8 +292,8 @@ def _is_disk_full(root: Path, error: Exception) -> bool:
 
 
 def _describe_failure(root: Path, step: int, error: Exception) -> str:
-    kept = list(_steps(root))
-    intact = f"The checkpoint of step {kept[-1]} is intact" if kept else "No earlier one exists"
+    steps = list(_steps(root))
+    intact = f"The checkpoint of step {steps[-1]} is intact" if steps else "No earlier one exists"
     free = shutil.disk_usage(root).free / 2**20 if root.exists() else 0
     full = isinstance(error, OSError) or _is_disk_full(root, error)
     return (
@@ -335,7 +335,7 @@ def _fsync(path: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether another process has that id; our own id was reused."""
+    """Return whether another process has that id. Our own id means that the id was reused."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -380,7 +380,7 @@ CHANGEABLE_KEYS = frozenset(
     }
 )
 """Config keys that a resumed run may change. They do not change the weights, except for rounding:
-other ranks and compiled layers sum in another order."""
+another number of ranks, or compiled layers, add numbers in another order."""
 
 
 RUN_LENGTH_KEYS = frozenset({"trainer.total_steps", "trainer.total_epochs"})
@@ -389,7 +389,9 @@ length."""
 
 
 def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check that a run resumes under the same config: otherwise the result would belong to neither.
+    """Check that a run resumes under the config of its checkpoint.
+
+    Otherwise the result would belong to neither config.
 
     Args:
         saved_config: the config in the checkpoint, nested.
@@ -399,19 +401,19 @@ def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -
         ConfigError: keys outside of `CHANGEABLE_KEYS` differ; `RUN_LENGTH_KEYS` too, unless
             `optim.lr_final` is 1 in both. The message lists each with both values.
     """
-    saved, now = dict(_flatten(saved_config)), dict(_flatten(config))
-    steady = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, now))
-    allowed = CHANGEABLE_KEYS | RUN_LENGTH_KEYS if steady else CHANGEABLE_KEYS
+    saved, current = dict(_flatten(saved_config)), dict(_flatten(config))
+    has_constant_lr = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, current))
+    allowed = CHANGEABLE_KEYS | RUN_LENGTH_KEYS if has_constant_lr else CHANGEABLE_KEYS
     changed = [
-        f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {now.get(key, 'not set')} now"
-        for key in sorted(saved.keys() | now.keys())
-        if saved.get(key) != now.get(key) and not any(fnmatch(key, a) for a in allowed)
+        f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {current.get(key, 'not set')} now"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key) and not any(fnmatch(key, a) for a in allowed)
     ]
     if changed:
         length = any(line.strip().startswith(tuple(RUN_LENGTH_KEYS)) for line in changed)
         why = (
             f"\nThe run's length may change only with optim.lr_final=1: with"
-            f" {now.get('optim.lr_final', 'another')} the learning rate depends on it."
+            f" {current.get('optim.lr_final', 'another')} the learning rate depends on it."
         )
         raise ConfigError(
             "the checkpoint was made with another config:\n"
@@ -440,8 +442,8 @@ def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
             " same file, or another --output"
         )
     folder = Path(config.trainer.output)
-    foreign = checkpoint.folder.parent.resolve() != folder.resolve()
-    if foreign and (folder / METRICS).exists():
+    is_foreign = checkpoint.folder.parent.resolve() != folder.resolve()
+    if is_foreign and (folder / METRICS).exists():
         raise ConfigError(
             f"trainer.resume={config.trainer.resume} is a checkpoint of another run, but {folder}"
             " already holds the record of a run. Use trainer.resume=auto to resume that run, or"
@@ -450,7 +452,7 @@ def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
 
 
 def hash_file(path: str) -> str:
-    """Return a hash of a file; "" for no file."""
+    """Return a hash of a file; "" if `path` is empty."""
     if not path:
         return ""
     with open(path, "rb") as f:

@@ -5,9 +5,10 @@
 
 A step without `algorithm.filter_groups` is one round of `data.batch_size` rows and uses all groups.
 With it (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) further rows replace dead groups.
-The run's own estimator decides which groups are dead, from what is known when a group is finished:
-its rewards. An estimator that needs more (a critic's values, a KL penalty in the reward) or
-compares rollouts of different rows cannot be combined with it (`agentrl.config.checks`).
+The run's own estimator decides which groups are dead. It uses only the rewards, which are known
+when a group is finished. An estimator that needs more (a critic's values, a KL penalty in the
+reward) or compares rollouts of different rows cannot be combined with `filter_groups`
+(`agentrl.config.checks`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class StepRollouts:
     evicted: Sequence[Group]
     """The groups that do not train: dead ones, and live ones beyond `data.batch_size`."""
     position: int
-    """The number of rows that the run has taken, with those of this step."""
+    """The number of rows that the run has taken, including those of this step."""
     metrics: dict[str, float]
     """Metrics over all groups, evicted ones too, so rewards do not depend on which groups are
     evicted."""
@@ -88,7 +89,7 @@ class Collector:
 
         Args:
             position: the number of rows that the run has taken.
-            step: the number of steps that it has made; determines the random numbers.
+            step: the number of steps that the run has made; it determines the random numbers.
 
         Raises:
             RunStopped: too many rollouts were dropped.
@@ -99,8 +100,8 @@ class Collector:
         live: list[bool] = []
         rounds = 0
         while sum(live) < self._batch_size and rounds < self._max_rounds:
-            places = self._order.take(position + len(samples_so_far), self._round_size)
-            samples = [self._rows[place] for place in places]
+            indices = self._order.take(position + len(samples_so_far), self._round_size)
+            samples = [self._rows[index] for index in indices]
             new_groups = self._rollouts.collect(
                 samples,
                 n=self._n,
@@ -111,7 +112,7 @@ class Collector:
             )
             samples_so_far += samples
             groups += new_groups
-            live += self._live(new_groups)
+            live += self._find_live(new_groups)
             rounds += 1
         # In the order of rows, not in that of completion, so that short rollouts have no advantage.
         chosen = [i for i, lives in enumerate(live) if lives] or list(range(len(groups)))
@@ -130,7 +131,7 @@ class Collector:
         position += len(samples_so_far)
         return StepRollouts([groups[i] for i in chosen], evicted, position, metrics)
 
-    def _live(self, groups: Sequence[Group]) -> list[bool]:
+    def _find_live(self, groups: Sequence[Group]) -> list[bool]:
         """Return which groups have an advantage that is not exactly 0.
 
         Without `filter_groups` all groups count as live.
@@ -156,7 +157,7 @@ def _filter_metrics(evicted: Sequence[Group], live: list[bool], rounds: int) -> 
 
 
 MAX_DEAD_STEPS = 3
-"""The number of dead steps in a row that causes a warning. With small batches one or two are
+"""The number of dead steps in a row that causes a warning. With small batches one or two occur by
 chance."""
 DEAD_STEP = "waste/dead_step"
 """The metric: 1 for a dead step, else 0."""
@@ -167,9 +168,10 @@ STOP = "stop/"
 class DeadSteps:
     """Counts the dead steps of a run, and warns about several in a row.
 
-    Such a run looks like a slow one. A step is dead if no token has an advantage from the rewards
-    (`has_learning_signal`): the budget policy masks all its rollouts, or all rewards of every group
-    are equal. Then the policy does not change, or only a KL or an entropy term moves it.
+    Without a warning such a run looks as if it learned slowly. A step is dead if no token has an
+    advantage from the rewards (`has_learning_signal`): the budget policy masks all its rollouts, or
+    all rewards of every group are equal. Then the policy does not change, or only a KL or an
+    entropy term moves it.
     """
 
     def __init__(self, record: Iterable[tuple[int, Mapping[str, Any]]]):
@@ -198,7 +200,7 @@ class DeadSteps:
             )
 
     def finish(self) -> None:
-        """Log at the end of a run how many steps were dead, if there was a warning or all were."""
+        """Log how many steps were dead, if there was a warning or all were. Call it at the end."""
         if self._has_warned or 0 < self._steps == self._dead:
             log.warning(
                 f"%d of %d steps had no learning signal ({DEAD_STEP}): on average %s",
@@ -234,7 +236,7 @@ def _explain(sums: Mapping[str, Any], steps: int) -> str:
     reason = most.removeprefix(STOP)
     equal = sums.get(DEAD_GROUPS, 0.0) / steps
     masked, advice = "", ""
-    if equal < 0.995:  # a step without a learning signal has no other groups
+    if equal < 0.995:  # a dead step's other groups are masked
         masked = ", rollouts of the others are masked by rollout.budget_policy"
     if reason in BUDGETS:
         advice = f" Raise the budget {reason!r}"

@@ -54,12 +54,12 @@ class Console:
 
         Args:
             out: the stream; standard output by default.
-            live: print a table that redraws itself; by default if `out` is a terminal that supports
-                it.
+            live: True for a table that redraws itself, False for lines. By default True if `out` is
+                a terminal that supports such a table.
         """
         self._out = out or sys.stdout
-        can = self._out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._wants_live = can if live is None else live
+        supports_live = self._out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._wants_live = supports_live if live is None else live
         self._live: Live | None = None
         self._steps: list[tuple[int, Metrics]] = []
         self._validations: list[tuple[int, Metrics]] = []
@@ -115,7 +115,9 @@ class Console:
         checkpoints = sorted(f.name for f in folder.glob("global_step_*"))
         items = [*OUTPUTS, *(("checkpoint", name) for name in checkpoints[-1:])]
         lines.append("")
-        lines += [f"{what:14}  {folder / name}" for what, name in items if (folder / name).exists()]
+        lines += [
+            f"{label:14}  {folder / name}" for label, name in items if (folder / name).exists()
+        ]
         lines.append("\nnext:")
         lines += ["  " + shlex.join(words) for words in next_commands(folder, config)]
         self._print("\n".join(lines))
@@ -157,10 +159,10 @@ class Console:
         from rich.console import Group
 
         parts: list[Any] = []
-        room = self._live.console.size.height if self._live else 24
+        height = self._live.console.size.height if self._live else 24
         # The first validation stays visible, to compare with.
-        validations = self._validations[:1] + self._validations[1:][-max(1, min(7, room // 4)) :]
-        steps = self._steps[-max(3, min(16, room - len(validations) - 12)) :]
+        validations = self._validations[:1] + self._validations[1:][-max(1, min(7, height // 4)) :]
+        steps = self._steps[-max(3, min(16, height - len(validations) - 12)) :]
         if steps:
             rows = [(step, _format_cells(metrics)) for step, metrics in steps]
             parts.append(_table("step", rows))
@@ -198,10 +200,10 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     rows = config.data.val or config.data.train
     run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / FINAL)]
     # With greedy sampling all rollouts of a row are the same.
-    several = ["val.n=4"] if config.val.temperature > 0 else []
+    sampling = ["val.n=4"] if config.val.temperature > 0 else []
     return [
         ["agentrl", "play", *run, "-n", "3"],
-        ["agentrl", "eval", *run, *several],
+        ["agentrl", "eval", *run, *sampling],
         ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],
     ]
 

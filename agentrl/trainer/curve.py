@@ -107,7 +107,7 @@ def _points(steps: Sequence[tuple[int, Mapping[str, float]]], key: str) -> Point
     return [
         (float(step), float(value))
         for step, data in steps
-        if isinstance(value := data.get(key), int | float) and abs(value) < 1e15  # nor NaN
+        if isinstance(value := data.get(key), int | float) and abs(value) < 1e15  # false for NaN
     ]
 
 

@@ -11,8 +11,8 @@
     group.optimizer_step(name, lr)              # the result of rank 0
 
 A group has the methods of its ranks. The ranks are one object in this process
-(`rank.LocalRankGroup`) or many processes (`agentrl.cluster.group.WorkerGroup`); callers need not
-know which.
+(`rank.LocalRankGroup`) or many processes (`agentrl.cluster.group.WorkerGroup`). Callers use both in
+the same way.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """How arguments are split and results collected."""
+    """A way to split the arguments of a call over ranks and to collect the results."""
 
     SPLIT = "split"
-    """The first argument is a list with one entry per rank, and so is the result. Further arguments
-    are the same for all ranks."""
+    """The first argument and the result are lists with one entry per rank. Further arguments are
+    the same for all ranks."""
     BROADCAST = "broadcast"
     """All ranks get the same arguments. The result is that of rank 0."""
 
@@ -42,11 +42,11 @@ class Dispatch(Enum):
 SPLIT, BROADCAST = Dispatch.SPLIT, Dispatch.BROADCAST
 
 
-def dispatch(how: Dispatch) -> Callable[[F], F]:
+def dispatch(mode: Dispatch) -> Callable[[F], F]:
     """Declare how a method of a rank is called on all ranks."""
 
     def mark(method: F) -> F:
-        method.dispatch = how  # type: ignore[attr-defined]
+        method.dispatch = mode  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -62,7 +62,7 @@ def dispatched_methods(cls: type) -> dict[str, Dispatch]:
 
 
 class RankGroup(Protocol):
-    """Ranks of a learner, with those methods that their class marks by `dispatch`."""
+    """The ranks of a learner. It has the methods that the ranks' class marks by `dispatch`."""
 
     size: int
     """The number of ranks."""
@@ -82,7 +82,7 @@ class Placement(Protocol):
         ...
 
     def engine_slots(self) -> Sequence[EngineSlot]:
-        """Return where servers are started. Call it after `start_ranks`."""
+        """Return the slots in which servers are started. Call it after `start_ranks`."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The output layer fused with the loss head: logprobs of chosen tokens from hidden states.
 
 With a vocabulary of 152 k, the logits of one token take 0.3 MB in bfloat16, and the plain
-implementation holds them four times, twice in float32. Here only a block of them is held at a time:
+implementation holds them four times, twice in float32. This one holds only a block of logits:
 
     forward     blocks of tokens        logits -> logprob, entropy, log of the sum of exponentials
     backward    blocks of vocabulary    logits again -> their gradient in place -> two products
@@ -31,7 +31,8 @@ TILE = 128
 CPU_TILE = 2**17
 """The number of logits processed at a time on a CPU."""
 MAX_PROGRAMS = 32
-"""The number of widths that are compiled for. A run needs few, but more than torch's limit of 8."""
+"""The largest number of widths of blocks that a function is compiled for. A run needs few, but more
+than torch's limit of 8."""
 
 
 def chosen_logprobs(
@@ -56,8 +57,8 @@ def chosen_logprobs(
         temperature: divides the logits, as in the engine. Dividing logprobs would be something
             else.
         entropy_gradient: True if the entropy has a gradient.
-        block_bytes: bytes of logits held at a time.
-        fused: True if the operations between the products are compiled; None: on a GPU.
+        block_bytes: bytes of logits held at a time; None: the device's default.
+        fused: True if the operations between the products are compiled; None: True on a GPU.
 
     Returns:
         Logprobs and entropies, (N,) each.
@@ -119,7 +120,7 @@ class _Head(torch.autograd.Function):
         n, vocabulary = len(hidden), len(weight)
         width = ctx.block_size // max(1, n) if ctx.logits is None else vocabulary
         columns = _blocks(vocabulary, width)
-        # The product of one block is the sum. Those of several blocks are added in float32.
+        # One block gives the whole gradient. The products of several blocks are added in float32.
         wide = hidden.dtype if len(columns) == 1 else lse.dtype
         d_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if to_hidden else None
         d_weight = torch.empty_like(weight) if to_weight else None
@@ -142,14 +143,14 @@ class _Head(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None
 
 
-def _blocks(n: int, most: int) -> list[slice]:
-    """Return 0 to n in slices of at most `most`, and of at least 1.
+def _blocks(n: int, max_size: int) -> list[slice]:
+    """Split 0 to n into slices of about the same size, of at most `max_size` and at least 1.
 
     n is halved until it fits: few different widths mean few compiled programs. Wide slices are
-    whole tiles of a product, and so may be wider by less than one tile.
+    rounded up to whole tiles of a product, so they may exceed `max_size` by less than one tile.
     """
     size = n
-    while size > max(1, most):
+    while size > max(1, max_size):
         size = -(-size // 2)
     if TILE < size < n:
         size = -(-size // TILE) * TILE
@@ -233,8 +234,8 @@ def _apply(
     step = max(1, CPU_TILE // width) if logits.device.type == "cpu" else max(1, n)
     results = []
     for i in range(0, n, step):
-        some = slice(i, i + step)
+        part = slice(i, i + step)
         results.append(
-            function(logits[some], *(x if x is None else x[some] for x in rows), temperature)
+            function(logits[part], *(x if x is None else x[part] for x in rows), temperature)
         )
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -73,15 +73,15 @@ class Learner:
             model_path: a model or a PEFT adapter; see `load_causal_lm`.
             config: the run's config.
             total_steps: the length of the run, for the learning rate.
-            group: ranks of that model and config. None: one rank in this process.
+            group: ranks that hold that model. None: one rank in this process.
 
         Raises:
             ConfigError: there is no such model or device, or LoRA has nothing to adapt.
         """
         self.config = config
         self.ranks = group or LocalRankGroup(Rank(model_path, config))
-        """All ranks. Methods that each rank runs alike (`save`, `load`, `score`, ...) are called on
-        it."""
+        """All ranks. Methods that all ranks run in the same way (`save`, `load`, `score`, ...) are
+        called on this group."""
         self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, LocalRankGroup) else None
         """The rank, if there is one rank and it is in this process."""
         self._total_steps = total_steps
@@ -173,16 +173,20 @@ class Learner:
             in_mini_batch = mini_batch == m
             # The policy first: if it stops the step, the critic must not have changed either.
             if learn_policy:
-                here = in_mini_batch & is_run
-                rows, results = self._forward_backward("actor", batch, here, mask, columns["actor"])
+                rows_to_run = in_mini_batch & is_run
+                rows, results = self._forward_backward(
+                    "actor", batch, rows_to_run, mask, columns["actor"]
+                )
                 if old is None:
                     old = _scatter(mask, rows, [result.logprobs for result in results])
                     columns["actor"]["old"] = old
                     mismatch = self._compare(batch, old, mask & is_run[:, None], check)
                 _add_metrics(collected, "actor", self._optimizer_step("actor", step, results))
             if a.critic:
-                here = in_mini_batch & mask.any(1)
-                _, results = self._forward_backward("critic", batch, here, mask, columns["critic"])
+                rows_to_run = in_mini_batch & mask.any(1)
+                _, results = self._forward_backward(
+                    "critic", batch, rows_to_run, mask, columns["critic"]
+                )
                 _add_metrics(collected, "critic", self._optimizer_step("critic", step, results))
 
         learning = ["actor"] * learn_policy + ["critic"] * a.critic

@@ -57,11 +57,11 @@ def vanilla(
     mask: Tensor,
     config: AlgorithmConfig,
 ) -> Loss:
-    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), negated; elementwise.
+    """Return PPO's clipped surrogate (arXiv:1707.06347, equation 7), negated; elementwise.
 
-    It has two clips, as DAPO has (arXiv:2503.14476): `clip_low` and `clip_high`. With `dual_clip`
-    there is another one for negative advantages (arXiv:1912.09729). Without it the ratio is
-    unbounded there, and a token that has become many times more likely could outweigh all others.
+    The clip has two limits, as in DAPO (arXiv:2503.14476): `clip_low` and `clip_high`. `dual_clip`
+    adds a limit for negative advantages (arXiv:1912.09729). Without `dual_clip` their ratio is
+    unbounded, and a token that has become many times more likely could outweigh all others.
 
     Returns:
         The losses, and counts: `pg_clipfrac`, the share of tokens without a gradient because of the
@@ -79,13 +79,13 @@ def gspo(
     mask: Tensor,
     config: AlgorithmConfig,
 ) -> Loss:
-    """GSPO (arXiv:2507.18071): the surrogate with one ratio for the whole row; not elementwise.
+    """Return GSPO's surrogate (arXiv:2507.18071): one ratio for the whole row; not elementwise.
 
     The ratio of a row is exp of the mean log-ratio of its chosen tokens (equation 7). It is clipped
-    as a whole: either all tokens of a row with one advantage have a gradient or none has. So its
-    clips are about a thousand times smaller than PPO's. Each token has the value of this ratio and
-    the gradient of its own logprob (GSPO-token, equations 13 and 14), so the tokens of a row may
-    have different advantages. With one advantage per row, one row per rollout and
+    as a whole: either all tokens of a row with one advantage have a gradient or none has. The
+    useful clip limits are about a thousand times smaller than PPO's. Each token has the value of
+    this ratio and the gradient of its own logprob (GSPO-token, equations 13 and 14), so the tokens
+    of a row may have different advantages. With one advantage per row, one row per rollout and
     seq-mean-token-mean, loss and gradient are those of equation 5. `dual_clip` bounds this ratio as
     it bounds PPO's.
 
@@ -106,36 +106,36 @@ def cispo(
     mask: Tensor,
     config: AlgorithmConfig,
 ) -> Loss:
-    """CISPO (arXiv:2506.13585, equations 4 and 5): REINFORCE with a clipped weight; elementwise.
+    """Return CISPO's loss (arXiv:2506.13585, equations 4, 5): a clipped weight; elementwise.
 
-    The loss is -w A log pi, where w is the ratio, clipped to [1 - clip_low, 1 + clip_high] and
-    without a gradient. A clipped token still trains, with a bounded weight. With `clip_low` 1 there
-    is no lower bound, as in the paper's runs. The value of this loss has no meaning, its gradient
-    has.
+    It is REINFORCE's loss with a weight: -w A log pi, where w is the ratio, clipped to
+    [1 - clip_low, 1 + clip_high] and without a gradient. A clipped token still trains, with a
+    bounded weight. With `clip_low` 1 there is no lower bound, as in the paper's runs. Only the
+    gradient of this loss has a meaning; its value has none.
 
     Returns:
         The losses, and counts: `pg_clipfrac`, the share of tokens with a clipped weight.
     """
     logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
-    free = ratio(logprobs - old_logprobs).detach()
-    weight = free.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -weight * advantages * logprobs, {"pg_clipfrac": weight != free}
+    unclipped = ratio(logprobs - old_logprobs).detach()
+    weight = unclipped.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -weight * advantages * logprobs, {"pg_clipfrac": weight != unclipped}
 
 
 def _zero_unmasked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with 0 off the mask. A product would not do: 0 times NaN is NaN."""
+    """Return the tensors with 0 outside of the mask. A product would keep NaN: 0 * NaN is NaN."""
     return tuple(torch.where(mask, x, 0.0) for x in tensors)
 
 
 def _clipped_surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss:
     """Return PPO's loss and counts for ratios (b, A) of any kind."""
-    free = -advantages * ratios
+    unclipped = -advantages * ratios
     clipped = -advantages * ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss, counts = torch.maximum(free, clipped), {"pg_clipfrac": clipped > free}
+    loss, counts = torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped}
     if config.dual_clip:
-        most = -advantages * config.dual_clip
-        beyond = (advantages < 0) & (loss > most)
-        loss, counts["pg_clipfrac_lower"] = torch.where(beyond, most, loss), beyond
+        limit = -advantages * config.dual_clip
+        is_limited = (advantages < 0) & (loss > limit)
+        loss, counts["pg_clipfrac_lower"] = torch.where(is_limited, limit, loss), is_limited
     return loss, counts
 
 
@@ -188,8 +188,8 @@ def token_losses(
             raise refuse(f"a count named {metric!r}, which is a metric of the learner")
         if not isinstance(count, Tensor) or count.shape != mask.shape:
             raise refuse(f"{describe_value(count)} for the count {metric!r}")
-    alone = not (config.kl_loss_coef or config.entropy_coef)
-    if alone and logprobs.requires_grad and not loss.requires_grad:
+    is_only_term = not (config.kl_loss_coef or config.entropy_coef)
+    if is_only_term and logprobs.requires_grad and not loss.requires_grad:
         raise refuse("a loss that does not depend on `logprobs`, so it has no gradient")
     return loss, dict(counts)
 
@@ -211,7 +211,7 @@ def importance_ratios(
     mask: Tensor,
     level: Literal["token", "sequence"],
 ) -> Tensor:
-    """Return how much more likely the trainer finds the sampled tokens than the engine does.
+    """Return the ratio of the trainer's to the engine's probability of the sampled tokens.
 
     Args:
         old_logprobs: (b, A) the trainer's, at the start of the step.
@@ -221,7 +221,7 @@ def importance_ratios(
             of their ratios. Over several turns only the latter is exact.
 
     Returns:
-        (b, A) without a gradient; 1 off the mask.
+        (b, A) without a gradient; 1 outside of the mask.
     """
     gaps = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
     if level == "sequence":
@@ -235,8 +235,8 @@ def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "ma
     Without a cap the expected gradient is that of the trainer's own policy. The cap accepts some
     bias for less variance. It bounds the ratio itself, not its logarithm. The denominators of the
     loss do not change: a masked token counts as a token with gradient 0, so the other tokens do not
-    weigh more. The change of the policy within the step is not included: the policy loss handles
-    it.
+    weigh more. These factors do not include the change of the policy within the step, which the
+    policy loss handles.
 
     Args:
         ratios: from `importance_ratios`.
@@ -253,16 +253,16 @@ def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "ma
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """log(pi/ref). Unbiased, may be negative.
+    """Return log(pi/ref). It is unbiased and may be negative.
 
     In the loss its expected gradient is 0. In the reward, with reward-to-go, it optimises the KL(pi
-    || ref) of the sequence; no other of the three does.
+    || ref) of the sequence; k2 and k3 do not.
     """
     return logprobs - reference_logprobs
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """log(pi/ref)^2 / 2. Biased, of low variance.
+    """Return log(pi/ref)^2 / 2. It is biased and has a low variance.
 
     In the loss it optimises the KL(pi || ref) of each token, with the preceding states held fixed.
     In the reward it optimises no KL.
@@ -271,7 +271,7 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """ref/pi - 1 - log(ref/pi). Unbiased, never negative.
+    """Return ref/pi - 1 - log(ref/pi). It is unbiased and never negative.
 
     In the loss it optimises the KL(ref || pi) of each token, the other direction, with the
     preceding states held fixed; it is close to k2 while the two policies are close. In the reward
@@ -298,12 +298,13 @@ samples of the policy itself:
 
 "States held fixed" means that a token pays for its own distance from the reference, and not for
 leading to states with a larger distance; only k1 in the reward counts that. The KL of the whole
-rollout works as well as the reward-to-go: what precedes a token changes nothing in expectation. GAE
-gives the reward-to-go at gamma = lam = 1.
+rollout works as well as the reward-to-go: the terms before a token change nothing in expectation.
+GAE gives the reward-to-go at gamma = lam = 1.
 
 Tokens that another policy sampled (because of the engine's arithmetic, or an earlier mini-batch)
-give these gradients if each is weighted by policy / sampler, a weight without a gradient: in the
-loss the token's own ratio is exact for its state, and that of the whole row for all states."""
+give these gradients if each is weighted by policy / sampler, a weight without a gradient. In the
+loss the token's own ratio is exact for its state, and the ratio of the whole row is exact for all
+states."""
 
 
 # --- the critic ----------------------------------------------------------------------------------
@@ -324,9 +325,9 @@ def value_loss(
     Returns:
         The loss of each token, and a bool that is True where it is clipped.
     """
-    free = (values - returns).square()
+    unclipped = (values - returns).square()
     if not clip:
-        return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
+        return 0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
     near = old_values + (values - old_values).clamp(-clip, clip)
     clipped = (near - returns).square()
-    return 0.5 * torch.maximum(free, clipped), clipped > free
+    return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped

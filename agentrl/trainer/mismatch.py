@@ -57,13 +57,13 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
         MEAN: distance.mean().item(),
         "rollout_corr/logprob_diff_max": distance.max().item(),
     }
-    places = {name: turn == k for k, name in enumerate(TURNS[:-1])}
-    places[TURNS[-1]] = turn >= len(TURNS) - 1
+    subsets = {name: turn == k for k, name in enumerate(TURNS[:-1])}
+    subsets[TURNS[-1]] = turn >= len(TURNS) - 1
     observed = nn.functional.pad(~batch.response_mask[:, :-1], (1, 0))
-    places["after_observation"] = observed[mask]
-    for name, in_place in places.items():
-        if in_place.any():
-            metrics[f"{MEAN}/{name}"] = distance[in_place].mean().item()
+    subsets["after_observation"] = observed[mask]
+    for name, in_subset in subsets.items():
+        if in_subset.any():
+            metrics[f"{MEAN}/{name}"] = distance[in_subset].mean().item()
 
     owner = batch.rollout.repeat_interleave(mask.sum(1))  # (N,)
     of_rollouts = gaps.new_zeros(len(batch.rewards)).index_add(0, owner, gaps)
@@ -92,12 +92,12 @@ def _effective_sample_size(log_weights: Tensor) -> float:
 def importance_weight_metrics(
     batch: Batch, old_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> dict[str, float]:
-    """Return metrics of a step's importance weights and of how many are cut.
+    """Return metrics of a step's importance weights, and the shares of weights that are cut.
 
     Args:
         batch: has the engine's logprobs.
         old_logprobs: (B, T) the trainer's, at the start of the step.
-        mask: (B, T) bool, the tokens that have a weight; all of a row's, or none.
+        mask: (B, T) bool, the tokens that have a weight: all sampled tokens of a row, or none.
         config: the section `algorithm`.
 
     Returns:
@@ -132,7 +132,8 @@ def importance_weight_metrics(
 MAX_GROWTH = 10.0
 """The largest mean difference of a step, as a multiple of the reference."""
 MIN_REFERENCE = 1e-3
-"""The smallest reference: arithmetic may differ by this much even if the start was closer."""
+"""The smallest reference: arithmetic may differ by this much even if the difference at the start
+was smaller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from agentrl.trainer.sharding import full_tensor
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state, write_state
 
 BETAS = (0.9, 0.999)
-"""AdamW's defaults: averages over about 10 and 1,000 steps."""
+"""AdamW's default decay rates: averages over about 10 and 1,000 steps."""
 
 
 class Optimizer:
@@ -37,7 +37,7 @@ class Optimizer:
             parameters: the parameters that learn, by name.
             config: the section `optim`.
             accelerator: clips the gradient.
-            betas: AdamW's.
+            betas: AdamW's decay rates of the two moments.
         """
         self.name = name
         self.parameters = dict(parameters)
@@ -99,7 +99,7 @@ class Optimizer:
         All ranks call it at once. The number of ranks may differ from that of `save`.
 
         Raises:
-            ConfigError: it belongs to another model (other names or shapes), or nothing was saved.
+            ConfigError: the files belong to another model (other names or shapes), or do not exist.
         """
         folder, ours = folder / self.name, self._parameters()
         moments = check_state(folder, ours, PARAMETER_PREFIX)

@@ -61,13 +61,13 @@ class MicroBatch:
 
     packed: PackedRows
     mask: Tensor
-    """(b, A) bool: how the N chosen tokens are laid out in rows that hold nothing else,
-    left-aligned; A is the largest number of chosen tokens of a row."""
+    """(b, A) bool: the layout of the N chosen tokens in left-aligned rows without other tokens. A
+    is the largest number of chosen tokens of a row."""
     columns: dict[str, Tensor]
     """(N,) each, by name."""
 
     def rows(self, flat: Tensor) -> Tensor:
-        """Return (b, A): the (N,) values laid out by `mask`, 0 off it. The gradient flows back."""
+        """Return the (N,) values as (b, A), laid out by `mask`, 0 elsewhere; differentiable."""
         mask = self.mask.to(flat.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
@@ -97,9 +97,11 @@ def make_micro_batch(
         return MicroBatch(empty_pass, torch.zeros(1, 0, dtype=torch.bool), nothing)
     chosen = mask[rows]
     counts = chosen.sum(1)
-    here = torch.arange(int(counts.max())) < counts[:, None]
+    layout_mask = torch.arange(int(counts.max())) < counts[:, None]
     return MicroBatch(
-        pack(batch, rows, chosen), here, {name: x[rows][chosen] for name, x in columns.items()}
+        pack(batch, rows, chosen),
+        layout_mask,
+        {name: x[rows][chosen] for name, x in columns.items()},
     )
 
 
@@ -218,16 +220,16 @@ class _RowCosts:
             groups[-1].append(row)
         return groups
 
-    def split(self, rows: Sequence[int], most: int) -> list[list[int]]:
-        """Split rows into adjacent pieces of at most `most` tokens; a longer row is one piece."""
+    def split(self, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Split rows into adjacent pieces of at most `max_tokens`; a longer row is one piece."""
         pieces: list[list[int]] = []
-        room = 0
+        remaining = 0
         for row, _, need in self._needs(rows):
-            if need > room or not pieces:
+            if need > remaining or not pieces:
                 pieces.append([])
-                need, room = self._prompts[row] + self._responses[row], most
+                need, remaining = self._prompts[row] + self._responses[row], max_tokens
             pieces[-1].append(row)
-            room -= need
+            remaining -= need
         return pieces
 
     def _needs(self, rows: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
@@ -242,20 +244,20 @@ class _RowCosts:
 def _split_evenly(costs: _RowCosts, rows: Sequence[int], shares: int) -> list[list[int]]:
     """Split rows into shares with about the same number of tokens.
 
-    Families stay whole if that is even enough. Otherwise the smallest family of the largest share
-    is halved, again and again, and the most even of all these splits is returned: a prompt in two
-    shares is run twice.
+    Rows with the same prompt (a family) stay together if the shares are even enough. Otherwise the
+    smallest family of the largest share is halved, again and again, and the most even of all these
+    splits is returned. A prompt in two shares is run twice.
     """
     units = [(costs.tokens_of(family), family) for family in costs.families(rows)]
-    ways = []
+    candidates = []
     while True:
         shares_of_rows = _assign_largest_first(units, shares)
         loads = [costs.tokens_of(share) for share in shares_of_rows]
-        ways.append((max(loads), shares_of_rows))
+        candidates.append((max(loads), shares_of_rows))
         busiest = set(shares_of_rows[loads.index(max(loads))])
         several = [unit for unit in units if len(unit[1]) > 1 and unit[1][0] in busiest]
         if max(loads) * shares <= MAX_IMBALANCE * sum(loads) or not several:
-            return min(ways, key=lambda way: way[0])[1]
+            return min(candidates, key=lambda candidate: candidate[0])[1]
         units.remove(smallest := min(several))
         unit, half = smallest[1], len(smallest[1]) // 2
         units += [(costs.tokens_of(part), part) for part in (unit[:half], unit[half:])]
@@ -276,7 +278,7 @@ def _assign_largest_first(units: list[tuple[int, list[int]]], shares: int) -> li
 
 
 def _split_into(costs: _RowCosts, rows: list[int], count: int, budget: int) -> list[list[int]]:
-    """Split rows into exactly `count` pieces, the longest first; missing ones are empty.
+    """Split rows into exactly `count` pieces, the longest first; surplus pieces are empty.
 
     The pieces have about the same length, unless one of them would exceed the budget. Then adjacent
     rows fill the pieces up to the budget, and the longest pieces are halved.

@@ -5,10 +5,10 @@ other rows. The head is by far the widest layer; it is applied to the states of 
 Models stay in evaluation mode while they learn: with dropout the probability ratio at the first
 update would differ from 1.
 
-The policy is what learns, and what an engine samples from; with LoRA it is an adapter over a frozen
-base. Its weights may be sharded over ranks (`sharding.py`). Then all ranks call the methods that
-gather weights (`export`, `save_adapter`, `save_pretrained`, `perturbed_adapter`) at once, and only
-rank 0 writes.
+The policy learns, and an engine samples from it. With LoRA it is an adapter over a frozen base. Its
+weights may be sharded over ranks (`sharding.py`). Then all ranks call the methods that gather
+weights (`export`, `save_adapter`, `save_pretrained`, `perturbed_adapter`) at once, and only rank 0
+writes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, resha
 T = TypeVar("T")
 
 PERTURBATION = 0.3
-"""The norm of what a perturbed adapter adds to a layer, relative to that of the layer: about half a
-nat in logprobs. This is more than training adds, with the rounding errors of such a size."""
+"""The norm of the change that a perturbed adapter makes to a layer, relative to the norm of the
+layer. Logprobs change by about half a nat, which is more than by training, so the measured rounding
+errors are not smaller than those of training."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters. PEFT writes the adapter named "default" as a plain adapter folder."""
 
@@ -54,7 +55,7 @@ class Policy:
         Args:
             model: in evaluation mode.
             temperature: divides the logits.
-            compute: the precision of its passes, if that is not the precision of its weights.
+            compute: the precision of the model's passes; None: that of its weights.
 
         Raises:
             ConfigError: packing would change the output of the model.
@@ -98,7 +99,7 @@ class Policy:
     ) -> None:
         """Add a LoRA adapter, and freeze the weights of the base.
 
-        The adapter has no dropout (see above) and starts at zero: the policy equals its base.
+        The adapter has no dropout (see the module) and starts at zero: the policy equals its base.
 
         Raises:
             ConfigError: there are no such modules to adapt.
@@ -146,7 +147,7 @@ class Policy:
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Use another adapter than the policy's within the block, in backward passes too.
+        """Use the adapter `name` instead of the policy's within the block, in backward passes too.
 
         None disables all adapters: the model is then the initial policy.
         """
@@ -171,7 +172,7 @@ class Policy:
     def perturbed_adapter(self, seed: int) -> Iterator[None]:
         """Replace the LoRA adapter within the block by another one, whose output is not zero.
 
-        An initial adapter is zero, so an engine that ignored it would not be noticed.
+        An initial adapter is zero: it would not show that an engine ignores adapters.
         """
         layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         before = [_lora_b(layer).detach().clone() for layer in layers]
@@ -226,8 +227,8 @@ class Policy:
     def save_pretrained(self, folder: Path) -> None:
         """Save to a folder that transformers loads; with LoRA to one that PEFT loads.
 
-        If the base is an adapter that was merged at loading, no path names it, and an adapter's
-        folder could only refer to another base. Then the whole model is saved, with LoRA merged.
+        If the base is itself a model with a merged adapter, no path names it, and a saved adapter
+        could only refer to another base. Then the whole model is saved, with LoRA merged.
         """
         if self.peft is not None and self.model.name_or_path:
             self.save_adapter(folder)
@@ -308,7 +309,7 @@ class PackedModel(nn.Module):
 
         Args:
             model: in evaluation mode.
-            compute: the precision of its passes, if that is not the precision of its weights.
+            compute: the precision of the model's passes; None: that of its weights.
 
         Raises:
             ConfigError: packing would change the output of the model.

@@ -42,9 +42,9 @@ class Publisher:
             learner: has the policy.
             engine: receives it.
             token_ids: the row that both score after each update, at least two tokens.
-            scores: returns the logprobs of the row by every engine behind `engine`.
-            noise: the noise at the start of the run, if it resumes from a checkpoint. Then an
-                engine that holds the base model does not define the noise.
+            scores: returns the row's logprobs from each engine behind `engine`.
+            noise: the noise at the start of the run, from the checkpoint that the run resumes from.
+                None: it is measured at the first publication.
             canary: `canary` of the checkpoint that the run resumes from; older checkpoints have
                 none.
         """
@@ -67,7 +67,7 @@ class Publisher:
         return self._canary.state
 
     def publish(self, version: int) -> dict[str, float]:
-        """Send the policy to the engine. What the engine samples from now on has `version`.
+        """Send the policy to the engine. Tokens that the engine samples afterwards have `version`.
 
         Returns:
             `timing_s/update_weights` (until the engine can sample), `perf/update_weights_bytes`,
@@ -95,7 +95,7 @@ class Publisher:
     def _measure_perturbed(self, version: int) -> Canary:
         """Measure the noise with a perturbed adapter.
 
-        An initial adapter is zero: an engine that ignores it would not be noticed.
+        An initial adapter is zero: it would not show that an engine ignores adapters.
         """
         with self._learner.perturbed_adapter():
             self._send(version)
@@ -127,12 +127,14 @@ NOISE_TOLERANCE = 1.5
 """A multiple of the noise. Noise may grow with the policy, but not suddenly: a run sharpens logits,
 and rounding errors grow with them."""
 MIN_MOVEMENT = 3.0
-"""A multiple of the noise: a policy that moved further can be told from the last one."""
+"""A multiple of the noise: a policy that moved further can be distinguished from its last version.
+"""
 MAX_NOISE_GROWTH = 3.0
 """A multiple of the mismatch at the start: larger growth is not noise."""
 FAR_MOVEMENT, ROUNDING_SHARE = 10.0, 0.05
-"""A policy that moves by more than `FAR_MOVEMENT` times the noise at once may add this share of the
-rest as its own rounding errors, up to the noise. A model of 7 billion new random weights did."""
+"""If a policy moves by more than `FAR_MOVEMENT` times the noise in one update, the limit of the
+mismatch grows by `ROUNDING_SHARE` of the excess, at most by the noise: the new weights have other
+rounding errors. A model with 7 billion new random weights needed this."""
 MAX_LAG = 0.25
 """The share of the last movement that an engine may lack."""
 MIN_NOISE = 1e-5
@@ -142,7 +144,7 @@ MAX_START_MISMATCH = 0.2
 
 
 class Canary:
-    """The fixed row, as it was scored last."""
+    """The state of the check: the noise, and the trainer's logprobs when the policy last moved."""
 
     def __init__(self, reference: float):
         """Use the noise that was measured at the start.
@@ -160,11 +162,11 @@ class Canary:
         """Measure the noise at the start, when trainer and engines hold the same weights.
 
         Args:
-            trainer: (T,) its logprobs.
-            engines: (E, T) those of each engine.
+            trainer: (T,) the trainer's logprobs.
+            engines: (E, T) the logprobs of each engine.
 
         Raises:
-            RunStopped: they hold different models.
+            RunStopped: trainer and engines hold different models.
         """
         reference = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
         if not reference <= MAX_START_MISMATCH:
@@ -189,8 +191,8 @@ class Canary:
         """Check an update.
 
         Args:
-            trainer: (T,) its logprobs now.
-            engines: (E, T) those of each engine.
+            trainer: (T,) the trainer's logprobs after the update.
+            engines: (E, T) the logprobs of each engine.
             version: for the message.
 
         Returns:
@@ -241,7 +243,7 @@ class Canary:
 
 
 def _share(missing: Tensor, movement: Tensor) -> float:
-    """Return the missing share of a movement, from 0 to 1. Noise is orthogonal to the movement."""
+    """Return the missing share of a movement: 0 for none, 1 for all. Noise changes it little."""
     return (torch.dot(missing, movement) / torch.dot(movement, movement)).item()
 
 

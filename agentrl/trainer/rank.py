@@ -61,10 +61,10 @@ class LocalRankGroup:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.rank, name, None)
-        how = getattr(method, "dispatch", None)
-        if method is None or how is None:
+        mode = getattr(method, "dispatch", None)
+        if method is None or mode is None:
             raise AttributeError(f"{type(self.rank).__name__}.{name} is not dispatched")
-        if how is SPLIT:
+        if mode is SPLIT:
             return lambda shares, *args, **kwargs: [method(shares[0], *args, **kwargs)]
         return method
 
@@ -89,9 +89,9 @@ class Rank:
         Args:
             model_path: a model or a PEFT adapter; see `load_causal_lm`.
             config: the run's config.
-            dtype: of weights and passes, instead of the default of the device.
-            betas: AdamW's.
-            load: makes a model from path, dtype and device; the same on all ranks.
+            dtype: the data type of weights and passes; None: the default of the device.
+            betas: AdamW's decay rates.
+            load: makes a model from path, dtype and device; the same model on all ranks.
 
         Raises:
             ConfigError: there is no such model or device, or LoRA has nothing to adapt.
@@ -208,7 +208,7 @@ class Rank:
         Args:
             micro_batches: if they have no column `old`, the policy is still that of the start of
                 the step: its logprobs are the old ones and are returned.
-            name: which loss: the policy's, the critic's or that of supervised fine-tuning.
+            name: the loss: the policy's, the critic's or that of supervised fine-tuning.
         """
         losses: dict[LossName, Callable[[MicroBatch], tuple[Any, ...]]] = {
             "actor": self._actor_loss, "critic": self._critic_loss, "sft": self._sft_loss
@@ -268,8 +268,8 @@ class Rank:
         if a.kl_loss_coef:
             kl = ESTIMATORS[a.kl_type](logprobs, columns["reference"])
             if a.tis_cap:  # the KL is an expectation over the current policy (`ESTIMATORS`)
-                now, sampled = rows(logprobs.detach()), rows(columns["rollout"])
-                ratios = importance_ratios(now, sampled, mask, "token")
+                current, sampled = rows(logprobs.detach()), rows(columns["rollout"])
+                ratios = importance_ratios(current, sampled, mask, "token")
                 kl = kl * importance_weights(ratios[mask], a.tis_cap, "truncate")
             loss = loss + a.kl_loss_coef * kl
             loss_sums["kl_loss"] = (weights * kl).detach().sum()

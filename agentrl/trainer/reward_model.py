@@ -96,7 +96,7 @@ class RewardModel:
         """Return the model's output, unchanged.
 
         Raises:
-            Infrastructure: the server is down or returns something else.
+            Infrastructure: the server is down, or its answer has no score.
         """
         self._enter_loop()
         ids = self.ids(trajectory)
@@ -111,8 +111,8 @@ class RewardModel:
     def ids(self, trajectory: Trajectory) -> list[int]:
         """Return the tokens that the model scores; if there are too many for it, the last ones.
 
-        Control tokens in texts are broken up: an answer must not close its own turn and praise
-        itself in the next one.
+        The text of a control token gets a space: an answer must not end its own turn and write the
+        next turn, which praises the answer.
         """
         messages = [m.as_dict() for m in trajectory.messages]
         if self._show == "final_text":
@@ -141,7 +141,7 @@ class RewardModel:
             self._threads = Threads(1)
 
     async def _serve(self) -> None:
-        """Score what waits, batch by batch, in order of arrival."""
+        """Score the waiting rollouts, batch by batch, in order of arrival."""
         assert self._threads is not None
         while self._waiting:
             batch = self._waiting[: self._count_fitting([ids for ids, _ in self._waiting])]
@@ -231,10 +231,10 @@ def _load_checked_config(path: str) -> Any:
         ConfigError: the model is not a reward model.
     """
     config = _load_config(path)
-    made_for = (config.architectures or ["?"])[0]
-    if not made_for.endswith("ForSequenceClassification") or config.num_labels != 1:
+    architecture = (config.architectures or ["?"])[0]
+    if not architecture.endswith("ForSequenceClassification") or config.num_labels != 1:
         raise ConfigError(
-            f"{path!r} is a {made_for} with {config.num_labels} outputs. A reward model in this"
+            f"{path!r} is a {architecture} with {config.num_labels} outputs. A reward model in this"
             " process must be a ...ForSequenceClassification with one output (num_labels=1). Others"
             " can run on a server: reward.kwargs.url"
         )

@@ -45,7 +45,7 @@ FINAL_LR = 0.1
 FULL_LR, LORA_LR = 1e-5, 2e-4
 """The default peak learning rates of full and of LoRA training."""
 BETAS = (0.9, 0.95)
-"""AdamW's: averages the second moment over 20 steps, since runs are short."""
+"""AdamW's decay rates. The second moment is averaged over 20 steps, since runs are short."""
 SFT_KEYS = (
     "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
     "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
@@ -85,11 +85,11 @@ def make_sft_config(
         path: a model or a PEFT adapter: a folder, or a name on the hub.
         steps: the length of the run.
         lr: the peak learning rate; 0: `FULL_LR` or `LORA_LR`.
-        lora_rank: the rank of an adapter, whose alpha is twice that. 0: all weights learn.
+        lora_rank: the rank of an adapter, whose alpha is twice the rank. 0: all weights learn.
         micro_batch_tokens: most tokens of one forward pass; the loss does not depend on it.
-        seed: of random weights, including an adapter's.
+        seed: the seed of random weights, including an adapter's.
         files: the user's files, for ranks in other processes.
-        overrides: texts `a.b.c=1`, of `SFT_KEYS`.
+        overrides: texts such as `optim.weight_decay=0.1`, for keys in `SFT_KEYS`.
 
     Raises:
         ConfigError: a key does not apply to SFT, or a value is wrong.
@@ -185,7 +185,7 @@ class SFTLearner(Learner):
 
 
 def make_rows(examples: Sequence[Example]) -> TokenRows:
-    """Return rows in which the trained tokens are scored. Each example has at least one."""
+    """Return rows whose scored tokens are the trained ones, at least one in each example."""
     ids = [torch.tensor(e.ids) for e in examples]
     masks = [torch.tensor(e.mask, dtype=torch.bool) for e in examples]
     starts = [e.mask.index(1) for e in examples]
@@ -200,7 +200,7 @@ def make_rows(examples: Sequence[Example]) -> TokenRows:
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Yield batches without end: each epoch has every example once, in its own order."""
+    """Yield batches without end: each epoch has every example once, in a new random order."""
     rng = random.Random(seed)
     order = list(examples)
     while True:
@@ -237,9 +237,9 @@ def init_causal_lm(
 
     Args:
         path: the model whose architecture is used.
-        dtype: of the weights; "auto": float32.
-        device: where the model is put.
-        seed: of the weights.
+        dtype: the data type of the weights; "auto": float32.
+        device: the device of the model.
+        seed: the seed of the weights.
 
     Raises:
         ConfigError: there is no such model.
@@ -282,7 +282,7 @@ class ProgressPrinter:
         self._started = self._last_report = time.monotonic()
 
     def __call__(self, step: int, loss: float) -> None:
-        """Print a line, if it is time."""
+        """Print a line if the last one is some seconds old, or after the last step."""
         now = time.monotonic()
         if now - self._last_report >= REPORT_SECONDS or step == self._steps:
             self._last_report = now

@@ -39,8 +39,8 @@ MIN_COMPILED_SIZE = 10**8
 """The number of weights from which compiling, which takes a minute, makes a run faster."""
 MAX_COMPILED_VARIANTS = 64
 """The number of programs that a layer may be compiled to: with and without a gradient, for each
-adapter or none, with shared prompts or without. Beyond torch's own limit it would run uncompiled.
-"""
+adapter or none, with shared prompts or without. Beyond torch's own limit, which is lower, the layer
+would run uncompiled."""
 MAX_GATHERED_SHARE = 0.25
 """Weights that take less than this share of a GPU's memory stay gathered between forward and
 backward."""
@@ -74,8 +74,8 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if (ranks > 1 or use_cuda) and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        alone = {} if ranks > 1 else {"store": HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        single = {} if ranks > 1 else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **single)
     first_device = AcceleratorState._shared_state.get("device")
     if first_device and (first_device.type == "cuda") != use_cuda:
         # Accelerate keeps the first device of a process, but a later run may use another one.
@@ -112,7 +112,7 @@ def shard(
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
     for layer in layers:
-        # Only the layer's own function, without its hooks.
+        # Compile the layer's own function only, not its hooks.
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if config.recompute:
@@ -138,7 +138,7 @@ def shard(
     shard_module(packed_model, mp_policy=mp_policy)
     for module in _sharded(packed_model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports sums only
     local = [n for n, p in packed_model.named_parameters() if not isinstance(p, DTensor)]
     assert not local, f"not sharded: {local[:3]}"
 

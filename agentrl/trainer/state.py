@@ -41,7 +41,7 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Args:
         folder: the folder to make; its parent exists. It is the same for all ranks, on all
             machines.
-        tensors: the same names on all ranks; of a DTensor each rank writes its shard.
+        tensors: the same names on all ranks. Each rank writes its shard of a DTensor.
 
     Raises:
         RunStopped: a rank cannot write there.
@@ -52,13 +52,13 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             " machines of all ranks see"
         )
     numbers = {name: _dequantize(tensor).contiguous() for name, tensor in tensors.items()}
-    writer = HuggingFaceStorageWriter(str(folder), _files_of(numbers), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), _assign_files(numbers), save_distributed=True)
     with _translate_errors(f"write {folder}", OSError, RunStopped):
         save(numbers, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
 def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite named tensors with what `write_state` wrote. All ranks call it at once.
+    """Overwrite named tensors with the values of `write_state`. All ranks call it at once.
 
     Args:
         folder: a folder of `write_state`; it may hold more tensors.
@@ -81,7 +81,9 @@ def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what `write_state` wrote, by name; empty if there is no such folder.
+    """Return the shapes of the tensors in a folder of `write_state`, by name.
+
+    The result is empty if there is no such folder.
 
     Raises:
         ConfigError: the files are damaged.
@@ -108,10 +110,12 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
         raise ConfigError(
             f"{folder.parent} has no {folder.name}: a run with another algorithm saved it"
         )
-    here = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-    for name in sorted(saved.keys() | here.keys()):
-        if saved.get(name) != here.get(name):
-            both = [list(shapes[name]) if name in shapes else "missing" for shapes in (saved, here)]
+    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
+            both = [
+                list(shapes[name]) if name in shapes else "missing" for shapes in (saved, expected)
+            ]
             raise ConfigError(
                 f"{folder} is of another model: {name.removeprefix(prefix)} is {both[0]} there and"
                 f" {both[1]} here"
@@ -119,8 +123,8 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
     return saved_shapes.keys() - saved.keys()
 
 
-def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file for each tensor, from 1."""
+def _assign_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Assign each tensor to one of a rank's files. Return the number of its file, from 1."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     numbers, number, size = {}, 1, 0
     for name, tensor in tensors.items():
@@ -155,8 +159,10 @@ def _dequantize(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _translate_errors(what: str, kind: type[Exception], becomes: type[Exception]) -> Iterator[None]:
-    """Raise errors of `kind` as `becomes`, with the rank that failed and the reason.
+def _translate_errors(
+    action: str, kind: type[Exception], raise_as: type[Exception]
+) -> Iterator[None]:
+    """Raise errors of `kind` as `raise_as`, with the rank that failed and the reason.
 
     Other errors stay as they are.
     """
@@ -172,6 +178,6 @@ def _translate_errors(what: str, kind: type[Exception], becomes: type[Exception]
     except Exception as e:
         error = e
     if isinstance(error, kind):
-        raise becomes(f"{where}cannot {what}: {error}") from error
+        raise raise_as(f"{where}cannot {action}: {error}") from error
     if error is not None:
         raise error

@@ -144,7 +144,7 @@ def read_metrics(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the steps and their metrics, in order.
 
     A file that does not exist has no steps. A line that a kill cut short is left out. Values are
-    numbers, or None for what was not finite.
+    numbers, or None for a number that was not finite.
     """
     return [(step, data) for step, data, _ in _lines(path)]
 
@@ -153,12 +153,12 @@ def _truncate_after(path: Path, step: int) -> None:
     """Remove all lines after `step`, and an incomplete line. The file is replaced atomically."""
     if not path.exists():
         return
-    kept = b"".join(line for s, _, line in _lines(path) if s <= step)
-    if kept == path.read_bytes():
+    content = b"".join(line for s, _, line in _lines(path) if s <= step)
+    if content == path.read_bytes():
         return
     staging = path.with_name(f".tmp-metrics-{os.getpid()}")
     with open(staging, "wb") as f:
-        f.write(kept)
+        f.write(content)
         f.flush()
         os.fsync(f.fileno())
     staging.rename(path)

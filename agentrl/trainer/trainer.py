@@ -104,8 +104,7 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.global_step = 0
         self.position = 0
-        """The number of rows taken so far; more than those that trained, if groups were filtered
-        out."""
+        """The number of rows taken so far. It includes rows whose groups were filtered out."""
         self.kl = KLController(config.algorithm)
         self.clock = StepClock()
         self._is_consistent = True
@@ -313,7 +312,7 @@ class Trainer:
         if checkpoint is not None:
             self.learner.ranks.load(checkpoint.folder)
             self.global_step = checkpoint.step
-            # Older checkpoints have neither: every step took one batch, and the weight was fixed.
+            # Older checkpoints lack both keys: each step took one batch, and the weight was fixed.
             before = self.global_step * config.data.batch_size
             self.position = checkpoint.meta.get("position", before)
             self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
@@ -346,16 +345,16 @@ class Trainer:
 
     def _begin(self, stack: ExitStack) -> None:
         """Open the records of the run, and cut what was written after its checkpoint."""
-        kept = self.global_step if self.global_step > 0 else -1
+        last_step = self.global_step if self.global_step > 0 else -1
         remove_later_checkpoints(self.folder, self.global_step)
-        self.store.truncate_after(kept)
+        self.store.truncate_after(last_step)
         if self._unfinished is not None:
-            kept -= 1
+            last_step -= 1
         self.tracker = Tracker(
             self.folder,
             self.config.trainer.logger,
             config=self.config.model_dump(),
-            resumed_step=kept,
+            resumed_step=last_step,
             warn=self.console.note,
         )
         stack.callback(self.tracker.close)
@@ -408,7 +407,7 @@ class StepClock:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure the block, also if it raises."""
+        """Measure the time of the block, even if it raises."""
         start = time.perf_counter()
         try:
             yield
