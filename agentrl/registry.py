@@ -10,7 +10,8 @@ import difflib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from importlib.abc import Loader
 from pathlib import Path
@@ -100,6 +101,27 @@ class Registry(Generic[T]):
         """Return all registered names, sorted, without aliases."""
         return sorted({*self._entries, *self.shipped})
 
+    @contextmanager
+    def isolated(self, *, keep: Iterable[str] | None = None) -> Iterator[None]:
+        """Forget on exit what is registered inside the context, for tests.
+
+        Shipped entries stay, because their module is imported only once. A user's file that is
+        loaded inside the context is not run again by `load_file` either, unless it is removed from
+        `sys.modules`.
+
+        Args:
+            keep: the names that are registered at the start, besides the shipped ones; None: all
+                that are registered now.
+        """
+        before = self._entries
+        names = before.keys() if keep is None else {*keep, *self.shipped}
+        self._entries = {name: entry for name, entry in before.items() if name in names}
+        try:
+            yield
+        finally:
+            shipped = {n: entry for n, entry in self._entries.items() if n in self.shipped}
+            self._entries = before | shipped
+
     def __contains__(self, name: str) -> bool:
         name = self.canonical(name)
         return name in self._entries or name in self.shipped
@@ -133,6 +155,11 @@ advantage_estimators: Registry[Callable[..., Any]] = Registry(
 policy_losses: Registry[Callable[..., Any]] = Registry(
     "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.trainer.losses"
 )
+
+
+def all_registries() -> list[Registry[Any]]:
+    """Return the registry of each kind."""
+    return [tools, agent_loops, interactions, rewards, advantage_estimators, policy_losses]
 
 
 def advantage_estimator(name: str) -> Callable[[F], F]:

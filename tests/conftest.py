@@ -4,6 +4,7 @@ import ast
 import fcntl
 import os
 import sys
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -26,16 +27,23 @@ settings.register_profile("thorough", deadline=None, derandomize=CI, max_example
 settings.load_profile("quick")
 
 
-KINDS = (registry.agent_loops, registry.interactions, registry.rewards, registry.tools)
-SHIPPED = [dict(kind._entries) for kind in KINDS]
+SHIPPED = {kind.kind: kind.names() for kind in registry.all_registries()}
 
 
 @pytest.fixture
 def shipped_registries(own_registries):
     """Leave only what agentrl itself registers, as in a new process."""
-    for kind, things in zip(KINDS, SHIPPED, strict=True):
-        kind._entries.clear()
-        kind._entries.update(things)
+    with ExitStack() as stack:
+        for kind in registry.all_registries():
+            stack.enter_context(kind.isolated(keep=SHIPPED[kind.kind]))
+        yield
+
+
+@pytest.fixture
+def no_tools(own_registries):
+    """Start without tools."""
+    with registry.tools.isolated(keep=()):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +51,25 @@ def no_other_names():
     """Remove the names that other test files registered. Ranks would need all of them."""
     from agentrl.cluster.ship import user_registrations
 
-    things = {kind.kind: kind._entries for kind in vars(registry).values()
-              if isinstance(kind, registry.Registry)}  # fmt: skip
-
-    def take():
-        return {
-            (k, n): things[k].pop(n) for k, names in user_registrations().items() for n in names
-        }
-
-    others = take()
+    user_names = user_registrations()
     # A file that was loaded once is not run again, and would register nothing.
     files = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("agentrl_user_")}
-    yield
-    take()
+    with ExitStack() as stack:
+        for kind in registry.all_registries():
+            others = set(kind.names()) - user_names[kind.kind]
+            stack.enter_context(kind.isolated(keep=others))
+        yield
     sys.modules.update(files)
-    for (kind, name), thing in others.items():
-        things[kind][name] = thing
 
 
 @pytest.fixture(autouse=True)
 def own_registries():
     """Remove after each test what it registered and the user files that it loaded."""
-    before, modules = [dict(kind._entries) for kind in KINDS], set(sys.modules)
-    yield
-    for kind, things in zip(KINDS, before, strict=True):
-        # What is shipped registers when its module is first imported, and that stays.
-        shipped = {n: thing for n, thing in kind._entries.items() if n in kind.shipped}
-        kind._entries.clear()
-        kind._entries.update(things | shipped)
+    modules = set(sys.modules)
+    with ExitStack() as stack:
+        for kind in registry.all_registries():
+            stack.enter_context(kind.isolated())
+        yield
     for name in set(sys.modules) - modules:
         if name.startswith("agentrl_user_"):
             del sys.modules[name]

@@ -308,9 +308,8 @@ def test_where_nothing_can_be_saved_the_cause_is_said(tmp_path, random_model):
 
 
 @pytest.fixture
-def small_server(monkeypatch):
+def small_server(no_tools, monkeypatch):
     """A tool server that accepts four connections."""
-    monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(open_files, "_reserved", 0)
 
     @tool
@@ -330,9 +329,8 @@ def small_server(monkeypatch):
     thread.join(20)
 
 
-def test_the_tool_server_accepts_what_the_run_counts_on(monkeypatch, limit, tmp_path):
+def test_the_tool_server_accepts_what_the_run_counts_on(no_tools, monkeypatch, limit, tmp_path):
     """Under the limit that a run needs, each process of its tool server accepts enough."""
-    monkeypatch.setattr(registry.tools, "_entries", {})
     monkeypatch.setattr(open_files, "_open_at_start", 1)
     monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 0)
 

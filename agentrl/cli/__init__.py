@@ -51,13 +51,18 @@ def _options(
     """Define the options that come before a command."""
 
 
-def main() -> None:
-    """Run a command; for a user's mistake, print one message and exit with code 1."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run a command; for a user's mistake, print one message and exit with code 1.
+
+    Args:
+        words: the command and its arguments; None: those of this process.
+    """
     from agentrl.errors import AgentRLError
 
+    words = sys.argv[1:] if words is None else words
     try:
-        _refuse_dashed_keys(sys.argv[1:])
-        app()
+        _refuse_dashed_keys(words)
+        app(list(words), prog_name="agentrl")
     except AgentRLError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)

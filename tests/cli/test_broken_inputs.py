@@ -157,7 +157,7 @@ def case(tmp_path, random_model):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_clear_message(case, name, capsys, monkeypatch):
+def test_one_clear_message(case, name, capsys):
     if name == "no GPU":
         import torch
 
@@ -166,10 +166,10 @@ def test_one_clear_message(case, name, capsys, monkeypatch):
     from agentrl.cli import main
 
     build, wanted = CASES[name]
-    monkeypatch.setattr(sys, "argv", ["agentrl", *build(case)])
+    words = build(case)
     start = time.process_time()
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(words)
     seconds = time.process_time() - start
     said = capsys.readouterr().err
     assert ended.value.code not in (0, None), said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 
 import pytest
 import typer
@@ -30,9 +29,8 @@ ROW = {
 @pytest.fixture
 def said(monkeypatch, capsys):
     def run(*words: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["agentrl", *words])
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(words)
         out, err = capsys.readouterr()
         assert bool(ended.value.code) == ("error:" in err), err
         return out, err

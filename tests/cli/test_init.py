@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,8 @@ def agentrl(line, cwd):
     assert words[0] == "agentrl"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.chdir(cwd)
-        patch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(words[1:])
     assert not ended.value.code, line
     return said.getvalue()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import play, registry
+from agentrl import play
 from agentrl.compat.verl.adapters import convert_result, interaction_name
 from agentrl.compat.verl.bases import ToolResponse
 from agentrl.compat.verl.stand_in import _Finder
@@ -28,10 +28,8 @@ HERE = Path(__file__).parents[1] / "fixtures" / "verl"
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(monkeypatch):
+def nothing_stays(no_tools):
     """Neither registered names nor modules nor the finder outlive a test."""
-    monkeypatch.setattr(registry.tools, "_entries", {})
-    monkeypatch.setattr(registry.interactions, "_entries", dict(registry.interactions._entries))
     before, path, finders = set(sys.modules), list(sys.path), list(sys.meta_path)
     yield
     for name in set(sys.modules) - before:

@@ -22,9 +22,8 @@ from agentrl.trajectory import Message, Sample
 
 
 @pytest.fixture(autouse=True)
-def tools(monkeypatch):
+def tools(no_tools):
     """Two function tools and a class tool, registered for the test alone."""
-    monkeypatch.setattr(registry.tools, "_entries", {})
 
     @tool
     def add(a: int, b: int) -> int:
@@ -411,10 +410,10 @@ def test_two_tools_that_offer_the_same_function(tmp_path):
     assert "['notebook', 'diary'] define 'write'" in refused(path, check=True)
 
 
-def test_a_tool_on_the_shelf_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+def test_a_tool_on_the_shelf_is_named(tmp_path):
     rows = [{"prompt": "a", "tools": [name]} for name in ("calculator", "../calculator", "other")]
-    lines = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
+    with registry.tools.isolated(keep=()):
+        lines = refused(jsonl(tmp_path, *rows), check=True).splitlines()[-3:]
     assert lines[0].endswith("Registered: none. Load its file with --file shelf:calculator")
     assert all(line.endswith("Load its file with --file") for line in lines[1:])
 

@@ -11,7 +11,7 @@ import pytest
 from support.forked_python import run_agentrl
 from typer.main import get_command
 
-from agentrl import play, registry
+from agentrl import play
 from agentrl.cli import app
 from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
@@ -59,9 +59,6 @@ def test_snippets_run(page, shipped_registries, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("model: {path: models/mine}")
     _leave_trajectories(Path("runs/demo/trajectories"))
-    for kind in vars(registry).values():
-        if isinstance(kind, registry.Registry):
-            monkeypatch.setattr(kind, "_entries", dict(kind._entries))
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):
         exec(compile(block, f"docs/{page}.md", "exec"), space)

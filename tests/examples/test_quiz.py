@@ -24,9 +24,7 @@ HERE = Path(__file__).parents[2] / "examples" / "quiz"
 
 
 @pytest.fixture
-def env(monkeypatch):
-    for kind in (registry.interactions, registry.rewards):
-        monkeypatch.setattr(kind, "_entries", dict(kind._entries))
+def env():
     return registry.load_file(str(HERE / "env.py"))
 
 

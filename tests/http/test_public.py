@@ -287,8 +287,7 @@ def test_what_servers_do_wrong():
         assert time.monotonic() - began < 3
 
 
-def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+def test_the_shelfs_tool_shows_what_a_reader_sees(no_tools):
     shelf = registry.load_file("shelf:fetch")
     html = (
         "<html><head><title>T</title></head><body><script>no()</script><h1>Head &amp;\n line</h1>"
@@ -301,8 +300,7 @@ def test_the_shelfs_tool_shows_what_a_reader_sees(monkeypatch):
 
 
 @pytest.fixture
-def text_of(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+def text_of(no_tools):
     return registry.load_file("shelf:fetch").text_of
 
 

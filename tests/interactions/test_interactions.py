@@ -122,9 +122,8 @@ def test_an_unknown_name_gets_the_right_ones():
 
 
 @pytest.fixture
-def registered(monkeypatch):
+def registered():
     """`registered(cls)` registers a class for the length of a test, and names it in a row."""
-    monkeypatch.setattr(registry.interactions, "_entries", dict(registry.interactions._entries))
 
     def register(cls, **kwargs) -> Sample:
         name = cls.__name__.lower()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentrl import registry
 from agentrl.cli import app
 from agentrl.errors import AgentRLError, DataError, RegistryError, UserError
 from agentrl.http import fetch_json
@@ -22,9 +21,8 @@ CALCULATOR = "shelf:calculator"
 
 
 @pytest.fixture(autouse=True)
-def nothing_loaded(monkeypatch):
+def nothing_loaded(no_tools, monkeypatch):
     """Files load anew, into an empty registry."""
-    monkeypatch.setattr(registry.tools, "_entries", {})
     loaded = [m for m in sys.modules if m.startswith("agentrl_user_")]
     for module in loaded:
         monkeypatch.delitem(sys.modules, module)

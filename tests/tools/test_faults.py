@@ -31,8 +31,7 @@ RAN: list[str] = []
 @pytest.fixture(scope="module")
 def url():
     """A server in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_entries", {})
+    with registry.tools.isolated(keep=()):
 
         @tool(timeout=1.0)
         def once(key: str) -> str:

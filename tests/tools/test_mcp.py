@@ -34,8 +34,7 @@ def named(file: str, *arguments: str, label: str = "") -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+def nothing_stays(no_tools, monkeypatch):
     monkeypatch.setattr(source, "_loaded", {})
     yield
     for connection in source._loaded.values():

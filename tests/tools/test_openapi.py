@@ -28,8 +28,7 @@ EXAMPLES = 60
 @pytest.fixture(scope="module")
 def url():
     """A server in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_entries", {})
+    with registry.tools.isolated(keep=()):
 
         @tool
         async def echo(value: int, text: str = "") -> str:

@@ -25,8 +25,7 @@ from agentrl.trajectory import Sample, ToolCall
 
 
 @pytest.fixture(autouse=True)
-def tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+def tools(no_tools):
     return registry.tools
 
 

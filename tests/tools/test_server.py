@@ -38,8 +38,7 @@ def url():
     """A server in this process that offers `double` and the class tool `tally`."""
     from agentrl.tools import tool
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_entries", {})
+    with registry.tools.isolated(keep=()):
 
         @tool
         def double(n: int) -> int:

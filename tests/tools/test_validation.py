@@ -17,7 +17,6 @@ from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from support.examples import examples
 
-from agentrl import registry
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserError
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
 from agentrl.tools.payloads import MAX_DEPTH, InvalidArguments
@@ -32,10 +31,7 @@ from agentrl.tools.validation import (
 )
 from agentrl.trajectory import Sample, ToolCall
 
-
-@pytest.fixture(autouse=True)
-def own_tools(monkeypatch):
-    monkeypatch.setattr(registry.tools, "_entries", {})
+pytestmark = pytest.mark.usefixtures("no_tools")
 
 
 def of(**properties: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from agentrl import ToolError, registry
 
 @pytest.fixture(scope="module")
 def calculator():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.tools, "_entries", dict(registry.tools._entries))
+    with registry.tools.isolated():
         yield registry.load_file("shelf:calculator").calculator
 
 

@@ -27,8 +27,8 @@ shelf = [pytest.param(s, marks=needs_sandbox if s in SANDBOXED else ()) for s in
 def test_the_example_of_the_docstring(name, shipped_registries, monkeypatch):
     """`$ [VARIABLE=VALUE] agentrl ...` and, behind it, what it prints."""
     monkeypatch.chdir(ROOT)
-    load_file("examples/orders/env.py")  # makes the databases
-    registry.tools._entries.clear()
+    with registry.tools.isolated():
+        load_file("examples/orders/env.py")  # makes the databases
     for module in [m for m in sys.modules if m.startswith("agentrl_user_")]:
         monkeypatch.delitem(sys.modules, module)
     text = resolve_file(f"shelf:{name}").read_text().split('"""')[1].replace("\\\n", "")
@@ -51,8 +51,7 @@ def test_all_of_it_is_listed():
 
 
 @pytest.mark.parametrize("name", SHELF)
-def test_rows_name_what_a_file_defines(name, shipped_registries, monkeypatch):
-    registry.tools._entries.clear()
+def test_rows_name_what_a_file_defines(name, shipped_registries, no_tools, monkeypatch):
     # Run anew, also where another test has loaded it.
     for module in [m for m in sys.modules if m.startswith(f"agentrl_user_{name}_")]:
         monkeypatch.delitem(sys.modules, module)
@@ -70,7 +69,8 @@ def test_rows_name_what_a_file_defines(name, shipped_registries, monkeypatch):
 def test_schemas_are_small(shipped_registries):
     """A model pays for what it is shown in every episode."""
     for name in SHELF:
-        registry.tools._entries.clear()
-        load_file(f"shelf:{name}")
-        shown = [f.schema for n in registry.tools.names() for f in registry.tools.get(n).functions]
+        with registry.tools.isolated(keep=()):
+            load_file(f"shelf:{name}")
+            tools = [registry.tools.get(n) for n in registry.tools.names()]
+        shown = [f.schema for tool in tools for f in tool.functions]
         assert len(json.dumps(shown)) < 2000, name
