@@ -81,7 +81,7 @@ class Sampler(Protocol):
     """The part of an engine that an episode and a rollout use."""
 
     max_length: int
-    """The longest row in tokens: prompt, sampled and observed tokens together."""
+    """The longest row in tokens: the sum of prompt, sampled and observed tokens."""
 
     async def ready(self) -> None:
         """Return when tokens can be requested.
@@ -126,7 +126,7 @@ class Sampler(Protocol):
     def end(self, episode_id: str) -> None:
         """Free the cache of an episode, which requests no more tokens.
 
-        Always called, also for an episode that failed.
+        It is always called, also for an episode that failed.
         """
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:

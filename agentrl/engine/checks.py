@@ -11,30 +11,37 @@ from agentrl.errors import PromptTooLong, RequestRefused, UserError
 
 
 def validate_row(
-    token_ids: array[int], what: str, *, limit: int, max_length: int, vocabulary: int
+    token_ids: array[int], request: str, *, limit: int, max_length: int, vocabulary: int
 ) -> np.ndarray:
     """Check the token ids of a request; return a copy as int32.
 
+    Args:
+        token_ids: the row.
+        request: the request, for messages.
+        limit: the largest number of tokens.
+        max_length: the longest row of the model, for messages.
+        vocabulary: the number of tokens in the vocabulary.
+
     Raises:
         PromptTooLong: there are more than `limit` tokens.
-        RequestRefused: there are no tokens, or one is not in the vocabulary.
+        RequestRefused: there are no tokens, or a token is not in the vocabulary.
     """
     row = np.array(token_ids, dtype=np.int32)
     if not 0 < len(row) <= limit:
         kind = PromptTooLong if len(row) else RequestRefused
         raise kind(
-            f"{what}: {len(row)} tokens, but the number must be 1 to {limit}"
+            f"{request}: {len(row)} tokens, but the number must be 1 to {limit}"
             f" (the longest row of the model is {max_length})"
         )
     if row.min() < 0 or row.max() >= vocabulary:
         raise RequestRefused(
-            f"{what}: token ids from {row.min()} to {row.max()}, but the model's vocabulary has"
+            f"{request}: token ids from {row.min()} to {row.max()}, but the model's vocabulary has"
             f" {vocabulary} tokens"
         )
     return row
 
 
-def check_sampling(sampling: Sampling, what: str) -> None:
+def check_sampling(sampling: Sampling, request: str) -> None:
     """Check the sampling parameters of a turn.
 
     Raises:
@@ -42,12 +49,12 @@ def check_sampling(sampling: Sampling, what: str) -> None:
         UserError: `stop` is not a tuple of non-empty strings.
     """
     if sampling.max_tokens < 1:
-        raise RequestRefused(f"{what}: max_tokens={sampling.max_tokens}, but must be at least 1")
+        raise RequestRefused(f"{request}: max_tokens={sampling.max_tokens}, but must be at least 1")
     # Agent loops may pass anything. An empty string would end every turn; a plain string would end
     # a turn at any of its letters.
     if not isinstance(sampling.stop, tuple) or not all(
         isinstance(text, str) and text for text in sampling.stop
     ):
         raise UserError(
-            f"{what}: stop={sampling.stop!r} must be a tuple of non-empty strings; () for none"
+            f"{request}: stop={sampling.stop!r} must be a tuple of non-empty strings; () for none"
         )

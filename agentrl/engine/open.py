@@ -25,7 +25,7 @@ def open_engine(
     Args:
         config: the config of the run.
         tokenizer: the tokenizer of the model.
-        slots: where to start servers; None: on this machine.
+        slots: the slots in which servers are started; None: on this machine.
 
     Raises:
         UserError: the model or the server does not exist, or the engine cannot run the model.
@@ -41,7 +41,7 @@ def open_engine(
 
     with ExitStack() as stack:
         base, adapters = base_and_adapters(path)
-        if adapters:  # Servers load a plain model. It must exist as long as one may be restarted.
+        if adapters:  # Servers load a plain model. It must exist while they may restart.
             base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)

@@ -29,9 +29,9 @@ class Request:
 class Scripted(Sampler):
     """A `Sampler` that returns the texts of a script.
 
-    The text of a turn is encoded, and the end-of-turn token (the first of the request's `stop_ids`)
-    is appended, unless the text contains a stop string or a stop token: there the turn ends, as a
-    model's turn would. A turn longer than `max_tokens` is cut, with finish reason "length".
+    The text of a turn is encoded. If it contains a stop string or a stop token, the turn ends
+    there, as a model's turn would. Otherwise the end-of-turn token (the first of the request's
+    `stop_ids`) is appended. A turn longer than `max_tokens` is cut, with finish reason "length".
     Logprobs are 0, the version is 0.
 
     Example::
@@ -120,7 +120,7 @@ class Scripted(Sampler):
         return texts[turn]
 
     def _until_stop(self, text: str, sampling: Sampling) -> tuple[list[int], bool]:
-        """Return the tokens of a text up to the first that ends the turn, and whether one does."""
+        """Return a text's tokens up to the first that ends the turn, and whether there is one."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         for end in range(1, len(ids) + 1):
             if ids[end - 1] in sampling.stop_ids:

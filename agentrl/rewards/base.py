@@ -41,7 +41,7 @@ POSITIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class RewardOptions:
-    """The arguments of `@reward`: how a reward is run."""
+    """The options of `@reward`."""
 
     process: bool = False
     group: bool = False
@@ -68,21 +68,22 @@ def reward(
         def exact(trajectory):
             return float(trajectory.final_text.strip() == trajectory.sample.ground_truth)
 
-    It returns a number, or a mapping with "score" and other numbers (these become metrics). It may
-    be an `async def` function or a class. Of a class, one object, made with `reward.kwargs`, is
-    used for the whole run; its `close`, if it has one, is called at the end.
+    The reward returns a number, or a mapping with "score" and other numbers, which become metrics.
+    It may be a function, an `async def` function or a class. If it is a class, one object is made
+    with `reward.kwargs` and used for the whole run; at the end its `close` is called, if it exists.
 
     Args:
         name: the name in the config.
-        process: run it in a process that is killed at the deadline `reward.timeout_s`. Use this for
-            a function that may hang in C code, crash, or use up the memory.
-        group: it is called with the list of a sample's trajectories and returns a score for each.
-        late: the score of a rollout if the function was killed at the deadline because of the
-            answer. None: the rollout is scored again, then dropped. Needs `process`.
-        bounded: it is async and has its own deadlines. `reward.timeout_s` does not apply to it,
-            because that includes the wait for a free slot.
-        sandbox: it runs code in `agentrl.sandbox.current()`. The sandbox is tested before the run
-            starts.
+        process: run the reward in a process that is killed at the deadline `reward.timeout_s`. Use
+            this for a function that may hang in C code, crash, or use up the memory.
+        group: the reward is called with the list of a sample's trajectories and returns a score for
+            each.
+        late: the score of a rollout if the reward was killed at the deadline because of the answer.
+            None: the rollout is scored again, then dropped. Needs `process`.
+        bounded: the reward is async and has its own deadlines. `reward.timeout_s` does not apply,
+            because it would include the wait for a free slot.
+        sandbox: the reward runs code in `agentrl.sandbox.current()`. The sandbox is tested before
+            the run starts.
 
     Raises:
         RegistryError: the name is taken, or the options contradict each other.
@@ -120,10 +121,10 @@ class Grader:
         """Check the function's parameters.
 
         Args:
-            name: the name in messages.
+            name: the name of the reward, for messages.
             function: a function, or a class, which is called with `kwargs`.
             kwargs: further arguments, by name.
-            executor: runs the function.
+            executor: runs the function; None: a new executor with the default settings.
             key: the config key of `kwargs`, for messages.
 
         Raises:
@@ -141,10 +142,10 @@ class Grader:
             self._raise_problems(find_argument_problems(function, self.kwargs))
             try:
                 with user_code(f"the constructor of the reward {name!r}"):
-                    made: Any = function(**self.kwargs)
+                    instance: Any = function(**self.kwargs)
             except UserCodeError as e:
                 raise _user_error(e) from None
-            self.function, bound = made, {}
+            self.function, bound = instance, {}
         else:
             bound = self.kwargs
         parameters = inspect.signature(self.function).parameters
@@ -172,8 +173,8 @@ class Grader:
         is_object = not inspect.isroutine(self.function)
         target = type(self.function).__call__ if is_object else self.function
         self._is_async = inspect.iscoroutinefunction(target)
-        # agentrl's own functions run on the event loop if they are neither async nor in a process:
-        # they are fast. If one in a process times out, the answer is the cause.
+        # agentrl's own functions are fast, so they run on the event loop if they are neither async
+        # nor in a process. If an own function in a process times out, the answer is the cause.
         self._timeout_score = options.late
         if is_ours and options.process and options.late is None:
             self._timeout_score = 0.0
@@ -192,7 +193,7 @@ class Grader:
         Raises:
             UserCodeError: the function raised, or did not return a finite number.
             Infrastructure: the function raised this (a judge is down), or did not return in time.
-            GraderCrash: its process died.
+            GraderCrash: the function's process died.
         """
         label = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
         args = () if self.is_compute_score else (trajectory,)
@@ -209,7 +210,7 @@ class Grader:
     async def compare(
         self, trajectories: Sequence[Trajectory]
     ) -> list[tuple[float, dict[str, float]]]:
-        """Return what `grade` returns for each of a sample's trajectories, by one call with all."""
+        """Return the results of `grade` for all trajectories of a sample, by one call."""
         label = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
         returned = await self._call(label, [list(trajectories)], {})
         try:
@@ -224,15 +225,15 @@ class Grader:
         return [parse_score(label, score) for score in scores]
 
     async def grade_text(self, text: str, ground_truth: Any) -> dict[str, float]:
-        """Call a `compute_score` with this text; return its score and its other numbers.
+        """Call a `compute_score` with a text; return the score and the other numbers.
 
         Raises:
             UserError: the function raised this.
-            Infrastructure: it did not return in time, or its process died.
+            Infrastructure: the function did not return in time, or its process died.
         """
         label = f"the grader {self.name!r}"
-        known = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
-        kwargs = {n: known[n] for n in self._arguments if n in known}
+        available = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
+        kwargs = {n: available[n] for n in self._arguments if n in available}
         try:
             score, metrics = parse_score(label, await self._call(label, (), kwargs))
         except UserCodeError as e:
@@ -265,7 +266,7 @@ def _user_error(error: UserCodeError) -> Exception:
 
 
 def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
-    """Return the score and the other finite numbers of what a reward returned.
+    """Return the score and the other finite numbers in the result of a reward.
 
     Raises:
         UserCodeError: there is no score, or it is not a finite number.

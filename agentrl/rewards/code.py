@@ -26,13 +26,13 @@ from agentrl.sandbox.box import GONE
 from agentrl.workers import PerLoop
 
 FIRST = 10
-"""The number of tests that are run first. A partial score counts only these."""
-MOST_LATE = 2
+"""The number of tests that are run first. A partial score counts only these tests."""
+MAX_LATE = 2
 """The number of tests that may time out before the rest is skipped."""
-LEAST_OUTPUT = 65_536
+MIN_OUTPUT_LIMIT = 65_536
 START_SECONDS = 10.0
-"""Time in which the harness starts if the sandbox works. If a harness had less time and did not
-start, that is not an error of the sandbox."""
+"""The time in which the harness starts if the sandbox works. If a harness had less time and did not
+start, the sandbox is not the cause."""
 READY = '"ready"'
 """The first line that the harness prints, before it runs the solution."""
 
@@ -50,8 +50,8 @@ class Code:
         """Check the settings.
 
         Args:
-            continuous: if not all tests pass: True scores the share of the first ten that pass,
-                False scores 0.
+            continuous: the score if not all tests pass. True: the share of the first ten tests that
+                pass. False: 0.
             seconds: the time limit of a test.
             total_seconds: the time limit of all tests together.
 
@@ -99,8 +99,8 @@ class Code:
             "crash": float("crash" in ended),
         }
 
-    async def _run(self, program: str, tests: Tests, end: float, go_on: bool) -> list[str]:
-        """Return how each test ended: "" (passed), "wrong", "time", "crash", "output" or "none".
+    async def _run(self, program: str, tests: Tests, end: float, run_all: bool) -> list[str]:
+        """Return the ending of each test: "" (passed), "wrong", "time", "crash", "output", "none".
 
         "none" stands for a test that was not run. If the harness dies, the test that was running
         fails, and another harness runs the rest.
@@ -109,7 +109,7 @@ class Code:
             program: the solution.
             tests: the tests to run.
             end: the `time.monotonic()` seconds at which to stop.
-            go_on: whether to continue after a test that failed.
+            run_all: whether to continue after a test that failed.
 
         Raises:
             SandboxError: the sandbox cannot run programs.
@@ -117,59 +117,61 @@ class Code:
         count = at_once = len(tests.inputs)
         ended: list[str] = []
         while len(ended) < count:
-            crash = (count if go_on else 1) - ended.count("crash") - ended.count("output")
-            late = (MOST_LATE if go_on else 1) - ended.count("time")
-            if crash <= 0 or late <= 0:
+            max_crashes = (count if run_all else 1) - ended.count("crash") - ended.count("output")
+            max_late = (MAX_LATE if run_all else 1) - ended.count("time")
+            if max_crashes <= 0 or max_late <= 0:
                 break
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 return ended + ["time"] * (count - len(ended))
-            some = tests.select(len(ended), len(ended) + at_once)
-            done = await self._run_harness(program, some, left, crash, late)
-            if done.stdout.startswith(READY):
-                ended += _endings(done, some)
-            elif done.stderr == GONE and at_once > 1:
-                # The program ended the sandbox, and what the harness reported is lost. From here
-                # on, each test has a sandbox of its own, so that it can lose no other's report.
+            next_tests = tests.select(len(ended), len(ended) + at_once)
+            completed = await self._run_harness(
+                program, next_tests, remaining, max_crashes, max_late
+            )
+            if completed.stdout.startswith(READY):
+                ended += _endings(completed, next_tests)
+            elif completed.stderr == GONE and at_once > 1:
+                # The program ended the sandbox, so the harness's reports are lost. From here on,
+                # each test has its own sandbox and cannot destroy the report of another test.
                 at_once = 1
-            elif done.stderr == GONE:
-                ended.append("time" if done.ended_by == "time" else "crash")
-            elif done.ended_by == "time" and left < START_SECONDS:
+            elif completed.stderr == GONE:
+                ended.append("time" if completed.ended_by == "time" else "crash")
+            elif completed.ended_by == "time" and remaining < START_SECONDS:
                 return ended + ["time"] * (count - len(ended))
             else:
                 raise SandboxError(
                     f"the code grader cannot run programs in the sandbox {sandbox.current().name}:"
-                    f" exit code {done.exit_code}, ended by {done.ended_by or 'exit'}, stderr:"
-                    f" {done.stderr[-500:]}"
+                    f" exit code {completed.exit_code}, ended by {completed.ended_by or 'exit'},"
+                    f" stderr: {completed.stderr[-500:]}"
                 )
         return ended + ["none"] * (count - len(ended))
 
     async def _run_harness(
-        self, program: str, tests: Tests, seconds: float, crash: int, late: int
+        self, program: str, tests: Tests, seconds: float, max_crashes: int, max_late: int
     ) -> Completed:
-        """Run the harness on these tests, until `crash` of them crashed or `late` timed out."""
-        count, most = len(tests.inputs), _most(tests.outputs)
+        """Run the harness on these tests, until too many of them have crashed or timed out."""
+        count, max_output = len(tests.inputs), _output_limit(tests.outputs)
         job = {
             "solution": program,
             "fn_name": tests.fn_name,
             "count": count,
             "seconds": self._seconds,
-            "most": most,
-            "crash": crash,
-            "time": late,
+            "most": max_output,
+            "crash": max_crashes,
+            "time": max_late,
         }
         limits = replace(
             sandbox.limits(),
             seconds=seconds,
             cpu_seconds=int(seconds) + 1,
-            output_bytes=count * (most * 4 // 3 + 200) + 100,
+            output_bytes=count * (max_output * 4 // 3 + 200) + 100,
         )
         stdin = "".join(map(_frame, [job, *tests.inputs]))
         return await sandbox.current().run(_HARNESS, stdin=stdin, limits=limits, init=True)
 
 
 def last_program(text: str) -> str:
-    """Return the last code block of Python, or without a language; or else the whole text.
+    """Return the last code block in Python or without a language; if there is none, all the text.
 
     A block that is not closed extends to the end of the text.
     """
@@ -183,36 +185,36 @@ def _frame(value: Any) -> str:
     return f"{len(text):10}{text}"
 
 
-def _endings(done: Completed, tests: Tests) -> list[str]:
-    """Return the ending of each test that the harness reported as begun.
+def _endings(completed: Completed, tests: Tests) -> list[str]:
+    """Return the ending of each test whose beginning the harness reported.
 
-    Lines of any other form are skipped: without isolation, a program can write some.
+    Lines of any other form are skipped: without isolation, a program can write such lines.
     """
     count = len(tests.inputs)
-    lost = "time" if done.ended_by == "time" else "crash"
+    missing = "time" if completed.ended_by == "time" else "crash"
     same = same_value if tests.fn_name else same_output
     ended: list[str] = []
-    for line in done.stdout.split("\n")[1:]:
+    for line in completed.stdout.split("\n")[1:]:
         try:
             report = json.loads(line)
             if report == len(ended) < count:
-                ended.append(lost)
+                ended.append(missing)
                 continue
-            at, how, out = report
+            at, ending, out = report
             text = base64.b64decode(out).decode("utf-8", "replace")
-            if how in ("", "time", "crash", "output"):
-                ended[at] = how or ("" if same(text, tests.outputs[at]) else "wrong")
+            if ending in ("", "time", "crash", "output"):
+                ended[at] = ending or ("" if same(text, tests.outputs[at]) else "wrong")
         except (ValueError, TypeError, IndexError, RecursionError):
             continue  # The line is of another form, or was cut off when the harness ended.
-    # Before the first test the harness only compiles. A program that ends it there does so every
-    # time.
-    return ended or [lost] * count
+    # Before the first test the harness only compiles the program. A program that ends the harness
+    # there does so every time.
+    return ended or [missing] * count
 
 
-def _most(outputs: Sequence[Any]) -> int:
+def _output_limit(outputs: Sequence[Any]) -> int:
     """Return the output limit in bytes: rounded, so that it reveals little of the right output."""
     longest = max(len(str(output).encode("utf-8", "replace")) for output in outputs)
-    return max(LEAST_OUTPUT, 2 << longest.bit_length())
+    return max(MIN_OUTPUT_LIMIT, 2 << longest.bit_length())
 
 
 def problem_of(ground_truth: Any) -> str:

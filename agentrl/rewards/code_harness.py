@@ -6,8 +6,8 @@ characters with a length, then JSON of that length. The first frame is the job, 
 per test, `most` bytes of output per test, and how many tests may end by a `crash` or by `time`
 before the rest is skipped. Each other frame is the input of a test. It prints JSON lines: "ready";
 for each test its index when it begins, then a list of its index, its ending (one of `ENDINGS`), and
-its output in base64. If the harness ends before all tests have begun, then it died or could not
-remove what a test left behind, and the remaining tests need a new sandbox.
+its output in base64. If the harness ends before all tests have begun, it died or could not remove
+all traces of a test, and the remaining tests need a new sandbox.
 
 There are three kinds of process. The harness starts a supervisor for each test. The harness reads
 no input and no output of tests, so a later test cannot find one in the memory that it inherits. The
@@ -50,7 +50,7 @@ GRACE_S = 3.0
 """The seconds that a supervisor has in addition to its test. If it takes longer, the solution has
 stopped it."""
 SWEEP_S = 5.0
-"""The seconds in which the processes that a test left behind must end."""
+"""The seconds in which the remaining processes of a test must end."""
 ENDINGS = ("", "time", "crash", "output")
 FAILED = 70
 """The exit code of a child that raised. A supervisor with it ends the harness, because a part of
@@ -65,34 +65,34 @@ def main():
     protect()
     base = tempfile.mkdtemp()
     job = read_frame()
-    names = known_names()
+    names = importable_names()
     names.pop(job["fn_name"], None)  # The solution must define it.
     kill_after, unchanged = kill_timer(), traces(base)
     write_line("ready")  # If the harness fails after this line, the solution has caused it.
     program = compile_or_none(job["solution"])
     gc.freeze()  # Otherwise garbage collection in a child would copy all pages of this process.
-    left = {"crash": job["crash"], "time": job["time"]}
+    remaining = {"crash": job["crash"], "time": job["time"]}
     for index in range(job["count"]):
         write_line(index)
         folder = tempfile.mkdtemp(dir=base)
-        alive, kept = os.pipe()  # Only the supervisor keeps `kept` open, until it ends.
+        end_event, supervisor_end = os.pipe()  # The supervisor alone holds the second end.
         supervisor = start(supervise, job, program, names, index, folder)
-        os.close(kept)
+        os.close(supervisor_end)
         kill_after(job["seconds"] + GRACE_S + 1)
-        in_time = select.select([alive], [], [], job["seconds"] + GRACE_S)[0]
-        os.close(alive)
+        in_time = select.select([end_event], [], [], job["seconds"] + GRACE_S)[0]
+        os.close(end_event)
         kill_after(SWEEP_S + 1)
         status = end_all_others(supervisor)
         kill_after(0)  # No process is left that could stop this one.
         if os.WIFEXITED(status):
             ended = ENDINGS[os.WEXITSTATUS(status)]
-        else:  # The solution ended it, or the harness did because the solution had stopped it.
+        else:  # The supervisor was killed: by the solution, or by the harness after the deadline.
             ended = "crash" if in_time else "time"
             write_line([index, ended, ""])
         shutil.rmtree(folder)
         if ended:
-            left["time" if ended == "time" else "crash"] -= 1
-        if traces(base) != unchanged or 0 in left.values():
+            remaining["time" if ended == "time" else "crash"] -= 1
+        if traces(base) != unchanged or 0 in remaining.values():
             break
     shutil.rmtree(base)
 
@@ -130,14 +130,14 @@ def kill_timer():
         raise OSError("this kernel has no timers")
 
     def kill_after(seconds):
-        once = (ctypes.c_long * 4)(0, 0, math.ceil(seconds), 0)
-        library.timer_settime(timer, 0, once, None)
+        setting = (ctypes.c_long * 4)(0, 0, math.ceil(seconds), 0)
+        library.timer_settime(timer, 0, setting, None)
 
     return kill_after
 
 
 def read_frame():
-    """Return the next value on stdin. It reads no byte beyond it, which is for another process."""
+    """Return the next value on stdin. Further bytes are for other processes and are not read."""
     return json.loads(read_exactly(int(read_exactly(10))))
 
 
@@ -153,13 +153,13 @@ def read_exactly(count):
 
 
 def write_line(value):
-    """Print a line of JSON without a buffer, because a child would print its content again."""
+    """Print a line of JSON without a buffer: a forked child would print the buffer again."""
     data = json.dumps(value).encode() + b"\n"
     while data:
         data = data[os.write(1, data) :]
 
 
-def known_names():
+def importable_names():
     """Return the names that a solution can use without an import."""
     names = {}
     for module in MODULES:
@@ -201,37 +201,39 @@ def supervise(job, program, names, index, folder):
     return ENDINGS.index(ended)
 
 
-def watch(child, reading, seconds, most):
-    """Return how the child ended and its output. Its process group is killed afterwards."""
+def watch(child, reading, seconds, max_output):
+    """Wait for the child; return its ending and its output. Then its process group is killed."""
     end, out, ended, status = time.monotonic() + seconds, bytearray(), "", None
     os.set_blocking(reading, False)
     open_still = True
     while status is None or open_still:
-        left = end - time.monotonic()
-        if left <= 0 and status is None:
+        remaining = end - time.monotonic()
+        if remaining <= 0 and status is None:
             ended = "time"
             break
         if open_still:
-            # A process that the child left behind may hold the pipe open. So once the child has
-            # ended, read what is in the pipe and do not wait for its end.
-            ready = select.select([reading], [], [], 0 if status is not None else min(left, POLL_S))
+            # A process that the child started may still hold the pipe open. So once the child has
+            # ended, read the content of the pipe and do not wait for the end of file.
+            ready = select.select(
+                [reading], [], [], 0 if status is not None else min(remaining, POLL_S)
+            )
             piece = os.read(reading, 65536) if ready[0] else None
             if piece:
                 out += piece
-                if len(out) > most:
+                if len(out) > max_output:
                     ended = "output"
                     break
                 continue
             open_still = piece is None and status is None
         else:
-            time.sleep(min(left, 0.0005))
+            time.sleep(min(remaining, 0.0005))
         if status is None:
-            done, code = os.waitpid(child, os.WNOHANG)
-            status = code if done else None
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = code if pid else None
     for kill in (os.killpg, os.kill):  # The solution must not write into the report.
         with contextlib.suppress(OSError):
             kill(child, signal.SIGKILL)
-    return ended or ("crash" if status else ""), bytes(out[:most])
+    return ended or ("crash" if status else ""), bytes(out[:max_output])
 
 
 # The solution
@@ -268,21 +270,21 @@ def run(program, names, fn_name, value, writing, folder):
 
 def take_descriptors(fn_name, value, writing):
     """Close all descriptors but input and output; return the one for a function's value."""
-    nothing, result = os.open(os.devnull, os.O_RDWR), 2
+    null, result = os.open(os.devnull, os.O_RDWR), 2
     if fn_name:
         result = os.dup2(writing, 9)
-        os.dup2(nothing, 0)
-        os.dup2(nothing, 1)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
     else:
         with tempfile.TemporaryFile() as stdin:
             stdin.write(value.encode("utf-8", "replace"))
             stdin.seek(0)
             os.dup2(stdin.fileno(), 0)
         os.dup2(writing, 1)
-    os.dup2(nothing, 2)
+    os.dup2(null, 2)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, result):
-            with contextlib.suppress(OSError):  # It is the folder's own, which is closed already.
+            with contextlib.suppress(OSError):  # `listdir` has closed its own descriptor.
                 os.close(int(name))
     return result
 
@@ -307,9 +309,9 @@ def with_integer_keys(value):
 
 
 def end_as_a_program(name):
-    """Do what the interpreter does at exit, for the module of this name; return the exit code.
+    """Run the interpreter's steps at exit, for the module of this name; return the exit code.
 
-    To do it for all modules would take longer than the rest of a short test.
+    To run them for all modules would take longer than the rest of a short test.
     """
     for task in (threading._shutdown, atexit._run_exitfuncs):  # pyright: ignore
         with contextlib.suppress(BaseException):
@@ -325,20 +327,20 @@ def end_as_a_program(name):
     return 0
 
 
-# What a test leaves behind
+# After a test
 
 
 def end_all_others(supervisor):
     """End all descendants of this process; return the wait status of the supervisor.
 
     Raises:
-        TimeoutError: new ones are started faster than they can be ended.
+        TimeoutError: new processes are started faster than they can be ended.
         FileNotFoundError: this kernel does not list the children of a process.
     """
     end, status = time.monotonic() + SWEEP_S, FAILED << 8
     while True:
-        # In a namespace of its own, the harness kills all at once, so that no process can escape by
-        # forking. Elsewhere the orphans become its children, one generation after another.
+        # In its own namespace, the harness kills all processes at once, so that none can escape by
+        # forking. Otherwise the orphans become its children, one generation after another.
         for pid in [-1] if IS_INIT else children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -352,7 +354,7 @@ def end_all_others(supervisor):
         except ChildProcessError:
             return status
         if time.monotonic() > end:
-            raise TimeoutError("processes that were left behind do not end")
+            raise TimeoutError("the remaining processes of a test do not end")
 
 
 def children():
@@ -364,12 +366,13 @@ def children():
 def traces(base):
     """Return the state that a test can change outside its own folder and a later test can read.
 
-    If it has changed, the rest needs a new sandbox: the harness removes only what it has made.
+    If it has changed, the remaining tests need a new sandbox: the harness removes only its own
+    files.
     """
     os.utime(base, ns=(0, 0))
     state = []
     state.append((os.stat(base).st_mode, os.listdir(base), os.listxattr(base)))
-    if IS_INIT:  # Otherwise they belong to the machine, and others write there.
+    if IS_INIT:  # Otherwise these folders belong to the machine, and other programs write there.
         for top in (tempfile.gettempdir(), "/dev/shm"):
             state.append((os.stat(top).st_ctime_ns, os.listdir(top), os.listxattr(top)))
         # The namespace's tables list a closed connection for a minute.

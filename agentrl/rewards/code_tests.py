@@ -49,14 +49,14 @@ def read_tests(ground_truth: Any) -> Tests:
     Arguments may also be text with one JSON value per line, as in LiveCodeBench.
 
     Raises:
-        DataError: it has another form. The message says what is wrong.
+        DataError: the ground truth has another form. The message says what is wrong.
     """
     return _read(ground_truth) if isinstance(ground_truth, str) else _tests(ground_truth)
 
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Tests:
-    """Parse JSON as `read_tests` does; cached, because all rollouts of a row have the same."""
+    """Parse JSON as `read_tests` does. It is cached: the rollouts of a row have the same text."""
     try:
         return _tests(json.loads(text))
     except (ValueError, RecursionError) as e:
@@ -104,23 +104,23 @@ def same_output(printed: str, expected: str) -> bool:
 
     A number with a fraction may differ by the tolerance `CLOSE`.
     """
-    own, right = _words(printed), _words(expected)
-    return len(own) == len(right) and all(
-        a == b or _close(a, b) for a, b in zip(own, right, strict=True)
+    answer, truth = _normal_lines(printed), _normal_lines(expected)
+    return len(answer) == len(truth) and all(
+        a == b or _close(a, b) for a, b in zip(answer, truth, strict=True)
     )
 
 
-def _words(text: str) -> list[str]:
-    return [words for line in text.splitlines() if (words := " ".join(line.split()))]
+def _normal_lines(text: str) -> list[str]:
+    return [normal for line in text.splitlines() if (normal := " ".join(line.split()))]
 
 
-def _close(own: str, right: str) -> bool:
-    if not (_NUMBER.fullmatch(own) and _NUMBER.fullmatch(right)):
+def _close(printed: str, expected: str) -> bool:
+    if not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False
-    if _INTEGER.fullmatch(right):
-        return not _INTEGER.fullmatch(own) and Decimal(own) == Decimal(right)
-    off = _WIDE.subtract(Decimal(own), Decimal(right)).copy_abs()
-    return off <= max(_WIDE.multiply(CLOSE, Decimal(right)).copy_abs(), CLOSE * CLOSE)
+    if _INTEGER.fullmatch(expected):
+        return not _INTEGER.fullmatch(printed) and Decimal(printed) == Decimal(expected)
+    difference = _WIDE.subtract(Decimal(printed), Decimal(expected)).copy_abs()
+    return difference <= max(_WIDE.multiply(CLOSE, Decimal(expected)).copy_abs(), CLOSE * CLOSE)
 
 
 def same_value(returned: str, expected: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Where reward functions run, so that none of them delays the episodes that still play.
+"""Runs reward functions, so that none of them delays the episodes that are being played.
 
-agentrl's own functions that only look at text run where they are called, in microseconds. A plain
-function of the user's runs in a thread, an async one on the event loop, and one that may hang or
-crash in a worker process (`@reward(..., process=True)`): each with the deadline `reward.timeout_s`.
+agentrl's own functions that only read text are called directly, since they take microseconds. A
+user's plain function runs in a thread, an async function on the event loop, and a function that may
+hang or crash in a worker process (`@reward(..., process=True)`): each with the deadline
+`reward.timeout_s`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from agentrl.http.pool import TimeLimit
 from agentrl.workers import PerLoop, Processes, Threads, WorkerDied, WorkerError
 
 THREADS = 32
-"""The number of plain functions that run at once. A late one frees its slot, not its thread."""
-MOST_THREADS = 1024
+"""The number of plain functions that run at once. A late function frees its slot, not its thread.
+"""
+MAX_THREADS = 1024
 ASYNC_CALLS = 256
 """The number of async functions that run at once. A call that waits for a slot is not late."""
 
@@ -33,7 +35,7 @@ class _Slots:
     """The threads and the free slots of one event loop."""
 
     def __init__(self):
-        self.threads = Threads(MOST_THREADS)
+        self.threads = Threads(MAX_THREADS)
         self.for_threads = asyncio.Semaphore(THREADS)
         self.for_async_calls = asyncio.Semaphore(ASYNC_CALLS)
 
@@ -60,9 +62,9 @@ class RewardExecutor:
         An awaitable that a plain function returns is awaited.
 
         Raises:
-            UserCodeError: it raised.
-            Infrastructure: it raised so itself.
-            RewardTimeout: it did not return in time.
+            UserCodeError: the function raised.
+            Infrastructure: the function raised it.
+            RewardTimeout: the function did not return in time.
         """
         slots = self._slots.get()
         try:

@@ -36,7 +36,7 @@ UNGRADED = {
     " \\boxed{...}",
     "hiyouga/geometry3k": "its questions are images, which agentrl does not support",
 }
-"""data_source -> what to do about rows that verl has a grader for and agentrl has not."""
+"""data_source -> advice for rows that verl has a grader for and agentrl does not."""
 
 GOLD: Mapping[str, Callable[..., str]] = {
     "gsm8k": lambda truth, **_: f"#### {plain_number(truth)}",
@@ -46,13 +46,15 @@ GOLD: Mapping[str, Callable[..., str]] = {
     ),
     "search_qa": lambda truth, **_: f"<answer>{''.join(right_answers(truth)[:1])}</answer>",
 }
-"""Per grader: makes the shortest text with full marks, from a ground truth and `reward.kwargs`."""
+"""For each grader, a function that makes the shortest text with full marks, from a ground truth and
+`reward.kwargs`."""
 
 PROBLEMS: Mapping[str, Callable[[Any], str]] = {
     "code": code.problem_of,
     "math": math.problem_of,
 }
-"""Per grader that would have to run programs: returns why a ground truth is unusable, or ""."""
+"""For each grader that would have to run a program, a function that returns why a ground truth is
+unusable, or ""."""
 
 
 def grader_of(
@@ -64,8 +66,8 @@ def grader_of(
     """Return the grader that agentrl ships for rows of `data_source`.
 
     Raises:
-        DataError: there is none. The message says how to set one.
-        ConfigError: it does not take these `reward.kwargs`.
+        DataError: there is no such grader. The message says how to set one.
+        ConfigError: the grader does not take these `reward.kwargs`.
     """
     name = _entry(GRADERS, data_source)
     if not name:

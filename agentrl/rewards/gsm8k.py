@@ -16,7 +16,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, float]:
-    """Compare the answer at the end of the text with the right one. "17" is not "17.0".
+    """Compare the answer at the end of the text with the right answer. "17" is not "17.0".
 
     Args:
         solution_str: the assistant's text. Its last 300 characters count.

@@ -1,10 +1,10 @@
 """A language model as the judge: by a rubric (`judge`), or by comparing answers (`judge_group`).
 
-The judge reads text of the model that is being trained, which learns to write whatever pleases the
-judge, also instructions and forged tool results. So the judge gets each message as data, between
-fences with a code. Its reply must be JSON; it is never searched for a number. If the judge gives no
-usable reply, the rollout scores 0 and is counted: if such rollouts were dropped, the model would
-learn to confuse the judge.
+The judge reads text of the model that is being trained. This model learns to write any text that
+gets a high score, including instructions and forged tool results. So the judge gets each message as
+data, between fences with a code. Its reply must be JSON; it is never searched for a number. If the
+judge gives no usable reply, the rollout scores 0 and is counted: if such rollouts were dropped, the
+model would learn to confuse the judge.
 
 Related work: RULER (OpenPipe, 2025) for groups; G-Eval (arXiv:2303.16634) for rubrics.
 """
@@ -78,7 +78,7 @@ class _JudgeClient:
         self._timeout_s = timeout_s
 
     async def ask(self, task: str, data: str, read: Callable[[Any], T]) -> T | None:
-        """Return what `read` makes of the judge's JSON, or None if the judge gives no usable reply.
+        """Return `read(JSON)` for the JSON of the judge's reply, or None if it is not usable.
 
         If `read` raises `ValueError`, or the reply is empty, the judge is asked once more. If the
         server rejects the request, the result is None: the policy may have written a text that is
@@ -104,12 +104,13 @@ class _JudgeClient:
                 break
             except (ValueError, NoText) as e:
                 problem = f"{reply!r:.300}" if reply else str(e)
-                why = e if reply else "it is empty"
-                again = (
-                    f"Error: invalid reply: {why}. Reply with only the JSON object described above."
+                reason = e if reply else "it is empty"
+                correction = (
+                    f"Error: invalid reply: {reason}."
+                    " Reply with only the JSON object described above."
                 )
                 reply = reply or "(nothing)"
-                messages = [*messages[:2], Message("assistant", reply), Message("user", again)]
+                messages = [*messages[:2], Message("assistant", reply), Message("user", correction)]
             else:
                 self._has_judged = True
                 return judged
@@ -127,14 +128,17 @@ class _JudgeClient:
         if chat := self._chat.pop():
             await chat.aclose()
 
-    def shown(self, trajectory: Trajectory) -> Transcript:
-        """Return what the judge sees of a rollout."""
+    def answer_text(self, trajectory: Trajectory) -> Transcript:
+        """Return the texts of a rollout that the judge sees."""
         if self._show != "conversation":
             return (("", getattr(trajectory, self._show)),)
         return _transcript(trajectory.response_messages)
 
     def task(self, trajectory: Trajectory) -> dict[str, Transcript]:
-        """Return what the judge sees of a row: the prompt and, if `reference`, the answer."""
+        """Return the texts of a row that the judge sees.
+
+        These are the prompt and, with `reference`, the right answer.
+        """
         sample = trajectory.sample
         blocks = {"TASK": _transcript(sample.prompt)}
         if self._reference and sample.ground_truth is not None:
@@ -162,11 +166,11 @@ class Judge(_JudgeClient):
         Args:
             url: the URL of an OpenAI-compatible server, with `/v1` at its end.
             model: the name of the model at the server.
-            rubric: what makes an answer good.
+            rubric: the description of a good answer.
             scale: the maximum number of points. The reward is the points divided by it.
             reference: whether the judge sees the row's ground truth, if there is one.
-            show: what the judge sees: final_text, assistant_text, or conversation (with tool
-                results and replies).
+            show: the text that the judge sees: final_text, assistant_text, or conversation (with
+                tool results and replies).
             token_env: the environment variable that contains the server's token.
             timeout_s: the time limit of a reply, in seconds.
         """
@@ -182,7 +186,7 @@ class Judge(_JudgeClient):
 
     async def __call__(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the share of the points, and whether the judge gave no usable reply."""
-        blocks = {**self.task(trajectory), "ANSWER": self.shown(trajectory)}
+        blocks = {**self.task(trajectory), "ANSWER": self.answer_text(trajectory)}
         points = await self.ask(
             self._task,
             _fenced(blocks, _code(blocks)),
@@ -218,7 +222,7 @@ class JudgeGroup(_JudgeClient):
 
     async def __call__(self, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
         """Return a score for each rollout, and whether the judge gave no usable reply."""
-        answers = [self.shown(t) for t in trajectories]
+        answers = [self.answer_text(t) for t in trajectories]
         distinct = sorted(set(answers))
         task = self.task(trajectories[0])
         code = _code({**task, **{f"ANSWER {i}": text for i, text in enumerate(distinct, 1)}})
@@ -286,10 +290,10 @@ def _json(reply: str) -> dict[str, Any]:
     return value
 
 
-def _number(reply: dict[str, Any], key: str, most: float) -> float:
+def _number(reply: dict[str, Any], key: str, limit: float) -> float:
     if key not in reply:
         raise ValueError(f'it has no "{key}"')
-    return _within(reply[key], most)
+    return _within(reply[key], limit)
 
 
 def _numbers(reply: dict[str, Any], count: int) -> list[float]:
@@ -299,9 +303,9 @@ def _numbers(reply: dict[str, Any], count: int) -> list[float]:
     return [_within(score, 1.0) for score in scores]
 
 
-def _within(score: Any, most: float) -> float:
+def _within(score: Any, limit: float) -> float:
     if isinstance(score, bool) or not isinstance(score, (int, float)):
         raise ValueError(f"{score!r:.40} is not a number")
-    if not 0 <= score <= most:  # This is true for NaN, too; an integer may be beyond any float.
-        raise ValueError(f"{score!r:.40} is not within 0 and {most:g}")
+    if not 0 <= score <= limit:  # NaN is outside, too. An integer may exceed every float.
+        raise ValueError(f"{score!r:.40} is not within 0 and {limit:g}")
     return float(score)

@@ -1,4 +1,4 @@
-r"""Warn about rows that show the model the right answer: then it learns to copy.
+r"""Warn about rows that show the right answer to the model: from them it learns to copy.
 
 The prompt and the descriptions of the tools are searched for the row's ground truth, alone and in
 the forms that graders read (`#### 12`, `\boxed{12}`). A ground truth of a few characters occurs in
@@ -18,9 +18,9 @@ FORMS = ("#### {}", "\\boxed{{{}}}", "\\fbox{{{}}}", "Answer: {}", "<answer>{}</
 SHORT = 4
 """A ground truth with fewer characters counts only in one of the forms."""
 PLAIN_SHARE = 0.2
-"""Warn if more than this share of rows has the ground truth alone. Some questions name it."""
+"""Warn if more than this share of rows contains the ground truth alone: some questions name it."""
 FORM_SHARE = 0.05
-"""Warn if more than this share of rows has it in a form. Few-shot examples may have it, too."""
+"""Warn if more than this share of rows contains it in such a form: few-shot examples may, too."""
 
 
 def find_leaks(
@@ -34,12 +34,12 @@ def find_leaks(
         file: the name of the file, for the messages.
     """
     truths = [(s, truth) for s in samples if (truth := _truth(s))]
-    places: tuple[tuple[str, Callable[[Sample], str]], ...] = (
+    sources: tuple[tuple[str, Callable[[Sample], str]], ...] = (
         ("the prompt", lambda s: "\n".join(m.content for m in s.prompt)),
         ("the descriptions of the tools", tool_texts),
     )
     where = f"{file}: " if file else ""
-    for place, read in places:
+    for source, read in sources:
         as_answer, plain = [], []
         for sample, truth in truths:
             text = without_signs(read(sample))
@@ -53,14 +53,14 @@ def find_leaks(
         if len(as_answer) > FORM_SHARE * len(truths):
             sample, form = as_answer[0]
             yield (
-                f"{where}{place} of {_share(as_answer, truths)} (first: row {sample.row}) contains"
+                f"{where}{source} of {_share(as_answer, truths)} (first: row {sample.row}) contains"
                 f" the right answer in a form that graders read, {form!r:.80}: a model gets the"
                 " reward by copying it"
             )
         elif len(plain) > PLAIN_SHARE * len(truths):
             sample, truth = plain[0]
             yield (
-                f"{where}{place} of {_share(plain, truths)} (first: row {sample.row}) contains"
+                f"{where}{source} of {_share(plain, truths)} (first: row {sample.row}) contains"
                 f" the row's ground truth, {truth!r:.80}. Check whether this is intended"
             )
 
@@ -74,13 +74,13 @@ def _truth(sample: Sample) -> str:
     return "" if "\n" in text else text
 
 
-def _occurs(words: str, text: str) -> bool:
-    """Return whether the words occur in the text, and not as a part of longer words."""
-    if words not in text:
+def _occurs(phrase: str, text: str) -> bool:
+    """Return whether a phrase occurs in the text, and not as a part of longer words."""
+    if phrase not in text:
         return False
-    before = r"(?<![\w.])" if words[:1].isalnum() else ""
-    after = r"(?!\w|\.\d)" if words[-1:].isalnum() else ""
-    return re.search(before + re.escape(words) + after, text) is not None
+    before = r"(?<![\w.])" if phrase[:1].isalnum() else ""
+    after = r"(?!\w|\.\d)" if phrase[-1:].isalnum() else ""
+    return re.search(before + re.escape(phrase) + after, text) is not None
 
 
 def _share(leaks: Sequence[object], rows: Sequence[object]) -> str:

@@ -4,9 +4,9 @@ It first compares spellings, as verl does. If they differ, it compares by algebr
 a worker process with a deadline.
 
 Algebra is skipped for expressions that could take forever, for answers in words, and for answers of
-another kind. sympy evaluates what it parses, and some expressions of a model run until the worker
-is killed, which costs seconds. Math-Verify also treats a pair as a set of two and ignores the base
-of a number, so both are checked here.
+another kind. sympy evaluates an expression while it parses it, and some expressions of a model run
+until the worker is killed, which costs seconds. Math-Verify also treats a pair as a set of two and
+ignores the base of a number, so both are checked here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Math:
         Args:
             solution_str: the assistant's text.
             ground_truth: the right answer.
-            pool: returns the worker processes for algebra.
+            pool: a function that returns the worker processes for algebra.
 
         Returns:
             `score` and `acc`: 1.0 for a right answer, else 0.0; `grader_timeout`: 1.0 if algebra
@@ -102,10 +102,10 @@ class Math:
 
 
 def problem_of(ground_truth: Any) -> str:
-    """Return why no answer can match this ground truth; "" if its own text in a box matches."""
+    r"""Return why no answer can match this ground truth; "" if its text in `\boxed{}` matches."""
     truth = as_text(ground_truth)
-    own = boxed_answer(rf"\boxed{{{truth}}}")
-    if own is not None and same_text(own, truth):
+    boxed = boxed_answer(rf"\boxed{{{truth}}}")
+    if boxed is not None and same_text(boxed, truth):
         return ""
     return "it must be the final answer only"
 
@@ -113,7 +113,7 @@ def problem_of(ground_truth: Any) -> str:
 def is_too_hard(text: str) -> bool:
     """Return whether algebra on a text may take forever.
 
-    That is so if it is too long or too deeply nested, or has a tower of powers or a huge factorial.
+    Such a text is too long or too deeply nested, or has a tower of powers or a huge factorial.
 
     Example: `9^{9^{9}}`, `2^{100000}` and `10^9!` are too hard. `e^{x^2}` is not, because sympy
     does not evaluate powers of a symbol.
@@ -122,7 +122,8 @@ def is_too_hard(text: str) -> bool:
         return True
     depth = 0
     exponents: list[int] = []  # the depth at which each open exponent began
-    # An exponent must begin now; is open without brackets; ended at this token.
+    # due: an exponent must begin now. bare: an exponent without brackets is open.
+    # ended: an exponent ended at this token.
     due = bare = ended = False
     digits, before = 0, ""  # the digits of the current number; the token before
     for token in tokens_of(text.replace("**", "^")):
@@ -159,7 +160,7 @@ def is_too_hard(text: str) -> bool:
 
 
 def has_words(text: str) -> bool:
-    r"""Return whether a text has words. For algebra, "listen" is a product equal to "silent"."""
+    r"""Return whether a text has words. In algebra "listen" is a product, and equals "silent"."""
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
 
 
@@ -190,7 +191,7 @@ def is_other_kind(answer: str, truth: str) -> bool:
 
 
 def _ordered(tokens: list[str]) -> set[str]:
-    """Return the brackets, such as `[)`, of the text if it is a list, or of its elements."""
+    """Return the brackets, such as `[)`, of the lists in the text: of itself or of its elements."""
     for i in range(len(tokens) - 1, -1, -1):
         if tokens[i] in ("=", r"\in"):
             tokens = tokens[i + 1 :]

@@ -23,7 +23,7 @@ _DIGITS = 50
 
 
 def equivalent(answer: str, truth: str) -> bool:
-    r"""Return whether Math-Verify finds the two equal; False if it cannot parse one.
+    r"""Return whether Math-Verify finds two answers equal; False if it cannot parse one of them.
 
     Decimals are exact: 3.1415926 is not `\pi`, and 0.333333 is not a third. A percent sign is a
     unit, as in the comparison of spellings. An equation of numbers must hold: `6 = 5` is not 5.
@@ -37,7 +37,7 @@ def _parse(text: str) -> list[Any]:
     parts = parse(rf"\boxed{{{text}}}", _BOX, parsing_timeout=None)  # type: ignore[arg-type]
     try:
         return [_exact(part) for part in parts]
-    except Exception:  # sympy raises many kinds if it cannot rebuild an expression
+    except Exception:  # sympy raises many exceptions if it cannot rebuild an expression
         return []
 
 

@@ -17,11 +17,11 @@ BOX_TAIL = 100
 LONGEST = 1000
 """A text with more characters is not a final answer. It is not normalized."""
 
-_REPLACED = (
+_REPLACEMENTS = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-_LEFT_OUT = (
+_REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots",
     "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
     "meters", "meals", "edges", "students", "childrentickets", "multiples", r"\text{s}",
@@ -38,7 +38,7 @@ _ROOT = re.compile(r"sqrt([^{])")
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False
 ) -> dict[str, Any]:
-    r"""Compare the answer at the end of the text with the right one.
+    r"""Compare the answer at the end of the text with the right answer.
 
     Args:
         solution_str: the assistant's text. Its last 300 characters count.
@@ -54,8 +54,8 @@ def compute_score(
     if strict_box_verify:
         pred, right = boxed, bool(boxed) and boxed == truth
     else:
-        named = named_answer(solution_str)
-        pred = minerva(named if named is not None else boxed or "")
+        answer = named_answer(solution_str)
+        pred = minerva(answer if answer is not None else boxed or "")
         right = bool(pred) and pred == minerva(truth)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred or ""}
 
@@ -68,10 +68,10 @@ def minerva(answer: str) -> str:
     if len(answer) > LONGEST:
         return answer.strip()
     answer = answer.split("=")[-1]
-    for before, after in _REPLACED:
+    for before, after in _REPLACEMENTS:
         answer = answer.replace(before, after)
-    for words in _LEFT_OUT:
-        answer = answer.replace(words, "")
+    for phrase in _REMOVED:
+        answer = answer.replace(phrase, "")
     answer = "\n".join(map(_between_dollars, answer.split("\n")))
     for wrapped in (*_WRAPPED, _BOXED):
         answer = wrapped.sub(r"\1", answer)

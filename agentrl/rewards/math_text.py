@@ -1,7 +1,8 @@
 r"""One normal form for the ways to write an answer in LaTeX: `\dfrac12`, `1/2`, `0.5`.
 
-The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), which verl uses, too. Here they
-work on LaTeX tokens, so that `\leftarrow` does not lose its `\left`. They compare spellings only;
+The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), which verl uses, too. In this
+module they work on LaTeX tokens, so that `\leftarrow` does not lose its `\left`. They compare
+spellings only;
 `agentrl.rewards.math_algebra` compares by algebra.
 
 Each rule is one pass over the tokens. The time is linear, and nothing is recursive.
@@ -31,7 +32,7 @@ _ARGUMENTS = {r"\frac": 2, r"\sqrt": 1}
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Return whether the two have the same normal form. An empty answer equals nothing.
+    """Return whether two answers have the same normal form. An empty answer equals no other.
 
     `x = 5` equals 5, but not `y = 5`.
     """
@@ -40,13 +41,13 @@ def same_text(answer: str, truth: str) -> bool:
 
 
 def has_other_name(answer: str, truth: str) -> bool:
-    """Return whether the two name different unknowns: `x = 5` and `y = 5`."""
+    """Return whether two answers name different unknowns, as `x = 5` and `y = 5` do."""
     own, right = (_split_name(_plain(text))[0] for text in (answer, truth))
     return bool(own and right) and own != right
 
 
 def normal_form(text: str) -> str:
-    r"""Return the normal form of a text. Idempotent; never raises; in linear time.
+    r"""Return the normal form of a text. It is idempotent, linear in time, and never raises.
 
     Example: `normal_form(r"x = \dfrac 12 \text{ cm}")` is `\frac{1}{2}`.
     """
@@ -65,7 +66,7 @@ def _normalize(text: str) -> str:
 
 def _plain(text: str) -> list[str]:
     """Return the tokens of a text without those that do not change its meaning."""
-    if not _ROWS.search(text):  # Without a matrix, a double backslash is one escape too many.
+    if not _ROWS.search(text):  # Outside of a matrix, a double backslash stands for a single one.
         text = re.sub(r"\\+", r"\\", text)
     tokens = [r"\frac" if t in _FRACTIONS else t for t in tokens_of(text) if t not in _UNSEEN]
     tokens = [t for t in _without_unit(tokens) if not _is_blank(t)]
@@ -92,11 +93,11 @@ def _is_blank(token: str) -> bool:
 
 def _without_unit(tokens: list[str]) -> list[str]:
     r"""Remove a unit: `5 \text{ cm}^2` has one, `5 \text{ or } 6` and `\text{ east}` have none."""
-    something = False
+    has_value = False
     for i, token in enumerate(tokens):
-        if something and token == r"\text" and tokens[i + 1 : i + 3] == ["{", " "]:
+        if has_value and token == r"\text" and tokens[i + 1 : i + 3] == ["{", " "]:
             return tokens[:i] if _UNIT.fullmatch("".join(tokens[i:])) else tokens
-        something = something or not _is_blank(token)
+        has_value = has_value or not _is_blank(token)
     return tokens
 
 
@@ -123,7 +124,7 @@ def _with_zeros(tokens: Iterable[str]) -> Iterator[str]:
 def _with_braces(tokens: Iterable[str]) -> Iterator[str]:
     r"""Add the braces that are optional in TeX: `\frac12`, `\sqrt3`."""
     missing = 0  # the arguments that the last command still needs
-    outer: list[int] = []  # for each open brace, the same of the command around it
+    outer: list[int] = []  # for each open brace, `missing` of the command around it
     for token in tokens:
         if token == "{":
             outer.append(max(0, missing - 1))

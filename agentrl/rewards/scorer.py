@@ -1,4 +1,4 @@
-"""`Scorer`: from a trajectory to the reward that trains.
+"""`Scorer` computes the reward of a trajectory that training uses.
 
 The reward is the weighted sum of outcome, turn and tool rewards, changed by the budget policy. The
 outcome comes from one reward function or is a weighted sum of several. The penalty for long
@@ -27,7 +27,8 @@ from agentrl.workers import run_all
 log = logging.getLogger(__name__)
 
 BudgetPolicy = Mapping[str, str | float]
-"""stop_reason -> "zero", "mask", "keep" (the default), or a number to subtract from the reward."""
+"""For each stop reason: "zero", "mask", "keep" (the default), or a number to subtract from the
+reward."""
 BY_SOURCE = "grader"
 """The name in `reward.functions` for the grader of the row's data_source."""
 
@@ -92,8 +93,8 @@ class Scorer:
     def grader(self, data_source: str) -> Grader:
         """Return the grader of rows of `data_source`.
 
-        That is `reward.function`, or the grader that agentrl ships for the data source. If
-        `reward.functions` does not include the latter, it is the first of them.
+        This is `reward.function`, or the grader that agentrl ships for the data source. If
+        `reward.functions` does not include the latter, it is the first of `reward.functions`.
 
         Raises:
             DataError: there is no grader. The message says how to set one.
@@ -129,8 +130,8 @@ class Scorer:
 
         Args:
             trajectory: a finished rollout.
-            trains: subtract the penalty for overlong rollouts (the source `overlong`). Validation
-                does not.
+            trains: True in training: the penalty for overlong rollouts (the source `overlong`) is
+                subtracted. False in validation.
 
         Raises:
             UserCodeError: a reward raised, or did not return a finite number. The run must stop.
@@ -150,7 +151,7 @@ class Scorer:
         ]
 
     async def close(self) -> None:
-        """Close the rewards, threads and processes. Later scoring opens them again."""
+        """Close the rewards, threads and processes. A later `score` opens them again."""
         try:
             graders = [p.grader for p in self._parts if p.grader]
             await run_all([g.close() for g in (*graders, *self._by_source.values())])
@@ -211,10 +212,10 @@ class Scorer:
         if not self._config.functions:
             return scores[0]
         total, metrics = 0.0, {}
-        for part, (score, others) in zip(self._parts, scores, strict=True):
+        for part, (score, numbers) in zip(self._parts, scores, strict=True):
             total += part.weight * score
             metrics[part.name] = score
-            for name, value in others.items():
+            for name, value in numbers.items():
                 if name == "acc":
                     metrics.setdefault("acc", value)
                 else:
@@ -271,7 +272,7 @@ def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:
     Args:
         sampled: the number of tokens that the policy sampled; text of tools and users is not
             penalized.
-        limit: the number of tokens from which on the whole penalty applies.
+        limit: the number of tokens at which the whole penalty applies.
         buffer: the number of tokens before the limit over which the penalty grows; at least 1.
         penalty: at least 0.
     """
@@ -286,8 +287,8 @@ make_scorer = Scorer
 def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:
     """Raise `DataError` if rows cannot be graded. It is called before anything is played.
 
-    A grader that is chosen by `data_source` grades each row's own ground truth. If that does not
-    get full marks, no model can solve the row.
+    A grader that is chosen by `data_source` grades each row's own ground truth. If the ground truth
+    does not get full marks, no model can solve the row.
 
     Args:
         samples: the rows of one file.
@@ -296,7 +297,7 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
 
     Raises:
         DataError: rows have no grader, or a ground truth that their grader cannot read. The message
-            has all of them.
+            has all such rows.
         ConfigError: a grader does not take `reward.kwargs`.
     """
     if not scorer.uses_data_source:
@@ -313,11 +314,11 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
             continue
         unsolvable = _find_unsolvable(rows, grader)
         if unsolvable:
-            why = PROBLEMS.get(grader.name, lambda _: "it must be the final answer only")
+            explain = PROBLEMS.get(grader.name, lambda _: "it must be the final answer only")
             truth = unsolvable[0].ground_truth
             problems.append(
                 f"{_list_rows(unsolvable)}: the grader {grader.name!r} cannot read"
-                f" ground_truth={truth!r:.200}: {why(truth)}"
+                f" ground_truth={truth!r:.200}: {explain(truth)}"
             )
     scorer.stop()  # The run starts its own processes.
     if problems:
@@ -349,5 +350,5 @@ def _find_unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
 def _list_rows(rows: list[Sample]) -> str:
     """Return `row 3`, or `rows 3, 5, 8, ... (120 in all)`."""
     listed = ", ".join(str(s.row) for s in rows[:3])
-    more = f", ... ({len(rows)} in all)" if len(rows) > 3 else ""
-    return f"row{'s' * (len(rows) > 1)} {listed}{more}"
+    suffix = f", ... ({len(rows)} in all)" if len(rows) > 3 else ""
+    return f"row{'s' * (len(rows) > 1)} {listed}{suffix}"

@@ -13,7 +13,7 @@ from typing import Any
 from agentrl.answers import as_text, tagged_answer
 from agentrl.rewards.base import reward
 
-MOST_TAGS = 10
+MAX_TAGS = 10
 """A text with more `<answer>` tags is guessing. It gets a quarter of the score."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -46,15 +46,15 @@ def compute_score(
     if not normal or normal not in map(normal_answer, right_answers(ground_truth)):
         return {"score": format_score, "acc": 0.0}
     guesses = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
-    return {"score": score / 4 if guesses > MOST_TAGS else score, "acc": 1.0}
+    return {"score": score / 4 if guesses > MAX_TAGS else score, "acc": 1.0}
 
 
 def right_answers(ground_truth: Any) -> list[str]:
     """Return the right answers as text; [] if the ground truth has another shape."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth.get("target")
-    several = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return [text for answer in several if (text := as_text(answer))]
+    answers = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return [text for answer in answers if (text := as_text(answer))]
 
 
 def normal_answer(text: str) -> str:

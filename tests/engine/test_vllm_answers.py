@@ -14,8 +14,7 @@ from agentrl.engine.remote import guard
 from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.control import Control, refusal
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.open import _vllm_sender as sender_of
-from agentrl.engine.remote.open import parameter_names
+from agentrl.engine.remote.open import parameter_names, vllm_sender
 from agentrl.engine.remote.senders import VLLMAdapterSender, VLLMDiskSender
 from agentrl.engine.remote.vllm import (
     Completions,
@@ -86,7 +85,7 @@ BOTH = pytest.mark.parametrize("dialect", [Generate, Completions])
 
 
 def read(dialect, answer, *, limit=2, stamp=SEVEN, now=SEVEN):
-    return read_generation(dialect(), answer, limit, stamp, "here", now=now, name="tuned")
+    return read_generation(dialect(), answer, limit, stamp, "here", published=now, adapter="tuned")
 
 
 def answer(dialect, *, choice=None, **changes):
@@ -247,13 +246,13 @@ def test_stop_texts_alone_need_the_text():
 
 
 def test_flags():
-    flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12)._flags(Path("/nowhere"))
+    flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12).flags(Path("/nowhere"))
     said = dict(pairwise(flags))
     assert said["--logprobs-mode"] == "processed_logprobs"
     assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.4")
     assert said["--max-lora-rank"] == "16"  # vLLM has room for certain ranks alone
     assert "--enforce-eager" not in flags
-    plain = VLLMLaunch("m")._flags(Path("/nowhere"))
+    plain = VLLMLaunch("m").flags(Path("/nowhere"))
     assert "--enforce-eager" in plain and "--enable-lora" not in plain
 
 
@@ -266,14 +265,14 @@ def test_lora_goes_as_an_adapter(random_model):
         )
 
     base = str(random_model)
-    assert sender_of(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterSender
+    assert vllm_sender(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterSender
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
-        sender_of(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
-    whole = sender_of(config(), base, cpu=False)(cast(Control, None))
+        vllm_sender(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
+    whole = vllm_sender(config(), base, cpu=False)(cast(Control, None))
     assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
-    assert isinstance(whole, VLLMDiskSender) and not whole._stale_head
-    tied = sender_of(config(), base, cpu=True)(cast(Control, None))
-    assert isinstance(tied, VLLMDiskSender) and tied._stale_head
+    assert isinstance(whole, VLLMDiskSender) and not whole.stale_head
+    tied = vllm_sender(config(), base, cpu=True)(cast(Control, None))
+    assert isinstance(tied, VLLMDiskSender) and tied.stale_head
 
 
 # -- the guard ---------------------------------------------------------------------------------

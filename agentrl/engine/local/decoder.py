@@ -34,12 +34,13 @@ GROUPED = "agentrl_grouped"
 class CannotDecode(UserError):
     """The model cannot be decoded by `Decoder`."""
 
-    def __init__(self, model: PreTrainedModel, why: str):
+    def __init__(self, model: PreTrainedModel, reason: str):
         super().__init__(
-            f"the local engine cannot run {type(model).__name__}: {why}. Use rollout.name=sglang,"
-            " or a decoder in which every layer sees the whole row (Qwen2, Qwen3, Llama, ...)."
+            f"the local engine cannot run {type(model).__name__}: {reason}. Use"
+            " rollout.name=sglang, or a decoder in which every layer sees the whole row (Qwen2,"
+            " Qwen3, Llama, ...)."
         )
-        self.why = why
+        self.reason = reason
 
 
 class Decoder:
@@ -50,7 +51,7 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Take over a model. It is put in eval mode and must have no other user.
+        """Use a model, which is put in eval mode. Nothing else may use it.
 
         Raises:
             UserError: the model cannot be decoded this way.
@@ -71,8 +72,8 @@ class Decoder:
 
     def grow(self, rows: int, capacity: int) -> None:
         """Make room for at least `rows` rows, and at least `capacity` tokens per row."""
-        have = self.rows.shape
-        if rows > have[0] or capacity > have[1]:
+        shape = self.rows.shape
+        if rows > shape[0] or capacity > shape[1]:
             self.rows.grow(rows, capacity)
             self._cache.grow(*self.rows.shape)
 
@@ -139,14 +140,14 @@ class Decoder:
         positions = np.where(real, begin[:, None] + offsets, begin[:, None])
         fresh = not begin.any()
         length = 0 if fresh else int((begin + count).max())
-        where = self._tensor(positions)
-        self._cache.feed_rows(self._tensor(at), where, self._tensor(real), length)
+        position_ids = self._tensor(positions)
+        self._cache.feed_rows(self._tensor(at), position_ids, self._tensor(real), length)
         # Empty right-padded rows need only the causal mask, which the model creates.
-        mask = None if fresh else self._mask(where, length)
+        mask = None if fresh else self._mask(position_ids, length)
         self.model(
             input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
             attention_mask=mask,
-            position_ids=where,
+            position_ids=position_ids,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -159,13 +160,13 @@ class Decoder:
         rows = self.rows
         last = rows.length[:n] - 1
         length = int(last.max()) + 1
-        where = self._tensor(last)
-        self._cache.feed_front(where, length)
+        position_ids = self._tensor(last)
+        self._cache.feed_front(position_ids, length)
         ids = rows.ids[np.arange(n), last].astype(np.int64)
         return self.model(
             input_ids=self._tensor(ids)[:, None],
-            attention_mask=self._mask(where[:, None], length),
-            position_ids=where[:, None],
+            attention_mask=self._mask(position_ids[:, None], length),
+            position_ids=position_ids[:, None],
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
@@ -210,7 +211,7 @@ class Decoder:
         return size
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Return what each token sees, from its position (N, T): (N, 1, T, L), 0 or -inf."""
+        """Return the causal mask (N, 1, T, L) of tokens at positions (N, T): 0 or -inf."""
         hidden = torch.arange(length, device=self.device) > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
             hidden, -torch.inf
@@ -223,7 +224,7 @@ class Decoder:
         """Check that rows longer than the model's attention windows are decoded correctly.
 
         Raises:
-            UserError: they are not, or no small copy can be built to test it.
+            UserError: such rows are not decoded correctly, or no small copy can be built.
         """
         try:
             short = with_short_windows(self.model)
@@ -234,7 +235,7 @@ class Decoder:
         try:
             Decoder(short)  # The constructor compares the copy's cached logits with plain passes.
         except Exception as e:
-            cause = e.why if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
+            cause = e.reason if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
             raise CannotDecode(
                 self.model,
                 f"{describe_windows(self.model.config)}, and the small copy that tests it failed"
@@ -253,9 +254,11 @@ class Decoder:
         self.grow(2, LONG)
         with torch.inference_mode():
             try:
-                for known in (4, None):  # The second time with a cache.
+                for prefix_length in (4, None):  # The second turn continues from the cache.
                     for row, prompt in enumerate(prompts):
-                        self.rows.begin_turn(row, prompt[:known], Sampling(), 0, self.max_length)
+                        self.rows.begin_turn(
+                            row, prompt[:prefix_length], Sampling(), 0, self.max_length
+                        )
                     self.prefill(2)
                 ours = self.decode(2)
                 plain = [
@@ -264,10 +267,10 @@ class Decoder:
                 ]
             except (TypeError, ValueError, AttributeError, RuntimeError) as e:
                 raise CannotDecode(self.model, f"{type(e).__name__}: {e}") from e
-            off = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
-        if not off.abs().max() < tolerance:
+            difference = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
+        if not difference.abs().max() < tolerance:
             raise CannotDecode(
-                self.model, f"its logprobs with a cache differ by {off.abs().max():.3g}"
+                self.model, f"its logprobs with a cache differ by {difference.abs().max():.3g}"
             )
         self.rows.cached[:] = 0
         self.rows.alive[:] = False

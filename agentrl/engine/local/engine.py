@@ -46,7 +46,7 @@ class LocalEngine(Engine):
     With `deterministic=True`, two runs with the same weights, episodes and seeds compute the same
     bits, however fast tools answer, provided that all episodes of a wave are announced before any
     of them requests a turn, that none waits for another, and that none exceeds `patience`. The
-    price: the engine waits if an episode is due that has neither requested a turn nor ended (see
+    cost: the engine waits if an episode is due that has neither requested a turn nor ended (see
     `schedule`). So limit the number of episodes by `slots`, not by a semaphore outside. After
     waiting `patience` seconds, the engine warns and continues without the late episode, whose turns
     then join when they are requested; the rest of that wave is not bit-exact. With `False`, all
@@ -73,10 +73,10 @@ class LocalEngine(Engine):
             tokenizer: the tokenizer of the model; decodes sampled tokens if a request has stop
                 strings.
             deterministic: whether the schedule depends only on episodes and turns.
-            slots: the number of episodes that can hold a row at once; others wait until one ends.
+            slots: the largest number of episodes that hold a row at once; other episodes wait.
             patience: with `deterministic`, the seconds to wait for an episode that neither requests
                 a turn nor ends while another wants tokens. Keep it well below the time limit of
-                episodes, or one that hangs makes the others fail; `math.inf` waits for ever.
+                episodes, or an episode that hangs makes the others fail; `math.inf`: no limit.
 
         Raises:
             UserError: this engine cannot decode the model.
@@ -154,9 +154,9 @@ class LocalEngine(Engine):
                 NaN; the request failed; the engine was closed.
             UserError: `sampling.stop` is not a tuple of non-empty strings.
         """
-        what = f"episode {episode_id!r}"
-        prompt = self._validate_row(prompt_ids, what, self.max_length - 1)
-        check_sampling(sampling, what)
+        request = f"episode {episode_id!r}"
+        prompt = self._validate_row(prompt_ids, request, self.max_length - 1)
+        check_sampling(sampling, request)
         turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
             self._check_running()
@@ -207,9 +207,9 @@ class LocalEngine(Engine):
         """
         with self._paused():
             self._check_running()
-            sent = self._decoder.load(update.weights())
+            size = self._decoder.load(update.weights())
             self._version = update.version
-        return sent
+        return size
 
     def close(self) -> None:
         """Stop the worker thread and wait for its end. Requests in flight fail."""
@@ -235,10 +235,10 @@ class LocalEngine(Engine):
         if self._closing or self._failure:
             raise EngineError(self._failure or "the engine is closed")
 
-    def _validate_row(self, token_ids: array[int], what: str, limit: int) -> np.ndarray:
+    def _validate_row(self, token_ids: array[int], request: str, limit: int) -> np.ndarray:
         return validate_row(
             token_ids,
-            what,
+            request,
             limit=limit,
             max_length=self.max_length,
             vocabulary=self._decoder.vocabulary,
@@ -251,8 +251,8 @@ class LocalEngine(Engine):
         try:
             with torch.inference_mode():
                 while work := self._next_work():
-                    for do in work:
-                        do()
+                    for task in work:
+                        task()
         except Exception as e:
             failure = f"the engine failed: {type(e).__name__}: {e}"
             log.exception("the local engine failed")
@@ -266,7 +266,7 @@ class LocalEngine(Engine):
             settle(answer, EngineError(failure))
 
     def _next_work(self) -> list[Callable[[], None]]:
-        """Wait until there is something to do; return nothing when the engine closes."""
+        """Wait for work, and return it; return an empty list when the engine closes."""
         with self._changed:
             self._stepping = False
             self._changed.notify_all()

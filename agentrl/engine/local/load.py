@@ -1,7 +1,7 @@
 """Load a plain model from a folder or the hub, also from a PEFT adapter.
 
 An adapter is merged into its base model. Otherwise all later code would need to know about it: full
-training would save only the adapter, and lose what the base has learned.
+training would save only the adapter, and lose the changes to the base.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LAUNCHER_PREFIXES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
 def without_launcher_variables() -> Iterator[None]:
     """Hide the environment variables of launchers within the block.
 
-    These variables override arguments of accelerate and transformers, or decide what has no
+    These variables override arguments of accelerate and transformers, or set values that have no
     argument: the divisor of gradients, the device, the kind of parallelism, the number of
-    processes, and which of them load weights. A shell or a container may still have them from
+    processes, and which processes load weights. A shell or a container may still have them from
     another job.
     """
     with environment_variables(
@@ -62,7 +62,7 @@ def load_causal_lm(
             either.
         dtype: the dtype of the weights, in which adapters are merged; "auto": the dtype of the
             base.
-        device: where to put the model.
+        device: the device of the model.
 
     Raises:
         ConfigError: there is no such model, it is not a causal language model, or the base of an
@@ -74,9 +74,9 @@ def load_causal_lm(
             base, dtype=dtype, use_safetensors=True
         )
     except (OSError, ValueError, SafetensorError) as e:
-        of = f", the base of the adapter {str(path)!r}" if adapters else ""
+        owner = f", the base of the adapter {str(path)!r}" if adapters else ""
         raise ConfigError(
-            f"cannot load a model from {base!r}{of}: {e}. It must be a causal language model: a"
+            f"cannot load a model from {base!r}{owner}: {e}. It must be a causal language model: a"
             " folder in transformers' format with safetensors weights, or a name on the hub."
         ) from e
     model.to(device)  # type: ignore[arg-type]  # With a device_map, PEFT would spread it again.
@@ -133,9 +133,8 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         config = PeftConfig.from_pretrained(adapter)
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type} adds tokens, which cannot be merged into weights")
-        cached_file(
-            adapter, "adapter_model.safetensors"
-        )  # Without this file, PEFT would load a pickle.
+        # Without this file, PEFT would load a pickle.
+        cached_file(adapter, "adapter_model.safetensors")
         device = str(model.device)
         tuned = PeftModel.from_pretrained(model, adapter, torch_device=device)
         # PEFT ignores weights that do not belong to the model. A second call returns their names.

@@ -81,9 +81,9 @@ class Rows:
         The cache stays valid as far as the prompt repeats the cached tokens. The last token is
         never counted as cached, because decoding feeds it.
         """
-        known = min(int(self.cached[row]), len(prompt) - 1)
-        same = self.ids[row, :known] == prompt[:known]
-        self.cached[row] = known if same.all() else same.argmin()
+        cached = min(int(self.cached[row]), len(prompt) - 1)
+        same = self.ids[row, :cached] == prompt[:cached]
+        self.cached[row] = cached if same.all() else same.argmin()
         self.ids[row, : len(prompt)] = prompt
         self.length[row] = self.start[row] = len(prompt)
         self.limit[row] = min(len(prompt) + sampling.max_tokens, max_length)
@@ -116,7 +116,7 @@ class Rows:
         return self.ids[row, self.start[row] : self.length[row]]
 
     def generation(self, row: int, finish_reason: Literal["stop", "length"]) -> Generation:
-        """Return what the current turn has sampled."""
+        """Return the current turn: its tokens, logprobs and versions."""
         turn = slice(self.start[row], self.length[row])
         prompt_tokens = int(self.start[row])
         return Generation(
@@ -188,14 +188,14 @@ class RowCache(Cache):
         if layer_idx == len(self._tensors):
             # Zeros, because a masked position must be finite: 0 * NaN is NaN.
             self._tensors.append((self._zeros_like(key_states), self._zeros_like(value_states)))
-        seen = []
+        visible = []
         for cached, new in zip(self._tensors[layer_idx], (key_states, value_states), strict=True):
             if isinstance(self._source, torch.Tensor):
                 cached[self._target] = new.transpose(1, 2)[self._source]
             else:
                 cached[self._target] = new[self._source]
-            seen.append(new if self._view is None else cached[self._view])
-        return seen[0], seen[1]
+            visible.append(new if self._view is None else cached[self._view])
+        return visible[0], visible[1]
 
     def grow(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows and `capacity` positions."""

@@ -73,11 +73,11 @@ def sample(
         tokens[at] = _sample_truncated(
             logprobs[at], _column(top_k[cut], logits), _column(top_p[cut], logits), target[at]
         )
-    chosen = logprobs.gather(-1, tokens)
-    # Transfer both at once: on an accelerator each transfer waits for the device. The 24 bits of a
-    # float32 mantissa cannot hold every token id, so both are doubles.
-    both = torch.cat((tokens.double(), chosen.double()), -1).cpu().numpy()
-    return both[:, 0].astype(np.int32), both[:, 1].astype(np.float32)
+    sampled_logprobs = logprobs.gather(-1, tokens)
+    # One transfer for ids and logprobs: on an accelerator each transfer waits for the device. A
+    # float32 has a mantissa of 24 bits, too few for some token ids, so both become float64.
+    packed = torch.cat((tokens.double(), sampled_logprobs.double()), -1).cpu().numpy()
+    return packed[:, 0].astype(np.int32), packed[:, 1].astype(np.float32)
 
 
 def _sample_full(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _sample_truncated(
     last_in_nucleus = (cumulative - mass < share).sum(-1, keepdim=True) - 1
     last = torch.minimum(last, last_in_nucleus).clamp(min=0)
     goal = target * cumulative.gather(-1, last)
-    chosen = torch.searchsorted(cumulative, goal, right=True)
-    return order.gather(-1, torch.minimum(chosen, last))
+    index = torch.searchsorted(cumulative, goal, right=True)
+    return order.gather(-1, torch.minimum(index, last))
 
 
 def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:

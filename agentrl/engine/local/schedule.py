@@ -45,7 +45,7 @@ log = logging.getLogger("agentrl")
 def settle(answer: Future[Any], outcome: Any) -> None:
     """Set the result of a future, or its exception; from any thread.
 
-    Nothing happens if it is already done or its caller was cancelled.
+    Nothing happens if the future is already done or its caller was cancelled.
     """
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
@@ -76,15 +76,15 @@ class EpisodeState:
     order: int
     due: int
     row: int = -1
-    """The row of the cache that it uses from its first turn to its end; -1 before."""
+    """The row of the cache that the episode uses from its first turn to its end; -1 before."""
     fresh: bool = True
     """True if no token of this episode has been written to its row yet."""
     awaited: bool = True
     """True if the other episodes wait for it when it is due."""
     turn: TurnRequest | None = None
     next: TurnRequest | None = None
-    """A turn that it requested after the caller of `turn` was cancelled. It replaces `turn` when
-    that one is over."""
+    """A turn that the episode requested after the caller of `turn` was cancelled. It replaces
+    `turn` when the engine has dropped or finished `turn`."""
     decoding: bool = False
     ended: bool = False
 
@@ -105,7 +105,7 @@ class DecodeSchedule:
     width: int = 0
     """The decoding rows are among the first `width` rows."""
     _entries: dict[str, EpisodeState] = field(default_factory=dict)
-    _begun: int = 0
+    _begin_count: int = 0
 
     def __post_init__(self):
         self.rows = [None] * self.slots
@@ -113,16 +113,16 @@ class DecodeSchedule:
     # -- called for episodes -----------------------------------------------------------------------
 
     def begin(self, episode_id: str) -> None:
-        """Announce an episode. It is due now if all others have ended, else at a later tick."""
+        """Announce an episode. It is due now if no episode has a row yet, else at a later step."""
         self._start_over()
         if episode_id in self._entries:
             raise EngineError(f"episode {episode_id!r} has already begun. Use an id only once")
-        started = any(e.row >= 0 for e in self._entries.values())
-        entry = EpisodeState(episode_id, self._begun, self.step, awaited=self.deterministic)
-        if started:
+        has_started = any(e.row >= 0 for e in self._entries.values())
+        entry = EpisodeState(episode_id, self._begin_count, self.step, awaited=self.deterministic)
+        if has_started:
             entry.due = self._next_due(entry)
         self._entries[episode_id] = entry
-        self._begun += 1
+        self._begin_count += 1
 
     def ask(self, turn: TurnRequest) -> None:
         """Add the request of an episode for a turn.
@@ -150,7 +150,7 @@ class DecodeSchedule:
         It keeps its row until it is due, so that wall-clock time has no influence.
 
         Returns:
-            The turn that it had in flight. Nothing should await it any more.
+            The turn that the episode had in flight, which must fail; None if there was none.
         """
         entry = self._entries.get(episode_id)
         if entry is None:
@@ -175,8 +175,10 @@ class DecodeSchedule:
             joined = self._admit_due()
             if joined or self.waiting_for or self.decoding:
                 return joined
-            room = None in self.rows
-            coming = [e.due for e in self._entries.values() if e.awaited and (e.row >= 0 or room)]
+            has_free_row = None in self.rows
+            coming = [
+                e.due for e in self._entries.values() if e.awaited and (e.row >= 0 or has_free_row)
+            ]
             if not coming or min(coming) <= self.step:
                 return []
             self.step = min(coming)
@@ -210,7 +212,7 @@ class DecodeSchedule:
         Their rows are freed, so that no episode that waits for a row is delayed either.
 
         Returns:
-            Their ids.
+            The ids of these episodes.
         """
         late = [
             e
@@ -250,11 +252,11 @@ class DecodeSchedule:
         entry.due = self._next_due(entry)
 
     def drop(self, entry: EpisodeState) -> None:
-        """Record that the turn of an episode failed or was given up. Its row is free at once.
+        """Record that the turn of an episode failed or was given up. The row is free at once.
 
-        A turn that has not joined yet is removed as if it had never been requested: for the other
-        episodes it must not matter whether the engine's thread drops it before or after the next
-        request.
+        A turn that has not joined yet is removed as if it had never been requested. So the other
+        episodes do not depend on whether the engine's thread drops the turn before or after the
+        next request.
         """
         if entry.decoding:
             self._free_row(entry)
@@ -275,7 +277,7 @@ class DecodeSchedule:
         return entry, entry.turn
 
     def _next_due(self, entry: EpisodeState) -> int:
-        if not entry.awaited:  # Always due: it joins at the next tick after its request.
+        if not entry.awaited:  # Always due: its turns join at the next admission.
             return 0
         return -(-(self.step + MIN_TOOL_STEPS) // ADMIT_EVERY) * ADMIT_EVERY
 
@@ -303,14 +305,14 @@ class DecodeSchedule:
 class WaitLimit:
     """Admits turns by the schedule, and ends a wait of the schedule that takes too long.
 
-    The clock runs while the schedule waits for an episode and another one wants tokens. It restarts
-    whenever the engine has made progress.
+    The time counts while the schedule waits for an episode and another episode has requested
+    tokens. It restarts whenever the engine has made progress.
     """
 
     def __init__(self, seconds: float, schedule: DecodeSchedule):
         self.ends = math.inf
-        """When the current wait becomes too long, in `time.monotonic()` seconds; inf without a
-        wait."""
+        """The time at which the current wait becomes too long, in `time.monotonic()` seconds; inf
+        without a wait."""
         self._seconds = seconds
         self._schedule = schedule
 

@@ -21,7 +21,7 @@ class Stepper:
     """Runs the decoder according to the schedule."""
 
     def __init__(self, decoder: Decoder, schedule: DecodeSchedule, stop_texts: StopStrings):
-        """Share the parts of the engine."""
+        """Store the parts of the engine, which the engine uses too."""
         self._decoder = decoder
         self._schedule = schedule
         self._stop_texts = stop_texts
@@ -38,7 +38,7 @@ class Stepper:
             version: the version of the weights.
 
         Returns:
-            The turns that have finished. The caller must tell the schedule.
+            The turns that have finished. The caller must report them to the schedule.
         """
         decoder, schedule = self._decoder, self._schedule
         outcomes: list[TurnOutcome] = []
@@ -85,7 +85,7 @@ class Stepper:
             self._decoder.rows.alive[entry.row] = False
 
     def _rearrange(self, joined: list[tuple[EpisodeState, TurnRequest]]) -> list[TurnOutcome]:
-        """Move the decoding rows to the front, and write the joining turns into theirs.
+        """Move the decoding rows to the front, and write the joining turns into their rows.
 
         Returns:
             The turns that could not be written.

@@ -1,8 +1,8 @@
 """Find the attention windows of a model, and build a small copy of it in which they are short.
 
-A test with a few tokens does not show what a model does beyond a window of 4,096 tokens, and a row
-that long needs minutes on a CPU and gigabytes for its masks. What happens there depends on the code
-and the config of the model, not on its weights. So the test runs a model of the same class and
+A test with a few tokens does not show how a model behaves beyond a window of 4,096 tokens, and a
+row of this length needs minutes on a CPU and gigabytes for its masks. The behaviour depends on the
+code and the config of the model, not on its weights. So the test runs a model of the same class and
 config with random weights, in which each window has `SHORT` tokens, on rows of `LONG` tokens.
 """
 
@@ -107,15 +107,15 @@ def _windows(values: Any, path: str) -> list[tuple[str, Any, Any]]:
     """Return the windows of more than `SHORT` tokens: dotted path, container, key."""
     windows = []
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        here = f"{path}{key}"
+        key_path = f"{path}{key}"
         if isinstance(value, PretrainedConfig):
-            windows += _windows(vars(value), f"{here}.")
+            windows += _windows(vars(value), f"{key_path}.")
         elif isinstance(value, dict | list):
-            windows += _windows(value, f"{here}.")
-        elif not WINDOW_KEYS.search(here) or NOT_WINDOW_KEYS.search(here):
+            windows += _windows(value, f"{key_path}.")
+        elif not WINDOW_KEYS.search(key_path) or NOT_WINDOW_KEYS.search(key_path):
             continue
         elif type(value) is int and value > SHORT:
-            windows.append((here, values, key))
+            windows.append((key_path, values, key))
     return windows
 
 

@@ -1,9 +1,9 @@
 """Send all weights in buckets, each in one allocation: through shared memory, or by NCCL.
 
-With shared memory, a request carries names, shapes and a handle of the memory, as a pickle: the
-server offers nothing else. A pickle can run code of its writer, so it is sent in one direction
-only: we write it for a server on loopback that we started with its own admin key, and never read
-one.
+With shared memory, a request contains names, shapes and a handle of the memory, as a pickle, which
+is the only format that the server supports. A pickle can run code of its writer, so pickles are
+sent in one direction only: agentrl writes them for a server on loopback that it started with its
+own admin key, and never reads one.
 
 With NCCL, from GPU to GPU, this process broadcasts and the processes of a server receive.
 """
@@ -128,10 +128,10 @@ class BucketSender(Sender):
     def send(self, update: Update) -> int:
         """Send the weights.
 
-        The version is sent with the last bucket. Until then, and after an error here, answers are
-        sampled from mixed weights and carry the old version.
+        The version is sent with the last bucket. Until then, and after an error in this method,
+        answers are sampled from mixed weights and carry the old version.
         """
-        sent = 0
+        size = 0
         for bucket in make_buckets(update.weights(), limit=self._bucket_bytes):
             body = {
                 "load_format": FLATTENED,
@@ -139,10 +139,10 @@ class BucketSender(Sender):
                 "weight_version": str(update.version) if bucket.last else None,
             }
             self._send_bucket(bucket, body)
-            sent += bucket.bytes.nbytes
+            size += bucket.bytes.nbytes
             # The server has read it. Free its memory before the next bucket is allocated.
             del bucket
-        return sent
+        return size
 
     @abstractmethod
     def _send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
@@ -153,10 +153,10 @@ class BucketSender(Sender):
 
 
 class IpcSender(BucketSender):
-    """Sends to a server on the same GPU as the learner, or on a CPU like the learner.
+    """Sends weights to a server on the same GPU as the learner, or on a CPU like the learner.
 
-    We must have started the server. If a server has several GPUs, all its processes read from the
-    learner's GPU, which they must see.
+    This process must have started the server. If a server has several GPUs, all its processes read
+    from the learner's GPU, which they must see.
     """
 
     def send(self, update: Update) -> int:
@@ -178,9 +178,10 @@ class IpcSender(BucketSender):
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """Return what one process of a server needs to read a bucket: a handle and the tensors' ranges.
+    """Return a pickle from which one process of a server reads a bucket.
 
-    It must be read once, and the bucket must exist until then.
+    It has a handle of the memory, and the names and ranges of the tensors. The process must read it
+    exactly once, and the bucket must exist until then.
     """
     sizes = (shape.numel() * bucket.flat.itemsize for shape in bucket.shapes)
     ranges = pairwise(accumulate(sizes, initial=0))
@@ -196,12 +197,12 @@ def serialize(bucket: Bucket) -> bytes:
         )
         for name, shape, (start, end) in zip(bucket.names, bucket.shapes, ranges, strict=True)
     ]
-    written = io.BytesIO()
-    pickler = ForkingPickler(written)
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
     pickler.dispatch_table[Tensor] = _reduce  # type: ignore[attr-defined]
     with _shared_by_name():
         pickler.dump({"flattened_tensor": bucket.bytes, "metadata": metadata})
-    return written.getvalue()
+    return buffer.getvalue()
 
 
 _DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
@@ -235,11 +236,11 @@ def _shared_by_name() -> Iterator[None]:
 
 
 class NcclSender(BucketSender):
-    """Sends to a server on other GPUs of this machine.
+    """Sends weights to a server on other GPUs of this machine.
 
     The group of this process and the server exists from the first `send` to `close`, or to an
-    error; the next `send` creates a new one. The rendezvous listens on loopback. NCCL chooses where
-    it listens for the data itself (`NCCL_SOCKET_IFNAME`).
+    error; the next `send` creates a new group. The rendezvous listens on loopback. NCCL chooses the
+    network interface for the data (`NCCL_SOCKET_IFNAME`).
     """
 
     def __init__(self, control: Control, *, backend: str = "nccl", **options: Any):
@@ -255,12 +256,12 @@ class NcclSender(BucketSender):
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         super().__init__(control, **options)
         self._backend = backend
-        self._group: _BroadcastGroup | None = None
+        self.group: BroadcastGroup | None = None
 
     def send(self, update: Update) -> int:
         """Send the weights; create the group first if there is none."""
         try:
-            if self._group is None:
+            if self.group is None:
                 self._join()
             return super().send(update)
         except BaseException:
@@ -269,11 +270,11 @@ class NcclSender(BucketSender):
 
     def close(self) -> None:
         """Leave the group. It takes a limited time, whatever happened to the server."""
-        if self._group is None:
+        if self.group is None:
             return
-        group, body = self._group, {"group_name": self._group.name}
+        group, body = self.group, {"group_name": self.group.name}
         with suppress(EngineError):
-            # At the same time: all processes of an NCCL group must leave it together.
+            # Both run at the same time: all processes of an NCCL group must leave it together.
             _run_both(
                 lambda: self._control.manage("/destroy_weights_update_group", body),
                 group.shutdown,
@@ -283,7 +284,7 @@ class NcclSender(BucketSender):
 
     def _join(self) -> None:
         name, size = f"agentrl-{uuid.uuid4().hex[:8]}", 1 + self._tp
-        self._group = group = _BroadcastGroup(name, self._backend, size)
+        self.group = group = BroadcastGroup(name, self._backend, size)
         body = {
             "master_address": "127.0.0.1",
             "master_port": group.port,
@@ -301,7 +302,7 @@ class NcclSender(BucketSender):
             )
 
     def _send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
-        group, data = self._group, bucket.bytes
+        group, data = self.group, bucket.bytes
         assert group is not None
         body |= {
             "names": bucket.names,
@@ -310,7 +311,7 @@ class NcclSender(BucketSender):
             "group_name": group.name,
         }
         path = "/update_weights_from_distributed"
-        if data.is_cuda:  # Another thread sends it, and waits only for its own streams.
+        if data.is_cuda:  # The thread that sends the data waits only for its own streams.
             torch.cuda.current_stream(data.device).synchronize()
         _run_both(
             lambda: self._control.manage(path, body, seconds=SEND_SECONDS),
@@ -319,17 +320,17 @@ class NcclSender(BucketSender):
         )
 
     def _abort_group(self) -> None:
-        """Abort the group. Operations that still wait are ended, or left to their threads."""
-        group, self._group = self._group, None
+        """Abort the group. Its pending operations end, or continue to block their threads."""
+        group, self.group = self.group, None
         if group is not None:
             wait([in_thread(group.abort)], timeout=GRACE_SECONDS)
 
 
-class _BroadcastGroup:
-    """Our end of a group, as rank 0, created in the same way as SGLang creates the other end.
+class BroadcastGroup:
+    """This process's end of a group, as rank 0. SGLang creates the other end in the same way.
 
-    It does not use the group registry of `torch.distributed`: no default group is needed, and code
-    that creates or destroys one later is not affected by this group.
+    It does not use the group registry of `torch.distributed`: it needs no default group, and it
+    does not affect code that creates or destroys one later.
     """
 
     def __init__(self, name: str, backend: str, size: int):
@@ -358,13 +359,13 @@ class _BroadcastGroup:
 
     def open(self) -> None:
         """Wait for the other processes."""
-        # The keys that `torch.distributed` uses for a group that SGLang makes.
+        # These are the keys that `torch.distributed` uses for a group that SGLang creates.
         backends = BackendConfig(Backend(self._backend))  # type: ignore[arg-type]
         device = next(iter(backends.device_backend_map))
         store: Store = self._store
         for prefix in (self.name, f"{self.name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
-        # Longer than all our time limits, so that these apply.
+        # The timeout exceeds all time limits of this module, so that these apply.
         timeout = timedelta(seconds=2 * SEND_SECONDS)
         if self._backend == "gloo":
             group = dist.ProcessGroupGloo(store, 0, self._size, timeout)
@@ -405,14 +406,16 @@ class _BroadcastGroup:
             group.abort()
 
 
-def _run_both(ask: Callable[[], object], act: Callable[[], object], seconds: float) -> None:
-    """Run a request to the server and our part of the operation at the same time.
+def _run_both(
+    send_request: Callable[[], object], run_own_part: Callable[[], object], seconds: float
+) -> None:
+    """Send a request to the server and run this process's part of the operation at the same time.
 
     Raises:
-        EngineError: one of them failed (the server's reason comes first), or they took longer than
-            `seconds`.
+        EngineError: one of the two failed (the server's reason comes first), or they took longer
+            than `seconds`.
     """
-    request, action = in_thread(ask), in_thread(act)
+    request, action = in_thread(send_request), in_thread(run_own_part)
     wait([request, action], timeout=seconds, return_when=FIRST_EXCEPTION)
     if action.done() and action.exception() is not None:
         wait([request], timeout=GRACE_SECONDS)

@@ -51,7 +51,14 @@ class RemoteEngine(Engine):
     health_path: ClassVar[str]
     """The path that reports whether the server can sample."""
     probe_tokens: ClassVar[int]
-    """More tokens than a block of any cache of the server: a shorter prompt is never cached."""
+    """The length of a probe's prompt. It exceeds a block of every cache of the server, since a
+    shorter prompt is never cached."""
+    control: Control
+    """The blocking client of the server."""
+    sender: Sender
+    """It sends the policy to the server."""
+    process: ServerHandle | None
+    """The process of the server, if agentrl started it."""
     _policy_version: PolicyVersion
 
     def __init__(
@@ -72,20 +79,20 @@ class RemoteEngine(Engine):
                 server.
             sender: returns the sender of the policy.
             key: the API key of the server.
-            admin_key: the key of its management endpoints; "" if it is the same.
-            process: the process of the server, if we started it: `close` ends it.
+            admin_key: the key of its management endpoints; "" if it is the same as `key`.
+            process: the process of the server, if agentrl started it: `close` ends it.
 
         Raises:
-            EngineError: no server answers, or it is of another kind.
+            EngineError: no server answers, or the server is of another kind.
         """
-        self.url, self._process, self._vocabulary = url, process, vocabulary
+        self.url, self.process, self._vocabulary = url, process, vocabulary
         self._http = HttpClient(url, token=key, error=EngineError)
         # Its requests do not wait for a connection behind turns, which may hang.
         self._control_http = HttpClient(
             url, token=admin_key or key, error=EngineError, control=True
         )
-        self._control = Control(url, key=key, admin_key=admin_key, process=process)
-        self._sender = sender(self._control)
+        self.control = Control(url, key=key, admin_key=admin_key, process=process)
+        self.sender = sender(self.control)
         self._uses_seeds = False
         with reading(self.name, url):
             self._connect()
@@ -93,13 +100,13 @@ class RemoteEngine(Engine):
 
     @property
     def version(self) -> int:
-        """Return the version of the policy from which it samples."""
+        """Return the version of the policy from which the server samples."""
         return self._policy_version.policy
 
     @property
     def restartable(self) -> bool:
-        """Return whether we started the server."""
-        return self._process is not None
+        """Return whether agentrl started the server, and so can restart it."""
+        return self.process is not None
 
     # -- Sampler -----------------------------------------------------------------------------------
 
@@ -107,7 +114,7 @@ class RemoteEngine(Engine):
         """Check that the server can sample.
 
         Raises:
-            EngineError: it did not confirm that before the deadline.
+            EngineError: the server did not confirm this before the deadline.
         """
         status, answer = await self._control_http.request_json(
             "GET", self.health_path, deadline=deadline, retries=1
@@ -129,7 +136,7 @@ class RemoteEngine(Engine):
         Raises:
             PromptTooLong: the prompt is too long.
             EngineOverloaded: the server accepts no more requests.
-            EngineDead: the server, which we started, has ended.
+            EngineDead: agentrl started the server, and it has ended.
             EngineNonsense: its answer is invalid.
             EngineError: no answer before the deadline, tokens outside of the vocabulary, a request
                 that cannot be served, or weights that changed within the turn.
@@ -141,7 +148,7 @@ class RemoteEngine(Engine):
         self._check_sampling(sampling, where)
         limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
         body = self._body(prompt_ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
-        policy_version, adapter_fields = self._policy_version, self._sender.request_fields()
+        policy_version, adapter_fields = self._policy_version, self.sender.request_fields()
         answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
         generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
         if max(generation.token_ids) >= self._vocabulary:
@@ -160,7 +167,7 @@ class RemoteEngine(Engine):
         if temperature != 1:
             raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
-        body = self._score_body(token_ids) | self._sender.request_fields()
+        body = self._score_body(token_ids) | self.sender.request_fields()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
 
@@ -169,14 +176,14 @@ class RemoteEngine(Engine):
     def publish(self, update: Update) -> int:
         """Send the policy, and check that the server has loaded it and samples from it.
 
-        After new weights, the next answer must carry their version and find nothing in the cache.
-        After a new adapter, the server must list it, and every request names it.
+        After new weights, the next answer must carry their version and use no cached tokens. After
+        a new adapter, the server must list the adapter, and every request names it.
 
         Raises:
-            ConfigError: this server cannot be sent the policy; nothing was sent.
+            ConfigError: the policy cannot be sent to this server; nothing was sent.
             EngineError: the server does not load the policy, or does not sample from it.
         """
-        if not isinstance(self._sender, AdapterSender):
+        if not isinstance(self.sender, AdapterSender):
             return self._replace_weights(update)
         sent = self._send(update)
         self._policy_version = PolicyVersion(self._policy_version.weights, update.version)
@@ -184,26 +191,25 @@ class RemoteEngine(Engine):
         return sent
 
     def close(self) -> None:
-        """End the server if we started it, else unload our adapters.
+        """End the server if agentrl started it, else unload the adapters that were sent to it.
 
         Requests in flight fail then.
         """
-        if (
-            self._process is not None
-        ):  # Stop it first, so that nothing waits for a server that hangs.
-            self._process.stop()
-        self._sender.close()
+        # Stop the process first: nothing may wait for a server that hangs.
+        if self.process is not None:
+            self.process.stop()
+        self.sender.close()
 
     def probe(self) -> Generation:
         """Let the server sample a token after a fixed prompt, which it then caches.
 
         Raises:
-            EngineError: it does not, or the version differs from the published one.
+            EngineError: the server samples no token, or not from the published version.
         """
-        adapter_fields, where = self._sender.request_fields(), f"{self.url}: a probe"
+        adapter_fields, where = self.sender.request_fields(), f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
         body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
-        answer = self._control.ask(self._path, body)
+        answer = self.control.ask(self._path, body)
         generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
         if generation.versions[0] != self.version:
             raise EngineError(
@@ -235,27 +241,27 @@ class RemoteEngine(Engine):
         """Send a request for tokens; return the status and the answer.
 
         Raises:
-            EngineDead: the server, which we started, has ended.
+            EngineDead: agentrl started the server, and it has ended.
             EngineError: no answer in time.
         """
         try:
-            # It is sent again if an idle connection was closed at that moment.
+            # `retries`: the server may close an idle connection at that moment.
             return await self._http.request_json(
                 "POST", self._path, body, deadline=deadline, retries=1, headers=headers
             )
         except EngineError as e:
             if time.monotonic() < deadline:
-                await raise_if_dead(self._process)
+                await raise_if_dead(self.process)
             raise type(e)(f"{where}: {e}") from None
 
     def _send(self, update: Update) -> int:
-        return self._sender.send(update)
+        return self.sender.send(update)
 
     def _check_cache_is_empty(self) -> None:
         """Check that the next answer is of the published version, and uses no cached tokens.
 
         Raises:
-            EngineError: it is not, or it does.
+            EngineError: the answer is of another version, or uses cached tokens.
         """
         if cached := self.probe().cached_tokens:
             raise EngineError(
@@ -289,7 +295,7 @@ class RemoteEngine(Engine):
         """Send one request and return the answer. If the caller is cancelled, the server aborts it.
 
         Raises:
-            EngineDead: the server, which we started, has ended.
+            EngineDead: agentrl started the server, and it has ended.
             EngineError: the request is refused, or there is no answer in time.
         """
 
@@ -304,7 +310,7 @@ class RemoteEngine(Engine):
     ) -> Generation:
         """Return the turn in an answer.
 
-        `policy_version` and `adapter_fields` are those of the time of the request.
+        `policy_version` and `adapter_fields` are those at the time of the request.
         """
 
     @abstractmethod
@@ -358,7 +364,8 @@ def token_versions(
     """Return the policy version of each of a turn's n tokens.
 
     Args:
-        spans: which weights sampled which tokens, as both servers report it; None: all the same.
+        spans: the version of the weights for each range of tokens, in the format of both servers;
+            None: the published weights sampled all tokens.
         n: the number of tokens.
         policy_version: the version that was published at the time of the request.
 

@@ -1,4 +1,4 @@
-"""The blocking client of a server, and the errors for all its answers."""
+"""A blocking client of a server, and the exceptions for the errors that servers return."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Control:
             url: the URL of the server.
             key: its API key.
             admin_key: the key of its management endpoints; "" if these use the API key.
-            process: the process of the server, if we started it. If an answer does not come, the
-                process may have ended.
+            process: the process of the server, if agentrl started it. If there is no answer, the
+                client checks whether the process has ended.
         """
         self.url, self.process = url, process
         self.key, self._admin_key = key, admin_key or key
@@ -64,7 +64,10 @@ class Control:
     def manage(
         self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS, json: bool = True
     ) -> Any:
-        """Send a request as `ask` does, with the admin key; `json`: whether a success is JSON."""
+        """Send a request as `ask` does, with the admin key.
+
+        If `json` is False, a successful answer need not be JSON.
+        """
         return self._parse_or_raise(path, *self.attempt(path, body, seconds=seconds), json=json)
 
     def attempt(
@@ -130,7 +133,7 @@ def reading(server: str, where: str) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
-    """Run a function in a daemon thread, for which not even the exit of Python waits."""
+    """Run a function in a daemon thread. Python does not wait for the thread when it exits."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -33,7 +33,7 @@ def check_folder_visible(path: Path, where: str = "this machine") -> None:
         where: the name of this machine.
 
     Raises:
-        ConfigError: this machine does not see it.
+        ConfigError: this machine does not see the folder.
     """
     if not path.exists():
         raise ConfigError(
@@ -65,17 +65,17 @@ def write_weights(weights: Iterable[tuple[str, Any]], folder: Path, dtype: Any =
         The number of bytes.
     """
     tensors: dict[str, Any] = {}
-    size = written = files = 0
+    size = total = files = 0
     for name, tensor in weights:
         tensor = tensor if dtype is None else tensor.to(dtype)
         tensors[name] = tensor.contiguous()
         size += tensor.nbytes
         if size >= FILE_BYTES:
             save_file(tensors, folder / f"{files:05d}.safetensors")
-            tensors, written, size, files = {}, written + size, 0, files + 1
+            tensors, total, size, files = {}, total + size, 0, files + 1
     if tensors:
         save_file(tensors, folder / f"{files:05d}.safetensors")
-    return written + size
+    return total + size
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -1,6 +1,7 @@
-"""Servers that this process starts: on loopback, with a random key, for as long as it lives.
+"""Servers that this process starts. They listen on loopback, require a random key, and end with it.
 
-For a run on another machine, a server listens on an address of its own machine, with the same keys.
+If the run is on another machine, a server listens on an address of its own machine, with the same
+kind of keys.
 """
 
 from __future__ import annotations
@@ -83,23 +84,23 @@ class ServerProcess:
             command: returns the command from `folder`, `host`, `port` and `token`. Pass the token
                 in a file in the folder or in the environment, because all users can read command
                 lines.
-            host: the address of this machine on which it listens.
-            environment: variables in addition to ours.
+            host: the address of this machine on which the server listens.
+            environment: environment variables in addition to those that agentrl sets.
             start_seconds: the time limit for the start.
 
         Raises:
-            EngineDead: it ended; the message has the last lines that it printed.
-            EngineError: it was not healthy in time.
+            EngineDead: the server ended; the message has the last lines that it printed.
+            EngineError: the server was not healthy in time.
         """
         self._name = name
         self.token = secrets.token_hex(32)
-        """A random key that its endpoints require."""
+        """A random key that the server's endpoints require."""
         self.admin_token = secrets.token_hex(32)
-        """Another key for its management endpoints, if it distinguishes the two."""
+        """A second key for management endpoints, for servers that have two keys."""
         self._folder = TemporaryDirectory(prefix="agentrl-engine-")
         self.folder = Path(self._folder.name)
-        """A folder for its files, removed after its end."""
-        self.host, self.port = host, _free_port(host)
+        """A folder for the server's files, removed when the server has ended."""
+        self.host, self.port = host, free_port(host)
         self.url = f"http://{host}:{self.port}"
         self._process = ChildProcess(
             [sys.executable, "-I", parent_watch.__file__, str(self.folder), *command(self)],
@@ -171,9 +172,9 @@ class EngineSlot:
     """The GPUs and the machine of one server of a run."""
 
     gpus: Sequence[int] = ()
-    """The indices of its GPUs, as torch counts them on that machine; none: a CPU."""
+    """The indices of the server's GPUs, as torch counts them on that machine; none: a CPU."""
     shares_gpu: bool = False
-    """True if its first GPU is also used by the learner."""
+    """True if the learner also uses the first of these GPUs."""
     is_local: bool = True
     """True if the learner's weights are in the memory of this process, or on a GPU that it sees."""
     run: Callable[[StartServer], tuple[ServerHandle, bool]] = start_here
@@ -201,7 +202,7 @@ def find_package(package: str, python: str) -> tuple[str, Path]:
 
     Args:
         package: such as "sglang".
-        python: the path of the interpreter; "" is this one.
+        python: the path of the interpreter; "": this process's interpreter.
 
     Returns:
         The full path of the interpreter, and the folder of the package.
@@ -241,11 +242,11 @@ def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[g] if names else str(g) for g in gpus)}
 
 
-def _free_port(host: str = LOOPBACK) -> int:
-    """Return a free port with room above it: SGLang also uses ports up to 10,000 higher.
+def free_port(host: str = LOOPBACK) -> int:
+    """Return a free port below `HIGHEST_PORT`: SGLang also uses ports up to 10,000 higher.
 
     Raises:
-        EngineError: none was found.
+        EngineError: no such port is free.
     """
     for k in range(2 * PORT_TRIES):
         # A port that the system chooses; if those are too high, a random one.
@@ -269,7 +270,7 @@ class Launch(ABC):
     model: str
     """A folder in the format of transformers, or a hub name."""
     python: str = ""
-    """The Python of the environment that has the server; "" is this one."""
+    """The Python of the environment that has the server; "": this process's Python."""
     dtype: str = "auto"
     gpus: Sequence[int] = ()
     """The GPUs that the server sees, one per part of the model, as torch counts them here; none: a
@@ -280,15 +281,15 @@ class Launch(ABC):
     lora_rank: int = 0
     """The rank of the policy's LoRA; 0: all weights are trained."""
     arguments: Sequence[str] = ()
-    """Additional arguments, which override ours."""
+    """Additional arguments, which override those of agentrl."""
 
     def start(self, start_seconds: float = START_SECONDS, *, host: str = LOOPBACK) -> ServerProcess:
         """Start the server on an address of this machine, and wait until it is healthy.
 
         Raises:
-            ConfigError: there is no such Python, or it does not have the server.
-            EngineDead: it ended; the message has the last lines that it printed.
-            EngineError: it was not healthy in time.
+            ConfigError: there is no such Python, or it lacks the server's package.
+            EngineDead: the server ended; the message has the last lines that it printed.
+            EngineError: the server was not healthy in time.
         """
         python, folder = find_package(self.package, self.python)
 
@@ -296,7 +297,7 @@ class Launch(ABC):
             return [
                 *self._command(server, python),
                 *("--host", server.host, "--port", str(server.port)),
-                *self._flags(folder),
+                *self.flags(folder),
                 *self.arguments,
             ]
 
@@ -312,7 +313,7 @@ class Launch(ABC):
         """Start the server.
 
         Returns:
-            Its process, and whether it computes in the order and precision of the trainer.
+            The server's process, and whether it computes in the order and precision of the trainer.
         """
         return self.start(host=host), False
 
@@ -324,7 +325,12 @@ class Launch(ABC):
         """
 
     @abstractmethod
-    def _flags(self, package: Path) -> list[str]: ...
+    def flags(self, package: Path) -> list[str]:
+        """Return the flags of the server, without its address, its keys and `arguments`.
+
+        Args:
+            package: the folder of the server's package.
+        """
 
     @abstractmethod
     def _environment(self) -> dict[str, str]: ...
@@ -336,10 +342,10 @@ SGLANG_CPU = (
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
 )
-"""The flags for a machine without a GPU. SGLang counts memory that others allocate during its start
-as its own."""
+"""The flags for a machine without a GPU. SGLang counts memory that other processes allocate during
+its start as its own."""
 ON_POLICY_TARGET = "fsdp"
-"""The value of `--rl-on-policy-target` for a trainer of plain torch modules, as ours is."""
+"""The value of `--rl-on-policy-target` for a trainer of plain torch modules, such as agentrl's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +355,8 @@ class SGLangLaunch(Launch):
     name, package = "SGLang", "sglang"
 
     lora_targets: Sequence[str] = ()
-    """The modules that adapters adapt, or `all`. Empty: the server is sent no adapters, but the
-    weights that LoRA adapts, with LoRA merged into them."""
+    """The modules that adapters adapt, or `all`. Empty: the policy is sent as the weights that LoRA
+    adapts, with LoRA merged into them, and not as an adapter."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     on_policy: bool = False
     """True if it computes in the order and precision of a trainer of plain torch modules."""
@@ -358,25 +364,25 @@ class SGLangLaunch(Launch):
     def start_for_trainer(self, host: str) -> tuple[ServerProcess, bool]:
         """Start the server; if it is deterministic and on a GPU, try `on_policy` first.
 
-        Not every model can do that.
+        SGLang does not support this for every model.
         """
         if self.deterministic and self.gpus and self.has_on_policy_option():
             try:
                 return replace(self, on_policy=True).start(host=host), True
             except EngineDead as e:
-                why = str(e).splitlines()[1:]
+                error_lines = str(e).splitlines()[1:]
                 log.warning(
                     "this model does not start with --rl-on-policy-target: rollouts are"
                     " deterministic, but their logprobs differ more from the trainer's. SGLang's"
                     " error:\n%s",
-                    "\n".join(line for line in why if "Error" in line)[:500],
+                    "\n".join(line for line in error_lines if "Error" in line)[:500],
                 )
         return self.start(host=host), False
 
     def has_on_policy_option(self) -> bool:
         """Return whether this SGLang has the option `--rl-on-policy-target`.
 
-        It reads the source of SGLang, which is faster than running its help.
+        This reads the source of SGLang, which is faster than running `--help`.
         """
         source = find_package("sglang", self.python)[1] / "srt/server_args.py"
         return source.is_file() and "rl_on_policy_target" in source.read_text()
@@ -391,7 +397,7 @@ class SGLangLaunch(Launch):
             *("--model-path", self.model, "--weight-version", "0"),
         ]
 
-    def _flags(self, package: Path) -> list[str]:
+    def flags(self, package: Path) -> list[str]:
         flags = ["--grammar-backend", "none", "--dtype", self.dtype]
         if not self.gpus:
             flags += SGLANG_CPU
@@ -429,7 +435,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """The environment without a GPU: 1 GiB of cache, and threads that share the cores."""
 VLLM_ALWAYS = {
-    # Enable its management endpoints: weights, pauses, the cache.
+    # Enable the management endpoints: weights, pauses, the cache.
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     # Longer than a client keeps connections.
@@ -456,7 +462,7 @@ class VLLMLaunch(Launch):
             *("--middleware", f"{GUARD}.KeyGuard"),
         ]
 
-    def _flags(self, package: Path) -> list[str]:
+    def flags(self, package: Path) -> list[str]:
         flags = [
             *("--dtype", self.dtype),
             # Logprobs after the temperature; by default they are before it.
@@ -475,9 +481,9 @@ class VLLMLaunch(Launch):
         else:
             flags.append("--enforce-eager")
         if self.lora_rank:
-            room = next((rank for rank in RANKS if rank >= self.lora_rank), self.lora_rank)
+            max_rank = next((rank for rank in RANKS if rank >= self.lora_rank), self.lora_rank)
             flags += [
-                *("--enable-lora", "--max-lora-rank", str(room)),
+                *("--enable-lora", "--max-lora-rank", str(max_rank)),
                 *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(MAX_ADAPTERS)),
             ]
         return flags

@@ -1,4 +1,4 @@
-"""The servers of a run: where and how each is started, and how the policy is sent to it."""
+"""Opens the servers of a run: starts or attaches each, and chooses how the policy is sent to it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def make_openers(
         config: the config of the run.
         base: the plain model that servers load.
         cpu: whether servers run without a GPU.
-        slots: where to start servers; None: on this machine.
+        slots: the slots in which servers are started; None: on this machine.
 
     Raises:
-        ConfigError: this machine cannot run them.
+        ConfigError: this machine cannot run the servers.
     """
     model = AutoConfig.from_pretrained(base).get_text_config()
     half = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
@@ -65,23 +65,23 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
     """Return the slots on this machine: the last GPUs, because the trainer uses the first.
 
     Raises:
-        ConfigError: there are too few GPUs; or a server is to sleep but shares no GPU; or one
-            shares the trainer's GPU although `trainer.placement` forbids it.
+        ConfigError: there are too few GPUs; or `rollout.sleep` is set, but no server shares the
+            trainer's GPU; or a server shares it although `trainer.placement` forbids this.
     """
     r = config.rollout
     if cpu:
         return [EngineSlot([])] * r.engines
-    gpu_count, each = torch.cuda.device_count(), r.tensor_parallel_size
-    first = gpu_count - r.engines * each
+    gpu_count, tp_size = torch.cuda.device_count(), r.tensor_parallel_size
+    first = gpu_count - r.engines * tp_size
     if first < 0:
         raise ConfigError(
-            f"rollout.engines={r.engines} times rollout.tensor_parallel_size={each} are"
-            f" {r.engines * each} GPUs, but torch finds {gpu_count}"
+            f"rollout.engines={r.engines} times rollout.tensor_parallel_size={tp_size} are"
+            f" {r.engines * tp_size} GPUs, but torch finds {gpu_count}"
         )
     if first == 0 and config.trainer.placement == "separate":
         raise ConfigError(
             f"trainer.placement=separate: rollout.engines={r.engines} times"
-            f" rollout.tensor_parallel_size={each} leave none of {gpu_count} GPUs to the"
+            f" rollout.tensor_parallel_size={tp_size} leave none of {gpu_count} GPUs to the"
             " trainer alone. Set trainer.placement=colocated, or reduce one of them"
         )
     if first > 0 and r.sleep != "none":
@@ -89,8 +89,8 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
             f"rollout.sleep={r.sleep}: no server shares the trainer's GPU, which is the first of"
             f" {gpu_count}. Set rollout.sleep=none"
         )
-    starts = range(first, gpu_count, each)
-    return [EngineSlot(list(range(k, k + each)), shares_gpu=k == 0) for k in starts]
+    starts = range(first, gpu_count, tp_size)
+    return [EngineSlot(list(range(k, k + tp_size)), shares_gpu=k == 0) for k in starts]
 
 
 def _check_without_gpu(config: Config) -> None:
@@ -138,10 +138,10 @@ def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> R
     }
     if r.name == "vllm":
         launch = VLLMLaunch(base, **common)
-        sender = _vllm_sender(config, base, cpu=not slot.gpus)
+        sender = vllm_sender(config, base, cpu=not slot.gpus)
         connect = partial(VLLMEngine, sender=sender, uses_seeds=r.deterministic)
     else:
-        sender = _sglang_sender(config, slot)
+        sender = sglang_sender(config, slot)
         sleep = r.sleep if slot.shares_gpu else "none"
         targets = _lora_targets(config) if sender is SGLangAdapterSender else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
@@ -149,8 +149,8 @@ def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> R
     process, on_policy = slot.run(launch.start_for_trainer)
     if r.name == "sglang":
         # A server that computes as the trainer does keeps its float32 embeddings and norms.
-        sent = None if on_policy else dtype
-        connect = partial(connect, admin_key=process.admin_token, dtype=sent)
+        send_dtype = None if on_policy else dtype
+        connect = partial(connect, admin_key=process.admin_token, dtype=send_dtype)
     try:
         return connect(
             process.url, vocabulary=_vocabulary(base), key=process.token, process=process
@@ -174,7 +174,7 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEn
     options: dict[str, Any] = {"vocabulary": _vocabulary(base), "key": key}
     try:
         if r.name == "vllm":
-            sender = _vllm_sender(config, base, cpu=False)
+            sender = vllm_sender(config, base, cpu=False)
             return VLLMEngine(url, sender=sender, uses_seeds=r.deterministic, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
@@ -203,11 +203,11 @@ def _lora_targets(config: Config) -> Sequence[str]:
 # -- how the policy is sent ------------------------------------------------------------------------
 
 
-def _sglang_sender(config: Config, slot: EngineSlot) -> MakeSender:
-    """Return the way to send the policy to an SGLang server that we started.
+def sglang_sender(config: Config, slot: EngineSlot) -> MakeSender:
+    """Return the function that makes the sender for an SGLang server that agentrl started.
 
     Raises:
-        ConfigError: the configured way is not possible.
+        ConfigError: the configured transport is not possible.
     """
     r, gpus, shares_gpu = config.rollout, slot.gpus, slot.shares_gpu
     if config.model.lora_rank and (r.lora == "adapter" or (r.lora == "auto" and gpus)):
@@ -235,11 +235,11 @@ def _sglang_sender(config: Config, slot: EngineSlot) -> MakeSender:
     return partial(IpcSender if sync == "ipc" else NcclSender, tp=len(gpus))
 
 
-def _vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
-    """Return the way to send the policy to a vLLM server: LoRA as an adapter, also on a CPU.
+def vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
+    """Return the function that makes the sender for a vLLM server. LoRA is sent as an adapter.
 
     Raises:
-        ConfigError: LoRA is to be merged.
+        ConfigError: `rollout.lora` is `merge`.
     """
     if config.model.lora_rank:
         if config.rollout.lora == "merge":

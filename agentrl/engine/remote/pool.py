@@ -58,8 +58,8 @@ class EnginePool(Engine):
         """Open all engines at the same time.
 
         Args:
-            openers: one function per engine, which starts it or connects to it. An engine that we
-                started and that ends is opened again, in a thread.
+            openers: one function per engine, which starts it or connects to it. If an engine that
+                agentrl started ends, a thread opens it again.
             close: called at the end, also if an engine cannot be opened.
             recovery: intervals and limits of the recovery of engines.
 
@@ -75,8 +75,8 @@ class EnginePool(Engine):
             Replica(i, opener, engine, Breaker(policy.first_backoff, policy.max_backoff))
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
-        self._supervisor = Supervisor(replicas, policy)
-        self._replicas = replicas
+        self.supervisor = Supervisor(replicas, policy)
+        self.replicas = replicas
         self._assignments: dict[str, tuple[Replica, RemoteEngine]] = {}
         """The engine of each episode. After a restart, a replica has another engine, with an empty
         cache."""
@@ -92,10 +92,10 @@ class EnginePool(Engine):
         Raises:
             EngineDead: no engine will be available; the message has the last lines of each.
         """
-        while not any(map(self._supervisor.is_usable, self._replicas)):
-            self._supervisor.raise_if_hopeless()
+        while not any(map(self.supervisor.is_usable, self.replicas)):
+            self.supervisor.raise_if_hopeless()
             await asyncio.sleep(POLL_SECONDS)
-        self.max_length = min(self.max_length, *(m.engine.max_length for m in self._replicas))
+        self.max_length = min(self.max_length, *(m.engine.max_length for m in self.replicas))
 
     async def generate(
         self,
@@ -117,11 +117,11 @@ class EnginePool(Engine):
         """
 
         async def send_request(engine: RemoteEngine) -> Generation:
-            sent = self._supervisor.version
+            version = self.supervisor.version
             result = await engine.generate(
                 prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
             )
-            self._check_version(result, sent, engine)
+            self._check_version(result, version, engine)
             return result
 
         return await self._try_engines(
@@ -147,7 +147,7 @@ class EnginePool(Engine):
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
         """Return the logprobs of each engine that can be used.
 
-        An engine that fails while another succeeds is sent the policy again.
+        If an engine fails while another one succeeds, the policy is sent to it again.
         """
         result: list[array[float]] = []
         failed: list[tuple[Replica, RemoteEngine, EngineError]] = []
@@ -161,16 +161,16 @@ class EnginePool(Engine):
         if not result:
             if failed:
                 raise failed[-1][2]
-            self._supervisor.raise_unavailable()
+            self.supervisor.raise_unavailable()
         for failure in failed:
-            self._supervisor.exclude(*failure, stale=True)
+            self.supervisor.exclude(*failure, stale=True)
         return result
 
     # -- EngineControl -----------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Announce that the trainer works. No engine is sent the policy until it is published."""
-        self._supervisor.sleep()
+        """Announce that the trainer works. No engine gets the policy until `publish`."""
+        self.supervisor.sleep()
 
     def publish(self, update: Update) -> int:
         """Send the policy to all engines. An engine that does not load it is excluded.
@@ -178,21 +178,19 @@ class EnginePool(Engine):
         Raises:
             EngineError: no engine loaded it; the message has all causes.
         """
-        return self._supervisor.publish(update)
+        return self.supervisor.publish(update)
 
     def close(self) -> None:
         """Close all engines. Idempotent."""
         with self._close:
-            self._supervisor.close()
+            self.supervisor.close()
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of events since the last call, and how many engines can be used now."""
-        now = {"engine/restarts": self._supervisor.restarts, "engine/failovers": self._failovers}
-        since = {name: float(count - self._reported[name]) for name, count in now.items()}
-        self._reported = now
-        return since | {
-            "engine/usable": float(sum(map(self._supervisor.is_usable, self._replicas)))
-        }
+        totals = {"engine/restarts": self.supervisor.restarts, "engine/failovers": self._failovers}
+        new = {name: float(count - self._reported[name]) for name, count in totals.items()}
+        self._reported = totals
+        return new | {"engine/usable": float(sum(map(self.supervisor.is_usable, self.replicas)))}
 
     # -- routing -----------------------------------------------------------------------------------
 
@@ -213,18 +211,18 @@ class EnginePool(Engine):
         while True:
             replica = choose(failed | full)
             if replica is None and full:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     assert error is not None
                     raise error
-                await asyncio.sleep(min(left, backoff * random.uniform(0.5, 1.0)))
+                await asyncio.sleep(min(remaining, backoff * random.uniform(0.5, 1.0)))
                 backoff = min(2 * backoff, LONGEST_BACKOFF)
                 full.clear()
                 continue
             if replica is None:
                 if error is not None:
                     raise error
-                self._supervisor.raise_unavailable()
+                self.supervisor.raise_unavailable()
             if has_failed_over:
                 self._failovers += 1
                 has_failed_over = False
@@ -263,9 +261,9 @@ class EnginePool(Engine):
         except EngineError as e:
             # A missed deadline says nothing about the engine: the episode had no time left.
             if time.monotonic() < deadline or isinstance(e, EngineDead):
-                self._supervisor.record_failure(replica, engine, e)
+                self.supervisor.record_failure(replica, engine, e)
             raise
-        self._supervisor.record_success(replica, engine)
+        self.supervisor.record_success(replica, engine)
         return result
 
     def _replica_for_episode(self, episode_id: str, tried: set[Replica]) -> Replica | None:
@@ -278,7 +276,7 @@ class EnginePool(Engine):
             replica is not None
             and replica not in tried
             and replica.engine is engine
-            and self._supervisor.is_usable(replica)
+            and self.supervisor.is_usable(replica)
         ):
             return replica
         replica = min(
@@ -295,21 +293,26 @@ class EnginePool(Engine):
         return replica
 
     def _candidates(self, tried: set[Replica]) -> list[Replica]:
-        return [m for m in self._replicas if m not in tried and self._supervisor.is_usable(m)]
+        return [m for m in self.replicas if m not in tried and self.supervisor.is_usable(m)]
 
-    def _check_version(self, result: Generation, sent: int | None, engine: RemoteEngine) -> None:
-        """Check that a policy sampled the turn that was published while it was in flight.
+    def _check_version(self, result: Generation, first: int | None, engine: RemoteEngine) -> None:
+        """Check that only policies that were published during a request sampled its turn.
+
+        Args:
+            result: the turn.
+            first: the version that was published when the request was sent.
+            engine: the engine of the request.
 
         Raises:
-            EngineNonsense: another policy did.
+            EngineNonsense: another policy sampled a token.
         """
-        now = self._supervisor.version
-        if sent is None or now is None:
+        last = self.supervisor.version
+        if first is None or last is None:
             return
-        lo, hi = min(sent, now), max(sent, now)
+        lo, hi = min(first, last), max(first, last)
         if not lo <= min(result.versions, default=lo) <= max(result.versions, default=lo) <= hi:
             raise EngineNonsense(
-                f"{engine.url}: tokens of policy {sorted(set(result.versions))}, but {now} is"
+                f"{engine.url}: tokens of policy {sorted(set(result.versions))}, but {last} is"
                 " published"
             )
 
@@ -341,9 +344,9 @@ class EnginePool(Engine):
                 await engine.check_health(time.monotonic() + self._recovery.health_timeout)
                 misses = 0
             except EngineError as e:
-                if self._supervisor.is_suspended:
+                if self.supervisor.is_suspended:
                     misses = 0
                     continue
                 misses += 1
                 if misses == 2 or isinstance(e, EngineDead):
-                    self._supervisor.exclude(replica, engine, e, broken=True)
+                    self.supervisor.exclude(replica, engine, e, broken=True)

@@ -1,6 +1,6 @@
-"""How the policy is sent to a server: weights through files, or a LoRA adapter with a name.
+"""Send the policy to a server: weights through files, or a LoRA adapter with a name.
 
-`buckets` sends weights within one machine.
+The module `buckets` sends weights within one machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, EngineNonsense
 
 SEND_SECONDS = 1800.0
-"""The time limit for a server to load what it was sent."""
+"""The time limit for a server to load weights or an adapter."""
 
 
 class Sender(ABC):
@@ -38,7 +38,7 @@ class Sender(ABC):
             The number of bytes that were sent.
 
         Raises:
-            EngineError: the server did not load it.
+            EngineError: the server did not load the policy.
         """
 
     def request_fields(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Sender(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Remove everything that was sent, also from a server that we did not start."""
+        """Remove everything that was sent, also from a server that agentrl did not start."""
 
 
 class SGLangDiskSender(Sender):
@@ -58,7 +58,7 @@ class SGLangDiskSender(Sender):
     def send(self, update: Update) -> int:
         """Send all weights. Tensors that are not in the update keep their values."""
         with transfer_folder() as folder:
-            sent = write_update(update, Path(folder))
+            size = write_update(update, Path(folder))
             # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
             body = {
                 "model_path": folder,
@@ -66,7 +66,7 @@ class SGLangDiskSender(Sender):
                 "flush_cache": False,
             }
             self._control.manage("/update_weights_from_disk", body, seconds=SEND_SECONDS)
-        return sent
+        return size
 
 
 class VLLMDiskSender(Sender):
@@ -83,25 +83,25 @@ class VLLMDiskSender(Sender):
         """
         super().__init__(control)
         self._names = names
-        self._stale_head = stale_head
+        self.stale_head = stale_head
 
     def send(self, update: Update) -> int:
         """Send all weights. The server must be paused, without turns in flight.
 
         Raises:
-            ConfigError: this server cannot be sent weights, or a tensor is missing. vLLM loads
-                whole layers: the parts of a layer (q, k and v are one) that are not in the files
-                get whatever was in memory.
-            EngineError: the server does not load them, or holds other weights afterwards.
+            ConfigError: weights cannot be sent to this server, or a tensor is missing. vLLM loads
+                whole layers (q, k and v are one layer): the parts of a layer that are not in the
+                files become uninitialized memory.
+            EngineError: the server does not load the weights, or holds other weights afterwards.
         """
-        if self._stale_head:
+        if self.stale_head:
             raise ConfigError(
                 "rollout.name=vllm on a CPU cannot train all weights of this model: its head is"
                 " tied to its embeddings, and vLLM would keep using the old head. Train LoRA"
                 " (model.lora_rank), or set rollout.name=sglang"
             )
         with transfer_folder() as folder:
-            sent = write_update(update, Path(folder))
+            size = write_update(update, Path(folder))
             if missing := sorted(self._names - tensor_names(Path(folder))):
                 raise ConfigError(
                     f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
@@ -111,7 +111,7 @@ class VLLMDiskSender(Sender):
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             self._control.manage("/collective_rpc", body, seconds=SEND_SECONDS)
         check_norms(self._control, update)
-        return sent
+        return size
 
 
 class AdapterSender(Sender):
@@ -142,7 +142,7 @@ class AdapterSender(Sender):
         self._sync_with_server()
         while len(self._adapters) >= MAX_ADAPTERS:
             self._unload(self._adapters[0])
-        # Use a new name each time: if an answer was lost, it is unknown what the old name holds.
+        # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
         self._send_count += 1
         name = f"{self._name_prefix}{update.version}-{self._send_count}"
         self._folders.append(transfer_folder())
@@ -150,19 +150,19 @@ class AdapterSender(Sender):
             folder = Path(self._folders[-1].name)
             update.adapter(folder)
             self._manage("load", {"lora_name": name, "lora_path": str(folder)})
-            sent = sum(file.stat().st_size for file in folder.iterdir())
+            size = sum(file.stat().st_size for file in folder.iterdir())
         finally:
             self._clear_folders(self.kept_folders)
         self._adapters.append(name)
         self._check_listed()
-        return sent
+        return size
 
     def request_fields(self) -> dict[str, Any]:
         """Return the field with the name of the newest adapter."""
         return {self.request_field: self._adapters[-1]} if self._adapters else {}
 
     def close(self) -> None:
-        """Unload our adapters, which a server that we did not start would keep."""
+        """Unload the adapters of this run, which a server that agentrl did not start would keep."""
         with contextlib.suppress(EngineError):
             while self._adapters:
                 self._unload(self._adapters[0])
@@ -177,7 +177,7 @@ class AdapterSender(Sender):
         self._adapters.remove(name)
 
     def _sync_with_server(self) -> None:
-        """Remove the differences between our list of adapters and the server's.
+        """Make the list of adapters of this object and that of the server equal.
 
         An answer may have been lost, or the server restarted.
         """
@@ -187,10 +187,10 @@ class AdapterSender(Sender):
             self._manage("unload", {"lora_name": extra})
 
     def _check_listed(self) -> None:
-        """Check that the server lists exactly our adapters.
+        """Check that the server lists exactly the adapters of this object.
 
         Raises:
-            EngineError: it does not.
+            EngineError: the lists differ.
         """
         if (server_adapters := self._list_adapters()) != set(self._adapters):
             raise EngineError(
@@ -199,7 +199,7 @@ class AdapterSender(Sender):
             )
 
     def _list_adapters(self) -> set[str]:
-        """Return those of our adapters that the server has."""
+        """Return the adapters of this run that the server has."""
         answer = self._control.ask("/v1/models")
         try:
             names = [str(model["id"]) for model in answer["data"]]
@@ -229,4 +229,4 @@ class VLLMAdapterSender(AdapterSender):
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         path = f"/v1/{verb}_lora_adapter"
-        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # It answers a sentence.
+        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # Not JSON.

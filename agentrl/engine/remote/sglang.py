@@ -77,8 +77,8 @@ class SGLangEngine(RemoteEngine):
         super().__init__(url, sender=sender, **options)
 
     def _connect(self) -> None:
-        self._weights_checker = WeightsChecker(self._control)
-        info, model = self._control.ask("/server_info"), self._control.ask("/model_info")
+        self._weights_checker = WeightsChecker(self.control)
+        info, model = self.control.ask("/server_info"), self.control.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
         self._uses_seeds = bool(info.get("enable_deterministic_inference"))
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
@@ -107,8 +107,8 @@ class SGLangEngine(RemoteEngine):
         }
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        # SGLang aborts all ids with a prefix; ids of equal length are no prefixes of each other. It
-        # refuses an id that is in use, so each request has a new one.
+        # SGLang aborts all requests whose id begins with the given text, so ids have equal lengths.
+        # It refuses an id that is in use, so each request has a new id.
         rid = uuid.uuid4().hex
         has_answer = False
         try:
@@ -156,9 +156,9 @@ class SGLangEngine(RemoteEngine):
     def sleep(self) -> None:
         """Release the memory that the trainer needs, once no turn is in flight."""
         if self._memory and not self._released:
-            self._flush_cache()
+            self.flush_cache()
             body = {"tags": list(reversed(self._memory))}
-            self._control.manage("/release_memory_occupation", body)
+            self.control.manage("/release_memory_occupation", body)
             self._released = set(self._memory)
 
     def probe(self) -> Generation:
@@ -177,12 +177,12 @@ class SGLangEngine(RemoteEngine):
             write=write and (lambda folder, _: write(folder, self._dtype)),
         )
         self._weights_checker.record_first()
-        sent = self._send(update)
+        size = self._send(update)
         self._policy_version = PolicyVersion(str(update.version), update.version)
-        self._flush_cache()
+        self.flush_cache()
         self._check_cache_is_empty()
         self._weights_checker.check(update)
-        return sent
+        return size
 
     def _cast(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights in the server's dtype, rounded as the server would."""
@@ -191,26 +191,29 @@ class SGLangEngine(RemoteEngine):
 
     def _send(self, update: Update) -> int:
         self._wake("weights")
-        sent = super()._send(update)
+        size = super()._send(update)
         self._wake("kv_cache")
-        return sent
+        return size
 
     def _wake(self, tag: str) -> None:
         if tag in self._released:
-            self._control.manage("/resume_memory_occupation", {"tags": [tag]})
+            self.control.manage("/resume_memory_occupation", {"tags": [tag]})
             self._released.remove(tag)
 
-    def _flush_cache(self) -> None:
+    def flush_cache(self, seconds: float = CONTROL_SECONDS) -> None:
         """Empty the cache, once the aborted turns have left it.
 
         The cache is not flushed with the update: SGLang crashes if the cache is in use then, also
         by paused turns.
 
+        Args:
+            seconds: the time to wait for these turns.
+
         Raises:
-            EngineError: the cache is in use for too long.
+            EngineError: the cache is in use for longer.
         """
-        end = time.monotonic() + CONTROL_SECONDS
-        while (answer := self._control.attempt("/flush_cache", {}))[0] != 200:
+        end = time.monotonic() + seconds
+        while (answer := self.control.attempt("/flush_cache", {}))[0] != 200:
             if time.monotonic() > end:
                 raise refusal(answer[0], answer[1].decode(errors="replace"), "/flush_cache")
             time.sleep(0.02)
@@ -224,8 +227,8 @@ def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[s
         "presence_penalty": 0.0,
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
-        # SGLang treats it as greedy. Then the temperature of the logprobs depends on the other
-        # requests of the batch. The smallest top_p selects the same token.
+        # SGLang treats top_k=1 as greedy sampling. Then the temperature of the logprobs depends on
+        # the other requests of the batch. A tiny top_p selects the same token.
         params |= {"top_k": -1, "top_p": MIN_TOP_P}
     return params if seed is None else params | {"sampling_seed": seed}
 
@@ -244,7 +247,7 @@ def read_generation(
     Raises:
         EngineNonsense: the answer is invalid.
         EngineError: the request was aborted; or two policies sampled the turn, and the server does
-            not report which tokens are whose.
+            not report the version of each token.
     """
     with reading("SGLang", where):
         meta = answer["meta_info"]
@@ -256,14 +259,14 @@ def read_generation(
         check_turn(ids, reason, limit, meta["completion_tokens"])
         spans = meta.get("weight_versions")
         if not spans:
-            now = meta["weight_version"]
-            if not isinstance(now, str):
-                raise TypeError(f"weight_version {now!r}")
-            if now != policy_version.weights:
+            final_weights = meta["weight_version"]
+            if not isinstance(final_weights, str):
+                raise TypeError(f"weight_version {final_weights!r}")
+            if final_weights != policy_version.weights:
                 raise EngineError(
                     f"{where}: the weights were {policy_version.weights!r} when this turn began and"
-                    f" {now!r} when it ended, and this SGLang does not report the version of each"
-                    " token"
+                    f" {final_weights!r} when it ended, and this SGLang does not report the version"
+                    " of each token"
                 )
         return Generation(
             token_ids=ids,
@@ -281,16 +284,16 @@ def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) ->
     Args:
         answer: the parsed answer.
         row: the row to score.
-        vocabulary: the size of the model's vocabulary. SGLang repeats its last id as 0, although it
-            scores the right token.
+        vocabulary: the size of the model's vocabulary. SGLang reports the last id of the vocabulary
+            as 0, although it scores the right token.
         where: the request, for messages.
 
     Raises:
         EngineNonsense: the answer is invalid, or of another row.
     """
     with reading("SGLang", where):
-        (_, first, *_), *rest = answer["meta_info"]["input_token_logprobs"]
-        ids, logprobs = _tokens(rest)
+        (_, first, *_), *entries = answer["meta_info"]["input_token_logprobs"]
+        ids, logprobs = _tokens(entries)
         expected = [token if token < vocabulary - 1 else 0 for token in row]
         if [first, *ids] not in (expected, list(row)):
             raise ValueError("logprobs of another row")

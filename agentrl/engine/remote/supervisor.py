@@ -1,9 +1,9 @@
-"""Recovers the engines of a pool, and keeps all that are used at the published policy.
+"""Recovers the engines of a pool, and checks that each one in use has the published policy.
 
 A replica that fails is excluded, and a recovery thread tries to repair it: by a probe, or by a
-restart if we started it and a probe is useless. Before it is used again it is sent the policy. That
-is correct only while the learner's weights do not change: from `publish` to `sleep`. In between the
-thread waits, and the next `publish` includes the replica.
+restart if agentrl started it and a probe is useless. The policy is sent to a replica before it is
+used again. This is correct only while the learner's weights do not change: from `publish` to
+`sleep`. From `sleep` to `publish` the thread waits, and that `publish` includes the replica.
 
 There are two locks: `_weights` is held while a policy is sent, perhaps for minutes, `_lock` only
 for moments. The event loop takes only the second.
@@ -43,22 +43,22 @@ CLOSE_SECONDS = 5.0
 
 
 Opener = Callable[[], RemoteEngine]
-"""Starts an engine or connects to it. An engine that we started is closed and opened again."""
+"""Starts an engine or connects to it. To restart an engine, it is closed and opened again."""
 
 
 class Breaker:
-    """A circuit breaker: closed, the engine is used; open, it is not, until a try has succeeded.
+    """A circuit breaker: if it is closed, the engine is used; if it is open, the engine is not.
 
-    `FAILURES` failures in a row open it. The time until the next try doubles, also after tries that
-    succeed, and is reset once the engine has answered a request. Not thread-safe: its owner's lock
-    guards it.
+    `FAILURES` failures in a row open it, and a successful try closes it. The time until the next
+    try doubles, also after tries that succeed, and is reset once the engine has answered a request.
+    The breaker is not thread-safe: its owner's lock guards it.
     """
 
     def __init__(self, first_backoff: float = 1.0, max_backoff: float = 60.0):
         """Start closed.
 
         Args:
-            first_backoff: the seconds from its opening to the first try.
+            first_backoff: the seconds from the opening of the breaker to the first try.
             max_backoff: the limit of the doubled time.
         """
         self.open = False
@@ -98,9 +98,10 @@ class RecoveryPolicy:
     """The time from a failure to the first try to use the engine again; doubled each time."""
     max_backoff: float = 60.0
     restarts: int = 3
-    """The restarts of an engine between two updates of the policy. After that, it is abandoned."""
+    """The largest number of restarts of an engine between two updates of the policy. An engine that
+    needs more is abandoned."""
     outage: float = 300.0
-    """How long to wait for servers that we did not start, once none answers."""
+    """The time to wait for servers that agentrl did not start, once none answers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,31 +118,32 @@ class Replica:
     breaker: Breaker
 
     episodes: set[str] = field(default_factory=set)
-    """The episodes whose turns go here."""
+    """The episodes whose turns this replica samples."""
     served: int = 0
-    """The number of all episodes so far."""
+    """The number of episodes that were assigned to this replica so far."""
     in_flight: set[asyncio.Timeout] = field(default_factory=set)
     """The timeouts of the requests in flight."""
     watch: asyncio.Task[None] | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     broken: bool = False
-    """A probe is useless: the engine has ended, hangs, or failed a probe. Ours is restarted."""
+    """True if a probe is useless: the engine has ended, hangs, or failed a probe. If agentrl
+    started the engine, it is restarted."""
     sent_update: Update | None = None
-    """The update that it loaded last. Two updates may have the same version."""
+    """The update that the engine loaded last. Two updates may have the same version."""
     awaits_weights: bool = False
-    """It works, but needs the weights, which the trainer is changing."""
+    """True if the engine works, but needs the weights, which the trainer is changing."""
     is_abandoned: bool = False
-    """True if it is not restarted any more."""
+    """True if the engine is not restarted any more."""
     restarts: int = 0
-    """The restarts since the last update of the policy."""
+    """The number of restarts since the last update of the policy."""
     excluded_at: float = 0.0
-    """When it was excluded."""
+    """The time of the exclusion, in `time.monotonic()` seconds."""
     cause: Exception | None = None
     recovery_thread: threading.Thread | None = None
 
     def is_hopeless(self, outage: float) -> bool:
-        """Return whether waiting for it is useless."""
+        """Return whether waiting for this replica is useless."""
         if self.engine.restartable:
             return self.is_abandoned
         return self.breaker.open and time.monotonic() - self.excluded_at > outage
@@ -171,7 +173,7 @@ class Supervisor:
         """
         self.replicas = replicas
         self.version: int | None = None
-        """The published version. Before the first, each engine samples from the weights of its
+        """The published version; None before the first: each engine samples from the weights of its
         start."""
         self.restarts = self.sent = 0
         """The number of restarts, and of bytes of weights that were sent, in total."""
@@ -203,8 +205,8 @@ class Supervisor:
     def record_failure(self, replica: Replica, engine: RemoteEngine, error: EngineError) -> None:
         """Record that a request failed; exclude the replica if it failed too often."""
         with self._lock:
-            over = replica.engine is engine and replica.breaker.record_failure()
-        if over or isinstance(error, EngineDead):
+            must_open = replica.engine is engine and replica.breaker.record_failure()
+        if must_open or isinstance(error, EngineDead):
             self.exclude(replica, engine, error, broken=isinstance(error, EngineDead))
 
     def exclude(
@@ -243,9 +245,8 @@ class Supervisor:
                 )
                 replica.recovery_thread.start()
         if is_new:
-            message = (
-                cause if isinstance(cause, EngineDead) else first_line(cause)
-            )  # with its last lines
+            # The error of a server that ended has the last lines of its output.
+            message = cause if isinstance(cause, EngineDead) else first_line(cause)
             log.warning("engine %s is excluded: %s", engine.url, message)
         if broken:
             replica.cancel_requests()
@@ -254,7 +255,7 @@ class Supervisor:
         """Raise an error if waiting for every replica is useless.
 
         Raises:
-            EngineDead: with the last error of each.
+            EngineDead: all are hopeless; the message has the last error of each.
         """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
@@ -265,7 +266,7 @@ class Supervisor:
         """Raise the error that no replica can be used now.
 
         Raises:
-            EngineError: with the reason why each was excluded.
+            EngineError: always; the message has the reason why each replica was excluded.
         """
         self.raise_if_hopeless()
         causes = "; ".join(
@@ -276,7 +277,7 @@ class Supervisor:
     # -- for the trainer ---------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Announce that the trainer works, once nothing reads the learner's weights any more."""
+        """Wait until nothing reads the learner's weights, and announce that the trainer works."""
         with self._weights:
             self._asleep = True
             for m in self.replicas:
@@ -286,13 +287,14 @@ class Supervisor:
     def publish(self, update: Update) -> int:
         """Send the policy to all replicas that can load it, one after the other.
 
-        If none can, wait for those that are being repaired, but not for those that refuse it.
+        If no replica can load it, wait for the replicas that are being repaired, but not for those
+        that refused it.
 
         Returns:
             The number of bytes that were sent.
 
         Raises:
-            EngineError: none loaded it; the message has all causes.
+            EngineError: no replica loaded the policy; the message has all causes.
         """
         before = self.sent
         with self._weights:
@@ -328,10 +330,10 @@ class Supervisor:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _is_published(self, update: Update, refused: set[Replica]) -> bool:
-        """Return whether a replica samples from an update; False if one still may after its repair.
+        """Return whether a replica samples from an update; False if one may after its repair.
 
         Raises:
-            EngineError: none will.
+            EngineError: no replica will sample from the update.
         """
         with self._lock:
             if any(map(self.is_usable, self.replicas)):
@@ -355,12 +357,12 @@ class Supervisor:
         self._admit(m)
         return True
 
-    def _try(self, m: Replica, do: Callable[[RemoteEngine], None]) -> None:
-        """Call a method of an engine; exclude the replica if that fails."""
+    def _try(self, m: Replica, call: Callable[[RemoteEngine], None]) -> None:
+        """Call a function with an engine; exclude the replica if the function fails."""
         engine = m.engine
         try:
             with as_engine_errors(engine):
-                do(engine)
+                call(engine)
         except EngineError as e:
             self.exclude(m, engine, e, broken=True, stale=True)
 
@@ -407,14 +409,14 @@ class Supervisor:
         except (EngineDead, EngineOverloaded):
             raise
         except EngineError as e:
-            # Its owner may have restarted it: it samples, but from unknown weights.
+            # The owner of the server may have restarted it: it samples from unknown weights.
             if self._update is None or not self._healthy(m):
                 raise
             log.warning("engine %s is sent the policy again: %s", m.engine.url, first_line(e))
             m.sent_update = None
 
     def _healthy(self, replica: Replica) -> bool:
-        """Return whether an engine samples. Waits for it, on another thread than the loop's."""
+        """Ask an engine whether it can sample, and wait. Call it outside of the loop's thread."""
         if replica.loop is None or not replica.loop.is_running():
             return False
         seconds = self._recovery.health_timeout
@@ -428,7 +430,7 @@ class Supervisor:
         return True
 
     def _restart(self, m: Replica) -> None:
-        """Replace the engine, once the trainer does not use the GPU that they may share."""
+        """Close the engine and open it again, while the trainer does not use a shared GPU."""
         while self._asleep:
             if self._closing.wait(0.05):
                 return
@@ -441,7 +443,7 @@ class Supervisor:
         try:
             engine = m.opener()
         except Exception:
-            if self._asleep:  # The trainer's work began meanwhile: do not count the failure.
+            if self._asleep:  # The trainer began to work during the start: do not count it.
                 m.restarts -= 1
             raise
         with self._lock:
@@ -455,7 +457,7 @@ class Supervisor:
         """Send the policy to an engine that works, and use it again.
 
         Returns:
-            False if `publish` could not send the policy.
+            False if `publish` could not send the policy to the engine.
         """
         with self._weights:
             if self._asleep:

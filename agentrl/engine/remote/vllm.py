@@ -1,8 +1,8 @@
 """The client for vLLM: formats of requests and answers, and updates of weights. Experimental.
 
-There are two endpoints. `/inference/v1/generate` reports which weights sampled each token; it is
-used if a server has it. Every server has `/v1/completions`, which does not report that. Both take
-and return token ids.
+There are two endpoints. `/inference/v1/generate` reports the version of the weights for each token;
+it is used if a server has it. Every server has `/v1/completions`, which does not report versions.
+Both take and return token ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOGPROB_TOKENS = 4
 UNNAMED_VERSION = "default"
 """The version of weights whose version was never set."""
 TEMPERATURES = (0.01, 2.0)
-"""vLLM refuses temperatures above, and silently raises those below."""
+"""The range of temperatures. vLLM refuses higher ones, and silently raises lower ones."""
 MISSING_STATUSES = (403, 404, 405)
 """The statuses of an endpoint that is disabled or unknown."""
 NO_LOGPROB = -9999.0
@@ -91,6 +91,8 @@ class VLLMEngine(RemoteEngine):
 
     name, health_path = "vLLM", "/health"
     probe_tokens = 300
+    endpoint: Generate | Completions
+    """The endpoint of the requests: `Completions` if the server has no `Generate`."""
 
     def __init__(self, url: str, *, uses_seeds: bool = False, **options: Any):
         """Ask a running server for its properties, and let it sample a token.
@@ -108,9 +110,9 @@ class VLLMEngine(RemoteEngine):
         self._uses_seeds = uses_seeds
 
     def _connect(self) -> None:
-        self.max_length = int(self._control.ask("/v1/models")["data"][0]["max_model_len"])
-        has_generate = self._control.attempt(Generate.path, {})[0] not in MISSING_STATUSES
-        self._endpoint = Generate() if has_generate else Completions()
+        self.max_length = int(self.control.ask("/v1/models")["data"][0]["max_model_len"])
+        has_generate = self.control.attempt(Generate.path, {})[0] not in MISSING_STATUSES
+        self.endpoint = Generate() if has_generate else Completions()
         self._policy_version = PolicyVersion(self._current_weight_version(), 0)
         self._check_logprobs()
 
@@ -118,14 +120,14 @@ class VLLMEngine(RemoteEngine):
 
     @property
     def _path(self) -> str:
-        return self._endpoint.path
+        return self.endpoint.path
 
     def _check_sampling(self, sampling: Sampling, where: str) -> None:
         super()._check_sampling(sampling, where)
-        least, most = TEMPERATURES
-        if sampling.temperature and not least <= sampling.temperature <= most:
+        lowest, highest = TEMPERATURES
+        if sampling.temperature and not lowest <= sampling.temperature <= highest:
             raise UserError(
-                f"{where}: vLLM supports temperature 0 and {least:g} to {most:g}, not"
+                f"{where}: vLLM supports temperature 0 and {lowest:g} to {highest:g}, not"
                 f" {sampling.temperature:g}"
             )
 
@@ -133,18 +135,18 @@ class VLLMEngine(RemoteEngine):
         self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         params = _sampling_params(sampling, limit)
-        return self._endpoint.body(row, params if seed is None else params | {"seed": seed})
+        return self.endpoint.body(row, params if seed is None else params | {"seed": seed})
 
     def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
         params = _sampling_params(Sampling(temperature=0.0), 1) | {"prompt_logprobs": 0}
-        return self._endpoint.body(row, params)
+        return self.endpoint.body(row, params)
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         """Send one request. Closing the connection aborts it."""
         status, answer = await self._post(body, where, deadline)
         if status != 200:
             if status >= 500:
-                await raise_if_dead(self._process)
+                await raise_if_dead(self.process)
             raise refusal(status, answer, where)
         return answer
 
@@ -157,17 +159,17 @@ class VLLMEngine(RemoteEngine):
         adapter_fields: dict[str, Any],
     ) -> Generation:
         return read_generation(
-            self._endpoint,
+            self.endpoint,
             answer,
             limit,
             policy_version,
             where,
-            now=self._policy_version,
-            name=adapter_fields.get("model"),
+            published=self._policy_version,
+            adapter=adapter_fields.get("model"),
         )
 
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
-        return read_scores(self._endpoint, answer, row, where)
+        return read_scores(self.endpoint, answer, row, where)
 
     def _check_logprobs(self) -> None:
         """Check that logprobs include the temperature and top_k.
@@ -176,11 +178,11 @@ class VLLMEngine(RemoteEngine):
         likely.
 
         Raises:
-            EngineError: they are the logprobs before the temperature.
+            EngineError: the logprobs do not include the temperature.
         """
         body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
-        answer = self._control.ask(self._path, body, seconds=SEND_SECONDS)
+        answer = self.control.ask(self._path, body, seconds=SEND_SECONDS)
         values = self._read_turn(
             answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
         )
@@ -200,7 +202,7 @@ class VLLMEngine(RemoteEngine):
         """
         self._manage("/pause?mode=wait", SEND_SECONDS)
         try:
-            sent = self._send(update)
+            size = self._send(update)
         except ConfigError:  # Nothing was sent.
             self._manage("/resume")
             raise
@@ -210,13 +212,13 @@ class VLLMEngine(RemoteEngine):
         self._policy_version = PolicyVersion(weights, update.version)
         self._manage("/resume")
         self._check_cache_is_empty()
-        return sent
+        return size
 
     def _current_weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
-        if self._control.attempt("/weight_info", None)[0] != 200:
+        if self.control.attempt("/weight_info", None)[0] != 200:
             return UNNAMED_VERSION
-        return str(self._control.ask("/weight_info")["weight_version"])
+        return str(self.control.ask("/weight_info")["weight_version"])
 
     def _set_weight_version(self, version: str) -> None:
         """Set the version that answers report, if the server supports it.
@@ -225,12 +227,12 @@ class VLLMEngine(RemoteEngine):
             EngineError: the server refuses it.
         """
         path, body = "/update_weight_version", {"new_version": version}
-        status, content = self._control.attempt(path, body)
+        status, content = self.control.attempt(path, body)
         if status != 200 and status not in MISSING_STATUSES:
             raise refusal(status, content.decode("utf-8", "replace"), f"{self.url}{path}")
 
     def _manage(self, path: str, seconds: float = CONTROL_SECONDS) -> None:
-        self._control.manage(path, {}, seconds=seconds)
+        self.control.manage(path, {}, seconds=seconds)
 
 
 def _sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:
@@ -244,8 +246,8 @@ def read_generation(
     policy_version: PolicyVersion,
     where: str,
     *,
-    now: PolicyVersion,
-    name: str | None,
+    published: PolicyVersion,
+    adapter: str | None,
 ) -> Generation:
     """Return the turn in an answer.
 
@@ -255,28 +257,28 @@ def read_generation(
         limit: the number of tokens that was requested.
         policy_version: the version that was published at the time of the request.
         where: the request, for messages.
-        now: the version that is published now.
-        name: the name of the requested adapter.
+        published: the version that is published when the answer is read.
+        adapter: the name of the requested adapter.
 
     Raises:
         EngineNonsense: the answer is invalid.
-        EngineError: the request was aborted; or the weights changed meanwhile, and the server does
-            not report which weights sampled which token.
+        EngineError: the request was aborted; or the weights changed during the turn, and the server
+            does not report the version of each token.
     """
     with reading("vLLM", where):
         (choice,) = answer["choices"]
         if (reason := choice["finish_reason"]) in ("abort", "error"):
             raise EngineError(f"{where}: vLLM aborted the turn ({reason})")
-        if name is not None and answer["model"] != name:
-            raise ValueError(f"the answer is of model {answer['model']!r}, not {name!r}")
+        if adapter is not None and answer["model"] != adapter:
+            raise ValueError(f"the answer is of model {answer['model']!r}, not {adapter!r}")
         token_ids, logprobs = endpoint.tokens(choice)
         ids, usage = token_array(token_ids), answer["usage"]
         spans = choice.get("weight_versions")
-        if spans is None and now.weights != policy_version.weights:
+        if spans is None and published.weights != policy_version.weights:
             raise EngineError(
                 f"{where}: the weights were {policy_version.weights!r} when this turn began and"
-                f" {now.weights!r} when it ended, and {endpoint.path} does not report the version"
-                " of each token"
+                f" {published.weights!r} when it ended, and {endpoint.path} does not report the"
+                " version of each token"
             )
         check_turn(ids, reason, limit, usage["completion_tokens"])
         return Generation(
@@ -298,8 +300,10 @@ def read_scores(
         EngineNonsense: the answer is invalid, or of another row.
     """
     with reading("vLLM", where):
-        _, *rest = endpoint.prompt_logprobs(answer)
-        values = [entry[str(token)]["logprob"] for entry, token in zip(rest, row[1:], strict=True)]
+        _, *entries = endpoint.prompt_logprobs(answer)
+        values = [
+            entry[str(token)]["logprob"] for entry, token in zip(entries, row[1:], strict=True)
+        ]
         return float_array([0.0, *_finite(values, len(row) - 1)])
 
 

@@ -1,4 +1,4 @@
-"""Checks that a server holds the weights that it was sent, by numbers and not by samples.
+"""Checks that a server holds the weights that were sent to it. They compare numbers, not samples.
 
 SGLang may offer two endpoints. Each is used if it exists:
 
@@ -28,13 +28,14 @@ COMPARED = 3
 """The number of tensors that are compared by value."""
 ROWS = 8
 """The number of first rows that are compared."""
-MOST_ELEMENTS = 2**21
-"""The largest tensor to compare: SGLang writes all of it as numbers, then takes the first rows."""
+MAX_ELEMENTS = 2**21
+"""The largest tensor to compare: SGLang converts all of it to a list, then takes the first rows."""
 NOT_COMPARED = ("k_proj", "v_proj")
-"""SGLang cuts these out of a fused tensor, at wrong positions if the width of a model's heads is
-not its hidden size divided by the number of heads."""
+"""Parts of names of tensors that are not compared. SGLang cuts these out of a fused tensor, at
+wrong positions if the width of a model's heads is not its hidden size divided by the number of
+heads."""
 NORM = "norm.weight"
-"""vLLM holds tensors with this name as they are in the files: not fused, not split over GPUs."""
+"""The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes in which a server may hold a tensor."""
 
@@ -70,10 +71,12 @@ class WeightsChecker:
         names = [
             name
             for name, tensor in update.weights()
-            if tensor.numel() <= MOST_ELEMENTS and not any(part in name for part in NOT_COMPARED)
+            if tensor.numel() <= MAX_ELEMENTS and not any(part in name for part in NOT_COMPARED)
         ]
-        chosen = set(names[:: max(1, len(names) // COMPARED)][:COMPARED])
-        for name, tensor in islice(((n, t) for n, t in update.weights() if n in chosen), COMPARED):
+        compared_names = set(names[:: max(1, len(names) // COMPARED)][:COMPARED])
+        for name, tensor in islice(
+            ((n, t) for n, t in update.weights() if n in compared_names), COMPARED
+        ):
             status, content = self._control.attempt(
                 "/get_weights_by_name", {"name": name, "truncate_size": ROWS}
             )
@@ -114,11 +117,11 @@ class WeightsChecker:
 
 def _is_same(server_weights: list[Any], sent: Tensor) -> bool:
     """Return whether the numbers equal the tensor, in a dtype that the server may use."""
-    wide = sent.detach().float().cpu()
+    expected = sent.detach().float().cpu()
     server_tensor = torch.tensor(server_weights, dtype=torch.float32)
-    if server_tensor.shape != wide.shape:
+    if server_tensor.shape != expected.shape:
         return False
-    return any(torch.equal(server_tensor, wide.to(d).float()) for d in DTYPES)
+    return any(torch.equal(server_tensor, expected.to(d).float()) for d in DTYPES)
 
 
 def _digest(update: Update) -> int:
@@ -140,7 +143,7 @@ def check_norms(control: Control, update: Update) -> bool:
         Whether the server has checksums and at least one could be compared.
 
     Raises:
-        EngineError: one differs.
+        EngineError: a checksum differs.
     """
     status, content = control.attempt("/weight_checker", {"action": "checksum"})
     if status != 200:
@@ -148,7 +151,7 @@ def check_norms(control: Control, update: Update) -> bool:
     server_digests: dict[str, set[str]] = {}
     for name, digest in orjson.loads(content)["checksums"].items():
         server_digests.setdefault(name.rpartition(":")[2], set()).add(digest)
-    compared = False
+    has_compared = False
     for name, tensor in update.weights():
         if not name.endswith(NORM) or name not in server_digests:
             continue
@@ -157,8 +160,8 @@ def check_norms(control: Control, update: Update) -> bool:
                 f"{control.url}: version {update.version} was published, but the server holds"
                 f" another {name}"
             )
-        compared = True
-    return compared
+        has_compared = True
+    return has_compared
 
 
 def _digests(tensor: Tensor) -> set[str]:
