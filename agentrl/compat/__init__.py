@@ -1,1 +1,1 @@
-"""Run what users of other projects bring, unchanged."""
+"""Support for files that were written for other projects, without changes to the files."""

@@ -67,7 +67,7 @@ class BaseTool:
     """verl's base class of tools: one object per process, with an instance id per episode.
 
     In an episode, agentrl calls `create` once, `execute` for each call, `calc_reward` once at the
-    end, and `release` in any case.
+    end, and always `release`, also after an error.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class BaseInteraction:
         raise NotImplementedError(f"{type(self).__qualname__} must define generate_response")
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
-        """Return a score. Only subclasses call it, in verl and in agentrl."""
+        """Return a score. verl and agentrl never call this method; subclasses may."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
@@ -134,10 +134,10 @@ def function_tool(
     *,
     schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Verl's decorator: `@function_tool`, `@function_tool("name")`, `@function_tool(schema=...)`.
+    """Register a function as a tool; this is verl's decorator `@function_tool`.
 
-    The function becomes a tool as with `@tool`: the schema comes from the signature and the
-    docstring, which are both optional.
+    It may have arguments: `@function_tool("name")`, `@function_tool(schema=...)`. As with `@tool`,
+    the schema comes from the signature and the docstring, which are both optional.
 
     Raises:
         UserError, RegistryError: as `agentrl.tool`.

@@ -14,14 +14,14 @@ VERL_KEYS: dict[str, str] = {
     **{key: f"Use {ours}" for key, ours in _RENAMED.items()},
     **_TABLE["notes"],
 }
-"""verl's dotted key -> what to do instead."""
+"""Advice for each of verl's dotted keys."""
 
 _SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
 """The sections that only verl has."""
 
 
 def explain_key(path: str, mappings: Collection[str] = ()) -> str:
-    """Return the message about a key of verl's or one below it; "" if verl has no such key.
+    """Return the message about a verl key or a key below one; "" if verl has no such key.
 
     Args:
         path: the key.
@@ -32,15 +32,15 @@ def explain_key(path: str, mappings: Collection[str] = ()) -> str:
         above, _, name = above.rpartition(".")
         below = f".{name}{below}"
     if above:
-        own = below if _RENAMED.get(above) in mappings else ""
-        return f"this is verl's name. {VERL_KEYS[above]}{own}"
+        suffix = below if _RENAMED.get(above) in mappings else ""
+        return f"this is verl's name. {VERL_KEYS[above]}{suffix}"
     if path.startswith(_SECTIONS):
         return "this is verl's name, and agentrl has no such setting"
     return ""
 
 
 def explain_value(path: str, value: object) -> str:
-    """Return the message about a value that only verl has, under a key of both; else ""."""
+    """Return the message about a value that only verl accepts, for a key of both; else ""."""
     if path in ("trainer.save_freq", "trainer.test_freq") and value == -1:
         return "use 0 instead of verl's -1"
     if path == "trainer.logger" and "console" in (value if isinstance(value, list) else [value]):
