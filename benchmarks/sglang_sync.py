@@ -224,7 +224,7 @@ class Bench:
 def _timed_sends(engine: SGLangEngine) -> list[float]:
     """Return a list that collects the seconds of each send, without flush and check."""
     seconds: list[float] = []
-    send: Callable[[Update], int] = engine._sender.send
+    send: Callable[[Update], int] = engine.sender.send
 
     def timed(update: Update) -> int:
         began = time.perf_counter()
@@ -233,7 +233,7 @@ def _timed_sends(engine: SGLangEngine) -> list[float]:
         finally:
             seconds.append(time.perf_counter() - began)
 
-    engine._sender.send = timed  # type: ignore[method-assign]
+    engine.sender.send = timed  # type: ignore[method-assign]
     return seconds
 
 
@@ -280,7 +280,7 @@ def measure(case: str, shape: str, args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _beside(engine: Engine, config: Any) -> Iterator[Engine]:
     """The same server as one that runs already: it gets its weights through files."""
-    process = only(engine)._process
+    process = only(engine).process
     assert process is not None
     os.environ |= {TOKEN: process.token, ADMIN_TOKEN: process.admin_token}
     rollout = config.rollout.model_copy(

@@ -63,14 +63,14 @@ def engine_keys(args: argparse.Namespace) -> dict[str, Any]:
 
 def only(engine: Any) -> SGLangEngine:
     """Return the engine of the only server in a run's pool."""
-    [replica] = engine._replicas
+    [replica] = engine.replicas
     assert isinstance(replica.engine, SGLangEngine)
     return replica.engine
 
 
 def adapters(engine: Engine) -> int:
     """Return the number of adapters on the server, which lists them with the model."""
-    return len(only(engine)._control.ask("/v1/models")["data"]) - 1
+    return len(only(engine).control.ask("/v1/models")["data"]) - 1
 
 
 def others_memory() -> float:

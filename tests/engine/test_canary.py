@@ -292,10 +292,10 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     learn(learner, 1)
     publisher.publish(1)
     learn(learner, 2)
-    engine._sender.fault = fault
+    engine.sender.fault = fault
     with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
         publisher.publish(2)
-    engine._sender.fault = ""
+    engine.sender.fault = ""
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
@@ -304,7 +304,7 @@ def test_noise_in_one_tensor_stops_the_run(world):
     learner, engine, publisher = world
     publisher.publish(0)
     learn(learner, 1)
-    engine._sender.fault = "noise"
+    engine.sender.fault = "noise"
     with pytest.raises(RunStopped, match=r"version 1 .* nats a token"):
         publisher.publish(1)
 
@@ -313,6 +313,6 @@ def test_noise_in_one_tensor_stops_the_run(world):
 def test_a_sender_that_does_nothing_at_all_stops_the_run(world, monkeypatch):
     _, engine, publisher = world
     publisher.publish(0)
-    monkeypatch.setattr(engine._sender, "send", lambda update: 1)
+    monkeypatch.setattr(engine.sender, "send", lambda update: 1)
     with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)

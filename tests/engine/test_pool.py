@@ -203,7 +203,7 @@ async def test_one_of_two_dies_with_turns_in_flight(make):
     first.dead = True
     await asyncio.gather(*turns)
     assert {e for e, _ in other.requests} == {f"e{k}" for k in range(8)}
-    await harness.until(lambda: harness.pool._supervisor.is_usable(harness.pool._replicas[0]))
+    await harness.until(lambda: harness.pool.supervisor.is_usable(harness.pool.replicas[0]))
     _, again = harness.sites[0].opened
     assert first.closed and again.published == [1] and again.weights == 10
     assert harness.pool.metrics() == {
@@ -245,14 +245,14 @@ async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
 
 async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
     harness = await make(1)
-    first, [replica] = harness.engines[0], harness.pool._replicas
+    first, [replica] = harness.engines[0], harness.pool.replicas
     first.dead = True
     with pytest.raises(EngineDead):
         await harness.ask("e")
     await harness.pool.ready()
     for error in (EngineDead("late"), EngineError("late")):
         for _ in range(3):
-            harness.pool._supervisor.record_failure(replica, first, error)
+            harness.pool.supervisor.record_failure(replica, first, error)
     assert harness.usable_count() == 1
 
 
@@ -432,7 +432,7 @@ async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kin
     a.probe = stumble
     assert await harness.publish(2) == 4
     assert harness.usable_count() == 1 and b.published == [1, 2]
-    cause = harness.pool._replicas[0].cause
+    cause = harness.pool.replicas[0].cause
     assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
 
 
@@ -534,8 +534,8 @@ async def test_no_engine_is_started_anew_while_the_trainer_works(make):
     await harness.sleep()
     site.engine.dead = True
     site.failing = [EngineDead("out of memory")] * 9
-    harness.pool._supervisor.exclude(
-        harness.pool._replicas[0], site.engine, EngineDead("died"), broken=True
+    harness.pool.supervisor.exclude(
+        harness.pool.replicas[0], site.engine, EngineDead("died"), broken=True
     )
     await asyncio.sleep(0.3)
     assert len(site.failing) == 9
@@ -552,10 +552,10 @@ async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
     site.engine.dead = True
     with pytest.raises(EngineDead):
         await harness.ask("e")
-    await harness.until(lambda: harness.pool._replicas[0].restarts == 1)
+    await harness.until(lambda: harness.pool.replicas[0].restarts == 1)
     await harness.sleep()
     await harness.until(lambda: not site.failing)
-    await harness.until(lambda: harness.pool._replicas[0].restarts == 0)
+    await harness.until(lambda: harness.pool.replicas[0].restarts == 0)
     await harness.publish(2)
 
 

@@ -23,8 +23,7 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.demo.recipe import CALCULATOR
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote import files, sglang
-from agentrl.engine.remote.client import PolicyVersion
+from agentrl.engine.remote import files
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -215,7 +214,7 @@ def without_end(model):
 
 
 def in_flight(engine):
-    _, loads = fetch_json(engine.url, "/get_load", token=engine._control.key, timeout=10)
+    _, loads = fetch_json(engine.url, "/get_load", token=engine.control.key, timeout=10)
     return sum(load["num_reqs"] for load in loads)
 
 
@@ -341,12 +340,15 @@ def in_group(pid, group):
         return False
 
 
-def test_a_publication_that_did_nothing_is_noticed(engine):
+def test_a_publication_that_did_nothing_is_noticed(engine, model):
+    flush, send = engine.flush_cache, engine.sender.send
+    engine.flush_cache = lambda: None
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
-        engine._check_cache_is_empty()  # nothing was published since the last
-    engine._policy_version = PolicyVersion("5", 5)
-    with pytest.raises(EngineError, match=r"weights were '5' when .* and '0'"):
-        engine._check_cache_is_empty()
+        engine.publish(update(weights(model), 1))
+    engine.flush_cache, engine.sender.send = flush, lambda update: 1
+    with pytest.raises(EngineError, match=r"weights were '5' when .* and '1'"):
+        engine.publish(update(weights(model), 5))
+    engine.sender.send = send
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
         engine.publish(update([], 6))
 
@@ -356,26 +358,22 @@ async def paused(engine, mode, turn):
     task = asyncio.create_task(turn)
     while not await asyncio.to_thread(in_flight, engine):
         assert not task.done()
-    await asyncio.to_thread(engine._control.manage, "/pause_generation", {"mode": mode})
+    await asyncio.to_thread(engine.control.manage, "/pause_generation", {"mode": mode})
     return task
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, monkeypatch, mode):
+async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
     await asyncio.to_thread(engine.publish, update(endless(model), 1))
     prompt = question(tiny_tokenizer)
     turn = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=300))
     task = await paused(engine, mode, turn)
     if mode == "in_place":  # its turns keep their cache
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(EngineError, match="/flush_cache: status"),
-        ):
-            patch.setattr(sglang, "CONTROL_SECONDS", 0.5)
-            engine._flush_cache()  # refused, and the server lives
+        with pytest.raises(EngineError, match="/flush_cache: status"):
+            engine.flush_cache(0.5)  # refused, and the server lives
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()
-    await asyncio.to_thread(engine._control.manage, "/continue_generation", {})
+    await asyncio.to_thread(engine.control.manage, "/continue_generation", {})
     found = await task
     assert len(found.token_ids) == len(found.logprobs) == 300
     close(found.logprobs, logprobs_of(changed(model, endless(model)), prompt, found.token_ids))
@@ -387,7 +385,7 @@ async def test_a_pause_may_end_what_is_in_flight(engine, model):
     task = await paused(engine, "abort", turn)
     with pytest.raises(EngineError, match=r"(?i)abort"):
         await task
-    await asyncio.to_thread(engine._control.manage, "/continue_generation", {})
+    await asyncio.to_thread(engine.control.manage, "/continue_generation", {})
     again = await ask(engine, array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=8))
     assert again.token_ids == array("i", [0] * 8)
 
@@ -402,7 +400,7 @@ def test_a_server_that_does_not_start_says_why(sglang_python, tiny_model):
 
 async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sglang_server, model):
     with pooled(sglang_server, model) as pool:
-        inner = pool._replicas[0].engine
+        inner = pool.replicas[0].engine
 
         async def turn(row):
             return await pool.generate(
@@ -415,7 +413,7 @@ async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sgl
                 with pytest.raises(PromptTooLong, match=said):
                     await turn(array("i", [5] * row))
         assert (await turn(array("i", [5]))).prompt_tokens == 1
-        assert not pool._replicas[0].breaker.open
+        assert not pool.replicas[0].breaker.open
         assert pool.metrics() == {
             "engine/usable": 1.0, "engine/restarts": 0.0, "engine/failovers": 0.0,
         }  # fmt: skip
@@ -542,8 +540,8 @@ class Harmed(Trainer):
     def step(self):
         if self.global_step < 2:
             return super().step()
-        replica = self.engine._replicas[0]
-        process = replica.engine._process
+        replica = self.engine.replicas[0]
+        process = replica.engine.process
         if self.global_step == 3:
             Path(self.config.rollout.python).write_text(
                 '#!/bin/sh\n[ "$1" = -c ] || { echo no machine is left; exit 7; }\n'

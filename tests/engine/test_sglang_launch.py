@@ -142,10 +142,10 @@ class Sockets:
 def test_a_port_is_low_or_none(monkeypatch):
     free = range(launch.LOWEST_PORT, launch.HIGHEST_PORT, 2)
     monkeypatch.setattr(launch.socket, "socket", lambda: Sockets(free))
-    assert launch._free_port() in free
+    assert launch.free_port() in free
     monkeypatch.setattr(launch.socket, "socket", lambda: Sockets([]))
     with pytest.raises(EngineError, match="no port below 50000"):
-        launch._free_port()
+        launch.free_port()
 
 
 def test_a_python_without_sglang_is_named():

@@ -163,7 +163,7 @@ def test_one_of_two_servers_is_killed_and_the_step_completes(
     site = Site(tiny_model, sglang_python, most=1)
     openers = [site, lambda: engine_of(sglang_server, tiny_model)]
     world = World(tiny_model, openers, turn_tokens=150, n=4)
-    a, b = world.pool._replicas
+    a, b = world.pool.replicas
     try:
         world.check_weights(a, b)
 
@@ -185,7 +185,7 @@ def test_steps_outlive_their_servers(sglang_python, random_model):
     """One of two killed, one of two stopped, and one alone killed."""
     sites = [Site(random_model, sglang_python) for _ in range(2)]
     world = World(random_model, sites)
-    a, b = world.pool._replicas
+    a, b = world.pool.replicas
     try:
         world.check_weights(a, b)
 

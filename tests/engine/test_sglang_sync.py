@@ -202,7 +202,7 @@ async def test_the_server_holds_what_was_sent_in_one_bucket_or_in_many(sglang_se
     for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
         sent = weights(model, by)
         there = engine(sglang_server, model, lambda c, s=size: SENDERS[way](c, s))
-        with closing(there._sender):
+        with closing(there.sender):
             assert there.publish(update(sent, version)) == sum(t.nbytes for _, t in sent)
             row = torch.tensor(await there.score(ROW))[1:]
         torch.testing.assert_close(row, scores(model, sent), atol=2e-5, rtol=0)
@@ -233,9 +233,9 @@ def test_the_version_comes_with_the_last_bucket_only(control, model, way):
 def test_a_group_serves_many_updates_and_leaves_nothing(control, model):
     sender = SENDERS["gloo"](control, 2**30)
     sender.send(update(weights(model), 80))
-    group = sender._group
+    group = sender.group
     sender.send(update(weights(model), 81))
-    assert sender._group is group
+    assert sender.group is group
     assert not torch.distributed.is_initialized()
     sender.close()
     sender.close()
@@ -286,7 +286,7 @@ def test_an_answer_that_comes_without_the_broadcast_is_no_hang(control, model, m
     monkeypatch.setattr(control, "manage", elsewhere)
     error = quickly(lambda: sender.send(update(weights(model), 96)))
     assert "/no_such_endpoint: status" in str(error)
-    assert sender._group is None
+    assert sender.group is None
 
 
 def test_a_server_that_is_not_there_is_an_error_at_once():

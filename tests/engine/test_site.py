@@ -31,7 +31,7 @@ def starts(monkeypatch):
 
     def start(launch, *, host):
         assert host == "127.0.0.1"
-        found.append({"launch": launch, "flags": launch._flags(Path("/nowhere"))})
+        found.append({"launch": launch, "flags": launch.flags(Path("/nowhere"))})
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
     monkeypatch.setattr(SGLangLaunch, "start", start)

@@ -90,18 +90,19 @@ def server(vllm_python, untied, tmp_path_factory):
     )  # fmt: skip
     [opener] = make_openers(config, str(untied), cpu=True)
     engine = opener()
-    assert isinstance(engine, VLLMEngine) and engine._process is not None
-    yield engine._process
+    assert isinstance(engine, VLLMEngine) and engine.process is not None
+    yield engine.process
     engine.close()
 
 
-def attached(server, model, sender):
+def attached(server, model, sender, **options):
     return VLLMEngine(
         server.url,
         vocabulary=model.config.vocab_size,
         sender=sender,
         key=server.token,
         process=server,
+        **options,
     )
 
 
@@ -146,8 +147,8 @@ def without_end(model):
 @pytest.fixture(params=[Generate, Completions])
 def either(engine, request):
     """By each of the two endpoints; the better one is found by itself."""
-    assert isinstance(engine._endpoint, Generate)
-    engine._endpoint = request.param()
+    assert isinstance(engine.endpoint, Generate)
+    engine.endpoint = request.param()
     return engine
 
 
@@ -204,16 +205,14 @@ async def test_what_cannot_be_is_refused(engine, model):
     with pytest.raises(UserError, match="not 3"):
         await ask(engine, array("i", [1]), Sampling(temperature=3.0))
     engine.max_length = 100_000  # now it is the server that refuses
-    for engine._endpoint in (Generate(), Completions()):
+    for engine.endpoint in (Generate(), Completions()):
         with pytest.raises(PromptTooLong, match="status 400"):
             await ask(engine, array("i", [5] * 5_000), Sampling(max_tokens=3))
     assert (await ask(engine, array("i", [5]), GREEDY)).prompt_tokens == 1
 
 
 def running(engine):
-    _, text = fetch(
-        engine.url, "/metrics", token=engine._control.key, error=EngineError, timeout=10
-    )
+    _, text = fetch(engine.url, "/metrics", token=engine.control.key, error=EngineError, timeout=10)
     lines = text.decode().splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")
@@ -261,13 +260,13 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
 
 
 def test_a_publication_that_did_nothing_is_noticed(engine, model, monkeypatch):
-    manage = engine._control.manage
+    manage = engine.control.manage
 
     def deaf(path, body, **kwargs):
         return None if path == "/collective_rpc" else manage(path, body, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._control, "manage", deaf)
+        patch.setattr(engine.control, "manage", deaf)
         with pytest.raises(EngineError, match=r"version 9 was published, .*another \S*norm"):
             engine.publish(update(weights(moved(model)), 9))
     manage("/resume", {})  # it had stayed paused
@@ -296,12 +295,12 @@ async def test_weights_change_between_turns(either, model):
     while not await asyncio.to_thread(running, either):
         assert not early.done()
     change = asyncio.create_task(asyncio.to_thread(either.publish, update(without_end(model), 2)))
-    while not (await asyncio.to_thread(either._control.ask, "/is_paused"))["is_paused"]:
+    while not (await asyncio.to_thread(either.control.ask, "/is_paused"))["is_paused"]:
         assert not change.done()
     late = asyncio.create_task(ask(either, row, turn))
     assert (await early).versions == array("i", [1] * 300)
     await change
-    if isinstance(either._endpoint, Generate):
+    if isinstance(either.endpoint, Generate):
         assert (await late).versions == array("i", [2] * 300)
     else:
         with pytest.raises(EngineError, match="does not report the version"):
@@ -314,10 +313,10 @@ async def test_a_pause_loses_nothing(engine, model):
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), turn))
     while not await asyncio.to_thread(running, engine):
         assert not task.done()
-    await asyncio.to_thread(engine._manage, "/pause?mode=keep&clear_cache=false")
+    await asyncio.to_thread(engine.control.manage, "/pause?mode=keep&clear_cache=false", {})
     await asyncio.sleep(2)
     assert not task.done()
-    await asyncio.to_thread(engine._manage, "/resume")
+    await asyncio.to_thread(engine.control.manage, "/resume", {})
     assert (await task).token_ids == array("i", [0] * 300)
 
 
@@ -341,34 +340,34 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
         assert set(found.versions) == {seed} and found.cached_tokens == 0
         merged = tuned.merge_and_unload()
         close(found.logprobs, logprobs_of(merged, prompt, found.token_ids))
-    listed = [m["id"] for m in lora._control.ask("/v1/models")["data"]]
-    assert len(listed) == 3 and listed[-1] == lora._sender.request()["model"]
-    lora._sender.close()
+    listed = [m["id"] for m in lora.control.ask("/v1/models")["data"]]
+    assert len(listed) == 3 and listed[-1] == lora.sender.request()["model"]
+    lora.sender.close()
     with pytest.raises(EngineError, match="status 404"):
-        lora._control.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
-    assert len(lora._control.ask("/v1/models")["data"]) == 1
+        lora.control.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
+    assert len(lora.control.ask("/v1/models")["data"]) == 1
     # The base is as it was.
     assert (await ask(engine, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
 
 
 async def test_seeds(server, engine, model):
-    engine._uses_seeds = True
+    seeded = attached(server, model, VLLMAdapterSender, uses_seeds=True)
     turn = Sampling(max_tokens=32)
     first, same, other = [
-        await ask(engine, array("i", [5, 6]), turn, seed=seed) for seed in (1, 1, 2)
+        await ask(seeded, array("i", [5, 6]), turn, seed=seed) for seed in (1, 1, 2)
     ]
     assert first.token_ids == same.token_ids != other.token_ids
 
 
-def test_logprobs_before_the_temperature_are_noticed(engine):
-    body = engine._endpoint.body
+def test_logprobs_before_the_temperature_are_noticed(server, model, monkeypatch):
+    body = Generate.body
 
-    def all_tokens(row, params):
-        return body(row, params | {"top_k": -1, "temperature": 2.0})
+    def all_tokens(endpoint, row, params):
+        return body(endpoint, row, params | {"top_k": -1, "temperature": 2.0})
 
-    engine._endpoint.body = all_tokens
+    monkeypatch.setattr(Generate, "body", all_tokens)
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-        engine._check_logprobs()
+        attached(server, model, VLLMAdapterSender)
 
 
 def test_the_server_is_ours_alone(server):

@@ -138,7 +138,7 @@ async def check(server, policies, gpu, sender):
             sender=partial(sender, bucket_bytes=size),
             **keys(server),
         )
-        with closing(engine._sender):
+        with closing(engine.sender):
             sent = engine.publish(update(weights(policies[policy], gpu), version))
             assert sent == sum(2 * p.numel() for p in policies[policy].parameters())
             found.append(torch.tensor(await engine.score(ROW))[1:])
