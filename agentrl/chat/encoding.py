@@ -1,10 +1,10 @@
 """Encode text in two ways: as the template's own text, or as untrusted text.
 
 A tokenizer splits a text at its control tokens (`<|im_end|>`, `<tool_call>`) before it does
-anything else, whoever wrote them. So the text of a tool is encoded by a copy of the tokenizer that
-has no control tokens: there, `<|im_end|>` is ten characters of text. The options
-`split_special_tokens` and `encode_special_tokens` are not enough: they know only the tokens that
-are marked as special, and still encode `<tool_call>` as one token.
+anything else, even if a user or a tool wrote them. So the text of a tool is encoded by a copy of
+the tokenizer that has no control tokens. This copy encodes `<|im_end|>` as ten characters of text.
+The options `split_special_tokens` and `encode_special_tokens` are not enough: they affect only the
+tokens that are marked as special, and `<tool_call>` is still encoded as one token.
 
 A byte-level BPE tokenizer first splits a text into words by regular expressions, and then merges
 within words only. So `BpeCache` keeps the token ids of each word. Unicode libraries disagree about
@@ -52,6 +52,9 @@ class Encoder:
     Attributes:
         control_ids: the ids of all added and special tokens.
         ends: the characters that control tokens begin or end with.
+        plain_tokenizer: the copy of the tokenizer without control tokens.
+        cache: the token ids of words; None if the tokenizer is not byte-level BPE, or if a cache
+            would differ from it.
     """
 
     def __init__(self, tokenizer: Any):
@@ -72,12 +75,12 @@ class Encoder:
             for i, token in added.items()
             if not (token.special or token.content.strip(" \n\r\t▁"))
         ]
-        for i in blank:  # Gemma has tokens for runs of white space; they are harmless
+        for i in blank:  # Gemma has tokens for runs of white space; these are not control tokens
             del added[i]
         self._id_of = {token.content: i for i, token in added.items()}
         self.control_ids = frozenset([*added, *tokenizer.all_special_ids])
-        # Prompts may contain these tokens: they are part of a turn's text, such as `<think>`. A
-        # token that looks like a token of roles is not among them, even if it is not marked as
+        # Tags such as `<think>` are part of a turn's text, so prompts may contain them. A token
+        # that looks like a role token (`<|im_start|>`) is not a tag, even if it is not marked as
         # special.
         self.tags = frozenset(
             i
@@ -90,12 +93,12 @@ class Encoder:
         self.ends = "".join(
             sorted({c for content in self._id_of for c in (content[0], content[-1])})
         )
-        state = _without_control(state, blank)
-        self._plain_tokenizer = Tokenizer.from_str(json.dumps(state))
-        self._cache = None if blank else BpeCache.of(self._plain_tokenizer, state, self.control_ids)
+        state = _remove_control_tokens(state, blank)
+        self.plain_tokenizer = Tokenizer.from_str(json.dumps(state))
+        self.cache = None if blank else BpeCache.of(self.plain_tokenizer, state, self.control_ids)
         # SentencePiece's byte tokens: some vocabularies encode the text `<0x0A>` as a newline.
-        self._owns_bytes = (
-            self._plain_tokenizer.decode(self._plain_tokenizer.encode("<0x41>").ids) != "<0x41>"
+        self._has_byte_tokens = (
+            self.plain_tokenizer.decode(self.plain_tokenizer.encode("<0x41>").ids) != "<0x41>"
         )
         self._check()
 
@@ -105,15 +108,15 @@ class Encoder:
         Raises:
             TemplateError: if the vocabulary has no other tokens for a part of the text.
         """
-        ids = self._cache.encode(text) if self._cache is not None else None
-        return self._encode_uncached(text) if ids is None else ids
+        ids = self.cache.encode(text) if self.cache is not None else None
+        return self.encode_uncached(text) if ids is None else ids
 
     def encode_prompt_text(self, text: str) -> array[int]:
-        """Encode a prompt's text: it may contain tags such as `<think>`, but no tokens of roles."""
+        """Encode a prompt's text. Tags such as `<think>` become tokens, role tokens become text."""
         return self._encode_with(self._tags, text)
 
     def restrict_tags(self, ids: Iterable[int]) -> None:
-        """Treat these ids as tokens of roles, which prompts may not contain."""
+        """Treat these ids as role tokens, not as tags: prompts must not contain them."""
         self.tags -= frozenset(ids)
         texts = [text for text, i in self._id_of.items() if i in self.tags]
         self._tags = _pattern(dict.fromkeys(texts, (False, False)))
@@ -151,7 +154,7 @@ class Encoder:
         return sum(self._id_of[token] not in allowed for token in self.control_tokens_in(text))
 
     def control_tokens_in(self, text: str) -> list[str]:
-        """Return the control tokens in a text, as texts."""
+        """Return the texts of the control tokens in a text, in order."""
         if not any(c in text for c in self._openers):
             return []
         return [self._token_of(match) for match in self.control.finditer(text)]
@@ -165,16 +168,16 @@ class Encoder:
         return not any(c in text for c in self.ends)
 
     def decodes_to(self, ids: Sequence[int], text: str) -> bool:
-        """Return whether ids decode to a text, except for what the tokenizer changes in every text.
+        """Return whether ids decode to a text, apart from changes that every encoding makes.
 
-        A tokenizer may normalize a text, drop white space next to a control token, and have no
+        The tokenizer may normalize a text, drop white space next to a control token, or have no
         token for a character.
         """
         decoded = self.decode(ids)
         if decoded == text:
             return True
         texts = (text, self.decode(self.encode_trusted(text)))
-        return self._normalized(decoded) in map(self._normalized, texts)
+        return self._normalize_around_tokens(decoded) in map(self._normalize_around_tokens, texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with control tokens."""
@@ -184,9 +187,9 @@ class Encoder:
 
     def decode_plain(self, ids: Sequence[int]) -> str:
         """Return the text of ids from `encode_plain`."""
-        return self._plain_tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.plain_tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _encode_with(self, tokens: regex.Pattern[str], text: str) -> array[int]:
         ids = token_array()
@@ -200,18 +203,18 @@ class Encoder:
             ids.extend(self.encode_plain(text[position:]))
         return ids
 
-    def _encode_uncached(self, text: str) -> array[int]:
+    def encode_uncached(self, text: str) -> array[int]:
         """Encode untrusted text without the cache."""
         try:
-            ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self.plain_tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # a lone surrogate
             text = text.encode("utf-8", "replace").decode()
-            ids = self._plain_tokenizer.encode(text, add_special_tokens=False).ids
-        if self.control_ids.isdisjoint(ids) and not (self._owns_bytes and "<0x" in text):
+            ids = self.plain_tokenizer.encode(text, add_special_tokens=False).ids
+        if self.control_ids.isdisjoint(ids) and not (self._has_byte_tokens and "<0x" in text):
             return token_array(ids)
         # The vocabulary itself has a token for a control string: split it after one character.
         cuts = {m.start() + 1 for m in self.control.finditer(text, overlapped=True)}
-        if self._owns_bytes:
+        if self._has_byte_tokens:
             cuts |= {m.start() + 1 for m in _BYTE.finditer(text)}
         return token_array(self._encode_split_at(text, sorted(cuts)))
 
@@ -219,44 +222,45 @@ class Encoder:
         ids: list[int] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             piece = text[start:end]
-            encoded = self._plain_tokenizer.encode(piece, add_special_tokens=False)
-            # Another text than the control string can become the token if it is normalized to it.
-            forged = [i for i, id in enumerate(encoded.ids) if id in self.control_ids]
-            if not forged:
+            encoded = self.plain_tokenizer.encode(piece, add_special_tokens=False)
+            # The normalizer can turn another text into the text of a control token.
+            control_indices = [i for i, id in enumerate(encoded.ids) if id in self.control_ids]
+            if not control_indices:
                 ids += encoded.ids
                 continue
             if len(piece) == 1:
                 raise TemplateError(
-                    f"the tokenizer turns text into the control token"
-                    f" {self._backend.id_to_token(encoded.ids[forged[0]])!r} even without its added"
-                    f" tokens: agentrl cannot keep {text[:80]!r} harmless."
+                    "the tokenizer turns text into the control token"
+                    f" {self._backend.id_to_token(encoded.ids[control_indices[0]])!r} even without"
+                    f" its added tokens: agentrl cannot encode {text[:80]!r} as plain text."
                 )
-            starts = {encoded.offsets[i][0] for i in forged}
+            starts = {encoded.offsets[i][0] for i in control_indices}
             ids += self._encode_split_at(piece, sorted(starts | {start + 1 for start in starts}))
         return ids
 
     def _check(self) -> None:
         """Disable a cache that differs from the tokenizer; check that texts survive decoding."""
         texts = [*_PROBES, *self._id_of, "".join(self._id_of)]
-        if self._cache is not None and any(
-            self.encode_plain(t) != self._encode_uncached(t) for t in texts
+        if self.cache is not None and any(
+            self.encode_plain(t) != self.encode_uncached(t) for t in texts
         ):
-            self._cache = None
+            self.cache = None
         for text in _PROBES[:5]:
-            back, normal = self.decode_plain(self.encode_plain(text)), self._normal(text)
-            if back != normal:
+            decoded, expected = self.decode_plain(self.encode_plain(text)), self._normalize(text)
+            if decoded != expected:
                 raise TemplateError(
-                    f"the tokenizer encodes {normal!r} and decodes it as {back!r}; tool results"
-                    " would be changed. Use a tokenizer that decodes a text to the same text."
+                    f"the tokenizer encodes {expected!r} and decodes it as {decoded!r}; tool"
+                    " results would be changed. Use a tokenizer that decodes a text to the same"
+                    " text."
                 )
 
-    def _normalized(self, text: str) -> str:
+    def _normalize_around_tokens(self, text: str) -> str:
         """Return a normalized text, without the white space that control tokens absorb."""
-        text = self._normal(text.encode("utf-8", "replace").decode())
+        text = self._normalize(text.encode("utf-8", "replace").decode())
         return self.control.sub(lambda match: match[0].strip(), text)
 
-    def _normal(self, text: str) -> str:
-        normalizer = self._plain_tokenizer.normalizer
+    def _normalize(self, text: str) -> str:
+        normalizer = self.plain_tokenizer.normalizer
         return normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
 
 
@@ -280,17 +284,22 @@ def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
     return regex.compile(joined or r"(?!)")
 
 
-def _without_control(state: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Return a tokenizer's state with some of the added tokens, which adds no space to texts."""
+def _remove_control_tokens(state: dict[str, Any], kept_ids: Sequence[int]) -> dict[str, Any]:
+    """Return a tokenizer's state without its control tokens. It adds no space before a text.
+
+    Args:
+        state: the state from `Tokenizer.to_str`.
+        kept_ids: the ids of the added tokens that are not removed.
+    """
     state = json.loads(json.dumps(state))
-    added = [token for token in state["added_tokens"] if token["id"] in kept]
+    added = [token for token in state["added_tokens"] if token["id"] in kept_ids]
     state.update(added_tokens=added, post_processor=None, truncation=None, padding=None)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        state[part] = _without_prefix(state[part])
+        state[part] = _remove_prefix_steps(state[part])
     return state
 
 
-def _without_prefix(part: Any) -> Any:
+def _remove_prefix_steps(part: Any) -> Any:
     """Return a part of a tokenizer without the steps that add or remove a space before a text."""
     if not isinstance(part, dict):
         return part
@@ -303,8 +312,8 @@ def _without_prefix(part: Any) -> Any:
         return {**part, "add_prefix_space": False}
     for name in ("normalizers", "pretokenizers", "decoders"):
         if kind == "Sequence" and name in part:
-            kept = [p for p in map(_without_prefix, part[name]) if p is not None]
-            return {**part, name: kept} if kept else None
+            steps = [p for p in map(_remove_prefix_steps, part[name]) if p is not None]
+            return {**part, name: steps} if steps else None
     return part
 
 
@@ -377,7 +386,9 @@ class BpeCache(dict[str, bytes]):
         """Return the ids of a text, or None if only the tokenizer itself can encode it."""
         if text.isascii():
             words = self._split_ascii(text)
-        elif _unsettled().search(text) or (self._normalizes and not is_normalized("NFC", text)):
+        elif _unstable_characters().search(text) or (
+            self._normalizes and not is_normalized("NFC", text)
+        ):
             return None
         else:
             words = self._split(text)
@@ -416,46 +427,51 @@ A printable byte has its own character, the others have characters from 256 on.
 
 
 @cache
-def _unsettled() -> re.Pattern[str]:
-    """Return a pattern of the characters whose class differs between Unicode versions from 3.2 on.
+def _unstable_characters() -> re.Pattern[str]:
+    """Return a pattern of the characters whose class differs between Unicode versions.
 
-    Lone surrogates and all characters that were added later match, except the common emoji.
+    It matches lone surrogates, and all characters that Unicode 3.2 did not have or classified
+    differently, except the common emoji.
     """
-    settled = {
+    stable = {
         i
         for i, c in enumerate(map(chr, range(0x10000)))
         if category(c) == ucd_3_2_0.category(c) and category(c) not in ("Cn", "Cs")
     }
-    settled |= {*range(0x1F300, 0x1F650), *range(0x1F680, 0x1F6C6), *range(0x1F910, 0x1F93B)}
-    starts = sorted(i for i in settled if i - 1 not in settled)
-    ends = sorted(i for i in settled if i + 1 not in settled)
+    stable |= {*range(0x1F300, 0x1F650), *range(0x1F680, 0x1F6C6), *range(0x1F910, 0x1F93B)}
+    starts = sorted(i for i in stable if i - 1 not in stable)
+    ends = sorted(i for i in stable if i + 1 not in stable)
     ranges = (f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in zip(starts, ends, strict=True))
     return re.compile(f"[^{''.join(ranges)}]")
 
 
 def _split_functions(pre_tokenizer: dict[str, Any] | None) -> tuple[Split, Split] | None:
-    """Return how a byte-level tokenizer splits any text, and ASCII text, into words.
+    """Return two functions that split text into words as a byte-level tokenizer does.
 
     Returns:
-        Two functions; None for any other tokenizer.
+        A function for any text, and a faster one for ASCII text. None if the tokenizer is not
+        byte-level, or has rules that are not supported here.
     """
     *rules, last = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     patterns: list[str] = []
     for step in rules:
         match step:
-            case {"type": "Split", "pattern": {"Regex": str(text)}, **how} if (
-                (how.get("behavior"), how.get("invert")) == ("Isolated", False)
+            case {"type": "Split", "pattern": {"Regex": str(text)}, **options} if (
+                (options.get("behavior"), options.get("invert")) == ("Isolated", False)
                 # Text that does not match is dropped; `encode` then returns None.
-                or (len(rules) == 1 and (how["behavior"], how["invert"]) == ("Removed", True))
+                or (
+                    len(rules) == 1
+                    and (options["behavior"], options["invert"]) == ("Removed", True)
+                )
             ):
                 patterns.append(text)
-            case {"type": "Digits", "individual_digits": alone}:
-                patterns.append(r"\p{N}" if alone else r"\p{N}+")
+            case {"type": "Digits", "individual_digits": individual}:
+                patterns.append(r"\p{N}" if individual else r"\p{N}+")
             case _:
                 return None
     match last:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": on}:
-            patterns += [_GPT2] * on
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+            patterns += [_GPT2] * use_regex
         case _:
             return None
     try:
@@ -466,9 +482,14 @@ def _split_functions(pre_tokenizer: dict[str, Any] | None) -> tuple[Split, Split
 
 
 def _ascii_splitter(patterns: Sequence[str]) -> Split | None:
-    """Return the same splitting with the `re` module, which is twice as fast; None if it cannot."""
+    """Return a split function for ASCII text that uses `re`, which is twice as fast as `regex`.
+
+    None if a pattern cannot be written for `re`.
+    """
     try:
-        return _splitter([_in_ascii(p) for p in patterns], partial(re.compile, flags=re.ASCII))
+        return _splitter(
+            [_to_ascii_pattern(p) for p in patterns], partial(re.compile, flags=re.ASCII)
+        )
     except (re.error, KeyError):
         return None
 
@@ -483,7 +504,7 @@ _ASCII = {
 _CLASSES = re.compile(r"\\p\{(\w+)\}|\\p(\w)|(\\.|\[\^?|\])", re.DOTALL)
 
 
-def _in_ascii(pattern: str) -> str:
+def _to_ascii_pattern(pattern: str) -> str:
     """Return a pattern with ASCII characters in place of Unicode classes.
 
     Raises:
@@ -520,8 +541,7 @@ def _split_in_turn(patterns: Sequence[Any], text: str) -> list[str]:
     return words
 
 
-# -- decoding
-# ----------------------------------------------------------------------------------------
+# -- decoding -----------------------------------------------------------------------------------
 
 _BYTES = {letter: b for b, letter in BYTE_LETTERS.items()}
 
@@ -566,22 +586,22 @@ Side = Literal["head", "tail", "middle"]
 Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
 
-_LONGEST = 4
-"""The most bytes of a character in UTF-8, and so the most tokens of one character."""
+_MAX_BYTES_OF_CHARACTER = 4
+"""The maximum number of bytes of a character in UTF-8. So one character has at most four tokens."""
 
 
 def truncate(text: str, limit: int, side: Side, encode: Encode, decode: Decode) -> str:
     """Truncate a text of more than `limit` tokens, with the note "(n of m tokens shown)".
 
-    A text of at most `limit` bytes is returned as it is, because a token has at least one byte. Any
-    other text is encoded once. If it is truncated, the rest is encoded again to check that it fits;
-    n is the number of these tokens.
+    A text of at most `limit` bytes is returned unchanged, because a token has at least one byte.
+    Any other text is encoded once. If it is too long, the parts that are kept are encoded again to
+    check that they fit; n is the number of their tokens.
 
     Args:
         text: the tool result.
-        limit: the most tokens of the text; the note is not counted.
-        side: "head" keeps the head, "tail" keeps the tail, "middle" leaves out the middle. Then the
-            head gets half of `limit`, and the tail gets what the head does not use.
+        limit: the maximum number of tokens of the text; the note is not counted.
+        side: "head" keeps the head, "tail" keeps the tail. "middle" removes the middle: the head
+            gets half of `limit`, and the tail gets the tokens that the head does not use.
         encode: encodes untrusted text (`ChatTemplate.encode`: no control tokens).
         decode: decodes ids.
 
@@ -593,30 +613,30 @@ def truncate(text: str, limit: int, side: Side, encode: Encode, decode: Decode) 
     ids = encode(text)
     if len(ids) <= limit:
         return text
-    head, tail, used, shown = "", "", 0, 0
+    head, tail, head_tokens, tail_tokens = "", "", 0, 0
     if side != "tail":
         share = limit if side == "head" else (limit + 1) // 2
         length = _estimate_length(text.startswith, lambda n: decode(ids[:n]), share)
-        head, used = _fit(lambda n: text[:n], length, share, encode)
+        head, head_tokens = _fit(lambda n: text[:n], length, share, encode)
     if side != "head":
-        share = limit - used
+        share = limit - head_tokens
         length = _estimate_length(text.endswith, lambda n: decode(ids[len(ids) - n :]), share)
         length = min(length, len(text) - len(head))
-        tail, shown = _fit(lambda n: text[len(text) - n :], length, share, encode)
-    note = f"({used + shown} of {len(ids)} tokens shown)"
+        tail, tail_tokens = _fit(lambda n: text[len(text) - n :], length, share, encode)
+    note = f"({head_tokens + tail_tokens} of {len(ids)} tokens shown)"
     return "\n".join(part for part in (head, note, tail) if part)
 
 
 def _estimate_length(
     has: Callable[[str], bool], decode_tokens: Callable[[int], str], tokens: int
 ) -> int:
-    """Estimate the number of characters of the first or last tokens of a text.
+    """Estimate the number of characters in the first or last tokens of a text.
 
-    If the tokens end within a character, they do not decode to a part of the text; then a few
-    tokens fewer do. If none do (a normalizer composed an accent), the decoded text has about that
-    length.
+    If the tokens end within a character, their decoded text is not a part of the text. Then up to
+    three tokens are left out. If this does not help (a normalizer may have composed an accent), the
+    estimate is the length of the decoded text.
     """
-    for fewer in range(min(_LONGEST, tokens + 1)):
+    for fewer in range(min(_MAX_BYTES_OF_CHARACTER, tokens + 1)):
         if has(part := decode_tokens(tokens - fewer)):
             return len(part)
     return len(decode_tokens(tokens))
@@ -625,8 +645,9 @@ def _estimate_length(
 def _fit(part: Callable[[int], str], length: int, limit: int, encode: Encode) -> tuple[str, int]:
     """Return a part of at most `limit` tokens and about `length` characters, and its token count.
 
-    Usually `length` fits. It does not if the tokenizer encodes the part alone as more tokens than
-    within the text. Each further step removes twice as many characters as the last one.
+    Usually a part of `length` characters fits. It may not, because the tokenizer may need more
+    tokens for the part alone than for the same characters within the text. Then characters are
+    removed, in each step twice as many as in the previous step.
     """
     step = 1
     while length > 0:

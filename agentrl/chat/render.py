@@ -1,16 +1,16 @@
 """Run a chat template, and split the rendered text into the template's text and the contents.
 
 A chat template is a Jinja program over whole conversations. To see what it writes around a message,
-we render placeholders as contents and search for them in the result. To see how it changes contents
-(it trims them, or writes them as JSON), we render contents that show each of these changes.
+we render placeholders as contents and search for them in the result. To see how a template changes
+contents (it may trim them, or write them as JSON), we render contents that reveal each change.
 
 A template also writes the schemas of tools into the prompt: names, descriptions, enum values. These
 strings may be untrusted (an MCP server), and `<|im_end|>` in a description would end the turn. They
 cannot be replaced by placeholders, because templates branch on types and names, and write a name
 again in the list of required parameters. So the prompt is rendered a second time with harmless
 strings. If both results have the same control tokens, no string forms a control token, not even one
-that begins in the template's text and ends in the string. Otherwise the strings at fault are
-marked, and are encoded as plain text (`guard_schemas`).
+that begins in the template's text and ends in the string. Otherwise the strings that form
+control tokens are marked, and are encoded as plain text (`guard_schemas`).
 
 A template accepts any variable and ignores those that it never reads, so a misspelt name would have
 no effect (`check_variables`).
@@ -43,7 +43,7 @@ Writer = Callable[[str], str]
 
 SALT = secrets.token_hex(8)
 """Random, so that no text of a row, a tool or a user can equal a placeholder."""
-_MARKED = re.compile(rf"zq{SALT}from(\d*)qz(.*?)zq{SALT}to\1qz", re.DOTALL)
+_MARKED_TEXT = re.compile(rf"zq{SALT}from(\d*)qz(.*?)zq{SALT}to\1qz", re.DOTALL)
 
 WRITERS: tuple[Writer, ...] = (
     str,
@@ -54,7 +54,7 @@ WRITERS: tuple[Writer, ...] = (
     str.rstrip,
     str.lstrip,
 )
-"""The ways in which templates change a content, the most frequent first."""
+"""The changes that templates make to a content, the most frequent first."""
 
 
 class Renderer:
@@ -72,17 +72,17 @@ class Renderer:
         Raises:
             TemplateError: if the template refuses the conversation.
         """
-        tools = list(schemas) or self._no_tools(messages)
+        tools = list(schemas) or self._default_tools(messages)
         apply = partial(self._tokenizer.apply_chat_template, list(messages), **self.variables)
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": as_prompt}
         try:
             return apply(tools=tools, **options)
-        # A template can raise errors of its own, and fail in every way in which a program can.
+        # A template is a program, so it can raise any exception.
         except Exception as e:
-            if tools is None:  # a template that is only for tools needs a list, even an empty one
+            if tools is None:  # a template for tools may require a list
                 with suppress(Exception):
                     return apply(tools=[], **options)
-            if isinstance(e, UndefinedError) and (why := self._missing(tools, str(e))):
+            if isinstance(e, UndefinedError) and (why := self._explain_undefined(tools, str(e))):
                 raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
             # `raise_exception` in a template raises exactly this class.
@@ -96,18 +96,20 @@ class Renderer:
         with suppress(TemplateError):
             return self(messages, schemas, as_prompt)
 
-    def _no_tools(self, messages: Sequence[MessageDict]) -> list[Any] | None:
-        """Return `[]` if the tokenizer's template for tools is needed without tools, else None.
+    def _default_tools(self, messages: Sequence[MessageDict]) -> list[Any] | None:
+        """Return the argument `tools` for a conversation without tools: `[]` or None.
 
-        If a tokenizer has several templates, only the one for tools writes calls and results.
+        If a tokenizer has several templates, only the one for tools writes calls and results. `[]`
+        selects that template.
         """
-        named = isinstance(self._tokenizer.chat_template, Mapping)
-        calls = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
-        return [] if named and calls else None
+        has_named_templates = isinstance(self._tokenizer.chat_template, Mapping)
+        has_calls = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        return [] if has_named_templates and has_calls else None
 
-    def _missing(self, tools: list[Any] | None, error: str) -> str:
-        """Return what to do if a template failed because variables have no value, or ""."""
-        if not error.endswith(" is undefined"):  # an attribute: parsing the template takes long
+    def _explain_undefined(self, tools: list[Any] | None, error: str) -> str:
+        """Return a message if a template failed because variables have no value, else ""."""
+        # Other errors concern attributes. They are not examined, because parsing takes long.
+        if not error.endswith(" is undefined"):
             return ""
         template = self._tokenizer.get_chat_template(tools=tools)
         missing, reads_tools = missing_variables(template, self.variables)
@@ -125,12 +127,12 @@ class Renderer:
 
 
 def content_mark(i: int) -> str:
-    """Return a placeholder for a content that templates do not change."""
+    """Return a placeholder for the content of message i. Templates do not change it."""
     return f"zq{SALT}{i}content{i}qz"
 
 
 def _probe_content(i: int) -> str:
-    """Return a placeholder for a content that shows how a template changes contents."""
+    """Return a placeholder that reveals how a template changes the content of message i."""
     return f' \n\t zq{SALT}{i}"probed"\\ é😀 <a>&\' {{{{ x }}}}{i}qz \n\n'
 
 
@@ -171,7 +173,7 @@ def mark_core(text: str, index: int | None = None) -> str:
 
 def remove_markers(text: str) -> str:
     """Return a text without the markers of `add_markers`."""
-    return _MARKED.sub(lambda match: match[2], text)
+    return _MARKED_TEXT.sub(lambda match: match[2], text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,9 @@ class MarkedText:
 
 
 def split_at_markers(text: str) -> Iterator[str | MarkedText]:
-    """Yield the parts of a rendered text: the template's text, and between it the marked texts."""
+    """Yield the parts of a rendered text in order: the template's texts and the marked texts."""
     position = 0
-    for match in _MARKED.finditer(text):
+    for match in _MARKED_TEXT.finditer(text):
         yield text[position : match.start()]
         yield MarkedText(match[2], int(match[1]) if match[1] else None)
         position = match.end()
@@ -203,7 +205,7 @@ class ContentSlot:
 
 @dataclass(frozen=True, slots=True)
 class TemplateParts:
-    """The text that a template writes around contents: token ids, and regions of text between them.
+    """The text that a template writes around contents, as token ids and regions of text.
 
     A region is the text from one control token to the next. It is encoded as a whole, as the
     tokenizer would do it, because a word may begin in the template's text and end in a content.
@@ -227,15 +229,15 @@ class TemplateParts:
                 ids.extend(part)
                 continue
             text: list[str] = []
-            inside: list[int | None] = []
+            indices: list[int | None] = []
             for piece in part:
                 if isinstance(piece, str):
                     text.append(piece)
                     continue
-                enclosed = isinstance(piece, MarkedText)
-                text.append(piece.text if enclosed else piece.write(contents[piece.index]))
-                inside.append(piece.index)
-            ids.extend(encode("".join(text), inside))
+                is_marked = isinstance(piece, MarkedText)
+                text.append(piece.text if is_marked else piece.write(contents[piece.index]))
+                indices.append(piece.index)
+            ids.extend(encode("".join(text), indices))
         return ids
 
     @property
@@ -264,7 +266,8 @@ def split_rendering(
         The template's texts, and one slot between each two of them.
 
     Raises:
-        TemplateError: if a content is not written exactly once, or is changed in an unknown way.
+        TemplateError: if the template does not write a content exactly once, or changes it in an
+            unknown way.
     """
     marks = [content_mark(i) for i in range(len(roles))]
     text = render(marks)
@@ -302,10 +305,10 @@ def split_rendering(
 
 
 def find_content(render: Callable[[str], str], text: str, content: str) -> tuple[int, int] | None:
-    """Find where a template writes a content, even if the template reads contents.
+    """Return the position of a content in a rendered text, for a template that reads contents.
 
-    If the template looks at the beginning or the end of the content, a marker there would change
-    the result. Then only the other side is marked.
+    A template may branch on the beginning or the end of a content. A marker on that side would
+    change the result, so only the other side is marked then.
 
     Args:
         render: renders the conversation with another content.
@@ -318,18 +321,18 @@ def find_content(render: Callable[[str], str], text: str, content: str) -> tuple
     """
     begin, end = markers(0)
     before, core, after = _split_core(content)
-    shown = render(mark_core(content, 0))
-    if shown.count(begin) == shown.count(end) == 1:
-        head, _, rest = shown.partition(begin)
+    marked = render(mark_core(content, 0))
+    if marked.count(begin) == marked.count(end) == 1:
+        head, _, rest = marked.partition(begin)
         middle, _, tail = rest.partition(end)
         start, stop = len(head), len(text) - len(tail)
         # If the template removes a word, it may also remove the white space next to it.
-        same = text[start:stop].split() == middle.split()
-        if same and start <= stop and text.startswith(head) and text.endswith(tail):
+        has_same_words = text[start:stop].split() == middle.split()
+        if has_same_words and start <= stop and text.startswith(head) and text.endswith(tail):
             return start, stop
     for first, last in ((begin, ""), ("", end)):
-        shown = render(before + first + core + last + after)
-        head, mark, tail = shown.partition(first or last)
+        marked = render(before + first + core + last + after)
+        head, mark, tail = marked.partition(first or last)
         if not mark or head + tail != text:
             continue
         for write in WRITERS:
@@ -347,8 +350,8 @@ def encode_parts(
 
     Args:
         encoder: the encoder of the tokenizer.
-        texts: the template's texts before, between and after the slots. A text that `add_markers`
-            marked in them is encoded as plain text.
+        texts: the template's texts before, between and after the slots. Their parts between the
+            markers of `add_markers` are encoded as plain text.
         slots: one slot between each two texts.
     """
     parts: list[array[int] | tuple[str | ContentSlot | MarkedText, ...]] = []
@@ -361,7 +364,7 @@ def encode_parts(
             parts.append(ids)
 
     def close() -> None:
-        constant = [p.text if isinstance(p, MarkedText) else p for p in region if _constant(p)]
+        constant = [p.text if isinstance(p, MarkedText) else p for p in region if _is_constant(p)]
         if len(constant) < len(region):
             parts.append(tuple(region))
         elif text := "".join(map(str, constant)):
@@ -385,7 +388,7 @@ def encode_parts(
     return TemplateParts(tuple(parts))
 
 
-def _constant(piece: str | ContentSlot | MarkedText) -> bool:
+def _is_constant(piece: str | ContentSlot | MarkedText) -> bool:
     """Return whether a piece has the same text and encoding in every conversation."""
     return isinstance(piece, str) or (isinstance(piece, MarkedText) and piece.index is None)
 
@@ -393,7 +396,8 @@ def _constant(piece: str | ContentSlot | MarkedText) -> bool:
 # -- schemas of tools ------------------------------------------------------------------------------
 
 _PRIVATE, _LAST = 0xE000, "\x01"
-"""Characters that no control token contains: private ones, and one that sorts before all others."""
+"""Characters that no control token contains: the first one for private use, and one that sorts
+before all others."""
 
 _KEYWORDS = frozenset(
     [
@@ -421,58 +425,58 @@ def guard_schemas(
         schemas: the schemas of the tools.
 
     Returns:
-        The schemas, with markers (`add_markers`) in the strings at fault; and the number of control
-        tokens in these strings.
+        The schemas, with markers (`add_markers`) in the strings that form control tokens; and the
+        number of control tokens in these strings.
 
     Raises:
-        TemplateError: if the template writes such a string differently when it is marked.
+        TemplateError: if the template writes such a string differently when it has markers.
     """
     text = render(schemas)
     tokens = encoder.control_tokens_in(text)
-    free = sorted(set(strings(schemas)) - _KEYWORDS)
-    inert = {s: _inert(encoder, s) for s in free}
-    safe = encoder.control_tokens_in(render(_replaced(schemas, inert)))
-    if tokens == safe:
+    untrusted = sorted(set(strings(schemas)) - _KEYWORDS)
+    harmless = {s: _make_harmless(encoder, s) for s in untrusted}
+    safe_tokens = encoder.control_tokens_in(render(_replace_strings(schemas, harmless)))
+    if tokens == safe_tokens:
         return schemas, 0
 
-    def at_fault(some: Sequence[str]) -> list[str]:
-        changed = render(_replaced(schemas, {s: inert[s] for s in some}))
-        if encoder.control_tokens_in(changed) == tokens:
+    def find_offending(candidates: Sequence[str]) -> list[str]:
+        rendered_subset = render(_replace_strings(schemas, {s: harmless[s] for s in candidates}))
+        if encoder.control_tokens_in(rendered_subset) == tokens:
             return []
-        if len(some) == 1:
-            return list(some)
-        middle = len(some) // 2
-        return at_fault(some[:middle]) + at_fault(some[middle:])
+        if len(candidates) == 1:
+            return list(candidates)
+        middle = len(candidates) // 2
+        return find_offending(candidates[:middle]) + find_offending(candidates[middle:])
 
-    def with_marks(bad: Sequence[str]) -> Schemas | None:
+    def mark_strings(offending: Sequence[str]) -> Schemas | None:
         """Return the schemas with these strings marked, or None if this changes the prompt."""
-        marked = _replaced(schemas, {s: mark_core(s) for s in bad})
-        shown = render(marked)
-        parts = (p for p in split_at_markers(shown) if isinstance(p, str))
+        marked = _replace_strings(schemas, {s: mark_core(s) for s in offending})
+        rendered = render(marked)
+        parts = (p for p in split_at_markers(rendered) if isinstance(p, str))
         own = [token for part in parts for token in encoder.control_tokens_in(part)]
-        return marked if remove_markers(shown) == text and own == safe else None
+        return marked if remove_markers(rendered) == text and own == safe_tokens else None
 
-    # Most strings at fault contain a whole control token; only the others must be searched for.
-    bad = [s for s in free if encoder.control_tokens_in(s)]
-    marked = with_marks(bad)
+    # Most of these strings contain a whole control token. The others are found by bisection.
+    offending = [s for s in untrusted if encoder.control_tokens_in(s)]
+    marked = mark_strings(offending)
     if marked is None:
-        bad += at_fault([s for s in free if s not in bad])
-        marked = with_marks(bad)
+        offending += find_offending([s for s in untrusted if s not in offending])
+        marked = mark_strings(offending)
     if marked is None:
-        shortened = ", ".join(repr(s if len(s) <= 60 else s[:57] + "...") for s in bad[:3])
+        shortened = ", ".join(repr(s if len(s) <= 60 else s[:57] + "...") for s in offending[:3])
         raise TemplateError(
             "strings of the tool schemas contain control tokens, and the chat template writes them"
             f" in a way that agentrl cannot encode as plain text: {shortened}. Change these names"
             " or descriptions."
         )
-    return marked, max(len(tokens) - len(safe), 1)
+    return marked, max(len(tokens) - len(safe_tokens), 1)
 
 
-def _inert(encoder: Encoder, text: str) -> str:
-    """Return a harmless text in place of a text: no control token can contain a part of it.
+def _make_harmless(encoder: Encoder, text: str) -> str:
+    """Return a replacement of a text such that no control token can contain a part of it.
 
-    It has no character that begins or ends a control token, no control token contains its last
-    character, and it sorts like the text itself.
+    The replacement has no character that begins or ends a control token, and no control token
+    contains its last character. It sorts like the text itself.
     """
     private = {ord(c): _PRIVATE + i for i, c in enumerate(encoder.ends)}
     return text.translate(private) + _LAST if text else text
@@ -491,14 +495,14 @@ def strings(node: Any) -> Iterator[str]:
             yield from strings(value)
 
 
-def _replaced(node: Any, by: Mapping[str, str]) -> Any:
+def _replace_strings(node: Any, by: Mapping[str, str]) -> Any:
     """Return a JSON value with some strings replaced, including keys."""
     if isinstance(node, str):
         return by.get(node, node)
     if isinstance(node, Mapping):
-        return {by.get(key, key): _replaced(value, by) for key, value in node.items()}
+        return {by.get(key, key): _replace_strings(value, by) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_replaced(value, by) for value in node]
+        return [_replace_strings(value, by) for value in node]
     return node
 
 
@@ -519,7 +523,7 @@ def check_variables(template: str, names: Iterable[str]) -> None:
         names: the names of the variables.
 
     Raises:
-        ConfigError: if the template does not read one of them. The message lists those it reads.
+        ConfigError: the message names these variables, and lists the variables that it reads.
     """
     names = list(names)
     if not names:
@@ -527,16 +531,18 @@ def check_variables(template: str, names: Iterable[str]) -> None:
     program = _parse(template)
     if program is None:
         return
-    read = meta.find_undeclared_variables(program)
-    if unread := [name for name in names if name not in read]:
-        known = sorted(
-            n for n in read - _own(program) - _SET_BY_TRANSFORMERS if not n.endswith("_token")
+    names_read = meta.find_undeclared_variables(program)
+    if unread := [name for name in names if name not in names_read]:
+        choices = sorted(
+            n
+            for n in names_read - _assigned_variables(program) - _SET_BY_TRANSFORMERS
+            if not n.endswith("_token")
         )
-        wrong = ", ".join(f"{n!r}.{did_you_mean(n, known)}".rstrip(".") for n in unread)
+        wrong = ", ".join(f"{n!r}.{did_you_mean(n, choices)}".rstrip(".") for n in unread)
         stop = "" if wrong.endswith("?") else "."
         raise ConfigError(
             f"model.template_kwargs: the chat template never reads {wrong}{stop} It reads:"
-            f" {', '.join(known) or 'no variables but its own'}"
+            f" {', '.join(choices) or 'no variables but its own'}"
         )
 
 
@@ -555,13 +561,22 @@ def missing_variables(template: str, variables: Iterable[str]) -> tuple[list[str
     program = _parse(template)
     if program is None:
         return [], True
-    read = meta.find_undeclared_variables(program)
-    needed = read - _own(program) - _optional(program) - _SET_BY_TRANSFORMERS - set(variables)
-    return sorted(name for name in needed if not name.endswith("_token")), "tools" in read
+    names_read = meta.find_undeclared_variables(program)
+    needed = (
+        names_read
+        - _assigned_variables(program)
+        - _optional_variables(program)
+        - _SET_BY_TRANSFORMERS
+        - set(variables)
+    )
+    return sorted(name for name in needed if not name.endswith("_token")), "tools" in names_read
 
 
 def _parse(template: str) -> nodes.Template | None:
-    """Parse a template; return None on a syntax error, which the first rendering reports."""
+    """Return the syntax tree of a template; None on a syntax error.
+
+    The first rendering reports the syntax error.
+    """
     try:
         return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
             _GENERATION.sub("", template)
@@ -570,14 +585,14 @@ def _parse(template: str) -> nodes.Template | None:
         return None
 
 
-def _own(program: nodes.Template) -> set[str]:
+def _assigned_variables(program: nodes.Template) -> set[str]:
     """Return the variables that the template sets itself, in any branch."""
     names = list(program.find_all(nodes.Name))
-    kept = {name.name for name in names if name.ctx == "store"} - _optional(program)
-    return kept | {name.name for name in names if name.ctx == "param"}
+    assigned = {name.name for name in names if name.ctx == "store"} - _optional_variables(program)
+    return assigned | {name.name for name in names if name.ctx == "param"}
 
 
-def _optional(program: nodes.Template) -> set[str]:
+def _optional_variables(program: nodes.Template) -> set[str]:
     """Return the variables that the template tests with `is defined` or gives a default."""
     tests = [t for t in program.find_all(nodes.Test) if t.name in ("defined", "undefined")]
     filters = [f for f in program.find_all(nodes.Filter) if f.name in ("default", "d")]

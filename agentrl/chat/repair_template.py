@@ -1,10 +1,10 @@
 """Find the smallest change of a chat template that makes it append-only.
 
-A template changes earlier turns by conditions: it writes a thought `if loop.index0 >
-ns.last_query_index`. So each condition of the template, and each part of one, is replaced by true
-and by false, one at a time and then in pairs. A change is accepted if prompts, single turns and the
-text after a turn stay exactly the same, and if every turn is rendered later as it was at first,
-with its thought.
+A template changes earlier turns because of conditions such as `if loop.index0 >
+ns.last_query_index` around a thought. So each condition of the template, and each operand of one,
+is replaced by true and by false, first one at a time and then in pairs. A change is accepted if
+prompts, single turns and the text after a turn stay exactly the same, and if every turn is rendered
+in the same way when more messages follow, with its thought.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Edit(NamedTuple):
 
     @property
     def size(self) -> tuple[bool, int]:
-        """Return the order of edits: deletions first, then by the number of changed characters."""
+        """Return the sort key of edits: deletions first, then the number of changed characters."""
         return bool(self.text), self.end - self.start + len(self.text)
 
 
@@ -63,54 +63,54 @@ def repair_template(
         The source of the changed template, or None if no small change works.
     """
     deadline = time.monotonic() + seconds
-    wanted = {
+    supported_shapes = {
         v.shape for v in verify_tokenizer(tokenizer, end_ids, schemas) if v.status != "unsupported"
     }
     for changed in _candidates(tokenizer, schemas, deadline):
         try:
-            after = verify_tokenizer(_with(tokenizer, changed), end_ids, schemas)
+            verdicts = verify_tokenizer(_with_template(tokenizer, changed), end_ids, schemas)
         except TemplateError:
             continue
-        if wanted <= {v.shape for v in after if v.status == "append-only"}:
+        if supported_shapes <= {v.shape for v in verdicts if v.status == "append-only"}:
             return changed
     return None
 
 
 def template_diff(before: str, after: str) -> str:
-    """Return the change of a template in the format of `patch`."""
+    """Return the difference of two templates as a unified diff."""
     name = "chat_template.jinja"
     lines = unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
     )
-    unended = "\n\\ No newline at end of file\n"
-    return "".join(line if line.endswith("\n") else line + unended for line in lines)
+    no_newline = "\n\\ No newline at end of file\n"
+    return "".join(line if line.endswith("\n") else line + no_newline for line in lines)
 
 
-def _with(tokenizer: Any, template: str) -> Any:
-    other = copy.copy(tokenizer)
-    other.chat_template = template
-    return other
+def _with_template(tokenizer: Any, template: str) -> Any:
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 def _candidates(tokenizer: Any, schemas: Schemas, deadline: float) -> Iterator[str]:
     """Yield the changed templates that pass the fast checks, the smallest change first."""
     source: str = tokenizer.chat_template
-    shown = _Renderings(tokenizer, schemas)
+    renderings = _Renderings(tokenizer, schemas)
     harmless = []
     for edit in sorted(set(_edits(source)), key=lambda e: (e.size, e.start)):
         if time.monotonic() > deadline:
             return
         changed = _apply(source, [edit])
-        if shown.changes(changed) and shown.keeps(changed):
+        if renderings.changes(changed) and renderings.keeps(changed):
             harmless.append(edit)
-            if shown.grows(changed):
+            if renderings.grows(changed):
                 yield changed
     pairs = [(a, b) for a, b in combinations(sorted(harmless), 2) if a.end <= b.start]
     for pair in sorted(pairs, key=lambda pair: sum(e.size[1] for e in pair)):
         if time.monotonic() > deadline:
             return
         changed = _apply(source, pair)
-        if shown.keeps(changed) and shown.grows(changed):
+        if renderings.keeps(changed) and renderings.grows(changed):
             yield changed
 
 
@@ -124,7 +124,7 @@ def _apply(source: str, changes: Sequence[Edit]) -> str:
 
 
 class _Renderings:
-    """The conversations on which a changed template is compared with the original, as text."""
+    """Rendered probe conversations, to compare changed templates with the original one."""
 
     def __init__(self, tokenizer: Any, schemas: Schemas):
         self._tokenizer = tokenizer
@@ -162,10 +162,10 @@ class _Renderings:
                 if message is None:
                     break
                 alone = self._text(template, chain[: i + 1], variables, as_prompt=False)
-                own = PROBE_ARGUMENT if message.get("tool_calls") else PROBE_TEXT
-                if alone is None or own not in alone:
+                placeholder = PROBE_ARGUMENT if message.get("tool_calls") else PROBE_TEXT
+                if alone is None or placeholder not in alone:
                     return False
-                heads += [prompt, alone[: alone.rindex(own) + len(own)]]
+                heads += [prompt, alone[: alone.rindex(placeholder) + len(placeholder)]]
         return True
 
     def _render_short(self, template: str) -> list[str | None]:
@@ -176,7 +176,7 @@ class _Renderings:
             *probe_turns(()),
             *probe_turns(_CALLS),
         ]
-        whole = [
+        texts = [
             self._text(template, messages, variables, schemas, as_prompt)
             for variables in self._variables
             for conversations, schemas, as_prompt in (
@@ -186,7 +186,7 @@ class _Renderings:
             )
             for messages in conversations
         ]
-        return whole + [
+        return texts + [
             self._after_last_turn(template, chain[:end], variables)
             for variables, chain in self._long
             for end in range(1, len(chain) + 1)
@@ -196,9 +196,9 @@ class _Renderings:
     def _after_last_turn(
         self, template: str, messages: Sequence[MessageDict], variables: Mapping[str, Any]
     ) -> str | None:
-        """Return the text of a prompt after the last turn: its end, new messages, the header.
+        """Return the text of a prompt after its last turn: closing token, new messages, header.
 
-        A change may write more of earlier turns, but it must not change how results are written.
+        A changed template may write more of earlier turns, but must write this text unchanged.
         """
         text, turn = self._text(template, messages, variables), _last_turn(messages)
         return text and text.rpartition(PROBE_ARGUMENT if turn.get("tool_calls") else PROBE_TEXT)[2]
@@ -218,17 +218,18 @@ class _Renderings:
     def _turn(self, variables: Mapping[str, Any], calls: Sequence[tuple[str, str]]) -> MessageDict:
         """Return the first form of a turn that the template shows completely, with its thought.
 
-        A form that continues the prompt is preferred: without a thought if the prompt ends it.
+        Forms whose text begins with the prompt are preferred. If a prompt ends the thought, such a
+        form has no thought.
         """
         source = self._tokenizer.chat_template
         prompt = self._text(source, [_USER], variables, ()) or ""
-        shown = []
+        candidates = []
         for turn in (*thinking_turns(calls), *probe_turns(calls)):
             text = self._text(source, [_USER, turn], variables, (), as_prompt=False)
-            wants = [mark for mark in (PROBE_ARGUMENT, PROBE_THOUGHT) if mark in str(turn)]
-            if text and all(want in text for want in wants):
-                shown.append((text.startswith(prompt), turn))
-        return max(shown, key=itemgetter(0), default=(False, probe_turns(calls)[0]))[1]
+            placeholders = [mark for mark in (PROBE_ARGUMENT, PROBE_THOUGHT) if mark in str(turn)]
+            if text and all(placeholder in text for placeholder in placeholders):
+                candidates.append((text.startswith(prompt), turn))
+        return max(candidates, key=itemgetter(0), default=(False, probe_turns(calls)[0]))[1]
 
     def _text(
         self,
@@ -238,7 +239,7 @@ class _Renderings:
         schemas: Schemas | None = None,
         as_prompt: bool = True,
     ) -> str | None:
-        render = Renderer(_with(self._tokenizer, template), variables)
+        render = Renderer(_with_template(self._tokenizer, template), variables)
         return render.attempt(messages, self._schemas if schemas is None else schemas, as_prompt)
 
 
@@ -279,18 +280,18 @@ def _words(text: str, offset: int) -> list[_Word]:
     return words
 
 
-def _condition(words: Sequence[_Word], at: int) -> Sequence[_Word]:
+def _condition(words: Sequence[_Word], index: int) -> Sequence[_Word]:
     """Return the words after an `if`, up to its `else` or the end of the enclosing expression."""
-    depth = words[at].depth
+    depth = words[index].depth
     end = next(
         (
             i
-            for i, word in enumerate(words[at + 1 :], at + 1)
+            for i, word in enumerate(words[index + 1 :], index + 1)
             if word.depth < depth or (word.depth == depth and word.text in ("else", ","))
         ),
         len(words),
     )
-    return words[at + 1 : end]
+    return words[index + 1 : end]
 
 
 def _edits_of_condition(words: Sequence[_Word]) -> Iterator[Edit]:
@@ -305,11 +306,11 @@ def _without_operands(words: Sequence[_Word]) -> Iterator[Edit]:
     while _is_enclosed(words):
         words = words[1:-1]
     depth = min((word.depth for word in words), default=0)
-    for joint in ("or", "and"):
-        at = [i for i, w in enumerate(words) if w.text == joint and w.depth == depth]
-        if not at:
+    for operator in ("or", "and"):
+        indices = [i for i, w in enumerate(words) if w.text == operator and w.depth == depth]
+        if not indices:
             continue
-        bounds = [-1, *at, len(words)]
+        bounds = [-1, *indices, len(words)]
         operands = [words[a + 1 : b] for a, b in pairwise(bounds)]
         for before, operand, after in zip(
             [None, *operands], operands, [*operands[1:], None], strict=False

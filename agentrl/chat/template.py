@@ -73,7 +73,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         untrusted: bool = False,
     ):
-        """Find the tokens that close a turn, and what the template writes between turns.
+        """Find the tokens that close a turn, and the text that the template writes between turns.
 
         Args:
             tokenizer: a fast transformers tokenizer with a chat template.
@@ -112,13 +112,14 @@ class ChatTemplate:
         )
         """The white space that the template writes before the token that closes a turn, or ""."""
         self._positional = False
+        """True if the text between turns depends on earlier turns."""
         self._probe_tool_results()
         ends = (self.close_id, tokenizer.eos_token_id, *end_ids, *sorted(self._ends))
         self.stop_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.thinking = Thinking.of(self.probe)
         thought = self.encoder.encode_trusted(self.thinking.begin + self.thinking.end)
-        shown = {i for b in self._probed for i in b.parts.ids} | self._role_ids()
-        self.encoder.restrict_tags((shown | self._ends) - set(thought))
+        template_ids = {i for b in self._probed for i in b.parts.ids} | self._role_ids()
+        self.encoder.restrict_tags((template_ids | self._ends) - set(thought))
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
@@ -141,22 +142,23 @@ class ChatTemplate:
     ) -> array[int]:
         """Return the tokens of a conversation, with the header of the next assistant turn.
 
-        Contents are encoded separately from the template, without its tokens of roles; only
-        assistant messages (few-shot turns of the dataset) may contain these. The tokens decode to
-        the text that the template renders for this conversation.
+        Contents are encoded separately from the template, and cannot become role tokens. Only
+        assistant messages (few-shot turns of the dataset) may contain role tokens. The ids decode
+        to the text that the template renders for this conversation.
 
         Args:
             messages: the conversation.
             schemas: the schemas of the tools that the template shows.
             is_from_row: returns whether a message is from the dataset row, and may contain tags
                 (`<think>`).
-            exact: if false, and if the template refuses the conversation or mixes its text with
-                the contents, encode it as if the contents were placeholders.
+            exact: whether the ids must decode to the rendered text. If false, a conversation for
+                which this is impossible is encoded as if its contents were placeholders.
 
         Raises:
-            TemplateError: in these two cases, if `exact` is true.
+            TemplateError: if `exact` is true, and the template refuses the conversation or mixes
+                its text with the contents.
         """
-        may_tag = tuple([self._may_hold_tags(m) and is_from_row(m) for m in messages])
+        may_tag = tuple([self._may_contain_tags(m) and is_from_row(m) for m in messages])
         key = (tuple([(m.role, m.content) for m in messages]), may_tag, _key_of(schemas))
         ids = self._prompt_ids.get(key)
         if ids is None:
@@ -172,22 +174,27 @@ class ChatTemplate:
     def length(self, messages: Sequence[Message], schemas: Schemas = ()) -> int:
         """Return the number of tokens of a prompt.
 
-        This is faster than `prompt`, which also renders the conversation and compares the two.
+        This is faster than `prompt`, which also compares the tokens with the rendered text.
         """
         return len(self._encode_unchecked(messages, schemas, [False] * len(messages)))
 
     def control_tokens_of(self, schemas: Schemas) -> frozenset[str]:
-        """Return the control tokens in the strings of tool schemas, as texts."""
+        """Return the texts of the control tokens in the strings of tool schemas."""
         return frozenset().union(*map(self.encoder.control_tokens_in, strings(schemas)))
 
     def schema_control_tokens(self, messages: Sequence[Message], schemas: Schemas) -> int:
-        """Return how many control tokens the tool schemas of a prompt contain as plain text."""
+        """Return the number of control tokens in the tool schemas of a prompt, if there are any.
+
+        In the prompt, they are plain text.
+        """
         return self._parts_of_prompt(messages, schemas)[1] if schemas else 0
 
     def delta(
         self, history: Sequence[Message], messages: Sequence[Message], last_id: int
     ) -> array[int]:
-        """Return the tokens between a sampled turn and the next: close, new messages, header.
+        """Return the tokens between a sampled turn and the next turn.
+
+        They are the closing token, the new messages, and the header of the next turn.
 
         Args:
             history: the conversation up to and including the assistant turn.
@@ -196,7 +203,7 @@ class ChatTemplate:
         """
         key: Any = tuple([m.role for m in messages])
         if self._positional:
-            history = [*_without_repeats(history[:-1]), history[-1]]
+            history = [*_drop_repeated_rounds(history[:-1]), history[-1]]
             key = (key, _roles_of(history))
         delta = self._deltas.get(key)
         if delta is None:
@@ -239,7 +246,7 @@ class ChatTemplate:
             schemas: the schemas of the tools in the prompt.
             sampled: the sampled ids of assistant messages by their index in `messages`. Assistant
                 messages before the first of them are few-shot turns.
-            strip: leave out the thinking of earlier turns if the template drops it.
+            strip: remove the thinking of earlier turns if the template drops it.
             is_from_row: as for `prompt`.
         """
         sampled = sampled or {}
@@ -292,9 +299,9 @@ class ChatTemplate:
                     # The turn ends with the token of the next role, which is not the usual one.
                     ids[-1], delta = delta[0], delta[1:]
                 append(delta, 0)
-            closed = not (stop and message.content.endswith(stop))
-            content = message.content + self._before_close * closed
-            append([*self.encoder.encode_trusted(content), *[self.close_id] * closed], 1)
+            is_closed = not (stop and message.content.endswith(stop))
+            content = message.content + self._before_close * is_closed
+            append([*self.encoder.encode_trusted(content), *[self.close_id] * is_closed], 1)
             last = i
         if last != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")
@@ -323,7 +330,7 @@ class ChatTemplate:
             message: a message that is not the assistant's.
             is_from_row: whether the message is from the dataset row.
         """
-        may_tag = is_from_row and self._may_hold_tags(message)
+        may_tag = is_from_row and self._may_contain_tags(message)
         return self.encoder.count_control_tokens(
             message.content, self.encoder.tags if may_tag else frozenset()
         )
@@ -333,10 +340,10 @@ class ChatTemplate:
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """Return the text of one sampled turn, without the token that closes it."""
-        closed = len(ids) > 0 and ids[-1] in self._ends
-        return self.encoder.decode(ids[:-1] if closed else ids)
+        is_closed = len(ids) > 0 and ids[-1] in self._ends
+        return self.encoder.decode(ids[:-1] if is_closed else ids)
 
-    def _may_hold_tags(self, message: Message) -> bool:
+    def _may_contain_tags(self, message: Message) -> bool:
         """Return whether a message may contain tags if it is from the dataset row."""
         return message.role != "tool" and not self._untrusted
 
@@ -362,23 +369,24 @@ class ChatTemplate:
         ids = self._encode_unchecked(messages, schemas, may_tag)
         if self.encoder.decodes_to(ids, text):
             return ids
-        # The template looks at the contents, or at whether they are empty.
+        # The template branches on the contents, or on whether they are empty.
         parts = self._make_parts_of_row(messages, schemas)
         ids = parts.fill((), self._region_encoder(messages, may_tag))
         if not self.encoder.decodes_to(ids, text):
-            shown = self.decode(ids)
-            at = self.encoder.shared_length(shown, text)
+            decoded = self.decode(ids)
+            index = self.encoder.shared_length(decoded, text)
             raise TemplateError(
                 "agentrl cannot encode this prompt as the chat template renders it. The first"
-                f" difference is at character {at}: the template writes {text[at : at + 60]!r},"
-                f" agentrl writes {shown[at : at + 60]!r}. Change the row, or use another template."
+                f" difference is at character {index}: the template writes"
+                f" {text[index : index + 60]!r}, agentrl writes {decoded[index : index + 60]!r}."
+                " Change the row, or use another template."
             )
         return ids
 
     def _encode_unchecked(
         self, messages: Sequence[Message], schemas: Schemas, may_tag: Sequence[bool]
     ) -> array[int]:
-        """Return the tokens of a prompt, for a template that does not look at contents."""
+        """Return the tokens of a prompt, assuming that the template does not read contents."""
         parts, _ = self._parts_of_prompt(messages, schemas)
         contents = [m.content for m in messages if m.role != "assistant"]
         return parts.fill(contents, self._region_encoder(messages, may_tag))
@@ -427,17 +435,17 @@ class ChatTemplate:
                 as_dicts[i]["content"] = content
             return self.render(as_dicts, schemas)
 
-        contents, attempts = [content_mark(i) for i in range(len(untrusted))], 0
+        contents, count = [content_mark(i) for i in range(len(untrusted))], 0
         if schemas:
-            schemas, attempts = guard_schemas(
+            schemas, count = guard_schemas(
                 self.encoder, lambda schemas: render(contents, schemas), schemas
             )
         roles = [messages[i].role for i in untrusted]
         texts, slots = split_rendering(lambda contents: render(contents, schemas), roles)
-        return encode_parts(self.encoder, texts, slots), attempts
+        return encode_parts(self.encoder, texts, slots), count
 
     def _make_parts_of_row(self, messages: Sequence[Message], schemas: Schemas) -> TemplateParts:
-        """Return the parts of a prompt with its contents, for a template that looks at contents.
+        """Return the parts of a prompt with its contents, for a template that reads contents.
 
         Raises:
             TemplateError: if a content cannot be located in the rendered text.
@@ -448,10 +456,10 @@ class ChatTemplate:
         untrusted = [i for i, m in enumerate(messages) if m.role != "assistant"]
 
         def render(contents: Mapping[int, str]) -> str:
-            changed = [{"role": m["role"], "content": m["content"]} for m in as_dicts]
+            dicts = [{"role": m["role"], "content": m["content"]} for m in as_dicts]
             for i, content in contents.items():
-                changed[untrusted[i]]["content"] = content
-            return self.render(changed, schemas)
+                dicts[untrusted[i]]["content"] = content
+            return self.render(dicts, schemas)
 
         return self._locate(render, [messages[i] for i in untrusted])
 
@@ -461,9 +469,10 @@ class ChatTemplate:
         """Return the tokens between two turns as the template writes them for these contents.
 
         Args:
-            ids: the tokens for a template that does not look at contents. They are returned if this
-                is such a template, if it refuses the contents, or if they cannot be located.
-            delta: what the template writes between the turns.
+            ids: the tokens for a template that does not read contents. They are returned unchanged
+                if this template is one, if it refuses the contents, or if it is unknown where it
+                writes them.
+            delta: the text that the template writes between the turns.
             messages: the messages after the first turn.
         """
 
@@ -492,15 +501,17 @@ class ChatTemplate:
             TemplateError: if a content cannot be located in the rendered text.
         """
         contents = [m.content for m in messages]
-        bare = [i for i, c in enumerate(contents) if not self.encoder.cannot_form_control_token(c)]
+        unsafe = [
+            i for i, c in enumerate(contents) if not self.encoder.cannot_form_control_token(c)
+        ]
         text = render({})
-        marked = render({i: mark_core(contents[i], i) for i in bare})
+        marked = render({i: mark_core(contents[i], i) for i in unsafe})
         indices = [p.index for p in split_at_markers(marked) if isinstance(p, MarkedText)]
-        once = sorted(i for i in indices if i is not None) == bare
-        if once and remove_markers(marked) == remove_markers(text):
+        all_marked = sorted(i for i in indices if i is not None) == unsafe
+        if all_marked and remove_markers(marked) == remove_markers(text):
             return encode_parts(self.encoder, [marked], [])
         spans = []
-        for i in bare:
+        for i in unsafe:
             span = find_content(lambda changed, i=i: render({i: changed}), text, contents[i])
             if span is None:
                 raise TemplateError(
@@ -525,7 +536,11 @@ class ChatTemplate:
         return text.partition(PROBE_TEXT)[2].partition("zqnextqz")[0]
 
     def _role_ids(self) -> set[int]:
-        """Return the template's tokens in prompts (Cohere does not mark all of them as special)."""
+        """Return the tokens that the template writes in prompts.
+
+        They are role tokens, even if the tokenizer does not mark them as special (Cohere's does not
+        mark all of them).
+        """
         ids: set[int] = set()
         system, user = Message("system", ""), Message("user", "")
         for messages in ([user], [system, user]):
@@ -537,18 +552,18 @@ class ChatTemplate:
         """Find out whether the text after a call depends on earlier turns."""
         call, result = ToolCall("zqa", {}, id="zq0000001"), Message("tool", "")
         try:
-            once = self.probe.turn_delta((), (result,))
+            first = self.probe.turn_delta((), (result,))
         except TemplateError:
             return  # the first tool result raises this error
-        self._probed.append(once)
-        if once.parts.first in self.encoder.control_ids:
-            self._ends.add(once.parts.first)
+        self._probed.append(first)
+        if first.parts.first in self.encoder.control_ids:
+            self._ends.add(first.parts.first)
         question, turn = Message("user", "Q"), Message("assistant", "", (call,))
         try:
-            later = self.probe.turn_delta((question, turn, result), (result,))
+            second = self.probe.turn_delta((question, turn, result), (result,))
         except TemplateError:
             return
-        self._positional = once != later
+        self._positional = first != second
 
 
 def _key_of(schemas: Schemas) -> str:
@@ -559,17 +574,17 @@ def _roles_of(messages: Sequence[Message]) -> tuple[tuple[str, bool], ...]:
     return tuple([(m.role, bool(m.tool_calls)) for m in messages])
 
 
-def _without_repeats(history: Sequence[Message]) -> list[Message]:
-    """Return a history without each round that is like the two rounds before it."""
+def _drop_repeated_rounds(history: Sequence[Message]) -> list[Message]:
+    """Return a history without the rounds that have the same roles as the two rounds before."""
     starts = [i for i, m in enumerate(history) if m.role == "assistant"]
     rounds = [history[a:b] for a, b in pairwise([*starts, len(history)])]
-    kept = list(history[: starts[0]] if starts else history)
-    last: list[Any] = []
+    result = list(history[: starts[0]] if starts else history)
+    shapes: list[Any] = []
     for messages in rounds:
-        if last[-2:] != [shape := _roles_of(messages)] * 2:
-            kept += messages
-            last.append(shape)
-    return kept
+        if shapes[-2:] != [shape := _roles_of(messages)] * 2:
+            result += messages
+            shapes.append(shape)
+    return result
 
 
 def _cache(cache: dict[Any, T], key: Any, value: T) -> T:

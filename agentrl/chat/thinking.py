@@ -1,8 +1,8 @@
 r"""Find out how a chat template changes the thinking of a turn when more messages follow.
 
 Qwen3, GLM, DeepSeek R1, gpt-oss and others render the last turn with its thinking, and drop the
-thinking from the next user message on. What they do is read from two renderings of one probe
-conversation: with and without further messages after the turn.
+thinking from the next user message on. This module compares two renderings of a probe conversation:
+one that ends with the turn, and one with further messages after it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Thinking:
     """True if thinking is dropped as soon as any message follows."""
     until_answer: bool = False
     """True if the thinking of a turn with calls stays until a later turn has none (gpt-oss)."""
-    blank: bool = False
+    drops_empty_tags: bool = False
     """True if a turn without a thought loses its empty tags as soon as any message follows."""
-    extra: str = ""
+    new_turn_prefix: str = ""
     """The text (`<think>\\n`) that the template writes before a new turn, not before old ones."""
-    also: str = ""
-    """The same text after a tool result, if it is another one (Gemma 4)."""
-    instead: str = ""
+    prefix_after_result: str = ""
+    """The `new_turn_prefix` after a tool result, if it differs there (Gemma 4)."""
+    old_turn_prefix: str = ""
     """The text that the template writes before old turns, but not before a new one."""
     end: str = "</think>"
     """The text that ends the thinking."""
@@ -78,7 +78,7 @@ class Thinking:
             return any(m.role == "assistant" and not m.tool_calls for m in later)
         if self.always or (self.after_user and later_user):
             return True
-        return self.blank and not self._thought(turn)
+        return self.drops_empty_tags and not self._thought(turn)
 
     def opening(self, ids: array[int]) -> str:
         """Return the beginning of a thought at the end of a prompt's ids, or ""."""
@@ -87,12 +87,12 @@ class Thinking:
 
     def may_drop(self, *, later_user: bool) -> bool:
         """Return whether `drops` can be true for any turn."""
-        return self.always or self.blank or (self.after_user and later_user)
+        return self.always or self.drops_empty_tags or (self.after_user and later_user)
 
     def _thought(self, turn: Sequence[int]) -> str:
         """Return the thought in a turn, without its tags."""
         before, end, _ = self.probe.encoder.decode(turn).partition(self.end)
-        if not end and (not self.extra or self.end in self.extra):
+        if not end and (not self.new_turn_prefix or self.end in self.new_turn_prefix):
             return ""  # no thought was begun
         return self.probe.encoder.control.sub("", before).strip()
 
@@ -105,22 +105,23 @@ class Thinking:
             calls: whether the turn calls tools.
 
         Returns:
-            The index of the turn in the row. The thought that the prompt had begun is removed.
+            The index of the turn in the row. If the prompt began a thought, this beginning was
+            removed from the row.
         """
         encoder = self.probe.encoder
-        is_open, prompted = bool(self.opening(ids)), len(ids)
-        for text in (self.extra, self.also):
-            extra = encoder.encode_trusted(text)
-            if len(extra) and ids[-len(extra) :] == extra:
-                del ids[-len(extra) :]
+        is_open, prompt_length = bool(self.opening(ids)), len(ids)
+        for text in (self.new_turn_prefix, self.prefix_after_result):
+            prefix = encoder.encode_trusted(text)
+            if len(prefix) and ids[-len(prefix) :] == prefix:
+                del ids[-len(prefix) :]
                 break
         start = len(ids)
         body = list(turn[:-1] if len(turn) and turn[-1] in self.probe.ends else turn)
         sampled = self.probe.encoder.decode(body)
         answer, instead = self._answer(sampled, is_open, calls)
-        if answer != sampled or start < prompted:  # otherwise nothing is dropped
+        if answer != sampled or start < prompt_length:  # otherwise nothing is dropped
             ids.extend(encoder.encode_trusted(instead))
-        ids.extend(self._last(body, answer))
+        ids.extend(self._ids_of_end(body, answer))
         return start
 
     def _answer(self, text: str, is_open: bool, calls: bool) -> tuple[str, str]:
@@ -147,10 +148,17 @@ class Thinking:
             text = rest[len(self.header) :]
             if not text.lstrip().startswith(begin):  # a separate message, with its own header
                 return text, ""
-        return text, "" if self.instead and text.startswith(self.instead) else self.instead
+        return text, "" if self.old_turn_prefix and text.startswith(
+            self.old_turn_prefix
+        ) else self.old_turn_prefix
 
-    def _last(self, ids: list[int], text: str) -> list[int]:
-        """Return the ids of the end of a turn: the sampled ids, from the first whole token on."""
+    def _ids_of_end(self, ids: list[int], text: str) -> list[int]:
+        """Return ids of the text at the end of a turn: sampled ids, if they are whole tokens of it.
+
+        Args:
+            ids: the sampled ids of the turn.
+            text: the end of the turn's text.
+        """
         decode, low, high = self.probe.encoder.decode, 0, len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -165,7 +173,7 @@ class Thinking:
 
     @classmethod
     def of(cls, probe: TemplateProbe) -> Thinking:
-        """Find out what a template does."""
+        """Return how a template changes thinking, found by rendering probe conversations."""
 
         def before_answer(text: str) -> str:
             return _after_question(text).partition(PROBE_TEXT)[0]
@@ -176,18 +184,20 @@ class Thinking:
         control = list(probe.encoder.control.finditer(shared))
         fields: dict[str, Any] = {
             "after_user": not old.startswith(fresh),
-            "extra": fresh[len(shared) :],
-            "instead": old[len(shared) :],
+            "new_turn_prefix": fresh[len(shared) :],
+            "old_turn_prefix": old[len(shared) :],
             "header": shared[control[-1].start() :] if control else "",
         }
         end = "</think>"
         for turn in thinking_turns():
             alone = probe.render.attempt([_QUESTION, turn], as_prompt=False)
             later = probe.render.attempt([_QUESTION, turn, _MORE])
-            tagged = PROBE_THOUGHT in turn["content"]
-            if alone is None or later is None or not (tagged or PROBE_THOUGHT in alone):
+            is_tagged = PROBE_THOUGHT in turn["content"]
+            if alone is None or later is None or not (is_tagged or PROBE_THOUGHT in alone):
                 continue  # the template does not read this key
-            gap = "" if tagged else alone.partition(PROBE_THOUGHT)[2].partition(turn["content"])[0]
+            gap = (
+                "" if is_tagged else alone.partition(PROBE_THOUGHT)[2].partition(turn["content"])[0]
+            )
             gap = gap or _TAGGED
             mark = probe.encoder.control.search(gap)
             end = mark[0] if mark else end
@@ -200,18 +210,18 @@ class Thinking:
                 fields |= {
                     "after_user": True,
                     "always": PROBE_THOUGHT not in alone
-                    or _outlives(probe, [], [_RESULT]) is False,
+                    or _keeps_thought(probe, [], [_RESULT]) is False,
                     "trims": before_answer(later) == old,
-                    **_heads(probe, end, shared),
+                    **_find_heads(probe, end, shared),
                 }
             break
         return cls(
             probe,
             **fields,
-            blank=_drops_empty_tags(probe, fields["extra"], end),
-            also=_after_a_result(probe),
+            drops_empty_tags=_drops_empty_tags(probe, fields["new_turn_prefix"], end),
+            prefix_after_result=_opening_after_result(probe),
             until_answer=fields["after_user"]
-            and _outlives(probe, [_RESULT], [_RESULT, _MORE]) is True,
+            and _keeps_thought(probe, [_RESULT], [_RESULT, _MORE]) is True,
         )
 
 
@@ -219,7 +229,7 @@ def _after_question(text: str) -> str:
     return text.partition(_QUESTION["content"])[2]
 
 
-def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
+def _find_heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
     """Return the fields `heads` and `call` of `Thinking`.
 
     Args:
@@ -229,20 +239,20 @@ def _heads(probe: TemplateProbe, end: str, header: str) -> dict[str, Any]:
     """
     heads: dict[tuple[bool, bool], tuple[str, str]] = {}
     call = ""
-    for calls, then in (([], []), (_CALL, [_RESULT])):
+    for calls, results in (([], []), (_CALL, [_RESULT])):
         for turn in thinking_turns(calls):
             has_text = bool(turn["content"])
             own = PROBE_TEXT if has_text else PROBE_ARGUMENT
             if (has_text, bool(calls)) in heads:
                 continue
             alone = probe.render.attempt([_QUESTION, turn], as_prompt=False)
-            later = probe.render.attempt([_QUESTION, turn, *then, _MORE])
+            later = probe.render.attempt([_QUESTION, turn, *results, _MORE])
             if alone is None or later is None:
                 continue
             before = _after_question(alone).partition(PROBE_THOUGHT)[2].partition(own)[0]
             shown = _after_question(later).partition(own)[0]
-            ended, mark, before = before.partition(end)
-            if PROBE_THOUGHT in later or not mark or ended.strip() or not shown.startswith(header):
+            rest, mark, before = before.partition(end)
+            if PROBE_THOUGHT in later or not mark or rest.strip() or not shown.startswith(header):
                 continue
             if has_text and PROBE_ARGUMENT in before:  # the template writes the text after the call
                 continue
@@ -277,22 +287,33 @@ _CALL = [("tool", "000000000")]
 _RESULT = {"role": "tool", "content": "R", "tool_call_id": "000000000", "name": "tool"}
 
 
-def _outlives(
-    probe: TemplateProbe, first: list[dict[str, Any]], then: list[dict[str, Any]]
+def _keeps_thought(
+    probe: TemplateProbe, shown_before: list[dict[str, Any]], later: list[dict[str, Any]]
 ) -> bool | None:
-    """Return whether the thought of a call that is rendered before `first` is so before `then`.
+    """Return whether a call's thought is still rendered if other messages follow the call.
 
-    None if no form of the turn renders the thought before `first`.
+    Args:
+        probe: the probe of the template.
+        shown_before: messages after the call with which the thought is rendered.
+        later: the messages after the call for which the question is asked.
+
+    Returns:
+        None if no form of the turn renders the thought before the messages `shown_before`.
     """
     for turn in thinking_turns(_CALL):
         with suppress(TemplateError):
-            if PROBE_THOUGHT in probe.render([_QUESTION, turn, *first], as_prompt=bool(first)):
-                return PROBE_THOUGHT in probe.render([_QUESTION, turn, *then])
+            if PROBE_THOUGHT in probe.render(
+                [_QUESTION, turn, *shown_before], as_prompt=bool(shown_before)
+            ):
+                return PROBE_THOUGHT in probe.render([_QUESTION, turn, *later])
     return None
 
 
-def _after_a_result(probe: TemplateProbe) -> str:
-    """Return the text that the template writes between a tool result and a new turn only."""
+def _opening_after_result(probe: TemplateProbe) -> str:
+    """Return the text that the template writes after a tool result, before a new turn.
+
+    The template does not write this text before earlier turns. "" if there is none.
+    """
     for turn in probe_turns(_CALL):
         with suppress(TemplateError):
             head = [_QUESTION, turn, {**_RESULT, "content": PROBE_THOUGHT}]
@@ -303,19 +324,19 @@ def _after_a_result(probe: TemplateProbe) -> str:
     return ""
 
 
-def _drops_empty_tags(probe: TemplateProbe, extra: str, end: str) -> bool:
+def _drops_empty_tags(probe: TemplateProbe, new_turn_prefix: str, end: str) -> bool:
     """Return whether a turn without a thought loses its empty tags when a tool result follows.
 
     Args:
         probe: the probe of the template.
-        extra: `Thinking.extra`. If it is "", the template may write empty tags in the last turn
-            only.
+        new_turn_prefix: see `Thinking`. If it is "", the template may write empty tags in the last
+            turn only.
         end: the text that ends a thought.
     """
     for turn in probe_turns(_CALL):
         with suppress(TemplateError):
             shown = probe.render([_QUESTION, turn, _RESULT])
-            if extra:
+            if new_turn_prefix:
                 return not shown.startswith(probe.render([_QUESTION]))
             alone = probe.render([_QUESTION, turn], as_prompt=False)
             return end in _after_question(alone) and end not in _after_question(shown)

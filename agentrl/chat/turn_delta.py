@@ -2,7 +2,7 @@
 
 The text is read from a rendered probe conversation: a question, an assistant turn (with calls if
 tool results follow it), and then the new messages. The probe has no other messages than those, so
-it cannot add text that the real conversation lacks.
+the template cannot write text for them that the real conversation lacks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ class TurnDelta:
 
 
 class TemplateProbe:
-    """Renders probe conversations; `ends` are the ids that are known to end a turn."""
+    """Renders probe conversations to find the text that a template writes around turns.
+
+    Args:
+        render: renders a conversation.
+        encoder: the encoder of the tokenizer.
+        ends: the ids that are known to end a turn.
+    """
 
     def __init__(self, render: Renderer, encoder: Encoder, ends: set[int]):
         self.render = render
@@ -73,7 +79,7 @@ class TemplateProbe:
         self.ends = ends
 
     def turn_delta(self, before: Sequence[Message], messages: Sequence[Message]) -> TurnDelta:
-        """Return what the template writes between an assistant turn and the next one.
+        """Return the text that the template writes between an assistant turn and the next one.
 
         Args:
             before: the conversation before the turn, if the template depends on it.
@@ -85,7 +91,7 @@ class TemplateProbe:
         roles = [m.role for m in messages]
         calls = [(f"zqname{i}qz", f"zq{i:05}id") for i in range(roles.count("tool"))]
         error = None
-        for context, turn in self._heads(before, probe_turns(calls)):
+        for context, turn in self._conversations(before, probe_turns(calls)):
             try:
                 end, closes = self.end_of_turn([*context, turn])
 
@@ -108,7 +114,7 @@ class TemplateProbe:
                         )
                     return text[text.rindex(end) + len(end) :]
 
-                texts, slots = _with_names(
+                texts, slots = _add_name_slots(
                     *split_rendering(render, roles, "user, assistant, "), len(roles)
                 )
                 names = len(slots) > len(roles)
@@ -118,28 +124,29 @@ class TemplateProbe:
         assert error is not None
         raise error
 
-    def _heads(
+    def _conversations(
         self, before: Sequence[Message], forms: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[list[MessageDict], MessageDict]]:
         """Yield each conversation before the new messages, with its last turn in each form."""
-        called = any(m.role == "tool" for m in before)
+        has_tool_results = any(m.role == "tool" for m in before)
         for form, turn in enumerate(forms):
-            others = range(len(probe_turns([_CALL]))) if called else [0]
+            others = range(len(probe_turns([_CALL]))) if has_tool_results else [0]
             for other in sorted(others, key=lambda o: o != form):  # the same form works for most
                 yield self._context(before, other), turn
 
     def end_of_turn(self, head: Sequence[MessageDict]) -> tuple[str, bool]:
-        """Return the end of the last turn's text without the closing token; and whether it has one.
+        """Return the end of the last turn's text, and whether a token closes the turn.
 
-        The turn must be a `probe_turn`. White space that the template writes before the closing
-        token belongs to the turn, because the model samples it (Llama 4, Apriel).
+        The turn must be a `probe_turn`. The closing token is not part of the text. White space that
+        the template writes before the closing token belongs to the turn, because the model samples
+        it (Llama 4, Apriel).
         """
         text = self.render(head, as_prompt=False)
         calls = head[-1].get("tool_calls")
         last = PROBE_ARGUMENT if calls else PROBE_TEXT
         if last not in text:
-            what = "a call of an assistant message" if calls else "an assistant message"
-            raise TemplateError(f"the chat template does not show {what}")
+            missing = "a call of an assistant message" if calls else "an assistant message"
+            raise TemplateError(f"the chat template does not show {missing}")
         last, text = last, text[text.rindex(last) + len(last) :]
         control = [(m.start(), m[0]) for m in self.encoder.control.finditer(text)]
         if not calls:
@@ -176,20 +183,25 @@ class TemplateProbe:
         return space if last.startswith(later[: token.end()]) else ""
 
     def last_close(self) -> int:
-        """Return the token that closes a last turn. gpt-oss has one that earlier turns lack."""
-        return self.encoder.split(self._after_the_last())[1][0]
+        """Return the token that closes a last turn. In gpt-oss, earlier turns have another one."""
+        return self.encoder.split(self._text_after_last_turn())[1][0]
 
     def _closes(self) -> bool:
         """Return whether the template closes a last turn."""
-        return self.encoder.control.search(self._after_the_last()) is not None
+        return self.encoder.control.search(self._text_after_last_turn()) is not None
 
-    def _after_the_last(self) -> str:
+    def _text_after_last_turn(self) -> str:
         return self.render([PROBE_QUESTION, probe_turn()], as_prompt=False).rpartition(PROBE_TEXT)[
             2
         ]
 
     def _context(self, before: Sequence[Message], form: int) -> list[MessageDict]:
-        """Return a probe of the same roles, its turns in one of the forms of `probe_turns`."""
+        """Return a probe conversation with the same roles as `before`.
+
+        Args:
+            before: the conversation.
+            form: the index in `probe_turns` of the form of turns with calls.
+        """
         context: list[MessageDict] = []
         for i, m in enumerate(before):
             if m.role == "assistant":
@@ -227,9 +239,9 @@ def probe_turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     if not calls:
         return [probe_turn()]
     forms = [
-        probe_turn(some, as_text, content=content)
+        probe_turn(selected, as_text, content=content)
         for as_text in (False, True)  # DeepSeek's templates need the arguments as text
-        for some in (calls, calls[:1])
+        for selected in (calls, calls[:1])
         for content in (PROBE_TEXT, "", None)
     ]
     return [*forms, probe_turn()]  # for templates without `tool_calls`: calls are part of the text
@@ -238,10 +250,10 @@ def probe_turns(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
 _CALL = ("tool", "000000000")
 
 
-def _with_names(
+def _add_name_slots(
     texts: Sequence[str], slots: Sequence[ContentSlot], contents: int
 ) -> tuple[list[str], list[ContentSlot]]:
-    """Add slots for the names and ids of calls, which the model wrote, not the template."""
+    """Add slots for the names and ids of calls, because the model chooses them."""
     more_texts, more_slots = [], []
     for i, text in enumerate(texts):
         position = 0

@@ -1,8 +1,8 @@
 """Verify that the row of an episode can grow turn by turn with a chat template.
 
 A *shape* says which messages follow the assistant turns: tool results, user messages, or both. A
-*kind* says what a model writes into a turn: a text, a thought, calls, or several of these. Each
-shape is tried with each kind, and each conversation is encoded twice: as an episode does it
+*kind* says which parts a turn has: a text, a thought, calls, or several of these. Each shape is
+tried with each kind, and each conversation is encoded twice: as an episode does it
 (prompt, sampled turns, deltas), and by rendering all of it at once. If the ids are equal after
 every turn, the template is append-only for that shape and kind: a row has the tokens that any
 deployment would show to the model. If they are equal without the thinking of earlier turns, the
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def calls(self) -> bool:
-        """Return whether a turn of this shape calls tools."""
+        """True if turns of this shape call tools."""
         return any(text.startswith("tool:") for after in self.after for text in after)
 
 
@@ -85,7 +85,7 @@ THINKING_SHAPES = {
     False: Shape("thinking off", (("tool:12",), ("user:Sure?",))),
 }
 OPTIONAL = ("parallel tools", "tool then user", *(shape.name for shape in THINKING_SHAPES.values()))
-"""The shapes that a template may refuse; results can be shown one after another, for example."""
+"""The shapes that a template need not support. For example, tools can be called one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,12 @@ TURN_KINDS = tuple(TurnKind(text, thought) for thought in (False, True) for text
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How messages hold the parts of turns."""
+    """A representation of turns as messages."""
 
     arguments_as_text: bool
+    """True if the arguments of a call are JSON text, not an object."""
     no_content: str | None
+    """The content of a turn without text."""
     thought_in_tags: bool = False
     """True if a thought is in the content, between tags; otherwise it has a key of its own."""
 
@@ -123,7 +125,7 @@ class Outcome:
 
     status: Status
     reason: str = ""
-    """Where the ids differ, or why the template cannot write some or all of these turns."""
+    """The first difference of the ids, or why the template cannot write these turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +135,18 @@ class Verdict:
     shape: str
     status: Status
     detail: str = ""
-    """Where the ids differ or why the shape is not supported, and for which kinds of turns."""
+    """The first difference of the ids or why the shape is not supported, and the kinds of turns."""
     kinds: Mapping[str, Status] = field(default_factory=dict)
     """The status of each kind of turns that a model can write."""
 
     @property
     def ok(self) -> bool:
-        """Return whether a run can train on episodes of this shape."""
+        """True if a run can train on episodes of this shape."""
         return self.status in ("append-only", "drops thinking")
 
     @property
     def fails(self) -> bool:
-        """Return whether the template is at fault. It may refuse an optional shape."""
+        """True if the template cannot be used because of this shape. Some shapes are optional."""
         return self.status == "differs" or (not self.ok and self.shape not in OPTIONAL)
 
 
@@ -168,8 +170,8 @@ def verify_template(
     template: ChatTemplate, schemas: Schemas = (PROBE_TOOL,), shapes: Sequence[Shape] = SHAPES
 ) -> list[Verdict]:
     """Return a verdict on a template for each shape, with these tools in the prompt."""
-    proof = _Verifier(template, schemas)
-    return [proof.verify(shape) for shape in shapes]
+    verifier = _Verifier(template, schemas)
+    return [verifier.verify(shape) for shape in shapes]
 
 
 def verify_tokenizer(
@@ -234,7 +236,7 @@ class _Verifier:
         self.schemas = schemas
         self.tool = schemas[0]["function"]["name"] if schemas else "probe"
         self._render = _RenderOnce(template.render)
-        self._finder = TemplateProbe(self._render, template.encoder, template.probe.ends)
+        self._probe = TemplateProbe(self._render, template.encoder, template.probe.ends)
         prompt, recent = (
             template.render([_QUESTION]),
             template.render([_QUESTION], as_prompt=False),
@@ -242,7 +244,7 @@ class _Verifier:
         self.ends_thoughts = template.thinking.end in prompt[self._shared(recent, prompt) :]
         """True if a prompt ends the thought of the next turn; then no kind has a thought."""
         self.begins_thoughts = self._begins_thought(prompt)
-        in_tags = self._takes_tags()
+        in_tags = self._writes_thought_in_tags()
         self.forms = [replace(s, thought_in_tags=in_tags) for s in MESSAGE_FORMS]
 
     def verify(self, shape: Shape) -> Verdict:
@@ -266,11 +268,11 @@ class _Verifier:
         """Return a conversation as text, with the tools."""
         return self._render(messages, self.schemas, as_prompt)
 
-    def _takes_tags(self) -> bool:
-        """Return whether messages hold thoughts in their content, between tags.
+    def _writes_thought_in_tags(self) -> bool:
+        """Return whether thoughts must be written into the content of messages, between tags.
 
-        They do not if the template shows the thought of a key, if it does not show thoughts between
-        tags, or if it writes an empty thought of its own before them.
+        False if the template shows the thought in a key of the message, if it does not show
+        thoughts in the content, or if it writes an empty thought of its own before the content.
         """
 
         def shown(form: MessageForm, *calls: str) -> str:
@@ -318,7 +320,7 @@ class _Verifier:
     def _best(self, script: _Script, kind: TurnKind) -> Outcome | None:
         """Return the outcome of a kind in its best form; None if no model writes this kind."""
         differs: Outcome | None = None
-        refused: list[TemplateError] = []
+        errors: list[TemplateError] = []
         is_written = True
         for form in self.forms:
             if form.no_content is None and kind.text:
@@ -333,13 +335,13 @@ class _Verifier:
             except _EndsInside as e:
                 outcome = Outcome("differs", str(e))
             except TemplateError as e:
-                refused.append(e)
+                errors.append(e)
                 continue
             if outcome.status != "differs":
                 return outcome
             differs = differs or outcome
-        if refused and is_written and not differs:
-            reason = next((e for e in refused if isinstance(e, _NotShown)), refused[0])
+        if errors and is_written and not differs:
+            reason = next((e for e in errors if isinstance(e, _NotShown)), errors[0])
             return Outcome("unsupported", str(reason))
         return differs
 
@@ -355,10 +357,11 @@ class _Verifier:
         return probe_turn(named, form.arguments_as_text, content=text, **keys)
 
     def _compare(self, script: _Script, kind: TurnKind, form: MessageForm) -> Outcome:
-        """Encode a conversation as an episode does, and compare it after every turn.
+        """Encode a conversation as an episode does, and compare it with the template's rendering.
 
-        Some templates show the thoughts of turns with calls only. So if the template shows the
-        thought of another turn of the conversation, a turn without one is compared without it.
+        The two are compared after every turn. Some templates show thoughts only in turns with
+        calls. If a template shows the thoughts of some turns, the other turns are compared without
+        a thought.
         """
         template = self.template
         history: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * script.system
@@ -370,28 +373,28 @@ class _Verifier:
             calls = ids if script.calls else ()
             turn = self._turn(kind, form, calls)
             try:
-                sampled[len(history)] = self._sampled(history, turn, kind, answers)
+                sampled[len(history)] = self._sample_turn(history, turn, kind, answers)
                 is_thought = True
             except _ThoughtNotShown as e:
                 hidden, quiet = e, replace(kind, thought=False)
                 turn = self._turn(quiet, form, calls)
-                sampled[len(history)] = self._sampled(history, turn, quiet, answers)
+                sampled[len(history)] = self._sample_turn(history, turn, quiet, answers)
             history += [turn, *answers]
-            named = tuple(ToolCall(self.tool, {"x": ""}, id=id) for id in ids)
-            messages.append(Message("assistant", "", named))
+            tool_calls = tuple(ToolCall(self.tool, {"x": ""}, id=id) for id in ids)
+            messages.append(Message("assistant", "", tool_calls))
             messages += [Message(m["role"], m["content"]) for m in answers]
-            want = template.encoder.encode_trusted(self.render(history))
+            expected = template.encoder.encode_trusted(self.render(history))
             rows = [template.conversation(messages, self.schemas, sampled)]
-            if self._same(rows[0], want):
+            if self._same(rows[0], expected):
                 continue
             rows.append(template.conversation(messages, self.schemas, sampled, strip=True))
-            if self._same(rows[1], want):
+            if self._same(rows[1], expected):
                 outcome = Outcome("drops thinking")
                 continue
             # The row with the longer common prefix shows the fault; the other only that thinking is
             # dropped.
-            row = max(reversed(rows), key=lambda row: common_prefix_length(row, want))
-            outcome = Outcome("differs", describe_difference(template, row, want))
+            row = max(reversed(rows), key=lambda row: common_prefix_length(row, expected))
+            outcome = Outcome("differs", describe_difference(template, row, expected))
             break
         if hidden and not is_thought:
             raise hidden
@@ -405,22 +408,23 @@ class _Verifier:
             )
         return outcome
 
-    def _same(self, got: Sequence[int], want: Sequence[int]) -> bool:
+    def _same(self, actual: Sequence[int], expected: Sequence[int]) -> bool:
         """Return whether two rows, or their texts, are equal; their ids may differ."""
         decode = self.template.decode
-        return list(got) == list(want) or decode(got) == decode(want)
+        return list(actual) == list(expected) or decode(actual) == decode(expected)
 
-    def _sampled(
+    def _sample_turn(
         self,
         history: Sequence[MessageDict],
         turn: MessageDict,
         kind: TurnKind,
         more: Sequence[MessageDict],
     ) -> Sequence[int]:
-        """Return the ids of a turn as a model would sample it, read from the rendered text.
+        """Return the ids of a turn as a model would sample it, from a rendered conversation.
 
-        A turn without a thought is read as an earlier turn if the prompt does not begin a thought,
-        because some templates write empty tags into the last turn only.
+        If a turn has no thought and the prompt does not begin one, the conversation is rendered
+        with the messages after the turn, because some templates write empty tags into the last turn
+        only.
 
         Args:
             history: the conversation before the turn. Only its last user message and the messages
@@ -438,31 +442,36 @@ class _Verifier:
         marks = alone.count(PROBE_TEXT, start) + alone.count(PROBE_ARGUMENT, start)
         if len(recent) > 1 and marks > text + calls:
             # The template renders the earlier turns differently now: read the turn without them.
-            return self._sampled(recent[:1], turn, kind, more)
+            return self._sample_turn(recent[:1], turn, kind, more)
         _require_order(alone[start:], text, calls)
-        own, closes = self._finder.end_of_turn([*recent, turn])
+        end_of_turn, closes = self._probe.end_of_turn([*recent, turn])
         shown = alone
-        if not kind.thought and not (template.thinking.extra and alone.startswith(before)):
+        if not kind.thought and not (
+            template.thinking.new_turn_prefix and alone.startswith(before)
+        ):
             shown = self.render([*recent, turn, *more])
-        if own not in shown or own not in alone:
+        if end_of_turn not in shown or end_of_turn not in alone:
             raise TemplateError(
                 "the chat template changes the end of a turn when more messages follow"
             )
         if not shown.startswith(before) and alone.startswith(before):
             shown = alone
-        start, end = self._shared(before, shown), shown.rindex(own) + len(own)
-        written = self._continue_prompt(before, shown[start:end], kind, start == len(before))
-        ids = template.encoder.encode_trusted(written)
-        if inside := [i for i in ids if i in template.stop_ids]:
+        start, end = self._shared(before, shown), shown.rindex(end_of_turn) + len(end_of_turn)
+        turn_text = self._continue_prompt(before, shown[start:end], kind, start == len(before))
+        ids = template.encoder.encode_trusted(turn_text)
+        if stop_tokens := [i for i in ids if i in template.stop_ids]:
             raise _EndsInside(
-                f"the chat template writes the stop token {template.decode(inside[:1])!r} inside of"
-                f" a turn, where sampling would stop: {written!r}"
+                "the chat template writes the stop token"
+                f" {template.decode(stop_tokens[:1])!r} inside of a turn, where sampling would"
+                f" stop: {turn_text!r}"
             )
         if closes:
-            ids.append(template.encoder.split(alone[alone.rindex(own) + len(own) :])[1][0])
-        if written.count(PROBE_ARGUMENT) != calls:
+            ids.append(
+                template.encoder.split(alone[alone.rindex(end_of_turn) + len(end_of_turn) :])[1][0]
+            )
+        if turn_text.count(PROBE_ARGUMENT) != calls:
             raise _NotShown(
-                f"the chat template shows {written.count(PROBE_ARGUMENT)} of {calls} calls"
+                f"the chat template shows {turn_text.count(PROBE_ARGUMENT)} of {calls} calls"
             )
         return ids
 
@@ -475,7 +484,8 @@ class _Verifier:
     def _continue_prompt(self, prompt: str, shown: str, kind: TurnKind, continues: bool) -> str:
         """Return the text of a turn as the continuation of the prompt.
 
-        After a prompt that begins a thought, the model thinks, even if the template hides it.
+        After a prompt that begins a thought, the model writes a thought, even if the template does
+        not show it.
 
         Args:
             prompt: the prompt that the model reads.
@@ -483,22 +493,22 @@ class _Verifier:
             kind: the kind of the turn.
             continues: whether `shown` directly follows the prompt.
         """
-        thinking, begun = self.template.thinking, self._begins_thought(prompt)
-        if begun and not kind.thought and not continues:
+        thinking, begins_thought = self.template.thinking, self._begins_thought(prompt)
+        if begins_thought and not kind.thought and not continues:
             raise _NotWritten("the prompt has begun a thought")
-        if PROBE_THOUGHT in shown and not begun and not continues:
+        if PROBE_THOUGHT in shown and not begins_thought and not continues:
             raise _NotWritten("the prompt has begun a turn without a thought")
         if PROBE_THOUGHT in shown or not kind.thought:
             return shown
         head, end, rest = shown.partition(thinking.end)
         if continues and end and PROBE_TEXT not in head and PROBE_ARGUMENT not in head:
             return f"{head}{PROBE_THOUGHT}{end}{rest}"  # the template writes an empty thought
-        if not begun and not self.begins_thoughts:
+        if not begins_thought and not self.begins_thoughts:
             raise _ThoughtNotShown("the chat template does not show the thought of such a turn")
-        answer = shown.removeprefix(thinking.instead)
+        answer = shown.removeprefix(thinking.old_turn_prefix)
         # If the template does not trim the empty lines before the answer, it shows them later.
         gap = thinking.gap if thinking.trims and not answer.startswith(thinking.gap) else ""
-        begin = "" if begun else thinking.begin
+        begin = "" if begins_thought else thinking.begin
         return f"{begin}{PROBE_THOUGHT}\n{thinking.end}{gap}{answer}"
 
     def _begins_thought(self, prompt: str) -> bool:
@@ -523,8 +533,8 @@ def _require_order(shown: str, text: bool, calls: int) -> None:
 def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:
     """Return the worst status of the kinds that the template can write, with all details."""
     kinds: dict[str, Status] = {name: outcome.status for name, outcome in outcomes.items()}
-    taken = set(kinds.values()) - {"unsupported"}
-    if not taken:
+    statuses = set(kinds.values()) - {"unsupported"}
+    if not statuses:
         reasons = [outcome.reason for outcome in outcomes.values()]
         return Verdict(shape.name, "unsupported", (reasons or [_NEVER_WRITTEN])[0], kinds)
     lines = []
@@ -535,7 +545,7 @@ def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:
         names = ", ".join(name for name in others if others[name] == outcome)
         refused = "not with " if outcome.status == "unsupported" else ""
         lines.append(f"{refused}{names}: {outcome.reason}")
-    return Verdict(shape.name, max(taken, key=_BEST_FIRST.index), "\n".join(lines), kinds)
+    return Verdict(shape.name, max(statuses, key=_BEST_FIRST.index), "\n".join(lines), kinds)
 
 
 def format_verdicts(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
@@ -552,12 +562,17 @@ def format_verdicts(verdicts: Sequence[Verdict], before: str = "") -> list[str]:
     return lines
 
 
-def describe_difference(template: ChatTemplate, got: Sequence[int], want: Sequence[int]) -> str:
-    """Describe the first token in which two rows differ, with its neighbors."""
-    at = common_prefix_length(got, want)
-    before = template.decode(got[max(0, at - 8) : at])
-    ours, theirs = (template.decode(ids[at : at + 8]) for ids in (got, want))
+def describe_difference(
+    template: ChatTemplate, actual: Sequence[int], expected: Sequence[int]
+) -> str:
+    """Return a text about the first token in which two rows differ, with its neighbors."""
+    index = common_prefix_length(actual, expected)
+    before = template.decode(actual[max(0, index - 8) : index])
+    episode_text, template_text = (
+        template.decode(ids[index : index + 8]) for ids in (actual, expected)
+    )
     return (
-        f"token {at} differs (zq... are placeholders for the contents of messages)"
-        f"\n    after:    {before!r}\n    episode:  {ours!r}\n    template: {theirs!r}"
+        f"token {index} differs (zq... are placeholders for the contents of messages)"
+        f"\n    after:    {before!r}\n    episode:  {episode_text!r}"
+        f"\n    template: {template_text!r}"
     )

@@ -39,10 +39,10 @@ _CHILD = Path(__file__).with_name("foreign.py")
 
 
 class ForeignParser:
-    """Parses tool calls with another project's parser, as strictly as possible from outside.
+    """Parses tool calls with another project's parser, and reports the calls that it cannot parse.
 
     Thoughts between `<think>` and `</think>` are removed first. If the parser raises, takes too
-    long or, as far as can be seen, drops a call silently, the result is a call with an error.
+    long or seems to drop a call silently, the result is a call with an error.
 
     Example:
         with ForeignParser("sglang:kimi_k2") as parse:
@@ -52,8 +52,8 @@ class ForeignParser:
         format: `sglang:NAME` (one of SGLang's tool-call parsers), or `hf` (transformers' response
             parsing, by the tokenizer's response template).
         tokenizer: for `hf`.
-        python: the Python of an environment with sglang, used if this one has none
-            (`rollout.python`).
+        python: the Python of an environment with sglang (`rollout.python`). It is used if sglang is
+            not installed in this environment.
         seconds: the deadline for one text, without the start of the parser.
 
     Raises:
@@ -83,11 +83,11 @@ class ForeignParser:
         self._level = logging.WARNING
         """The log level of the parser's next exception. Only the first one is a warning."""
         self._hello, self._python = hello, python
-        self._process = self._start()
+        self.process = self._start()
         try:
             self._wait_ready()
         except BaseException:
-            self._process.stop()
+            self.process.stop()
             raise
         # Texts wait for this one thread, so that they do not block the event loop's own pool.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreign-parser")
@@ -107,9 +107,9 @@ class ForeignParser:
     def close(self) -> None:
         """End the process. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._process.kill()  # without waiting for the current text
+        self.process.kill()  # without waiting for the current text
         self._thread.shutdown()
-        self._process.stop()
+        self.process.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +120,7 @@ class ForeignParser:
         self.close()
 
     def _parse(self, text: str, schemas: list[dict[str, Any]]) -> list[ToolCall]:
-        if not self._process.running:  # the process was killed from outside, not by this text
+        if not self.process.running:  # the process was killed from outside, not by this text
             self._start_again()
         try:
             self._wait_ready()
@@ -157,8 +157,8 @@ class ForeignParser:
 
     def _start_again(self) -> None:
         """Start the process again. Only the next text waits until it is ready."""
-        self._process.stop()
-        self._process = self._start()
+        self.process.stop()
+        self.process = self._start()
 
     def _wait_ready(self) -> None:
         """Wait until the parser is imported."""
@@ -174,8 +174,8 @@ class ForeignParser:
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
-        self._process.send(json.dumps(request).encode(), end)
-        return json.loads(self._process.receive(end, MAX_ANSWER))
+        self.process.send(json.dumps(request).encode(), end)
+        return json.loads(self.process.receive(end, MAX_ANSWER))
 
 
 def _response_template(tokenizer: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _response_template(tokenizer: Any) -> dict[str, Any]:
 
 
 def _calls(text: str, answer: dict[str, Any]) -> list[ToolCall]:
-    if answer.get("error"):  # the error is about the parser's code, not about the text
+    if answer.get("error"):  # an exception of the parser; its text does not help the model
         return [invalid_call(text, UNREAD)]
     calls = [_call(**call) for call in answer["calls"][: MAX_CALLS + 1]]
     if answer["lost"] and len(calls) <= MAX_CALLS:

@@ -44,30 +44,30 @@ def render_probe_calls(template: ChatTemplate) -> list[str]:
     if prompt is None:
         return []
     turns: list[str] = []
-    opened = template.thinking.opening(template.encoder.encode_trusted(prompt))
+    opening = template.thinking.opening(template.encoder.encode_trusted(prompt))
     for turn in probe_turns(_CALLS):
         if not turn.get("tool_calls"):
             continue
         with suppress(TemplateError):
-            own, _ = template.probe.end_of_turn([_QUESTION, turn])
-            shown = template.render([_QUESTION, turn], [PROBE_TOOL], as_prompt=False)
-            if own in shown:
-                start = template.encoder.shared_length(prompt, shown)
-                text = shown[start : shown.rindex(own) + len(own)]
-                # If the prompt begins a thought, earlier turns may have its end or not.
-                turns += [opened + text, text]
+            end_of_turn, _ = template.probe.end_of_turn([_QUESTION, turn])
+            rendered = template.render([_QUESTION, turn], [PROBE_TOOL], as_prompt=False)
+            if end_of_turn in rendered:
+                start = template.encoder.shared_length(prompt, rendered)
+                text = rendered[start : rendered.rindex(end_of_turn) + len(end_of_turn)]
+                # If the prompt begins a thought, an earlier turn may or may not contain its end.
+                turns += [opening + text, text]
     return list(dict.fromkeys(turns))
 
 
 def shows_tools(template: ChatTemplate) -> bool:
     """Return whether a prompt changes with the tools that are passed to the chat template."""
     with_tool = template.render.attempt([_QUESTION], [PROBE_TOOL])
-    # If the template refuses the tools, the first rendering reports it.
+    # If the template refuses the tools, the first prompt with tools reports this error.
     return with_tool is None or with_tool != template.render.attempt([_QUESTION])
 
 
 def is_rendered_call(calls: Sequence[ToolCall]) -> bool:
-    """Return whether these calls are exactly the one that `render_probe_calls` renders."""
+    """Return whether these calls are exactly the call that `render_probe_calls` renders."""
     return [(c.name, c.arguments, c.error) for c in calls] == [("probe", {"x": PROBE_ARGUMENT}, "")]
 
 
@@ -80,8 +80,8 @@ def can_read_calls(name: str, rendered: Iterable[str]) -> bool:
 def detect_format(template: ChatTemplate) -> str:
     """Return the key in `FORMATS` of the format that a chat template teaches.
 
-    If several parsers read the rendered call, a format with a mark in the template is preferred, or
-    else the first in `FORMATS`. "" if no parser reads the call.
+    If several parsers can read the rendered call, the result is the first format with a mark in the
+    template, or else the first format. "" if no parser can read the call.
     """
     source = template_source(template.tokenizer)
     if (
@@ -90,11 +90,11 @@ def detect_format(template: ChatTemplate) -> str:
         return "phi4_mini"
     rendered = render_probe_calls(template)
     source = "\n".join([source, *rendered])
-    marked = [name for name, format in FORMATS.items() if format.is_in(source)]
+    formats_with_mark = [name for name, format in FORMATS.items() if format.is_in(source)]
     if not rendered:
-        return next(iter(marked), "")
-    reading = [name for name in FORMATS if can_read_calls(name, rendered)]
-    return next((name for name in reading if name in marked), next(iter(reading), ""))
+        return next(iter(formats_with_mark), "")
+    readable = [name for name in FORMATS if can_read_calls(name, rendered)]
+    return next((name for name in readable if name in formats_with_mark), next(iter(readable), ""))
 
 
 def explain_unknown_format(template: ChatTemplate) -> str:
@@ -105,13 +105,13 @@ def explain_unknown_format(template: ChatTemplate) -> str:
     format = f"the format of {name}" if name else "an unknown format"
     if rendered:
         text = " ".join(rendered[0].replace(PROBE_ARGUMENT, "1").replace(PROBE_TEXT, "").split())
-        what = f"the chat template renders tool calls in {format}: {text[:160]!r}"
+        finding = f"the chat template renders tool calls in {format}: {text[:160]!r}"
     elif name:
-        what = f"the chat template teaches {format}"
+        finding = f"the chat template teaches {format}"
     else:
-        what = "the chat template neither renders tool calls nor describes their format"
+        finding = "the chat template neither renders tool calls nor describes their format"
     return (
-        f"{what}. agentrl reads: {', '.join(sorted(FORMATS))}. Set rollout.tool_format to one of"
+        f"{finding}. agentrl reads: {', '.join(sorted(FORMATS))}. Set rollout.tool_format to one of"
         f" these if the prompts teach it, or to sglang:{sglang or 'NAME'} for one of SGLang's"
         " parsers, or set agent_name=react in the rows, which shows tools and results as text"
     )
@@ -129,7 +129,8 @@ def open_reader(name: str, template: ChatTemplate, python: str = "") -> Reader:
         name: "auto" for the format that the chat template teaches, a key of `FORMATS`,
             `sglang:NAME` or `hf`.
         template: the policy's chat template.
-        python: a Python with sglang, for `sglang:NAME` if this one has none (`rollout.python`).
+        python: for `sglang:NAME`, the Python of an environment with sglang (`rollout.python`). It
+            is used if sglang is not installed in this environment.
 
     Returns:
         The reader. With "auto" and a template in an unknown format, it raises `TemplateError` at
@@ -141,7 +142,7 @@ def open_reader(name: str, template: ChatTemplate, python: str = "") -> Reader:
     if name == "auto":
         name = detect_format(template)
         if not name:
-            return _refuse(explain_unknown_format(template))
+            return _make_refusing_reader(explain_unknown_format(template))
     if name == "hf" or name.startswith("sglang:"):
         return ForeignParser(name, template.tokenizer, python=python)
     if name not in FORMATS:
@@ -152,7 +153,7 @@ def open_reader(name: str, template: ChatTemplate, python: str = "") -> Reader:
     return parser_of(name)
 
 
-def _refuse(why: str) -> Reader:
+def _make_refusing_reader(why: str) -> Reader:
     def read(text: str, schemas: Sequence[Mapping[str, Any]]) -> Calls:
         if schemas:
             raise TemplateError(why)

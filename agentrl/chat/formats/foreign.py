@@ -22,7 +22,8 @@ from typing import Any
 THINK_START, THINK_END = "<think>", "</think>"
 
 Parse = Callable[[str, list[dict[str, Any]]], tuple[list[dict[str, Any]], str]]
-"""Returns the calls (`name`, `arguments`, `id`) in a text, and what seems to be lost, or ""."""
+"""Returns the calls (`name`, `arguments`, `id`) in a text, and a message about calls that seem to
+be lost or ""."""
 
 
 class UserError(Exception):
@@ -68,7 +69,7 @@ def _answer(parse: Parse, text: str, schemas: list[dict[str, Any]]) -> dict[str,
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return the text of a turn without its thoughts, and a thought that is not closed or ""."""
+    """Return the text of a turn without its thoughts, and the thought that is not closed or ""."""
     end, begin = text.find(THINK_END), text.find(THINK_START)
     if end >= 0 and not 0 <= begin < end:  # the thought began in the prompt
         text = text[end + len(THINK_END) :]
@@ -103,12 +104,14 @@ def _sglang(name: str) -> Parse:
         items = parser.parse_non_stream(text)[1]
         calls = [{"name": c.name, "arguments": c.parameters, "id": ""} for c in items]
         # SGLang silently drops calls of unknown tools and calls with invalid JSON.
-        tried = max(
+        call_count = max(
             text.count(parser.detector.bot_token) if parser.detector.bot_token else 0,
             int(parser.detector.has_tool_call(text)),
         )
-        lost = f"{tried - len(calls)} of {tried} calls not understood, or to an unknown tool"
-        return calls, lost if tried > len(calls) else ""
+        lost = (
+            f"{call_count - len(calls)} of {call_count} calls not understood, or to an unknown tool"
+        )
+        return calls, lost if call_count > len(calls) else ""
 
     return parse
 
@@ -119,8 +122,8 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
 
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     setattr(tokenizer, attribute, template)
-    takes = inspect.signature(tokenizer.parse_response).parameters
-    if attribute == "response_schema" and "prefix" in takes:
+    parameters = inspect.signature(tokenizer.parse_response).parameters
+    if attribute == "response_schema" and "prefix" in parameters:
         raise UserError(
             "this version of transformers reads `tokenizer.response_template`, but the tokenizer"
             " has only the older `response_schema`"
@@ -130,15 +133,17 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
 
     def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         options = {"prefix": "", "tools": schemas}
-        message = tokenizer.parse_response(text, **{k: options[k] for k in options if k in takes})
-        calls = [_of_message(call) for call in message.get("tool_calls") or []]
+        message = tokenizer.parse_response(
+            text, **{k: options[k] for k in options if k in parameters}
+        )
+        calls = [_call_from_message(call) for call in message.get("tool_calls") or []]
         lost = "the call was not understood"
-        return calls, lost if not calls and _opens(template, text) else ""
+        return calls, lost if not calls and _begins_call(template, text) else ""
 
     return parse
 
 
-def _of_message(call: Any) -> dict[str, Any]:
+def _call_from_message(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return {"name": "", "arguments": json.dumps(call), "id": ""}
@@ -146,7 +151,7 @@ def _of_message(call: Any) -> dict[str, Any]:
     return {"name": function.get("name"), "arguments": arguments, "id": call.get("id", "")}
 
 
-def _opens(template: dict[str, Any], text: str) -> bool:
+def _begins_call(template: dict[str, Any], text: str) -> bool:
     """Return whether the text contains the tag that begins a call in a response template."""
     field = template.get("fields", {}).get("tool_calls", {})
     tags = field.get("open", [])

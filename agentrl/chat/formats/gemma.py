@@ -23,9 +23,9 @@ _ATOM = re.compile(r"[0-9.eE+\-a-z]+|None")
 class BracedCalls:
     """A parser of calls of the form `call:NAME{key:value,...}` between two tags.
 
-    Calls between the tags around a thought do not count; the second of these tags alone ends a
-    thought that the prompt began. A tag within a string of a call is text. A string cannot contain
-    its quote. The word `call` is optional.
+    Calls in a thought do not count. A closing thought tag without an opening one ends a thought
+    that the prompt began. A tag within a string of a call is text. A string cannot contain its
+    quote. The word `call` is optional.
 
     Args:
         call: the tags around a call.
@@ -46,7 +46,7 @@ class BracedCalls:
         start += len(self.call[0])
         closing = self.call[1]
         head = _HEAD.match(text, start)
-        name, error, failed = "", "expected call:NAME{...}", start
+        name, error, error_position = "", "expected call:NAME{...}", start
         if head:
             name, parser = head[1], _ArgumentsParser(text, head.end(), self.quote, self.thought[1])
             try:
@@ -58,17 +58,19 @@ class BracedCalls:
                 error = f"unexpected text between the arguments and {closing}"
             except ValueError as e:
                 error = str(e)
-            failed = parser.position  # a tag in a string that was read does not end the call
-        tag = any_tag((*self.call, *self.thought)).search(text, failed)
+            error_position = (
+                parser.position
+            )  # a tag in a string that was read does not end the call
+        tag = any_tag((*self.call, *self.thought)).search(text, error_position)
         stop = tag.start() if tag else len(text)
-        closed = tag is not None and tag[0] == closing
-        if not closed:
+        is_closed = tag is not None and tag[0] == closing
+        if not is_closed:
             error = f"missing {closing}"
-        return [invalid_call(text[start:stop], error, name)], stop + closed * len(closing)
+        return [invalid_call(text[start:stop], error, name)], stop + is_closed * len(closing)
 
 
 class _ArgumentsParser:
-    """A recursive descent parser of one call's arguments, which reads each character once."""
+    """A recursive descent parser of one call's arguments. It reads each character once."""
 
     def __init__(self, text: str, position: int, quote: str, thought_end: str):
         self.text, self.position, self.depth = text, position, 0
@@ -148,13 +150,13 @@ class _ArgumentsParser:
         self.position = end + len(self.quote)
         return self.text[start:end]
 
-    def _expect(self, what: str) -> None:
+    def _expect(self, character: str) -> None:
         """Skip one character and the white space around it."""
         self._space()
-        if not self.text.startswith(what, self.position):
+        if not self.text.startswith(character, self.position):
             text = self.text[self.position : self.position + 20]
-            raise ValueError(f"{what!r} expected at {text!r}")
-        self.position += len(what)
+            raise ValueError(f"{character!r} expected at {text!r}")
+        self.position += len(character)
         self._space()
 
     def _space(self) -> None:

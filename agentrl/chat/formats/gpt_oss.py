@@ -19,7 +19,7 @@ MESSAGE = "<|message|>"
 
 _CONTROL = re.compile(r"<\|(?:start|message|end|call|return)\|>")
 _END = re.compile(r"<\|(?:start|end|call|return)\|>")
-_OVER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|\Z)")
+_END_OF_CALL = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|\Z)")
 _NEVER = re.compile(r"(?!)")  # a thought is a separate message
 # A message to any other recipient than the assistant is a call, or an invalid call.
 _ADDRESSED = re.compile(r"\bto=(?!assistant\b)")
@@ -36,9 +36,9 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
         <|channel|>analysis<|message|>A product.<|end|><|start|>assistant<|channel|>commentary
          to=functions.calculator <|constrain|>json<|message|>{"expression": "3*4"}
 
-    The recipient may also be before the channel, and without `functions.`. The analysis channel is
-    a thought. A message to a function in another channel than commentary is an error. A tag within
-    a JSON string of a call is text.
+    The recipient may also be before the channel, and without `functions.`. A message in the
+    analysis channel is a thought. A message to a function in another channel than commentary is an
+    error. A tag within a JSON string of a call is text.
     """
     calls: list[ToolCall] = []
     position, role = 0, "assistant"  # the role of the first message is in the prompt
@@ -46,16 +46,16 @@ def parse_gpt_oss(text: str) -> list[ToolCall]:
         control = _CONTROL.search(text, position)
         stop, after = control.span() if control else (len(text), len(text))
         header, role = role + text[position:stop], ""
-        begun = control is not None and control[0] == MESSAGE
+        has_message = control is not None and control[0] == MESSAGE
         if "to=" in header and _ADDRESSED.search(header):
-            if begun:
+            if has_message:
                 call, after = _call(text, header, after)
             else:
                 call = invalid_call(header, f"missing {MESSAGE} after the recipient")
             calls.append(with_span(call, position, after))
             if len(calls) > MAX_CALLS:
                 break
-        elif begun:
+        elif has_message:
             after = _next_message(text, after)
         position = after
     return limit_calls(calls)
@@ -66,13 +66,13 @@ def _call(text: str, header: str, start: int) -> tuple[ToolCall, int]:
     name, error = _recipient(header)
     body = skip_space(text, start)
     end = end_of_object(text, body)
-    over = _OVER.match(text, end) if end else None
-    if not over:
+    end_of_call = _END_OF_CALL.match(text, end) if end else None
+    if not end_of_call:
         after = _next_message(text, end or end_of_broken_json(text, body, _END, _NEVER))
         error = error or "the message must be one complete JSON object"
         return invalid_call(text[start:after], error, name), after
     call = read_arguments(name, text[body:end])
-    return invalid_call(text[body:end], error, name) if error else call, over.end()
+    return invalid_call(text[body:end], error, name) if error else call, end_of_call.end()
 
 
 def _recipient(header: str) -> tuple[str, str]:

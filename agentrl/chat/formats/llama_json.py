@@ -27,8 +27,8 @@ _TAG = re.compile(r"<\|python_(?:tag|start)\|>")
 _TAG_END = "<|python_end|>"
 _BETWEEN = re.compile(r"(?:[\s;,]|<\|python_(?:tag|start|end)\|>)*")
 _OPENS = re.compile(r"\s*[\[{]")
-# Matches the beginning of a turn that is a call: an object with a key (or cut off before it).
-_TRIES = re.compile(r"""\s*(?:\{\s*(?:["']|\w+\s*:|$)|\[\s*\{\s*"name")""")
+# Matches the beginning of a turn that is a call: an object with a key, or cut off before its key.
+_CALL_START = re.compile(r"""\s*(?:\{\s*(?:["']|\w+\s*:|$)|\[\s*\{\s*"name")""")
 # Matches the beginning of the call after an invalid one. A JSON string has no line breaks and no
 # unescaped quotes, so this does not match within a string.
 _NEXT = re.compile(r'(?:(?<=\})\s*;\s*|\n)(?:<\|python_(?:tag|start)\|>)?(?=\{\s*"(?:name|type)")')
@@ -45,13 +45,13 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     4 writes text before its calls between `<|python_start|>` and `<|python_end|>`.
     """
     turn, text = text, remove_thoughts(text, _end_of_calls)
-    position, tagged = _start_of_calls(text)
+    position, has_tag = _start_of_calls(text)
     calls: list[ToolCall] = []
-    listed = False
+    is_in_list = False
     while 0 <= position < len(text):
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
-        if text.startswith("]" if listed else "[", position):
-            listed = not listed
+        if text.startswith("]" if is_in_list else "[", position):
+            is_in_list = not is_in_list
             position += 1
             continue
         end = end_of_object(text, position)
@@ -59,22 +59,22 @@ def parse_llama_json(text: str) -> list[ToolCall]:
             calls += _line_by_line(text, position, not calls)
             break
         body = text[position:end]
-        if not (calls or tagged or listed or text[end:].strip()) and _is_answer(body):
+        if not (calls or has_tag or is_in_list or text[end:].strip()) and _is_answer(body):
             return []
         calls.append(with_span(_read(body), position, end))
         position = end
         if len(calls) > MAX_CALLS:
             break
     else:
-        if listed:
+        if is_in_list:
             calls.append(with_span(invalid_call("", "missing closing ]"), len(text), len(text)))
     return with_spans_of_turn(limit_calls(calls), turn, text)
 
 
 def _start_of_calls(text: str) -> tuple[int, bool]:
     """Return the start of a turn's calls or -1, and whether a tag precedes them."""
-    if tries := _TRIES.match(text):
-        return tries.start(), False
+    if match := _CALL_START.match(text):
+        return match.start(), False
     tag = _TAG.search(text)
     if not tag:
         return -1, False
@@ -93,8 +93,8 @@ def _end_of_calls(text: str, start: int) -> int:
         begin = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
         end = end_of_brackets(text, begin) if text.startswith(("{", "["), begin) else 0
         if not end:
-            # A call that is cut off contains the rest, so that there is one error and not none.
-            return len(text) if _TRIES.match(text, begin) else position
+            # A call that is cut off extends to the end of the turn, so that it becomes an error.
+            return len(text) if _CALL_START.match(text, begin) else position
         position = end
 
 
@@ -108,7 +108,7 @@ def _is_answer(body: str) -> bool:
 
 
 def _line_by_line(text: str, position: int, first: bool) -> list[ToolCall]:
-    """Return errors for text that cannot be parsed as a whole, and the calls on separate lines."""
+    """Return the calls on separate lines of a text that is not JSON as a whole, and errors."""
     calls: list[ToolCall] = []
     if position == len(text) and not first:
         return calls

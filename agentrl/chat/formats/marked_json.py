@@ -78,9 +78,9 @@ class MarkedJson:
     """A parser of calls that are JSON objects, or lists of them, after a mark.
 
     A call counts if its object is closed (within a list: if a comma or the list's bracket follows).
-    A missing closing mark, and text before the closing mark, are separate errors. Within a list, an
-    element that is not a call becomes an error, and the other elements are kept. If a list stops
-    being JSON, the text up to the next mark is one error. A mark in a JSON string is text.
+    A missing closing mark is an error of its own, and so is text before the closing mark. Within a
+    list, an element that is not a call becomes an error, and the other elements are kept. If a list
+    stops being JSON, the text up to the next mark is one error. A mark in a JSON string is text.
 
     Args:
         marks: pairs of the text before the JSON and the text after it (or ""). A bracket at the end
@@ -148,8 +148,8 @@ class MarkedJson:
             calls, end, is_complete = read_list(text, start, self.read)
             if is_complete:
                 return calls, end, True
-            cut, end, _ = self._incomplete(text, end, "the JSON list of calls is not closed")
-            return [*calls, *cut], end, False
+            error, end, _ = self._incomplete(text, end, "the JSON list of calls is not closed")
+            return [*calls, *error], end, False
         end = end_of_object(text, start)
         if end:
             return [with_span(self.read(text[start:end]), start, end)], end, True
@@ -165,16 +165,16 @@ class MarkedJson:
     ) -> tuple[list[ToolCall], int]:
         """Return one error for text that is not JSON, up to and including the closing mark."""
         stop = find_start(any_tag(self._tags()), text, body)
-        closed = bool(closing) and text.startswith(closing, stop)
-        end = stop + len(closing) * closed
+        is_closed = bool(closing) and text.startswith(closing, stop)
+        end = stop + len(closing) * is_closed
         return [with_span(invalid_call(text[body:stop].strip(), why), start, end)], end
 
     def _tags(self) -> tuple[str, ...]:
         return (*(mark for pair in self.marks for mark in pair), *self.thought)
 
 
-def _command(body: str) -> ToolCall:
-    """Read a call of Cohere, which has a tool name and a number."""
+def _read_cohere_call(body: str) -> ToolCall:
+    """Read a call in Cohere's format: an object with `tool_name` and `tool_call_id`."""
     value, error = read_object(body)
     if error:
         return invalid_call(body, error)
@@ -185,8 +185,8 @@ def _command(body: str) -> ToolCall:
     return call if call.error else ToolCall(call.name, call.arguments, id=number)
 
 
-def _by_name(body: str) -> ToolCall:
-    """Read a call of Apertus, whose only key is the tool's name."""
+def _read_apertus_call(body: str) -> ToolCall:
+    """Read a call in Apertus' format: an object whose only key is the tool's name."""
     value, error = read_object(body)
     if error:
         return invalid_call(body, error)
@@ -198,7 +198,8 @@ def _by_name(body: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _required(body: str) -> ToolCall:
+def _read_with_arguments(body: str) -> ToolCall:
+    """Read a call that must have arguments."""
     return read_call(body, ("arguments", "parameters"), ("type", "id"), True)
 
 
@@ -211,7 +212,7 @@ Granite 20B writes `<function_call>` instead, and some templates write objects w
 """
 
 parse_phi4_mini = MarkedJson(
-    (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")), read=_required
+    (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")), read=_read_with_arguments
 )
 """Phi-4 mini: `<|tool_call|>[{"name": "calculator", "arguments": {...}}]<|/tool_call|>`.
 
@@ -220,7 +221,7 @@ Or `functools[{"name": "calculator", "arguments": {...}}]`, as other prompts ask
 
 parse_cohere_command = MarkedJson(
     (("<|START_ACTION|>", "<|END_ACTION|>"),),
-    read=_command,
+    read=_read_cohere_call,
     begins="[{",
     thought=("<|START_THINKING|>", "<|END_THINKING|>"),
 )
@@ -233,7 +234,9 @@ parse_cohere_command = MarkedJson(
 One object without the brackets of the list also counts.
 """
 
-parse_apertus = MarkedJson((("<|tools_prefix|>", "<|tools_suffix|>"),), read=_by_name, is_stop=True)
+parse_apertus = MarkedJson(
+    (("<|tools_prefix|>", "<|tools_suffix|>"),), read=_read_apertus_call, is_stop=True
+)
 """Apertus: `<|tools_prefix|>[{"calculator": {"expression": "3*4"}}]<|tools_suffix|>`.
 
 The closing mark ends the turn, because the results follow in the same message. The model also calls

@@ -22,7 +22,7 @@ from agentrl.trajectory import ToolCall
 OPEN = "[TOOL_CALLS]"
 THINK_START, THINK_END = "[THINK]", "[/THINK]"
 
-_NAMED = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?(?:\[ARGS\]\s*|\s*(?=\{))")
+_NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?(?:\[ARGS\]\s*|\s*(?=\{))")
 _TAG = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
 _THOUGHT = re.compile(r"\[/THINK\]|</think>")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -57,23 +57,23 @@ def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
     body = start + len(OPEN)
     first = skip_space(text, body)
     if text.startswith("[", first) and not text.startswith(OPEN, first):
-        return _listed(text, first)
+        return _read_list_of_calls(text, first)
     if text.startswith("{", first):
-        return _alone(text, first)
-    return _named(text, body)
+        return _read_single_call(text, first)
+    return _read_named_call(text, body)
 
 
-def _listed(text: str, start: int) -> tuple[list[ToolCall], int]:
+def _read_list_of_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
     """Return the calls of a JSON list, and where it ends."""
-    calls, end, is_complete = read_list(text, start, _from_json)
+    calls, end, is_complete = read_list(text, start, _read_json_call)
     if is_complete:
         return calls, end
     stop = end_of_broken_json(text, end, _TAG, _THOUGHT)
-    cut = invalid_call(text[end:stop], "the JSON list of calls is not closed")
-    return [*calls, with_span(cut, end, stop)], stop
+    error = invalid_call(text[end:stop], "the JSON list of calls is not closed")
+    return [*calls, with_span(error, end, stop)], stop
 
 
-def _from_json(body: str) -> ToolCall:
+def _read_json_call(body: str) -> ToolCall:
     call = read_call(body, other_keys=("id",))
     value = {} if call.error else read_object(body)[0]
     if "id" not in value:
@@ -83,32 +83,32 @@ def _from_json(body: str) -> ToolCall:
     return ToolCall(call.name, call.arguments, id=value["id"])
 
 
-def _named(text: str, start: int) -> tuple[list[ToolCall], int]:
+def _read_named_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     """Return the call whose name is at `start`."""
     stop = find_start(_TAG, text, start)
-    head = _NAMED.match(text, start)
+    head = _NAME.match(text, start)
     if not head:
         why = f"expected {OPEN}NAME[ARGS]{{...}} or {OPEN} and a JSON list"
         return [invalid_call(text[start:stop], why)], stop
-    return _alone(text, head.end(), head[1], head[2])
+    return _read_single_call(text, head.end(), head[1], head[2])
 
 
-def _alone(
-    text: str, start: int, name: str | None = None, identity: str | None = None
+def _read_single_call(
+    text: str, start: int, name: str | None = None, call_id: str | None = None
 ) -> tuple[list[ToolCall], int]:
     """Return the call with the JSON object at `start`. Only another call may follow it.
 
     Args:
         text: one assistant turn.
-        start: the start of the arguments or, without `name`, of the whole call as in a list.
+        start: the start of the arguments or, without `name`, of an object with name and arguments.
         name: the name of the function, if it is before the object.
-        identity: the call's id, if it is before the object.
+        call_id: the call's id, if it is before the object.
     """
     end = end_of_object(text, start)
     if not end:
         stop = end_of_broken_json(text, start, _TAG, _THOUGHT)
-        what = "[TOOL_CALLS]" if name is None else "the name"
-        why = f"the text after {what} must be a complete JSON object"
+        before = "[TOOL_CALLS]" if name is None else "the name"
+        why = f"the text after {before} must be a complete JSON object"
         return [invalid_call(text[start:stop], why, name or "")], stop
     after = skip_space(text, end)
     if after < len(text) and not text.startswith(OPEN, after):
@@ -118,7 +118,7 @@ def _alone(
         ], stop
     body = text[start:end]
     if name is None:
-        return [_from_json(body)], after
-    if identity is not None and not _ID.fullmatch(identity):
+        return [_read_json_call(body)], after
+    if call_id is not None and not _ID.fullmatch(call_id):
         return [invalid_call(body, _BAD_ID, name)], after
-    return [read_arguments(name, body, identity or "")], after
+    return [read_arguments(name, body, call_id or "")], after

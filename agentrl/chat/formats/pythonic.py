@@ -87,8 +87,8 @@ def _read_list(text: str) -> list[ToolCall]:
 
 def _start_of_calls(text: str) -> int:
     """Return the start of the list of calls, or -1 if a turn has none."""
-    if tries := _LIST.match(text):
-        return text.index("[", tries.start())
+    if match := _LIST.match(text):
+        return text.index("[", match.start())
     mark = _MARK.search(text)
     return mark.end() if mark else -1
 
@@ -97,9 +97,8 @@ def _end_of_calls(text: str, start: int) -> int:
     begin = _start_of_calls(text)
     if not 0 <= begin < first_tag(text) or not text.startswith("[", begin):
         return start
-    return end_of_brackets(text, begin, _TO_BRACKET) or len(
-        text
-    )  # one that is broken off holds what follows
+    # A list that is cut off extends to the end of the text.
+    return end_of_brackets(text, begin, _TO_BRACKET) or len(text)
 
 
 def _read_call(name: str, body: str) -> ToolCall:
@@ -190,7 +189,7 @@ def literal_of(text: str) -> Any:
 
 
 def read_literal(text: str, position: int) -> tuple[Any, int]:
-    """Parse the literal at a position; return it and where it ends.
+    """Parse the literal at a position; return its value and the index of its end.
 
     A literal is a string in single or double quotes, a number, a list, a dictionary with string
     keys, or one of the words True, False, None of Python and true, false, null of JSON.

@@ -1,13 +1,13 @@
 """Scan a turn for calls outside of thoughts: the code that all call formats share.
 
 A thought is the text between `<think>` and `</think>`; a call in it does not count. Many templates
-begin the thought in the prompt, so the sampled text has only `</think>`: all text before it is
-thought. A caller that knows that the prompt ends with an open `<think>` passes `"<think>" + text`.
-Then no call counts in a turn that was cut off before its `</think>`.
+begin the thought in the prompt, so the sampled text has only `</think>`, and all text before this
+tag is thought. A caller that knows that the prompt ends with an open `<think>` passes `"<think>" +
+text`. Then no call counts in a turn that was cut off before its `</think>`.
 
 A tag within a call (for example in a JSON string) is text of the call: no thought begins or ends
-there. A call reaches from its opening tag to its closing tag. A call without closing tag does not
-count: an incomplete call before `</think>` is thought.
+there. A call extends from its opening tag to its closing tag. A call without a closing tag is
+incomplete. It does not count, and before `</think>` it is part of the thought.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from agentrl.trajectory import ToolCall
 
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_CALLS = 32
-"""The most calls in one turn. All further calls become one error, because the model loops."""
+"""The maximum number of calls in one turn. All further calls become one error."""
 
 CallsReader = Callable[[str, int], tuple[list[ToolCall], int]]
-"""Takes a text and the start of an opening tag; returns the calls and where to continue."""
+"""Takes a text and the index of an opening tag. Returns the calls there, and the next index."""
 
 
 def read_calls(
@@ -97,21 +97,21 @@ def invalid_call_at(
     name: str = "",
     read: int = 0,
 ) -> tuple[list[ToolCall], int]:
-    """Return what a `CallsReader` returns for an invalid call: its error, and its end.
+    """Return the error of an invalid call and the index of its end, as a `CallsReader` does.
 
     Args:
         text: one assistant turn.
-        body: where the call's text begins, after its opening tag.
+        body: the index of the call's text, after its opening tag.
         openings: the tags that a call may begin with.
         closing: the tag that a call ends with.
-        why: the error, unless the closing tag is missing, which is the error then.
+        why: the error. If the closing tag is missing, this is the error instead.
         name: the name of the tool, if it is known.
-        read: the end of the text that was read; no tag before it ends the call.
+        read: the end of the text that was parsed. A tag before this index does not end the call.
     """
     stop = end_of_invalid_call(text, max(body, read), openings, closing)
     raw = text[body:stop].removesuffix(closing)
-    closed = len(raw) < stop - body
-    return [invalid_call(raw, why if closed else f"missing closing {closing}", name)], stop
+    is_closed = len(raw) < stop - body
+    return [invalid_call(raw, why if is_closed else f"missing closing {closing}", name)], stop
 
 
 def limit_calls(calls: list[ToolCall]) -> list[ToolCall]:
@@ -126,7 +126,7 @@ def end_of_invalid_call(text: str, start: int, openings: tuple[str, ...], closin
 
     Args:
         text: one assistant turn.
-        start: where the text of the call begins, after its opening tag.
+        start: the index of the call's text, after its opening tag.
         openings: the tags that a call may begin with.
         closing: the tag that a call ends with.
     """
@@ -147,25 +147,24 @@ def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
             there are none. A tag before that end is text of the calls.
 
     Returns:
-        The calls before a thought, if any, and the text after it; no text after a thought that is
-        not closed.
+        The text before a thought if it is calls, and the text after the thought. If a thought is
+        not closed, the text after its beginning is removed.
     """
-    for past in range(
-        MAX_CALLS
-    ):  # the number of thoughts so far; only the first can begin in the prompt
+    # Only the first thought can begin in the prompt.
+    for thought_count in range(MAX_CALLS):
         begin, end = text.find(THINK_START), text.find(THINK_END)
-        if begin < 0 and (end < 0 or past):
+        if begin < 0 and (end < 0 or thought_count):
             return text
         lead = len(text) - len(text.lstrip())
         calls_end = lead if begin == lead else max(lead, end_of_calls(text, lead))
         begin = text.find(THINK_START, calls_end)
-        end = text.find(THINK_END, max(begin, 0) if past else calls_end)
-        if begin < 0 and (end < 0 or past):
+        end = text.find(THINK_END, max(begin, 0) if thought_count else calls_end)
+        if begin < 0 and (end < 0 or thought_count):
             return text
         if end < 0:
             return text[:begin]
-        called = calls_end > lead and 0 <= begin < end
-        text = (text[:begin] if called else "") + text[end + len(THINK_END) :]
+        keeps_calls = calls_end > lead and 0 <= begin < end
+        text = (text[:begin] if keeps_calls else "") + text[end + len(THINK_END) :]
     return ""
 
 

@@ -18,8 +18,9 @@ from agentrl.chat.formats.strict_json import (
 from agentrl.trajectory import ToolCall
 
 ReadCall = Callable[[str, int], tuple[ToolCall, int, bool]]
-"""Takes a text and the start of a call's opening tag. Returns the call, where reading ended, and
-whether this is the end of the closing tag. If not, the call is invalid and its rest is skipped."""
+"""Takes a text and the index of a call's opening tag. Returns the call, the index at which parsing
+ended, and whether the closing tag ends there. If not, the call is invalid and
+its rest is skipped."""
 
 
 @dataclass(frozen=True, slots=True)

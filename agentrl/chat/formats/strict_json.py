@@ -15,7 +15,7 @@ from agentrl.trajectory import ToolCall
 
 MAX_DEPTH = 64
 MAX_RAW = 2000
-"""The most characters that are kept of the text of an invalid call."""
+"""The maximum number of characters of an invalid call's text that are kept."""
 
 # Matches up to the next bracket of a JSON value: strings, and the characters outside of strings.
 # The `<` of a tag is not among them, so a scan can pass a tag only within a string. This keeps the
@@ -67,7 +67,7 @@ def end_of_broken_json(
 
     Args:
         text: one assistant turn.
-        start: where the JSON begins.
+        start: the index of the beginning of the JSON.
         tags: the tags that may follow the JSON.
         thought: the tags that end a thought.
     """
@@ -87,7 +87,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def read_object(body: str) -> tuple[dict[str, Any], str]:
-    """Parse a JSON object strictly. Return it and "", or an empty one and the error."""
+    """Parse a JSON object strictly. Return the object and "", or an empty object and the error."""
     value, error = load_object(body)
     error = error or find_loss(body, value)
     return ({}, error) if error else (value, "")

@@ -34,7 +34,7 @@ def _read_values(
     closing: str,
     follows: re.Pattern[str] | None,
 ) -> tuple[dict[str, str], str, int]:
-    """Return the values of one call by key, the error or "", and where reading ended.
+    """Return the values of one call by key, the error or "", and the index at which parsing ended.
 
     Args:
         text: the turn.
@@ -82,8 +82,8 @@ def tagged_call(
     """Return a reader of calls with values between tags.
 
     Values have no escapes, so a value ends at the first closing tag. A value that contains the
-    opening tag of a value or of a call is an error: probably a closing tag is missing, and the next
-    value would become part of this one. Other tags and all white space are text of the value.
+    opening tag of a value or of a call is an error: probably a closing tag is missing, and then the
+    next value would become part of this value. Other tags and all white space belong to the value.
 
     Args:
         form: an example of a call, for error messages.
@@ -241,8 +241,8 @@ parse_deepseek_v32 = _dsml("function_calls")
     </｜DSML｜function_calls>
 
 The arguments may also be one JSON object between the tags of the call, and a call without
-arguments may be one tag, `<｜DSML｜invoke name="clock"/>`. A call outside of a section counts, for
-the models often leave out the section's tags, and `｜DSML｜` is a token of its own.
+arguments may be one tag, `<｜DSML｜invoke name="clock"/>`. A call outside of a section counts,
+because the models often leave out the section's tags, and `｜DSML｜` is a token of its own.
 """
 
 parse_deepseek_v4 = _dsml("tool_calls")
@@ -319,10 +319,14 @@ def parse_glm(text: str) -> list[ToolCall]:
 
 def _glm_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     call, position, is_closed = _GLM(text, start)
-    return ([call], position) if is_closed else _broken(text, start, call, position)
+    return (
+        ([call], position) if is_closed else _invalid_call_between_tags(text, start, call, position)
+    )
 
 
-def _broken(text: str, start: int, call: ToolCall, read: int) -> tuple[list[ToolCall], int]:
+def _invalid_call_between_tags(
+    text: str, start: int, call: ToolCall, read: int
+) -> tuple[list[ToolCall], int]:
     """Return the error of the call whose `<tool_call>` is at `start`."""
     body = start + len(_OPEN)
     return invalid_call_at(text, body, (_OPEN,), _CLOSE, call.error, call.name, read)
@@ -378,7 +382,7 @@ def _qwen_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     if is_closed:
         return [call], position
     if not is_bare:
-        return _broken(text, start, call, position)
+        return _invalid_call_between_tags(text, start, call, position)
     why = f"missing {_OPEN} before {_FUNCTION}NAME>"
     return invalid_call_at(
         text, start + len(_FUNCTION), (_OPEN, _FUNCTION), _FUNCTION_END, why, read=start
@@ -447,7 +451,7 @@ def parse_muse(text: str) -> list[ToolCall]:
                 )
                 more = [invalid_call(raw, why, more[0].name)]
             calls += [
-                with_span(_without_repeated_name(call), tag.start(), position) for call in more
+                with_span(_remove_repeated_name(call), tag.start(), position) for call in more
             ]
             has_called = True
     if not has_called:
@@ -455,8 +459,8 @@ def parse_muse(text: str) -> list[ToolCall]:
     return limit_calls(calls)
 
 
-def _without_repeated_name(call: ToolCall) -> ToolCall:
-    """Return a call whose tool name is written twice with the name once."""
+def _remove_repeated_name(call: ToolCall) -> ToolCall:
+    """Return a call with the name `x` in place of the repeated name `x.x`."""
     half = len(call.name) // 2
     name = call.name[:half]
     return replace(call, name=name) if name and call.name == f"{name}.{name}" else call

@@ -45,14 +45,14 @@ def cast_arguments(
     """
     functions = (schema.get("function", schema) for schema in schemas)
     parameters = {f.get("name"): _mapping(f.get("parameters")) for f in functions}
-    return [_typed(call, parameters.get(call.name) or {}) for call in calls]
+    return [_cast_call(call, parameters.get(call.name) or {}) for call in calls]
 
 
-def _typed(call: ToolCall, parameters: Mapping[str, Any]) -> ToolCall:
+def _cast_call(call: ToolCall, parameters: Mapping[str, Any]) -> ToolCall:
     if call.error or isinstance(call.arguments, str):
         return call
     values = {
-        key: _value(value, _types(_parameter(key, parameters), parameters))
+        key: _cast_value(value, _types(_parameter(key, parameters), parameters))
         if isinstance(value, str)
         else value
         for key, value in call.arguments.items()
@@ -80,16 +80,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _types(
-    schema: Any, root: Mapping[str, Any], known: dict[str, set[str]] | None = None
+    schema: Any, root: Mapping[str, Any], types_by_reference: dict[str, set[str]] | None = None
 ) -> set[str]:
     """Return the JSON types that a value may have; an empty set if the schema does not say.
 
     Args:
         schema: the schema of the value.
-        root: the schema that references point into.
-        known: the types of the references so far. A reference to itself has no types.
+        root: the whole schema, which references point into.
+        types_by_reference: the types of the references that were resolved so far. A reference that
+            contains itself has no types.
     """
-    schema, known = _mapping(schema), {} if known is None else known
+    schema = _mapping(schema)
+    types_by_reference = {} if types_by_reference is None else types_by_reference
     types = schema.get("type") or ()
     names = {_OTHER_NAMES.get(t, t) for t in ((types,) if isinstance(types, str) else types)}
     if not names and schema.get("enum"):
@@ -98,16 +100,18 @@ def _types(
         names = {_type_of(schema["const"])}
     reference = schema.get("$ref")
     if not names and isinstance(reference, str):
-        if reference not in known:
-            known[reference] = set()
-            known[reference] = _types(_referred(reference, root), root, known)
-        names = set(known[reference])
+        if reference not in types_by_reference:
+            types_by_reference[reference] = set()
+            types_by_reference[reference] = _types(
+                _resolve_reference(reference, root), root, types_by_reference
+            )
+        names = set(types_by_reference[reference])
     for part in schema.get("allOf") or ():
-        names = names or _types(part, root, known)
+        names = names or _types(part, root, types_by_reference)
     # If there is no other type, a choice without a type may be a string.
-    unnamed = set() if names else {"string"}
+    default = set() if names else {"string"}
     for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        names |= _types(choice, root, known) or unnamed
+        names |= _types(choice, root, types_by_reference) or default
     return names
 
 
@@ -118,7 +122,7 @@ def _type_of(value: Any) -> str:
     return next((name for name, types in _FITS.items() if isinstance(value, types)), "string")
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the part of a schema that a reference such as `#/$defs/Point` names, or None."""
     document, *path = reference.split("/")
     node: Any = root if document == "#" else None
@@ -127,7 +131,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     return node
 
 
-def _value(text: str, types: set[str]) -> Any:
+def _cast_value(text: str, types: set[str]) -> Any:
     if not types or "string" in types:
         return text
     stripped = text.strip()
@@ -139,15 +143,15 @@ def _value(text: str, types: set[str]) -> Any:
         except ValueError:  # UnicodeEncodeError (lone surrogates) is a ValueError, too
             return text
     if isinstance(value, float) and "integer" in types and "number" not in types:
-        value = _integer(value, stripped)
+        value = _to_integer(value, stripped)
     fits = any(isinstance(value, _FITS.get(t, ())) for t in types)
     if isinstance(value, bool):
         fits = "boolean" in types
     return value if fits else text
 
 
-def _integer(value: float, text: str) -> float | int:
-    """Return `3.0` as 3, which JSON schema calls the same, and other numbers as they are.
+def _to_integer(value: float, text: str) -> float | int:
+    """Convert `3.0` to 3, because JSON schema treats both as integers; keep other numbers.
 
     Args:
         value: the parsed number, which may be rounded.
