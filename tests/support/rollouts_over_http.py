@@ -1,7 +1,8 @@
 """Plays rollouts with an engine and tools over HTTP, in a process whose limits its parent set.
 
-`python rollouts_over_http.py FOLDER PROMPTS N SECONDS` plays N rollouts of each of PROMPTS prompts,
-with turns of SECONDS seconds. It prints one line of JSON: counts of rollouts, errors and sockets.
+`python rollouts_over_http.py FOLDER PROMPTS N SECONDS TIMEOUT` plays N rollouts of each of PROMPTS
+prompts, with turns of SECONDS seconds and episodes of at most TIMEOUT seconds. It prints one line of
+JSON: counts of rollouts, errors and sockets.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def open_now() -> int:
 
 def main() -> None:
     folder, prompts, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    seconds = float(sys.argv[4])
+    seconds, timeout = float(sys.argv[4]), float(sys.argv[5])
     load_file("shelf:calculator")
     template = ChatTemplate(byte_tokenizer())
     end = template.stop_ids[0]
     texts = [call("calculator", expression="3*4"), "#### 12"]
     turns = [[*template.encode(text), end] for text in texts]
-    config = Config.model_validate({"files": ["shelf:calculator"], "rollout": {"timeout_s": 20.0}})
+    config = Config.model_validate(
+        {"files": ["shelf:calculator"], "rollout": {"timeout_s": timeout}}
+    )
     question = (Message("user", "How much is 3*4?"),)
     samples = [
         Sample(f"r{i}", question, data_source="openai/gsm8k", ground_truth="12",
