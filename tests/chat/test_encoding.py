@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.families import FAMILIES, control_tokens, family_names, family_tokenizer
@@ -22,7 +22,8 @@ from agentrl.chat.template import ChatTemplate
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, Role, ToolCall
 
-N = 20_000
+# The number of texts: 20,000 in `make test-all`, 6,000 in `make test`.
+N = 200 * settings.default.max_examples
 families = pytest.mark.parametrize("name", family_names())
 
 # Text of any kind, and what may be taken for control tokens after some normalization.
