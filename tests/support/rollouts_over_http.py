@@ -1,8 +1,8 @@
 """Plays rollouts with an engine and tools over HTTP, in a process whose limits its parent set.
 
 `python rollouts_over_http.py FOLDER PROMPTS N SECONDS TIMEOUT` plays N rollouts of each of PROMPTS
-prompts, with turns of SECONDS seconds and episodes of at most TIMEOUT seconds. It prints one line of
-JSON: counts of rollouts, errors and sockets.
+prompts, with turns of SECONDS seconds and episodes of at most TIMEOUT seconds. It prints one line
+of JSON: counts of rollouts, errors and sockets.
 """
 
 from __future__ import annotations
