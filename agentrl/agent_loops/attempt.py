@@ -71,15 +71,19 @@ def load_template(config: Config) -> ChatTemplate:
     """Load the policy's tokenizer and return its chat template, with the run's variables.
 
     Raises:
-        UserError: there is no tokenizer, or its template cannot render turns, or it does not read
-            some of the variables.
+        UserError: there is no tokenizer, or its template cannot render turns, or the template does
+            not read one of the variables.
     """
     path = config.model.path
     return make_template(load_tokenizer(path), config, end_of_turn_ids(path))
 
 
 def make_template(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> ChatTemplate:
-    """Return a tokenizer's chat template, with the run's variables; raises as `load_template`."""
+    """Return a tokenizer's chat template, with the run's variables.
+
+    Raises:
+        UserError: see `load_template`.
+    """
     variables = config.model.template_kwargs
     check_variables(template_source(tokenizer), variables)
     return ChatTemplate(tokenizer, end_ids, variables=variables, untrusted=config.data.untrusted)
@@ -108,11 +112,12 @@ class Attempt:
     turns: list[Turn] = field(default_factory=list)
     rows: list[TokenRow] = field(default_factory=list)
     sampled_ids: dict[int, array[int]] = field(default_factory=dict)
-    """The token ids of each sampled message, by `id(message)`; `messages` keeps these alive."""
+    """The token ids of each sampled message, by `id(message)`. `messages` holds references to the
+    messages, so that no id is reused."""
     tool_calls: int = 0
     spawned: int = 0
     control_token_attempts: int = 0
-    """How many control tokens prompts, tools and interactions spelled out."""
+    """The number of control tokens whose texts prompts, tools and interactions contained."""
     state: str = "opening"
     """The thing that the attempt waits for. The watchdog prints it."""
     since: float = field(default_factory=time.monotonic)
@@ -121,9 +126,9 @@ class Attempt:
     limit: TimeLimit = field(init=False)
     """`rollout.timeout_s` from `start_clock` on. Waits for a free connection do not count."""
     end_reason: str = ""
-    """The budget that ended the attempt, even if the agent loop went on; "done" after the end."""
+    """The exhausted budget; "done" if the attempt ended without one; "" while it runs."""
     engine: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """An engine takes one request of an episode at a time."""
+    """Held during a request, because an engine accepts one request of an episode at a time."""
     active_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """The tasks in which a method of an episode (`generate`, `call_tools`, ...) is running."""
 
@@ -145,20 +150,20 @@ class Attempt:
         """The `time.monotonic()` seconds of the end; each wait for a connection makes it later."""
         return self.limit.deadline
 
-    def over(self, reason: str) -> EpisodeOver:
-        """End the attempt and return the exception to raise.
+    def end_with(self, reason: str) -> EpisodeOver:
+        """End the attempt because of an exhausted budget, and return the exception to raise.
 
-        Even if the agent loop catches it, every later method raises `EpisodeOver` again.
+        If the agent loop catches the exception, every method that it calls later raises it again.
         """
         self.end_reason = self.end_reason or reason
         return EpisodeOver(self.end_reason)
 
     def check(self) -> None:
-        """Raise `EpisodeOver` if a budget is exhausted or the time is over."""
+        """Raise `EpisodeOver` if the attempt has ended or its time is over."""
         if self.end_reason:
             raise EpisodeOver(self.end_reason)
         if time.monotonic() >= self.deadline:
-            raise self.over("time")
+            raise self.end_with("time")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -175,12 +180,12 @@ class Attempt:
                 self.active_tasks.discard(task)
 
     async def end(self) -> None:
-        """End the attempt: cancel what a loop has left running, and wait until it has stopped."""
+        """End the attempt: cancel the methods of the episode that still run, and wait for them."""
         self.end_reason = self.end_reason or "done"
-        left = self.active_tasks - {asyncio.current_task()}
-        for task in left:
+        tasks = self.active_tasks - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sample_turn(
         self, ids: array[int], sampling: Sampling, seed: Sequence[int], until: float = math.inf
@@ -191,10 +196,10 @@ class Attempt:
             ids: the row.
             sampling: the parameters of this turn.
             seed: the seed of this turn, in addition to those of the run, the row and the rollout.
-            until: the `time.monotonic()` seconds at which to give up, if before the deadline.
+            until: an earlier deadline of this request, in `time.monotonic()` seconds.
 
         Raises:
-            EpisodeOver: "time".
+            EpisodeOver: the time of the episode is over.
             EngineError: the engine failed. The sample may be played again.
         """
         while True:
@@ -209,11 +214,11 @@ class Attempt:
                 )
                 return cut_at_stop(generation, self.world.template, sampling.stop)
             except EngineError:
-                self.check()  # The engine had no more time than the episode has.
+                self.check()  # Raises `EpisodeOver` if the time of the episode is over as well.
                 if time.monotonic() < deadline or min(until, self.deadline) == deadline:
                     raise
-                # A wait for a connection has made the deadline later than the one that the engine
-                # was asked to keep, so the engine gave up too early. Ask again.
+                # While the request waited for a connection, the deadline of the episode became
+                # later. The engine kept the earlier deadline. Send the request again.
 
     def enter(self, state: str) -> float:
         """Set `state`, for the watchdog. Return the seconds that the last state took."""
@@ -223,7 +228,7 @@ class Attempt:
         return seconds
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
-        """Return how many tokens may be sampled in a row after `new` observed ones."""
+        """Return how many tokens may be sampled in a row after `new` observed tokens."""
         used = sum(map(len, self.rows)) + (len(row) if row.index < 0 else 0)
         return min(
             self.world.config.rollout.max_trajectory_tokens - used - new,
@@ -236,9 +241,9 @@ def cut_at_stop(
 ) -> tuple[Generation, str]:
     """Cut a turn after the token that completes a stop text. Return it and its text up to there.
 
-    An engine checks for stop texts only every few tokens, and one token may hold the end of a stop
-    text and more. What the policy sampled after the stop text (in ReAct, an observation that it
-    made up) is not part of the turn: it is neither parsed nor trained on.
+    An engine checks for stop texts only every few tokens, and one token may contain the end of a
+    stop text and more. Tokens that the policy sampled after the stop text (in ReAct, an invented
+    observation) are not part of the turn: they are neither parsed nor trained on.
     """
     text = template.decode_turn(generation.token_ids)
     ends = [at + len(s) for s in stop if (at := text.find(s)) >= 0]

@@ -19,8 +19,9 @@ class EngineChat:
     The model that replies is the current policy, with its adapter. Its replies are in no row of the
     episode and are never trained on.
 
-    It uses the episode's own id and sends one request at a time, as a spawned conversation does. An
-    engine that decodes episodes in lockstep would deadlock if an episode waited for another one.
+    Requests use the id of the episode, one at a time, as those of a spawned conversation do. With
+    an id of its own, an engine that decodes episodes in lockstep would deadlock, because one
+    episode would wait for another.
     """
 
     def __init__(self, attempt: Attempt):

@@ -1,6 +1,7 @@
 """The policy's context: a conversation as messages, and the token row that holds it.
 
-A row only grows. It is the one place where a token gets its mask, logprob and version.
+A row only grows. `TokenRow.extend` is the only place where a token gets its mask, logprob and
+version.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from agentrl.trajectory import Generation, Message, Segment, float_array, token_
 
 # An array times n copies memory. A list would create n references.
 _SAMPLED, _UNSAMPLED, _NO_VERSION = token_array([1]), token_array([0]), token_array([-1])
-_CERTAIN = float_array([0.0])
+_ZERO_LOGPROB = float_array([0.0])
 
 
 class TokenRow:
@@ -24,9 +25,9 @@ class TokenRow:
     def __init__(self, prompt: array[int]):
         self.prompt = prompt
         self.ids = token_array(prompt)
-        """The prompt and the response in one array: what the engine is asked to continue."""
+        """The prompt and the response in one array. The engine continues these ids."""
         self.index = -1
-        """The index among the trajectory's segments; -1 until something was sampled."""
+        """The index of the row among the trajectory's segments; -1 until a token was sampled."""
         self._mask = token_array()
         self._logprobs = float_array()
         self._versions = token_array()
@@ -38,16 +39,17 @@ class TokenRow:
     def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
         """Append the observed tokens and the tokens that the engine sampled after them.
 
-        It appends both or nothing. It always checks that the engine continued this very row; the
-        cost grows with the new tokens only.
+        If an exception is raised, nothing is appended. The prompt length that the engine reports
+        must be that of this row. The cost depends on the new tokens only.
 
         Raises:
             EngineError: the engine continued another row, or its answer is inconsistent.
         """
-        n, prompt = len(generation.token_ids), len(self.ids) + len(delta)
-        if generation.prompt_tokens != prompt:
+        n, prompt_length = len(generation.token_ids), len(self.ids) + len(delta)
+        if generation.prompt_tokens != prompt_length:
             raise EngineError(
-                f"the engine continued {generation.prompt_tokens} tokens, but the row has {prompt}"
+                f"the engine continued {generation.prompt_tokens} tokens, but the row has"
+                f" {prompt_length}"
             )
         if not (n == len(generation.logprobs) == len(generation.versions) and 0 < n <= max_tokens):
             raise EngineError(
@@ -56,7 +58,7 @@ class TokenRow:
             )
         self.ids.extend(delta)
         self._mask.extend(_UNSAMPLED * len(delta))
-        self._logprobs.extend(_CERTAIN * len(delta))
+        self._logprobs.extend(_ZERO_LOGPROB * len(delta))
         self._versions.extend(_NO_VERSION * len(delta))
         self.ids.extend(generation.token_ids)
         self._mask.extend(_SAMPLED * n)
@@ -75,7 +77,10 @@ class TokenRow:
 
 
 class Context:
-    """A conversation that grows or is edited. Observed messages wait for the next turn."""
+    """A conversation that grows or is edited.
+
+    An observed message is rendered when the next turn is sampled.
+    """
 
     def __init__(
         self,
@@ -96,8 +101,9 @@ class Context:
             sampled_ids: the token ids of all messages sampled in this attempt, by `id(message)`.
             row_messages: the messages of the opening that come from the dataset row; these may
                 contain thinking tags.
-            exact: whether to refuse an opening that cannot be encoded as the template renders it.
-                False for text that the policy wrote: the rollout would be lost instead of scored.
+            exact: whether to raise `TemplateError` for an opening that cannot be encoded as the
+                template renders it. Use False if the policy wrote the opening: an error would drop
+                the rollout.
         """
         self.messages: list[Message] = list(opening)
         self._schemas = schemas
@@ -134,7 +140,7 @@ class Context:
         examples = {id(m) for m in self._opening}
         for message in messages:
             if message.role == "assistant" and id(message) in self._sampled_ids:
-                examples.clear()  # The row's examples must come before any sampled message.
+                examples.clear()  # The dataset row's examples must precede all sampled messages.
             elif message.role == "assistant" and id(message) not in examples:
                 raise UserCodeError(
                     "ep.branch takes only assistant messages that ep.generate() returned in this"
@@ -152,7 +158,7 @@ class Context:
         """Return the row in which the next turn is sampled, and the tokens to append before it.
 
         Args:
-            strip: start a new row, without earlier thinking, where the template drops that.
+            strip: if the template drops earlier thinking here, start a new row without it.
         """
         if self._is_edited:
             return self._new_row(strip), token_array()
@@ -170,8 +176,10 @@ class Context:
 
     def _new_row(self, strip: bool) -> TokenRow:
         """Return a row whose prompt is the conversation as it is now."""
-        known = self._sampled_ids
-        sampled = {i: known[id(m)] for i, m in enumerate(self.messages) if id(m) in known}
+        sampled_ids = self._sampled_ids
+        sampled = {
+            i: sampled_ids[id(m)] for i, m in enumerate(self.messages) if id(m) in sampled_ids
+        }
         return TokenRow(
             self._template.conversation(
                 self.messages, self._schemas, sampled, strip=strip, is_from_row=self.is_from_row

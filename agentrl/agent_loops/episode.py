@@ -40,7 +40,7 @@ from agentrl.trajectory import (
 
 
 class Episode:
-    """A conversation between the policy and its environment, as agent loops see it."""
+    """A conversation between the policy and its environment: the interface for agent loops."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Episode:
         """Open a conversation.
 
         Args:
-            attempt: the state that it shares with the other conversations of the same attempt.
+            attempt: the state that all conversations of an attempt share.
             opening: the first messages, as the agent loop shows them.
             schemas: the tools that the chat template shows.
             interaction: the row's interaction, if it has one.
@@ -77,9 +77,11 @@ class Episode:
         tools = self._world.toolbox.schemas(attempt.sample.tools) if is_first else ()
         # A tool's description may spell a control token. Then the row's messages that contain it
         # are not trusted to use it as one.
-        spelled = template.control_tokens_of(tools)
+        control_tokens = template.control_tokens_of(tools)
         row_messages = [
-            m for m in opening if is_first and not any(token in m.content for token in spelled)
+            m
+            for m in opening
+            if is_first and not any(token in m.content for token in control_tokens)
         ]
         self._context = Context(
             template,
@@ -90,8 +92,10 @@ class Episode:
             exact=is_first,
         )
         self._first_row = self._context.row
-        self._turn_index, self._n_turns = -1, 0
-        """The index of this conversation's last turn, and the number of its turns."""
+        self._turn_index = -1
+        """The index in `turns` of this conversation's last turn."""
+        self._n_turns = 0
+        """The number of turns of this conversation."""
         self._is_generating = False
         attempt.messages.extend(opening)
         self._count_control_tokens(m for m in opening if m.role != "assistant")
@@ -148,11 +152,11 @@ class Episode:
     ) -> Message:
         attempt, template = self._attempt, self._world.template
         if len(attempt.turns) >= rollout.max_turns:
-            raise attempt.over("turns")
+            raise attempt.end_with("turns")
         row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
         remaining = attempt.remaining_tokens(row, len(delta))
         if remaining < 1:
-            raise attempt.over("trajectory_tokens")
+            raise attempt.end_with("trajectory_tokens")
         max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._conversation] if self._conversation else []))
@@ -160,12 +164,14 @@ class Episode:
         generation, text = await attempt.sample_turn(prompt, sampling, seed)
         seconds = attempt.enter("loop")
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
-        opened = "" if parse else template.thinking.opening(prompt)
-        whole = opened + text
-        calls = parse(whole) if parse else await self._world.parse_calls(whole, self.schemas)
-        if opened:
-            calls = _shift_spans(calls, -len(opened))
-        # From here on nothing awaits and no user code runs: the turn is added as a whole.
+        opening = "" if parse else template.thinking.opening(prompt)
+        full_text = opening + text
+        calls = (
+            parse(full_text) if parse else await self._world.parse_calls(full_text, self.schemas)
+        )
+        if opening:
+            calls = _shift_spans(calls, -len(opening))
+        # No `await` and no user code follows, so the turn is added completely or not at all.
         start = len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
         if row.index < 0:
@@ -191,7 +197,7 @@ class Episode:
             )
         )
         if generation.finish_reason == "length":
-            raise attempt.over("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
+            raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
         return message
 
     def observe(self, *messages: Message) -> None:
@@ -231,26 +237,26 @@ class Episode:
             EpisodeOver: the budget of tool calls is exhausted; none of this turn's calls ran.
             Infrastructure: the tool server is down.
         """
-        attempt, at = self._attempt, self._require_turn("call_tools")
-        calls = attempt.turns[at].tool_calls
+        attempt, index = self._attempt, self._require_turn("call_tools")
+        calls = attempt.turns[index].tool_calls
         with attempt.active():
             if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
-                raise attempt.over("tool_calls")
+                raise attempt.end_with("tool_calls")
             attempt.tool_calls += len(calls)
             attempt.enter(f"tools {self._world.toolbox.where}")
             results = await self._world.toolbox.run(
-                calls, self.episode_id, at, self._context.messages
+                calls, self.episode_id, index, self._context.messages
             )
         seconds = attempt.enter("loop")
         results = [self._world.truncate(r) for r in results]
-        turn = attempt.turns[at]
-        prices, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
+        turn = attempt.turns[index]
+        penalties, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
         reward = sum(r.reward for r in results if r.reward is not None)
-        attempt.turns[at] = replace(
+        attempt.turns[index] = replace(
             turn,
             tool_results=tuple(results),
             tool_seconds=seconds,
-            penalties=call_penalties(turn, results, prices, row, self._world.template),
+            penalties=call_penalties(turn, results, penalties, row, self._world.template),
             rewards={**turn.rewards, **({"tool": reward} if reward else {})},
         )
         self.observe(
@@ -289,15 +295,15 @@ class Episode:
         Raises:
             UserCodeError: `value` is not a finite number, or there is no turn yet.
         """
-        at = self._require_turn("reward")
+        index = self._require_turn("reward")
         if isinstance(value, str) or not math.isfinite(value):
             raise UserCodeError(f"ep.reward takes a finite number, not {value!r}")
-        turn = self._attempt.turns[at]
+        turn = self._attempt.turns[index]
         rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + float(value)}
-        self._attempt.turns[at] = replace(turn, rewards=rewards)
+        self._attempt.turns[index] = replace(turn, rewards=rewards)
 
     def branch(self, messages: Sequence[Message]) -> None:
-        """Continue from an edited history: the next turn sees these messages, in a new row.
+        """Replace the history. The next turn sees these messages, in a new row of tokens.
 
             ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
 
@@ -311,9 +317,9 @@ class Episode:
         self._attempt.check()
         self._require_idle("branch")
         messages = _require_messages("branch", messages)
-        known = {id(m) for m in self._attempt.messages}
+        known_ids = {id(m) for m in self._attempt.messages}
         self._context.edit(messages)
-        new = [m for m in messages if id(m) not in known]
+        new = [m for m in messages if id(m) not in known_ids]
         self._count_control_tokens(new)
         self._attempt.messages.extend(new)
 
@@ -325,12 +331,12 @@ class Episode:
             critic = ep.spawn("Is this right? " + answer.content)
             verdict = await critic.generate()
 
-        It shares the attempt's tools, budgets and reward. Its tokens are trained in a row of their
-        own. Several conversations may run concurrently.
+        The new conversation shares the attempt's tools, budgets and reward. It has its own row of
+        tokens, which is trained as well. Several conversations may run concurrently.
 
         Args:
             prompt: the text of the first user message, or all first messages.
-            schemas: the tools that it shows; by default those of this conversation.
+            schemas: the tools that the template shows; by default those of this conversation.
 
         Raises:
             UserCodeError: there is no message, or one is an assistant message.
@@ -349,7 +355,10 @@ class Episode:
         return Episode(self._attempt, opening, schemas, conversation=self._attempt.spawned)
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
-        """Return the finished trajectory. If nothing was sampled, its segment is the first row."""
+        """Return the finished trajectory.
+
+        If nothing was sampled, its only segment is the first row, without a response.
+        """
         attempt = self._attempt
         return Trajectory(
             sample=attempt.sample,
@@ -368,7 +377,7 @@ class Episode:
     # -- helpers ----------------------------------------------------------------------------------
 
     def _count_control_tokens(self, messages: Iterable[Message]) -> None:
-        """Count the control tokens that messages of others spell out."""
+        """Count the texts of control tokens in messages that the policy did not write."""
         template, is_from_row = self._world.template, self._context.is_from_row
         attempts = (template.count_control_tokens(m, is_from_row(m)) for m in messages)
         self._attempt.control_token_attempts += sum(attempts)
@@ -395,15 +404,15 @@ def _require_messages(method: str, messages: Any) -> list[Message]:
         UserCodeError: something is not a message, or the argument is not a list.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-    listed: list[Any] = list(messages) if is_list else [messages]
-    for message in listed:
+    items: list[Any] = list(messages) if is_list else [messages]
+    for message in items:
         if not isinstance(message, Message):
             raise UserCodeError(
                 f'ep.{method} takes messages: Message("user", {message!r:.60}), not {message!r:.60}'
             )
     if not is_list:
         raise UserCodeError(f"ep.{method} takes a list of messages: [{messages!r:.60}]")
-    return listed
+    return items
 
 
 Penalties = tuple[tuple[int, int, float], ...]
@@ -422,7 +431,7 @@ def call_penalties(
     Args:
         turn: the turn, with its calls.
         results: the results of the calls, in order.
-        prices: the penalty by error class (`tools.penalties`). Other classes cost nothing.
+        prices: the penalty of each error class (`tools.penalties`). Other classes have no penalty.
         row: the row in which the turn was sampled.
         template: the policy's chat template.
     """
@@ -450,8 +459,8 @@ def _token_span(
 ) -> tuple[int, int]:
     """Return the token span [start, end) that covers a character span of a turn.
 
-    A token that wrote only a part of the characters is included. If the parser gave no character
-    span, the token span is the whole turn.
+    A token that overlaps the character span only partly is included. If the parser reported no
+    character span, the token span is the whole turn.
     """
     if span is None:
         return 0, len(ids)

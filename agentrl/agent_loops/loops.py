@@ -20,7 +20,7 @@ Opening = Callable[[Sample, Schemas], tuple[Sequence[Message], Schemas]]
 
 
 def plain_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], Schemas]:
-    """Return the row's prompt unchanged; the chat template shows the tools."""
+    """Return the row's prompt and the tool schemas unchanged."""
     return sample.prompt, schemas
 
 
@@ -31,8 +31,9 @@ class AgentLoop:
     name: str
     target: Callable[[Episode], Awaitable[None]]
     uses_tools: bool
+    """Whether a row with this loop may name tools."""
     uses_interaction: bool
-    """A row may name tools or an interaction only if its loop can use them."""
+    """Whether a row with this loop may name an interaction."""
     opening: Opening
 
 
@@ -115,7 +116,7 @@ _NO_ACTION = "Error: no action found. Write 'Action:' and 'Action Input:', or 'F
 
 
 def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], Schemas]:
-    """Return the row's prompt with the format and the tools in its system message."""
+    """Return the row's prompt with the ReAct format and the tools in its system message."""
     text, prompt = _FORMAT + "\n".join(map(_signature, schemas)), list(sample.prompt)
     if prompt and prompt[0].role == "system":
         prompt[0] = replace(prompt[0], content=f"{prompt[0].content}\n{text}")
@@ -125,7 +126,7 @@ def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], 
 
 
 def _signature(schema: Mapping[str, Any]) -> str:
-    """Return a tool on one line: `calculator(expression: string): Evaluate an expression.`."""
+    """Describe a tool in one line: `calculator(expression: string): Evaluate an expression.`."""
     function = schema["function"]
     arguments = ", ".join(
         f"{name}: {spec.get('type', 'any') if isinstance(spec, Mapping) else 'any'}"

@@ -43,13 +43,13 @@ async def play_episode(
     `world.sampler.begin(episode_id)` must have been called.
 
     Args:
-        world: what the episodes of the run share.
+        world: the parts that all episodes of the run share.
         sample: the dataset row.
         episode_id: unique per attempt.
         rollout: the index of this rollout among the sample's n rollouts.
         sampling: the sampling parameters.
         seed: the seed of the run.
-        watch: called with the attempt once it exists, for the watchdog.
+        watch: called with the attempt when it starts, for the watchdog.
 
     Raises:
         Infrastructure: a part of the infrastructure failed. Play the sample again, with a new id.
@@ -57,7 +57,7 @@ async def play_episode(
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     interaction = None
-    opened = False
+    has_open_tools = False
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
@@ -67,7 +67,7 @@ async def play_episode(
         if watch:
             watch(attempt)
         if sample.tools:
-            opened = True
+            has_open_tools = True
             attempt.enter(f"opening tools {world.toolbox.where}")
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
@@ -81,7 +81,7 @@ async def play_episode(
                     await loop.target(episode)
         except EpisodeOver as over:
             stop_reason = over.reason
-        except TimeoutError:  # The loop waited for something of its own.
+        except TimeoutError:  # The loop waited for something other than the episode.
             stop_reason = "time"
         stop_reason = attempt.end_reason or stop_reason
         await attempt.end()
@@ -89,8 +89,8 @@ async def play_episode(
             raise UserCodeError(
                 f"agent loop {loop.name!r} returned without a turn: call `await ep.generate()`"
             )
-        if opened:
-            opened = False
+        if has_open_tools:
+            has_open_tools = False
             tool_reward = await world.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
@@ -99,7 +99,7 @@ async def play_episode(
         world.sampler.end(episode_id)
         # An error in the clean-up must not hide the reason why the episode ended.
         try:
-            if opened:
+            if has_open_tools:
                 with contextlib.suppress(Infrastructure, UserCodeError):
                     await world.toolbox.close(episode_id)
         finally:
@@ -137,7 +137,7 @@ def play(
         tokenizer: the policy's tokenizer.
         toolbox: the tools; by default the registered ones, in this process.
         config: the budgets and the temperature; by default the config's defaults.
-        seed: the only source of randomness.
+        seed: the seed of all sampling.
     """
     if config is not None:
         configure(config.sandbox)

@@ -1,7 +1,7 @@
 """A worker process: runs the functions that its parent sends, one after the other.
 
-It is started by its path, so it imports nothing of agentrl before the parent has sent `sys.path`.
-Whatever the functions print goes to the parent's log.
+This file is run by its path, so it imports nothing of agentrl before the parent has sent
+`sys.path`. The parent logs everything that the functions print.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LOADED = b"loaded"
 
 
 def take_channel() -> BinaryIO:
-    """Return the channel to the parent, which is standard input.
+    """Return the channel to the parent, which is the standard input of this process.
 
-    Afterwards, standard input is empty.
+    Standard input is replaced by an empty file, so that functions do not read from the channel.
     """
     channel = socket.socket(fileno=os.dup(0)).makefile("rwb")
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -70,10 +70,10 @@ def _run(channel: BinaryIO, job: bytes) -> bytes:
         function = _find_function(file, module, name)
         args, kwargs = pickle.loads(arguments)
         send(channel, LOADED)
-        returned = function(*args, **kwargs)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
-        reply = pickle.dumps((True, returned))
+        result = function(*args, **kwargs)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        reply = pickle.dumps((True, result))
         if len(reply) > MAX_BYTES:
             raise ValueError(f"the result has {len(reply)} bytes, more than {MAX_BYTES}")
         return reply
@@ -83,8 +83,8 @@ def _run(channel: BinaryIO, job: bytes) -> bytes:
         return pickle.dumps((False, _describe_error(e)))
 
 
-async def _await(returned: Any) -> Any:
-    return await returned
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _describe_error(error: BaseException) -> tuple[str, str, str, bytes]:

@@ -1,8 +1,8 @@
-"""A child process of this process: its messages, its output, its end.
+"""Start a child process, exchange messages with it, read its output and wait for its end.
 
-Every child ends with this process, however this process ends (see `ChildProcess`). Engines, the
-workers of the tool server, the workers of `Processes` and the parsers of other projects run this
-way.
+Every child ends when this process ends, even if this process is killed (see `ChildProcess`).
+Engines, the workers of the tool server, the workers of `Processes` and the parsers of other
+projects are such children.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TAIL_LINES = 50
 MAX_LINE = 2048
 """The longest line, in characters. A longer line is split."""
 OUTPUT_GRACE_SECONDS = 1.0
-"""The longest time to read the output of a process that has ended. A process that left its group
-may hold the pipe open."""
+"""The longest time to wait for the rest of the output of a process that has ended, in seconds. A
+process that it started may have left its group and keep the pipe open."""
 
 _children: WeakSet[ChildProcess] = WeakSet()
 
@@ -73,12 +73,12 @@ class ChildProcess:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines that the child printed."""
         self.exit_code: int | None = None
-        """None while it runs. Negative: minus the number of the signal that killed it."""
+        """None while the child runs. If a signal killed it: minus the number of the signal."""
         self._on_line, self._on_end = on_line, on_end
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
         self._channel, child_end = socket.socketpair()
-        watched, self._pipe = os.pipe()
+        read_end, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -88,16 +88,16 @@ class ChildProcess:
                 encoding="utf-8",
                 errors="replace",
                 env=os.environ | dict(environment or {}),
-                pass_fds=(*inherited_fds, *(() if stops_at_eof else (watched,))),
+                pass_fds=(*inherited_fds, *(() if stops_at_eof else (read_end,))),
                 start_new_session=True,  # Ctrl-C stops the run, which still needs its children.
             )
             if not stops_at_eof:
-                _kill_group_when_closed(watched, self.pid)
+                _kill_group_when_closed(read_end, self.pid)
         except BaseException:
             self._close()
             raise
         finally:
-            os.close(watched)
+            os.close(read_end)
             child_end.close()
         _children.add(self)
         self._reader = threading.Thread(target=self._read, name="child's output", daemon=True)
@@ -106,12 +106,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Return its process id, which is also the id of its process group."""
+        """The process id of the child, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Return whether it has not ended yet. Does not wait."""
+        """True if the child has not ended yet."""
         return self.exit_code is None
 
     def send(self, message: bytes, deadline: float) -> None:
@@ -122,7 +122,7 @@ class ChildProcess:
             deadline: on the clock of `time.monotonic()`.
 
         Raises:
-            TimeoutError: the child did not read it before the deadline.
+            TimeoutError: the child did not read the message before the deadline.
             EOFError: the child has ended.
         """
         with self._channel_until(deadline) as channel:
@@ -152,7 +152,7 @@ class ChildProcess:
                 os.kill(self.pid, signal.SIGTERM)
 
     def close_input(self) -> None:
-        """End its standard input: a child with `stops_at_eof` stops. Idempotent."""
+        """End the child's standard input: a child with `stops_at_eof` stops. Idempotent."""
         with contextlib.suppress(OSError):
             # Do not close it: another thread may read it, and its number could be reused.
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -172,7 +172,7 @@ class ChildProcess:
         self.close_input()
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Close its input; kill it if it still runs after `seconds`. Idempotent."""
+        """Close the child's input; kill the child if it still runs after `seconds`. Idempotent."""
         self.close_input()
         if not self.wait(seconds):
             self.kill()
@@ -181,31 +181,31 @@ class ChildProcess:
 
     @contextlib.contextmanager
     def _channel_until(self, deadline: float) -> Iterator[socket.socket]:
-        """Give the block the socket, with a deadline. Its errors mean that the child has ended.
+        """Yield the socket, with a deadline. An error of the socket means that the child has ended.
 
         Raises:
             TimeoutError: the deadline has passed.
             EOFError: the child has ended.
         """
-        if (left := deadline - time.monotonic()) <= 0:
+        if (seconds := deadline - time.monotonic()) <= 0:
             raise TimeoutError("timed out")
         try:
-            self._channel.settimeout(left)
+            self._channel.settimeout(seconds)
             yield self._channel
         except TimeoutError:
             raise
         except OSError as e:
-            raise EOFError("it ended by itself") from e
+            raise EOFError("the process ended by itself") from e
 
     def _receive_exactly(self, size: int, deadline: float) -> bytes:
-        received = bytearray()
-        while len(received) < size:
+        content = bytearray()
+        while len(content) < size:
             with self._channel_until(deadline) as channel:
-                piece = channel.recv(min(size - len(received), 2**20))
+                piece = channel.recv(min(size - len(content), 2**20))
             if not piece:
-                raise EOFError("it ended by itself")
-            received += piece
-        return bytes(received)
+                raise EOFError("the process ended by itself")
+            content += piece
+        return bytes(content)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -217,7 +217,8 @@ class ChildProcess:
 
     def _wait(self) -> None:
         if hasattr(os, "waitid"):  # not on macOS
-            # Leave its exit code, so that its process id is not reused before the group is killed.
+            # Do not read the exit code yet: otherwise the process id, which is also the id of the
+            # group, could be reused before the group is killed.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
@@ -244,7 +245,7 @@ class ChildProcess:
 def _kill_group_when_closed(pipe: int, group: int) -> None:
     """Make the kernel kill a process group when the writing end of a pipe is closed everywhere.
 
-    It does so as long as a process of the group holds the reading end.
+    This works as long as a process of the group holds the reading end.
     """
     if not hasattr(fcntl, "F_SETSIG"):  # macOS: the child ends when it reads its input.
         return

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, created when the loop first asks for it.
+    """One object for each event loop, created by the first `get` in that loop.
 
     Example::
 
@@ -21,7 +21,7 @@ class PerLoop(Generic[T]):
 
     Args:
         make: creates an object.
-        close: called with an object when its event loop is gone.
+        close: called with an object when its event loop is garbage collected.
     """
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], object] | None = None):

@@ -1,11 +1,11 @@
-"""Runs a server that is not ours, and kills it when our parent ends.
+"""A program that runs a server of another project, and kills it when the parent process ends.
 
-`ChildProcess` runs this file as a program. Its arguments are a folder and the server's command. Our
-standard input ends when the parent ends, however it ends. Then the folder is removed (it holds the
+`ChildProcess` runs this file. Its arguments are a folder and the server's command. The standard
+input of this process ends when the parent ends. Then the folder is removed (it contains the
 server's keys) and the whole process group is killed. If the server ends first, the processes that
-it left behind are killed. Our parent and this process may be killed at the same moment (Ray does so
-with the process of an actor): then the kernel kills the server (Linux). This file uses only the
-standard library, because it is started by its path.
+it started are killed. If the parent and this process are killed at the same moment (Ray does so
+with the process of an actor), the kernel kills the server (Linux). This file uses only the standard
+library, because it is run by its path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _kill_group_at_eof(folder: str) -> None:
 
 
 def main() -> None:
-    """Run the server, and kill the processes that it left behind."""
+    """Run the server. When it ends, kill the processes that it started."""
     folder, *command = sys.argv[1:]
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -37,7 +37,7 @@ def main() -> None:
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # Start it before there is a second thread, because `preexec_fn` runs in the fork.
+    # `preexec_fn` runs in the fork, so start the server before there is a second thread.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=set_death_signal)
     threading.Thread(target=_kill_group_at_eof, args=(folder,), daemon=True).start()
     code = server.wait()

@@ -1,8 +1,8 @@
 """Worker processes that can be killed: for functions that may hang, crash or use all memory.
 
 A thread cannot be stopped, and a regular expression or a C library that hangs blocks the whole
-interpreter. Here it costs one process, which is replaced. Workers are started as new processes and
-never forked, because this process may hold a GPU and dozens of threads.
+interpreter. A worker process that hangs is killed and replaced. Workers are started as new
+processes and not forked, because this process may use a GPU and have dozens of threads.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class WorkerError(AgentRLError, RuntimeError):
 class Processes:
     """A pool that runs at most `count` functions at once, each in a process that can be killed.
 
-    Processes start with the first calls that need them. They end with this process, however it
-    ends.
+    Processes are started by the first calls that need them. They end when this process ends, even
+    if this process is killed.
     """
 
     def __init__(self, count: int, *, memory_mb: int = 2048):
@@ -89,17 +89,17 @@ class Processes:
         """Run a function in a worker and return its result. A coroutine function is awaited.
 
         Args:
-            function: at the top level of a module, so that the worker finds it by its name.
-            args: its arguments; anything that can be pickled.
-            seconds: its time limit. Waiting for a free worker and importing the module do not
+            function: a function at the top level of a module, which a worker imports by its name.
+            args: the arguments; anything that can be pickled.
+            seconds: the time limit. Waiting for a free worker and importing the module do not
                 count.
-            kwargs: its keyword arguments.
+            kwargs: the keyword arguments.
 
         Raises:
-            TimeoutError: it did not end in time; its process was killed.
-            WorkerDied: its process ended, or needed more than `memory_mb`.
-            WorkerError: it raised an exception. `ToolError`, `UserError` and `Infrastructure` are
-                raised as they are.
+            TimeoutError: the function did not return in time; its process was killed.
+            WorkerDied: the process ended, or needed more than `memory_mb`.
+            WorkerError: the function raised an exception. `ToolError`, `UserError` and
+                `Infrastructure` are raised unchanged.
             ConfigError: the worker could not find the function.
         """
         return await self.apply(function, args, kwargs, seconds)
@@ -111,9 +111,9 @@ class Processes:
         kwargs: Mapping[str, Any],
         seconds: float,
     ) -> Any:
-        """Run a function as `call` does; one of its keyword arguments may be named `seconds`."""
-        packed = pickle.dumps((tuple(args), dict(kwargs)))
-        job = pickle.dumps((*locate_function(function), packed))
+        """Run a function as `call` does. Its keyword arguments may include `seconds`."""
+        pickled_arguments = pickle.dumps((tuple(args), dict(kwargs)))
+        job = pickle.dumps((*locate_function(function), pickled_arguments))
         return await self._threads.get().run(partial(self._run, job, seconds))
 
     def close(self) -> None:
@@ -131,22 +131,22 @@ class Processes:
             threads.close()
 
     def _run(self, job: bytes, seconds: float) -> Any:
-        worker, keep = self._idle.get(), False
+        worker, is_reusable = self._idle.get(), False
         try:
             if self._closed:
                 raise WorkerDied("the pool of workers is closed")
             if worker is None:
                 worker = _Worker(self._memory_mb)
             self._running.add(worker)
-            done, value = worker.run(job, seconds)
-            keep = worker.calls < MAX_CALLS and not self._closed
+            succeeded, value = worker.run(job, seconds)
+            is_reusable = worker.calls < MAX_CALLS and not self._closed
         finally:
             if worker is not None:
                 self._running.discard(worker)
-                if not keep:
+                if not is_reusable:
                     worker.process.stop()
-            self._idle.put(worker if keep else None)
-        if not done:
+            self._idle.put(worker if is_reusable else None)
+        if not succeeded:
             *description, pickled = value
             raise pickle.loads(pickled) if pickled else WorkerError(*description)
         return value
@@ -166,7 +166,7 @@ class _Worker:
         self.calls = 0
 
     def run(self, job: bytes, seconds: float) -> tuple[bool, Any]:
-        """Return whether the function returned, and what it returned or raised."""
+        """Run a function. Return True and its result, or False and the exception as a tuple."""
         timeout_message = f"its module did not load in {START_SECONDS:g} s"
         try:
             end = time.monotonic() + START_SECONDS
@@ -181,11 +181,11 @@ class _Worker:
         except TimeoutError:
             raise TimeoutError(timeout_message) from None
         except EOFError:
-            raise WorkerDied(self._death()) from None
+            raise WorkerDied(self._describe_end()) from None
         return pickle.loads(reply)
 
-    def _death(self) -> str:
-        """Return a sentence that says how the process ended, with its last lines."""
+    def _describe_end(self) -> str:
+        """Return a sentence about how the process ended, with the last lines of its output."""
         if not self.process.wait(1.0):
             self.process.stop()
         code = self.process.exit_code or 0
@@ -206,11 +206,13 @@ class _Worker:
 
 
 def locate_function(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return by which file (of a user's file), module and name a worker finds the function.
+    """Return the file, the module and the name by which a worker imports a function.
+
+    The file is "" unless the function is defined in a file of the user.
 
     Raises:
-        ConfigError: it cannot be found by name: a lambda, a bound method, a function within a
-            function or in `__main__`.
+        ConfigError: the function cannot be imported by name: it is a lambda, a bound method, or
+            defined within a function or in `__main__`.
     """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     home = sys.modules.get(module or "")

@@ -1,8 +1,9 @@
 """A bounded pool of daemon threads for functions that are not async.
 
-The event loop's own executor is not used: six hung calls fill it on a small machine, then nothing
-else that needs it runs (DNS included), and the interpreter waits for its threads at exit. Here a
-hung call costs one daemon thread, which ends with the process.
+The event loop's own executor is not used. On a small machine, six calls that hang would fill it.
+Then nothing else that needs the executor would run (DNS included), and the interpreter would wait
+for its threads at exit. In this pool, a call that hangs occupies one daemon thread, which ends with
+the process.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ Outcome = tuple[Any, BaseException | None]
 
 
 class Threads:
-    """A pool of threads that runs at most `limit` functions at once.
-
-    It belongs to the event loop that starts functions.
-    """
+    """A pool of threads that runs at most `limit` functions at once. Belongs to one event loop."""
 
     def __init__(self, limit: int):
         self._free_threads = asyncio.Semaphore(limit)
@@ -36,7 +34,7 @@ class Threads:
 
     @property
     def has_room(self) -> bool:
-        """Return whether `start` would not have to wait for a free thread."""
+        """True if a thread is free, so that `start` would not wait."""
         return not self._free_threads.locked()
 
     async def start(self, function: Callable[[], Any]) -> asyncio.Future[Outcome]:
