@@ -98,7 +98,7 @@ def check_template(
         typer.echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
     stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
     typer.echo(f"a turn ends with: {stops}")
-    if template.encoder._cache is None:
+    if template.encoder.cache is None:
         typer.echo(
             "word cache: off, because this tokenizer does not split text into words (slower)"
         )
@@ -134,7 +134,7 @@ def report(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse a path that cannot be written, before the work is done."""
+    """Refuse an output path that cannot be written, before the template is verified."""
     from agentrl.errors import UserError
 
     if output.is_dir():
@@ -175,12 +175,13 @@ def _compare_ids(template: ChatTemplate) -> str:
     if theirs == ours:
         return ""
     at = next(i for i, (a, b) in enumerate(zip([*theirs, -1], [*ours, -1], strict=False)) if a != b)
-    shown = [template.tokenizer.convert_ids_to_tokens(ids[at : at + 3]) for ids in (ours, theirs)]
+    tokens = [template.tokenizer.convert_ids_to_tokens(ids[at : at + 3]) for ids in (ours, theirs)]
     return (
         "note: the tokenizer encodes the text of a whole conversation differently: from token"
-        f" {at} on {shown[1]} instead of {shown[0]}. Legacy SentencePiece vocabularies add a space"
-        " after each control token; agentrl never does. Sampling and training use the same tokens;"
-        " a server that renders and encodes the messages itself would show the model other tokens."
+        f" {at} on {tokens[1]} instead of {tokens[0]}. Legacy SentencePiece vocabularies add a"
+        " space after each control token; agentrl never does. Sampling and training use the same"
+        " tokens; a server that renders and encodes the messages itself would show the model other"
+        " tokens."
     )
 
 

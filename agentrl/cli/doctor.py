@@ -1,4 +1,4 @@
-"""`agentrl doctor`: test what a run needs from this machine."""
+"""`agentrl doctor`: check whether this machine has everything that a run needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from agentrl.config import SandboxConfig
 
 MIN_FREE_DISK = 10 * 2**30
-"""Bytes that a model and its checkpoints need at least."""
+"""The least number of bytes that a model and its checkpoints need."""
 
-# It tries to leave the sandbox, and prints what it could reach and its user id.
+# The program tries to leave the sandbox. It prints the names of what it reached, and its user id.
 _PROBE = """
 import os, socket
 try: socket.create_connection(("127.0.0.1", {port}), 2); print("network")
@@ -74,8 +74,10 @@ def _packages() -> Iterator[Finding]:
             if name not in ("sglang", "vllm"):
                 yield Finding("failed", name, "not installed: pip install agentrl")
                 continue
-            where = f"rollout.name={name} needs it here, or in one that rollout.python names"
-            yield Finding("missing", name, f"not in this environment; {where}: pip install {name}")
+            requirement = (
+                f"rollout.name={name} needs it in this environment, or in the one of rollout.python"
+            )
+            yield Finding("missing", name, f"not installed here; {requirement}: pip install {name}")
 
 
 def _devices() -> Iterator[Finding]:
@@ -88,15 +90,15 @@ def _devices() -> Iterator[Finding]:
         return
     command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=4)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=4)
     except subprocess.TimeoutExpired:
         yield Finding("failed", "GPU", "nvidia-smi does not answer: the driver hangs")
         return
-    if done.returncode:
-        error = (done.stdout or done.stderr).strip().partition("\n")[0]
+    if completed.returncode:
+        error = (completed.stdout or completed.stderr).strip().partition("\n")[0]
         yield Finding("failed", "GPU", f"nvidia-smi: {error}")
         return
-    for line in done.stdout.splitlines():
+    for line in completed.stdout.splitlines():
         yield Finding("ok", "GPU", line)
 
 
@@ -128,12 +130,12 @@ def _sandbox(config: SandboxConfig) -> Iterator[Finding]:
 
     subject = f"sandbox {config.backend}"
     if config.backend == "bubblewrap" and (bwrap := shutil.which("bwrap")):
-        done = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=4)
-        yield Finding("ok", "bwrap", done.stdout.strip().removeprefix("bubblewrap "))
+        completed = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=4)
+        yield Finding("ok", "bwrap", completed.stdout.strip().removeprefix("bubblewrap "))
     if problem := probe(config):
         yield Finding("failed", subject, problem)
         return
-    *reached, uid = asyncio.run(_reached(config)).splitlines()
+    *reached, uid = asyncio.run(_probe_sandbox(config)).splitlines()
     if not reached:
         text = f"a program ran without access to network, files and processes, as {uid}"
         yield Finding("ok", subject, text)
@@ -154,8 +156,8 @@ def _memory_limit() -> Finding:
     return Finding("note", "sandbox memory", text)
 
 
-async def _reached(config: SandboxConfig) -> str:
-    """Return what a program in the sandbox could reach outside of it, and its user id."""
+async def _probe_sandbox(config: SandboxConfig) -> str:
+    """Run a program in the sandbox; return what it reached outside, and its user id, as lines."""
     import os
     import socket
     import tempfile
@@ -166,6 +168,6 @@ async def _reached(config: SandboxConfig) -> str:
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
         port = server.getsockname()[1]
-        done = await sandbox.run(_PROBE.format(port=port, secret=file.name, pid=os.getpid()))
+        completed = await sandbox.run(_PROBE.format(port=port, secret=file.name, pid=os.getpid()))
     await sandbox.aclose()
-    return done.stdout.strip() or f"no output: {done}"
+    return completed.stdout.strip() or f"no output: {completed}"

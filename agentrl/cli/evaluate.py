@@ -47,9 +47,9 @@ def eval_(
     settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
     with open_session(settings) as (plan, rollouts):
-        how = describe_sampling(val.temperature)
+        sampling = describe_sampling(val.temperature)
         greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
-        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({how}){greedy}")
+        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({sampling}){greedy}")
         result = evaluate(rollouts, plan.train, val)
     typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
     if output is not None:
@@ -78,14 +78,14 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         for label, prefix, count in passes:
             if f"{prefix}/reward/mean@{count}" not in metrics:
                 continue
-            shown = {
+            formats = {
                 f"reward/mean@{count}": ".3f",
                 f"acc/mean@{count}": ".3f",
                 **{f"acc/pass@{k}": ".3f" for k in powers},
                 "tool_call_rate": ".0%",
                 "num_turns": ".1f",
             }
-            values = [(metrics.get(f"{prefix}/{key}"), form) for key, form in shown.items()]
+            values = [(metrics.get(f"{prefix}/{key}"), form) for key, form in formats.items()]
             lines.append([name, label, *("-" if v is None else format(v, f) for v, f in values)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -128,8 +128,8 @@ def generate(
     val = settings.val
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
     with open_session(settings) as (plan, rollouts):
-        how = describe_sampling(val.temperature)
-        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {n} ({how})")
+        sampling_text = describe_sampling(val.temperature)
+        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {n} ({sampling_text})")
         groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
     texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
     rows = read_rows(settings.data.train)

@@ -40,15 +40,15 @@ def export(
     from agentrl.trainer.export import export as make
 
     logging.disable_progress_bar()
-    made = make(checkpoint, out, merge=merge, dtype=dtype, model=model)
-    for line in made.checkpoint.skipped:
+    result = make(checkpoint, out, merge=merge, dtype=dtype, model=model)
+    for line in result.checkpoint.skipped:
         typer.echo(f"skipped: {line}")
-    if merge and not made.lora:
+    if merge and not result.lora:
         typer.echo("note: --merge has no effect: there is no adapter", err=True)
-    if made.adapter and dtype != "auto":
+    if result.adapter and dtype != "auto":
         typer.echo(
             f"note: --dtype {dtype} has no effect without --merge: an adapter keeps its precision",
             err=True,
         )
-    what = f"an adapter for {made.base}" if made.adapter else "a model"
-    typer.echo(f"{out}: {what}, trained for {made.checkpoint.step} steps")
+    kind = f"an adapter for {result.base}" if result.adapter else "a model"
+    typer.echo(f"{out}: {kind}, trained for {result.checkpoint.step} steps")

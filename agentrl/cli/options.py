@@ -1,4 +1,4 @@
-"""Options that several commands share, and the config that they result in."""
+"""Options that several commands share, and the functions that read the config from them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def read_config(
 
     Args:
         config: a YAML file.
-        overrides: texts `a.b.c=1`.
+        overrides: texts such as `optim.lr=1e-5`.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
-        ConfigError: it has mistakes, or there are no rows or no model.
+        ConfigError: the config has mistakes, or there are no rows or no model.
     """
     from agentrl.config import FIELDS, TINY, load_config
     from agentrl.config.load import flag_of
@@ -87,9 +87,9 @@ def read_config(
 
 
 def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
-    """Return the model folder or hub name for a user's text; make the `tiny` model if necessary.
+    """Return the model folder or hub name for a user's text; train the `tiny` model if necessary.
 
-    It reports possible misspellings of folder names before the hub is asked.
+    Possible misspellings of folder names are reported before the hub is asked.
 
     Raises:
         UserError: the path is not a model folder, or the name is a misspelling of `tiny`.
@@ -121,7 +121,7 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
         raise UserError(f"no model {path!r}.{did_you_mean(path.lower(), [TINY, *siblings])}")
     suggestion = did_you_mean(folder.name, siblings)
     if suggestion or ("/" in path and folder.parent.is_dir()):
-        # This is not certainly a mistake: a folder may have the name of an owner on the hub.
+        # This may not be a mistake: a folder can have the name of an owner on the hub.
         say(f"note: there is no folder {path!r}, so it is loaded from the hub.{suggestion}")
     return path
 
@@ -146,16 +146,16 @@ def read_config_to_play(
     """Read the config with one file of rows: `--dataset`, else data.val if set, else data.train.
 
     Raises:
-        ConfigError: it has mistakes, or there are no rows or no model.
+        ConfigError: the config has mistakes, or there are no rows or no model.
     """
-    read = read_config(config, overrides, dataset=dataset, model=model, file=file)
-    path = dataset or read.data.val or read.data.train
-    data = read.data.model_copy(update={"train": path, "val": ""})
-    return read.model_copy(update={"data": data})
+    loaded = read_config(config, overrides, dataset=dataset, model=model, file=file)
+    path = dataset or loaded.data.val or loaded.data.train
+    data = loaded.data.model_copy(update={"train": path, "val": ""})
+    return loaded.model_copy(update={"data": data})
 
 
 def describe_sampling(temperature: float) -> str:
-    """Describe the sampling."""
+    """Return a short text about the sampling, for the console."""
     return f"sampled at T={temperature}" if temperature else "greedy"
 
 

@@ -71,7 +71,7 @@ def serve(
 
     from agentrl.config import load_config
 
-    token, named = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
+    token, paths = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
     missing_token = "" if token else token_env
     programs = load_config(flags={"sandbox.backend": sandbox}).sandbox
     if workers == 1:
@@ -80,7 +80,7 @@ def serve(
         from agentrl.tools.serving.listen import ToolServer
 
         configure(programs)
-        _load(named)
+        _load(paths)
         server = ToolServer(
             host,
             port,
@@ -99,7 +99,7 @@ def serve(
     from agentrl.tools.serving.background import serve_in_background
 
     served = serve_in_background(  # the workers load the files, not this process
-        named,
+        paths,
         workers=workers,
         host=host,
         port=port,
@@ -111,7 +111,7 @@ def serve(
     with served.handle as handle:
         _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
         names = [t["name"] for t in answer["tools"]]
-        _check_not_empty(names, named)
+        _check_not_empty(names, paths)
         _print_address(served.url, names, missing_token)
         try:
             handle.wait()
@@ -153,8 +153,10 @@ def show(name: Name, file: FilesOption = None) -> None:
 
     _load(file or [])
     tool = _find_tool(name)
-    chosen = [f.schema for f in tool.functions if name in (tool.name, f.name)]
-    typer.echo(json.dumps(chosen[0] if len(chosen) == 1 else chosen, indent=2, ensure_ascii=False))
+    schemas = [f.schema for f in tool.functions if name in (tool.name, f.name)]
+    typer.echo(
+        json.dumps(schemas[0] if len(schemas) == 1 else schemas, indent=2, ensure_ascii=False)
+    )
 
 
 @app.command()
@@ -194,13 +196,13 @@ def call(
             tool.name: {"create_kwargs": _parse_object("--create-kwargs", create_kwargs)}
         },
     )
-    one = ToolCall(function, _parse_object("ARGUMENTS", arguments))
+    tool_call = ToolCall(function, _parse_object("ARGUMENTS", arguments))
 
     async def run() -> ToolResult:
         toolbox = LocalToolbox()
         try:
             await toolbox.open("cli", sample)
-            [result] = await toolbox.run([one], "cli", 0)
+            [result] = await toolbox.run([tool_call], "cli", 0)
             return result
         finally:
             await toolbox.aclose()
@@ -216,7 +218,7 @@ def _print_address(url: str, names: list[str], missing_token: str) -> None:
 
     Args:
         url: the address of the server.
-        names: its tools.
+        names: the names of its tools.
         missing_token: the environment variable that should contain a token; "" if there is one.
     """
     if missing_token:
@@ -257,15 +259,15 @@ def _find_tool(name: str) -> Tool:
         return tools.get(name)
     by_function = {f.name: tools.get(t) for t in tools.names() for f in tools.get(t).functions}
     if name not in by_function:
-        known = sorted({*by_function, *tools.names()})
+        names = sorted({*by_function, *tools.names()})
         raise RegistryError(
-            f"unknown tool {name!r}.{did_you_mean(name, known)} Tools: {', '.join(known)}"
+            f"unknown tool {name!r}.{did_you_mean(name, names)} Tools: {', '.join(names)}"
         )
     return by_function[name]
 
 
-def _parse_object(what: str, text: str) -> dict:
-    """Return a JSON object from the command line."""
+def _parse_object(argument: str, text: str) -> dict:
+    """Parse a JSON object from the command line; `argument` is its name, for messages."""
     import json
 
     from agentrl.errors import UserError
@@ -273,7 +275,7 @@ def _parse_object(what: str, text: str) -> dict:
     try:
         value = json.loads(text)
     except ValueError as e:
-        raise UserError(f"{what}: not JSON: {text} ({e})") from None
+        raise UserError(f"{argument}: not JSON: {text} ({e})") from None
     if not isinstance(value, dict):
-        raise UserError(f'{what}: not a JSON object, e.g. {{"expression": "3*4"}}: {text}')
+        raise UserError(f'{argument}: not a JSON object, e.g. {{"expression": "3*4"}}: {text}')
     return value

@@ -189,11 +189,11 @@ def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:
 
     if name == "auto":
         detected = detect_format(template)
-        shown = (
+        label = (
             f"{detected} (auto)" if detected else "no supported format (auto); no row shows tools"
         )
     else:
-        shown = f"{name} (rollout.tool_format)"
+        label = f"{name} (rollout.tool_format)"
         reader = open_reader(name, template, python)
         if isinstance(reader, ForeignParser):
             try:
@@ -206,7 +206,7 @@ def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:
                     " writes it: calls of the model may be lost",
                     err=True,
                 )
-    typer.echo(f"tool calls are parsed as: {shown}")
+    typer.echo(f"tool calls are parsed as: {label}")
 
 
 async def _parse_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:
@@ -216,7 +216,7 @@ async def _parse_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[T
 
 
 def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
-    """Refuse a toolbox without the tools of the rows: a server may have other files loaded."""
+    """Refuse a toolbox that lacks tools of the rows: a tool server may have loaded other files."""
     from agentrl.errors import ConfigError, RegistryError
 
     for names in sorted({s.tools for s in plan.samples}):

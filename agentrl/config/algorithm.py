@@ -1,4 +1,4 @@
-"""The algorithm: how rewards become a loss. The known algorithms are rows of one table."""
+"""The algorithm, which turns rewards into a loss. The known algorithms are rows of one table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 class AlgorithmConfig(Section):
-    """How rewards become a loss. `name` sets the other keys' defaults."""
+    """The algorithm, which turns rewards into a loss. `name` sets the other keys' defaults."""
 
     name: Literal[
         "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus",
@@ -75,7 +75,8 @@ class AlgorithmConfig(Section):
     """Target of the KL divergence in nats per rollout. algorithm.kl_reward_coef is adapted to reach
     it. 0: the weight is fixed."""
     kl_horizon: int = key(10_000, ge=1)
-    """Rollouts in which that weight changes by at most a fifth."""
+    """The number of rollouts in which algorithm.kl_reward_coef changes by at most a fifth, if
+    algorithm.kl_target is set."""
     entropy_coef: float = key(0.0, ge=0)
     """Weight of the entropy bonus. 0: off."""
     clip_low: float = key(0.2, gt=0, le=1)
@@ -93,8 +94,8 @@ class AlgorithmConfig(Section):
     """Replace groups whose advantages are all 0 by groups of further rows, which are played in the
     same step (DAPO)."""
     max_gen_batches: int = key(4, ge=1)
-    """With filter_groups: the maximum number of batches to play for one step. Then the step trains
-    on the groups it has."""
+    """With filter_groups: the maximum number of batches to play for one step. If fewer than
+    data.batch_size groups have a learning signal then, the step trains on those."""
     tis_cap: float = key(2.0, allowed="0, or a number >= 1", ge=0)
     """Cap of the truncated importance sampling weights, which correct for different logprobs in
     engine and trainer. 0: no weights."""
@@ -127,7 +128,7 @@ class AlgorithmConfig(Section):
 
     @property
     def critic_only_steps(self) -> int:
-        """Steps at the start in which only the critic is trained."""
+        """The number of steps at the start in which only the critic is trained."""
         return self.critic_warmup if self.critic else 0
 
     @field_validator("tis_cap", "dual_clip")

@@ -1,6 +1,6 @@
 """Notes on settings that have no effect, or probably not the intended one.
 
-Only the config is checked here. `agentrl.plan` checks what needs the rows or the model.
+These checks read only the config. Checks that need the rows or the model are in `agentrl.plan`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.registry import advantage_estimators
 
 
 def doubtful(c: Config) -> Iterator[str]:
-    """Return a note for each setting that is valid but probably not intended."""
+    """Yield a note for each setting that is valid but probably not intended."""
     a, o, r, steps = c.algorithm, c.optim, c.reward, c.trainer.total_steps
     if 0 < steps <= o.lr_warmup_steps:
         yield (
@@ -45,12 +45,12 @@ VALIDATION_KEYS = ("trainer.test_freq", "trainer.val_before_train")
 def without_effect(c: Config) -> list[str]:
     """Return a note for each key that was set but has no effect in this run, with the reason."""
     a, o, r, t = c.algorithm, c.optim, c.reward, c.trainer
-    # Keys that the algorithm's name sets were not set by the user.
+    # The algorithm's name sets some keys, which are not the user's settings.
     defaults = type(c).model_validate({"algorithm": {"name": a.name}})
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
     estimator = f"algorithm.adv_estimator is {a.adv_estimator}"
     critic = "" if a.critic else estimator
-    # It is unknown which keys an estimator of the user's reads.
+    # An estimator that the user registered may read any key.
     is_custom = a.adv_estimator not in advantage_estimators.shipped
     ratio_is_1 = (
         "" if a.ppo_epochs > 1 or a.mini_batch_size else "there is one optimizer step per batch"

@@ -26,9 +26,9 @@ def load_config(
 
     Args:
         yaml_path: a YAML file of sections.
-        overrides: texts `a.b.c=1`, which override the file.
-        flags: dotted key -> value, which override the overrides. None: the flag is not set.
-        preset: dotted key -> value, which replace defaults: the settings of a model preset.
+        overrides: texts such as `optim.lr=1e-5`, which override the file.
+        flags: values by dotted key, which override the overrides. None: the flag is not set.
+        preset: values by dotted key, which replace defaults: the settings of a model preset.
 
     Raises:
         ConfigError: it lists all mistakes, each with its source, its value and the allowed values.
@@ -57,8 +57,8 @@ def load_config(
 def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
     """Remove settings that only repeat the defaults of an `algorithm.name` that is overridden.
 
-    The config.yaml of a run contains every key. If the user loads it and sets another algorithm,
-    the keys that the first algorithm's name had set are not the user's choice.
+    The config.yaml of a run contains every key. If the user loads it and sets another
+    `algorithm.name`, the values that the first name had set are not the user's choice.
     """
     section = "algorithm."
     names = [k for k, setting in enumerate(settings) if setting.path == f"{section}name"]
@@ -116,10 +116,10 @@ def _extra(info: FieldInfo, name: str) -> str:
 
 
 def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
-    """Return the config of all valid settings, and append the mistakes in the others.
+    """Return the config of all valid settings, and append the mistakes in the other settings.
 
-    Invalid values are removed and the rest is validated again. So an invalid value does not hide a
-    contradiction between other keys.
+    Invalid values are removed and the others are validated again. So an invalid value does not hide
+    a contradiction between other keys.
     """
     settings = dict(merged)
     while True:

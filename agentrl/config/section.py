@@ -11,9 +11,9 @@ def key(default: Any, *, flag: str = "", allowed: str = "", **limits: float) -> 
     """Declare a key.
 
     Args:
-        default: its default.
-        flag: the option of `agentrl train` that sets it, or "".
-        allowed: a description of the values that it accepts, if its type does not say it.
+        default: the default value.
+        flag: the option of `agentrl train` that sets the key, or "".
+        allowed: a description of the accepted values, if the type alone does not describe them.
         limits: `ge`, `gt`, `le`, `lt` of a number.
     """
     extra: dict[str, Any] = {"flag": flag, "allowed": allowed}

@@ -20,7 +20,7 @@ from agentrl.config.sources import assignment, dump_yaml
 from agentrl.registry import did_you_mean
 
 TINY = "tiny"
-"""The `model.path` of the model that `agentrl.demo` trains on first use."""
+"""The value of `model.path` for the small model that `agentrl.demo` trains on first use."""
 RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "return_dict", "return_tensors", "tokenize", "tools",
@@ -106,7 +106,7 @@ RESERVED_ARGUMENTS = {
 
 
 class RolloutConfig(Section):
-    """How episodes are played for training."""
+    """Settings for playing episodes in training."""
 
     name: Literal["local", "sglang", "vllm"] = "local"
     """The inference engine. local: transformers in this process. sglang, vllm: servers that the run
@@ -115,7 +115,7 @@ class RolloutConfig(Section):
     """Servers that run already. Their API key is read from AGENTRL_ENGINE_TOKEN. Empty: the run
     starts its own servers."""
     engines: int = key(1, ge=1)
-    """How many servers the run starts."""
+    """The number of servers that the run starts."""
     tensor_parallel_size: int = key(1, ge=1)
     """GPUs per server (tensor parallelism)."""
     python: str = ""
@@ -134,8 +134,8 @@ class RolloutConfig(Section):
     """How LoRA weights are sent to a server. adapter: as an adapter on top of the base model.
     merge: merged into all weights. auto: as an adapter if the server supports it (on a GPU)."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
-    """What a server on the trainer's GPU releases while the trainer works. none: nothing. kv_cache:
-    its KV cache. all: its KV cache and its weights."""
+    """The memory that a server on the trainer's GPU releases while the trainer works. none: no
+    memory. kv_cache: its KV cache. all: its KV cache and its weights."""
     deterministic: bool = key(False, flag="--deterministic")
     """Reproducible rollouts: the server's output depends only on the run's seeds, not on other
     requests, and its logprobs are as close to the trainer's as possible. The local engine always
@@ -143,11 +143,11 @@ class RolloutConfig(Section):
     n: int = key(8, ge=1)
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
-    """Sampling temperature. The trainer uses the same one."""
+    """Sampling temperature. The trainer uses the same temperature."""
     max_turn_tokens: int = key(512, ge=1)
     """Maximum number of sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
-    """Maximum number of tokens after the prompt, both sampled ones and observations."""
+    """Maximum number of tokens after the prompt: sampled tokens and observations."""
     max_turns: int = key(8, ge=1)
     """Maximum number of assistant turns."""
     max_tool_calls: int = key(16, ge=0)
@@ -157,9 +157,9 @@ class RolloutConfig(Section):
     budget_policy: dict[str, str | float] = key(
         {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
-    """What happens to the reward of an episode that used up a budget. keep (the default): it
-    counts. zero: it becomes 0. A number: it is reduced by this penalty. mask: the episode is
-    excluded from training."""
+    """The effect of a budget that an episode used up. keep (the default): none. zero: the reward
+    becomes 0. A number: this penalty is subtracted from the reward. mask: the episode is excluded
+    from training."""
     tool_format: str = key("auto", allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf")
     """The format in which the model writes tool calls. auto: the format of the chat template."""
     history_thinking: Literal["keep", "strip"] = "keep"
@@ -221,14 +221,14 @@ class RolloutConfig(Section):
 
 
 class ValConfig(Section):
-    """How episodes are played for validation."""
+    """Settings for playing episodes in validation."""
 
     temperature: float = key(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = key(1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability."""
+    """Sample from the most likely tokens whose total probability is top_p."""
     top_k: int = key(0, ge=0)
-    """Sample from this many most likely tokens. 0: from all tokens."""
+    """Sample from the top_k most likely tokens. 0: from all tokens."""
     n: int = key(1, ge=1)
     """Rollouts per prompt."""
     greedy: bool = True
@@ -240,7 +240,7 @@ FAILURES = ("bad_call", "unknown_tool", "schema", "tool_error", "timeout")
 
 
 class ToolsConfig(Section):
-    """Where tools run."""
+    """Settings of tools."""
 
     transport: str = key(
         "http", allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)"
@@ -250,9 +250,9 @@ class ToolsConfig(Section):
     max_result_tokens: int = key(1024, ge=1)
     """Maximum number of tokens of a tool result that the model reads."""
     truncate: Literal["head", "tail", "middle"] = "middle"
-    """Which part of a longer result is kept: its head, its tail, or both without the middle."""
+    """The part of a longer result that is kept: its head, its tail, or both without the middle."""
     workers: int = key(1, ge=1)
-    """Processes of the tool server that the run starts. An episode always uses the same one."""
+    """Processes of the tool server that the run starts. An episode always uses the same process."""
     penalties: dict[str, float] = key(
         {}, allowed=f"a mapping from {', '.join(FAILURES)} to numbers above 0"
     )
@@ -278,14 +278,16 @@ class ToolsConfig(Section):
     @classmethod
     def _check_transport(cls, transport: str) -> str:
         if re.fullmatch(r"https?://\S*@\S*", transport):
-            raise ValueError("a URL with user and password: put the token in AGENTRL_TOOLS_TOKEN")
+            raise ValueError(
+                "a URL must not contain a password: put the token in AGENTRL_TOOLS_TOKEN"
+            )
         if not re.fullmatch(r"http|in_process|https?://\S+", transport):
             raise ValueError
         return transport.rstrip("/")
 
 
 class SandboxConfig(Section):
-    """Where tools and graders run code that a model wrote."""
+    """The sandbox in which tools and graders run code that a model wrote."""
 
     backend: str = key(
         "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
@@ -316,12 +318,12 @@ class InteractionConfig(Section):
     kwargs: dict[str, dict[str, Any]] = key(
         {}, allowed="a mapping from names of interactions to their arguments"
     )
-    """Arguments of interactions, by name of the interaction, in addition to those of the rows. For
-    example the address of a simulated user's model."""
+    """Arguments of interactions, by name of the interaction, for example the address of a simulated
+    user's model. They are added to the arguments in the rows."""
 
 
 class RewardConfig(Section):
-    """How rollouts are scored."""
+    """Settings for scoring rollouts."""
 
     function: str = key("", allowed="the name of a registered reward, or path.py:function")
     """The reward function. Empty: the grader for the row's data_source."""
@@ -343,9 +345,9 @@ class RewardConfig(Section):
     tool_weight: float = 0.0
     """Weight of the rewards from tools."""
     overlong_buffer: int = key(0, ge=0)
-    """The length of a buffer at the end of rollout.max_trajectory_tokens, in tokens (DAPO). The
-    penalty grows linearly in it from 0 to overlong_penalty. Only sampled tokens count, and only
-    training rewards are reduced. 0: off."""
+    """The length of a buffer at the end of rollout.max_trajectory_tokens, in tokens (DAPO). Within
+    the buffer a penalty grows linearly from 0 to overlong_penalty. Only sampled tokens count, and
+    only training rewards are reduced. 0: off."""
     overlong_penalty: float = key(1.0, ge=0)
     """The penalty of a rollout that fills the whole buffer."""
 
@@ -368,7 +370,8 @@ class OptimConfig(Section):
     lr_warmup_steps: int = key(0, ge=0)
     """Steps in which the learning rate rises linearly from 0."""
     lr_final: float = key(1.0, ge=0)
-    """Learning rate at the last step, as a fraction of the peak. It is linear in between."""
+    """Learning rate at the last step, as a fraction of the peak. From the peak to the last step the
+    learning rate is linear."""
     weight_decay: float = key(0.0, ge=0)
     """AdamW's weight decay."""
     max_grad_norm: float = key(1.0, gt=0)
@@ -376,18 +379,18 @@ class OptimConfig(Section):
     micro_batch_tokens: int = key(16384, ge=1)
     """Maximum number of tokens per forward pass."""
     recompute: bool = False
-    """Gradient checkpointing: compute the activations of each layer again in the backward pass. It
-    takes a third more compute and much less memory."""
+    """Gradient checkpointing: compute the activations of each layer again in the backward pass.
+    This takes a third more compute and much less memory."""
     compile: Literal["auto", "never"] = "auto"
     """auto: compile layers with torch.compile on a GPU if the model has at least 100 million
     parameters. never: do not compile."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in CPU memory. none: nothing. optimizer: the optimizer state, between updates.
-    all: parameters, gradients and optimizer state."""
+    """The state that is kept in CPU memory. none: no state. optimizer: the optimizer state, between
+    updates. all: parameters, gradients and optimizer state."""
 
 
 class TrainerConfig(Section):
-    """The run."""
+    """Settings of the run as a whole."""
 
     output: str = key("", flag="--output")
     """The run's folder. Empty: `runs/` and the name of the dataset."""
@@ -398,9 +401,9 @@ class TrainerConfig(Section):
     algorithm.filter_groups a step plays more rows, so that the same number of steps makes more
     passes."""
     test_freq: int = key(0, ge=0)
-    """Validate every this many steps. 0: only after the last step."""
+    """The number of steps between two validations. 0: validate only after the last step."""
     save_freq: int = key(0, ge=0)
-    """Save a checkpoint every this many steps. 0: only after the last step."""
+    """The number of steps between two checkpoints. 0: save one only after the last step."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -423,9 +426,9 @@ class TrainerConfig(Section):
     """The Ray cluster to join, as `ray start` prints it. Empty: the run starts one if the learner
     has more than one process."""
     logger: list[Literal["tensorboard", "wandb"]] = key([])
-    """Trackers in addition to the console and metrics.jsonl, which are always on."""
+    """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on."""
     watchdog_s: float = key(300.0, gt=0)
-    """After this many seconds without progress, print what each episode is waiting for."""
+    """Seconds without progress after which the run prints what each episode is waiting for."""
 
     @property
     def spread(self) -> bool:
@@ -462,7 +465,7 @@ class Config(Section):
         return attrgetter(path)(self)
 
     def resolved_yaml(self) -> str:
-        """Return all keys with their values as YAML, which `load_config` reads back."""
+        """Return all keys with their values as YAML, which `load_config` can read."""
         return dump_yaml(self.model_dump())
 
     def diff(self, base: Config | None = None) -> list[str]:
@@ -493,7 +496,7 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
 
 
 def contradictions(c: Config) -> Iterator[str]:
-    """Return a message for each combination of values that is refused, with the fix."""
+    """Yield a message for each combination of values that is refused, with the fix."""
     a, t, r = c.algorithm, c.trainer, c.reward
     if a.kl_loss_coef > 0 and a.kl_reward_coef > 0:
         yield (
@@ -566,9 +569,9 @@ def contradictions(c: Config) -> Iterator[str]:
 
 
 def _filter_contradictions(c: Config) -> Iterator[str]:
-    """Return a message for each value that filter_groups does not work with.
+    """Yield a message for each value that `filter_groups` does not work with.
 
-    It must be known right after the rollouts of a group whether the group has a learning signal.
+    The run must decide right after the rollouts of a group whether the group has a learning signal.
     """
     a, d = c.algorithm, c.data
     if not a.filter_groups:
@@ -589,8 +592,8 @@ def _filter_contradictions(c: Config) -> Iterator[str]:
             " that algorithm.filter_groups=true removes no group. Penalize the loss instead with"
             " algorithm.kl_loss_coef, or set algorithm.filter_groups=false"
         )
-    most = (d.gen_batch_size or d.batch_size) * a.max_gen_batches
-    if most < d.batch_size:
+    max_prompts = (d.gen_batch_size or d.batch_size) * a.max_gen_batches
+    if max_prompts < d.batch_size:
         yield (
             f"data.gen_batch_size={d.gen_batch_size} times algorithm.max_gen_batches="
             f"{a.max_gen_batches} is less than data.batch_size={d.batch_size}. Increase one of the"

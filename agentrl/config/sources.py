@@ -124,7 +124,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
     """Return the settings of a YAML file, in order.
 
     Args:
-        file: its path.
+        file: the path of the file.
         fields: the dotted paths of all keys; mappings above them are sections.
         mistakes: the list to which mistakes are appended: the file, its syntax, repeated keys.
     """
@@ -139,7 +139,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
                 f"{file}: must contain `section:` and `key: value` lines, not {text[:40]!r}"
             )
             return []
-        mistakes.extend(f"{file}:{line}: {what}" for line, what in _repeated_keys(root))
+        mistakes.extend(f"{file}:{line}: {message}" for line, message in _repeated_keys(root))
         return list(_walk(loader, root, "", file, fields))
     except OSError as e:
         mistakes.append(f"{file}: cannot be read ({e.strerror})")
@@ -154,7 +154,7 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
 
 
 def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Return line and message for every key that a mapping contains twice."""
+    """Yield line and message for every key that a mapping contains twice."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _repeated_keys(item, prefix)
@@ -172,7 +172,7 @@ def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str
 def _walk(
     loader: _Loader, node: yaml.MappingNode, prefix: str, file: str, fields: Collection[str]
 ) -> Iterator[Setting]:
-    """Return the settings below a section."""
+    """Yield the settings below a section."""
     loader.flatten_mapping(node)
     for key, value in node.value:
         path = f"{prefix}{key.value}"
@@ -186,11 +186,11 @@ def _walk(
 def merge(
     settings: Sequence[Setting], fields: Mapping[str, type], mistakes: list[str]
 ) -> dict[str, Setting]:
-    """Return the last setting of each key; null removes the earlier ones.
+    """Return the last setting of each key; null removes the earlier settings of a key.
 
     Args:
         settings: all settings; later ones override earlier ones.
-        fields: the type of each key's value; `dict` if the user's own keys may follow.
+        fields: the type of each key's value; `dict` if users put their own keys below the key.
         mistakes: the list to which paths that are not keys are appended.
     """
     merged: dict[str, Setting] = {}
@@ -234,13 +234,15 @@ def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
 
 
 def verl_keys() -> Any:
-    """Return the module that knows verl's keys: it is in a higher room, so it is imported late."""
+    """Return the module with verl's keys. It is in a higher layer, so it is imported on use."""
     return importlib.import_module("agentrl.compat.verl.keys")
 
 
 def _unknown_key(path: str, fields: Mapping[str, type]) -> str:
-    if verls := verl_keys().explain_key(path, [f for f, kind in fields.items() if kind is dict]):
-        return verls
+    if explanation := verl_keys().explain_key(
+        path, [f for f, kind in fields.items() if kind is dict]
+    ):
+        return explanation
     section, _, leaf = path.rpartition(".")
     close = [f for f in fields if f.rpartition(".")[2] == leaf]
     close += difflib.get_close_matches(path, fields, n=1, cutoff=0.75)
@@ -249,7 +251,7 @@ def _unknown_key(path: str, fields: Mapping[str, type]) -> str:
         close = [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
     if close:
         return f"unknown key. Did you mean {' or '.join(dict.fromkeys(close))}?"
-    known = [f for f in fields if f.startswith(f"{section}.")]
-    if section and known:
-        return f"unknown key. Keys of {section}: {', '.join(f[len(section) + 1 :] for f in known)}"
+    keys = [f for f in fields if f.startswith(f"{section}.")]
+    if section and keys:
+        return f"unknown key. Keys of {section}: {', '.join(f[len(section) + 1 :] for f in keys)}"
     return f"unknown key. Sections: {', '.join(dict.fromkeys(f.partition('.')[0] for f in fields))}"

@@ -39,34 +39,35 @@ def check_samples(
 def load_checked(
     path: str, default_agent_name: str = "single_turn", configured: Configured | None = None
 ) -> list[Sample]:
-    """Read a dataset's rows and check them: `load_samples` and `check_samples` in one.
+    """Read a dataset's rows and check them, as `load_samples` and `check_samples` do.
 
     Raises:
-        DataError: as those two. The message has the mistakes of both.
+        DataError: as `load_samples` and `check_samples` do. The message has all mistakes.
     """
     return load_samples(path, default_agent_name, partial(_check_all, configured=configured or {}))
 
 
 def _check_all(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
-    checks = (_prompt, _loop, _tools, partial(_interaction, configured=configured))
+    check_interaction = partial(_check_interaction, configured=configured)
+    checks = (_check_prompt, _check_loop, _check_tools, check_interaction)
     for sample in samples:
         for check in checks:
-            for field, what in check(sample):
-                mistakes.add(sample.row, field, what)
+            for field, problem in check(sample):
+                mistakes.add(sample.row, field, problem)
 
 
 Problems = Iterator[tuple[str, str]]
-"""Pairs of a field and what is wrong with it."""
+"""Pairs of a field and the problem with it."""
 
 
-def _prompt(sample: Sample) -> Problems:
+def _check_prompt(sample: Sample) -> Problems:
     if not any(m.content.strip() for m in sample.prompt):
         yield "prompt", "is empty"
     elif sample.prompt[-1].role == "assistant":
         yield "prompt", "ends with an assistant message, so there is nothing to answer"
 
 
-def _loop(sample: Sample) -> Problems:
+def _check_loop(sample: Sample) -> Problems:
     if sample.agent_name not in registry.agent_loops:
         yield "agent_name", registry.agent_loops.explain_unknown(sample.agent_name)
         return
@@ -77,16 +78,16 @@ def _loop(sample: Sample) -> Problems:
         return [field for field, is_used in uses.items() if getattr(sample, field) and not is_used]
 
     if unused := unusable(sample.agent_name):
-        able = [name for name in registry.agent_loops.names() if not unusable(name)]
+        usable = [name for name in registry.agent_loops.names() if not unusable(name)]
         yield (
             "agent_name",
             f"{sample.agent_name!r} cannot use the row's {' and '.join(unused)}. Loops that can:"
-            f" {', '.join(able) or 'none'}. Set one as the row's agent_name, or as data.agent_name"
-            " for rows without one",
+            f" {', '.join(usable) or 'none'}. Set one as the row's agent_name, or as"
+            " data.agent_name for rows without one",
         )
 
 
-def _tools(sample: Sample) -> Problems:
+def _check_tools(sample: Sample) -> Problems:
     counts: Counter[str] = Counter()
     for name in sample.tools:
         if name not in registry.tools:
@@ -107,7 +108,7 @@ def _tools(sample: Sample) -> Problems:
             yield "tools", f"several of {list(sample.tools)} define {function!r}. Keep one of them"
 
 
-def _interaction(sample: Sample, configured: Configured) -> Problems:
+def _check_interaction(sample: Sample, configured: Configured) -> Problems:
     name = sample.interaction
     if not name:
         return

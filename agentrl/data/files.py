@@ -2,7 +2,7 @@
 
 A Parquet column of dictionaries gives every row the keys of all rows, with nulls. So `write_rows`
 writes a column that would change that way as JSON and lists it in the file's metadata, and
-`read_rows` restores it exactly. In files that others wrote, null keys are removed only in the
+`read_rows` restores it exactly. In files of other programs, null keys are removed only in the
 columns `KWARGS`, where rows usually have different keys.
 """
 
@@ -53,9 +53,9 @@ def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     rows: list[Row] = []
     size = 0
     try:
-        for batch_rows, read in reader(file):
+        for batch_rows, decoded in reader(file):
             rows += batch_rows
-            size += read
+            size += decoded
             if size > max_bytes:
                 raise DataError(
                     f"{path}: has more than {max_bytes >> 20:,} MiB when decoded (at row"
@@ -84,8 +84,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[list[Row], int]]:
                 continue
             yield [row], len(line)
     if wrong:
-        more = [f"and {len(wrong) - 20:,} more lines"] if len(wrong) > 20 else []
-        raise DataError("\n".join([*wrong[:20], *more]))
+        last_line = [f"and {len(wrong) - 20:,} more lines"] if len(wrong) > 20 else []
+        raise DataError("\n".join([*wrong[:20], *last_line]))
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
@@ -113,7 +113,7 @@ def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:
 
 
 def _without_null_kwargs(row: Row) -> Row:
-    """Return a row that others wrote, without the null keys that Parquet added."""
+    """Return a row of another program's file, without the null keys that Parquet added."""
     return {k: _without_nulls(v) if k in KWARGS else v for k, v in row.items()}
 
 
@@ -123,8 +123,8 @@ def _without_nulls(value: Any) -> Any:
         return [_without_nulls(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return {k: v for k, v in kept.items() if v != {} or value[k] == {}}
+    cleaned = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return {k: v for k, v in cleaned.items() if v != {} or value[k] == {}}
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -133,7 +133,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     The file gets its name only when it is complete.
 
     Raises:
-        DataError: the format is another one, or a parquet column has values of different types.
+        DataError: the format is neither, or a parquet column has values of different types.
     """
     file = Path(path).expanduser()
     writer = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(file.suffix)
@@ -181,7 +181,7 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
             return array
     except pa.ArrowException as e:
         if not nested:
-            raise DataError(f"column {'.'.join(path)}: {e}") from None
+            raise DataError(f"column {'.'.join(path)} cannot be written: {e}") from None
     encoded.append(path)
     return pa.array([None if v is None else orjson.dumps(v).decode() for v in values])
 

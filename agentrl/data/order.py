@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: a pure function of the position in the run."""
+"""The order of the training rows: a pure function of the position in the run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Every row once per epoch, in an order that depends on the seed and the epoch only.
+    """The order of rows: each row once per epoch, in an order that depends on seed and epoch only.
 
-    The position of a run in its data is one integer: the number of rows that it has used.
+    The position of a run in its data is one integer: the number of rows that the run has taken.
     """
 
     n_rows: int
@@ -23,10 +23,10 @@ class RowOrder:
 
         A batch may begin in one epoch and end in the next.
         """
-        places = (divmod(place, self.n_rows) for place in range(position, position + count))
+        positions = (divmod(number, self.n_rows) for number in range(position, position + count))
         if not self.shuffle:
-            return [index for _, index in places]
-        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in places]
+            return [index for _, index in positions]
+        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in positions]
 
 
 @lru_cache(maxsize=4)

@@ -33,11 +33,11 @@ def tiny_config(
 
     Args:
         yaml_path: a YAML file of sections.
-        overrides: texts `a.b.c=1`, which override the file.
-        flags: dotted key -> value, which override the overrides.
+        overrides: texts such as `optim.lr=1e-5`, which override the file.
+        flags: values by dotted key, which override the overrides.
 
     Raises:
-        ConfigError: it lists all mistakes, as in `load_config`.
+        ConfigError: the config has mistakes; the message lists all, as in `load_config`.
     """
     flags = {**(flags or {}), "model.path": TINY}
     preset = tiny_settings(load_config(yaml_path, overrides, flags))

@@ -6,7 +6,7 @@ million parameters learns them in a minute.
 
 Every row has two conversations for imitation learning: `gold` is right; `trace` is wrong in four of
 five rows, because it guesses at once, stops after one call or uses a wrong operator. A model that
-imitates `trace` solves some of the problems, as reinforcement learning needs it.
+imitates `trace` solves some of the problems, so reinforcement learning can improve it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOLD_SHARE = 0.2
 TALK_SHARE = 0.25
 """Share of the tool_agent rows with the gsm8k interaction."""
 MAX_ATTEMPTS = 3
-"""Answers that this interaction accepts."""
+"""The number of answers that the gsm8k interaction accepts."""
 
 SYSTEM = {
     "single_turn": "Find the number. Answer with ####.",
@@ -236,16 +236,16 @@ def rows(
 ) -> Iterator[Row]:
     """Yield rows without end, for one loop after the other.
 
-    No question occurs twice, and none of `avoid` occurs.
+    No question occurs twice, and no question of `avoid` occurs.
     """
     rng = random.Random(seed)
-    seen = set(avoid)
+    used = set(avoid)
     for row, loop in enumerate(cycle(loops)):
         draw = look_up if loop == "single_turn" else two_hops
         problem = draw(rng)
-        while problem.question in seen:
+        while problem.question in used:
             problem = draw(rng)
-        seen.add(problem.question)
+        used.add(problem.question)
         talk = loop == "tool_agent" and rng.random() < TALK_SHARE
         answer = str(problem.answer)
         sample = Sample(

@@ -1,8 +1,9 @@
-"""The `tiny` model: it is trained on this machine on first use, and kept.
+"""The `tiny` model, which is trained on this machine on first use and stored in a cache.
 
 It has half a million parameters in Qwen2's architecture, and is trained on conversations of
-`arithmetic`: first on right ones, then on ones with mistakes. It knows the formats of all loops,
-copies numbers reliably and solves about a quarter of the problems, so that training can improve it.
+`arithmetic`: first on right conversations, then on conversations with mistakes. It knows the
+formats of all loops, copies numbers reliably and solves about a quarter of the problems, so that
+reinforcement learning can improve it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from agentrl.trainer.learner import Learner
     from agentrl.trainer.sft import Example
 
-WHICH = ("gold", "trace")
+KINDS = ("gold", "trace")
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -72,7 +73,8 @@ CHAT_TEMPLATE = chatml("""\
         {%- endfor %}
         {{- '\\n</tools>' }}""")
 
-# The schema of shelf:calculator. The file is not loaded, because users may have their own one.
+# The schema of shelf:calculator. The file is not loaded, because users may define another
+# `calculator`.
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -89,7 +91,7 @@ CALCULATOR = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the model is trained. The name of its folder contains a hash of this and of the data."""
+    """The settings of the training. The model's folder is named by a hash of these and the data."""
 
     version: int = 2
     """Increased when the code trains a different model with the same settings."""
@@ -103,8 +105,8 @@ class Recipe:
     loops: tuple[str, ...] = ("single_turn", "tool_agent", "single_turn", "react")
     """The loops of the rows. Finding a number needs the most examples; they are the shortest."""
     copied: float = 0.99
-    """The smallest share of digits in calls that the model must copy right. Reinforcement learning
-    cannot improve a model that copies worse."""
+    """The share of digits in calls that the model must at least copy right. Reinforcement learning
+    cannot improve a model that copies less reliably."""
 
     def rows(self) -> Iterator[Row]:
         """Yield training rows without end; none is in datasets/arithmetic_val.parquet."""
@@ -123,8 +125,8 @@ class Recipe:
 
 def home() -> Path:
     """Return the folder for generated models: $AGENTRL_HOME, or a folder in the user's cache."""
-    if own := os.environ.get("AGENTRL_HOME"):
-        return Path(own).expanduser()
+    if configured := os.environ.get("AGENTRL_HOME"):
+        return Path(configured).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "agentrl"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
@@ -140,29 +142,29 @@ def tiny_model(
 
     Args:
         folder: the folder that contains the models; default: `home()`.
-        recipe: how to train it; default: `Recipe()`.
-        say: called with messages on the progress.
+        recipe: the settings of the training; default: `Recipe()`.
+        say: called with messages about the progress.
 
     Raises:
         RunStopped: the model did not learn to copy numbers.
     """
     recipe = recipe or Recipe()
-    kept = (folder or home()) / f"{TINY}-{recipe.key()}"
-    if kept.is_dir():
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    say(f"training the model {TINY!r} (once; saved in {kept})")
-    workplace = Path(tempfile.mkdtemp(prefix=f".{kept.name}-", dir=kept.parent))
+    target = (folder or home()) / f"{TINY}-{recipe.key()}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    say(f"training the model {TINY!r} (once; saved in {target})")
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        make(recipe, workplace, say)
-        workplace.chmod(0o755)  # mkdtemp lets only its owner read it
-        workplace.rename(kept)
+        make(recipe, staging, say)
+        staging.chmod(0o755)  # mkdtemp lets only its owner read it
+        staging.rename(target)
     except OSError:
-        if not kept.is_dir():  # otherwise another process was faster
+        if not target.is_dir():  # otherwise another process was faster
             raise
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
-    return kept
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
 
 
 def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
@@ -225,18 +227,18 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
             messages, schemas = conversation(row, "gold")
             # Without the last result and the answer, the assistant messages are calls.
             ids, mask = template.trace(messages[:-2], schemas)
-            own = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
-            examples.append(Example(ids, own))
+            is_digit = array("i", (m and i in digits for i, m in zip(ids, mask, strict=True)))
+            examples.append(Example(ids, is_digit))
     batch = make_rows(examples)
     is_sure = learner.logprobs(batch) > math.log(0.5)
     return float(is_sure[batch.response_mask].float().mean())
 
 
-def conversation(row: Row, which: str) -> tuple[list[Message], list[Mapping[str, Any]]]:
-    """Return `gold` or `trace` of a row after its loop's opening, and the shown tool schemas."""
+def conversation(row: Row, kind: str) -> tuple[list[Message], list[Mapping[str, Any]]]:
+    """Return a row's conversation `gold` or `trace`, with its opening, and the tool schemas."""
     loop: AgentLoop = registry.agent_loops.get(row.sample.agent_name)
     opening, schemas = loop.opening(row.sample, [CALCULATOR] if row.sample.tools else [])
-    return [*opening, *(row.gold if which == "gold" else row.trace)], list(schemas)
+    return [*opening, *(row.gold if kind == "gold" else row.trace)], list(schemas)
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
@@ -245,18 +247,18 @@ def _texts(recipe: Recipe) -> Iterator[str]:
     for row in islice(recipe.rows(), 1500):
         yield 'system\nuser\nassistant\n<tools>\n{"name": "calculator", "arguments": {"expression":'
         yield ' "string"}}\n</tools>\n'
-        yield from (m.content for which in WHICH for m in conversation(row, which)[0])
+        yield from (m.content for kind in KINDS for m in conversation(row, kind)[0])
 
 
 def _batches(recipe: Recipe, template: ChatTemplate) -> Iterator[list[Example]]:
-    """Yield batches of new rows: first right conversations, then ones with mistakes."""
+    """Yield batches of new rows: first right conversations, then conversations with mistakes."""
     from agentrl.trainer.sft import Example
 
     source = recipe.rows()
     for step in range(recipe.steps):
-        which = "gold" if step < recipe.gold_share * recipe.steps else "trace"
+        kind = "gold" if step < recipe.gold_share * recipe.steps else "trace"
         batch = islice(source, recipe.batch_size)
-        yield [Example(*template.trace(*conversation(row, which))) for row in batch]
+        yield [Example(*template.trace(*conversation(row, kind))) for row in batch]
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -7,8 +7,8 @@ names.
 from agentrl import Interaction, Message, Reply, ToolError, agent_loop, interaction, reward, tool
 
 
-# A tool is a plain function. Its schema comes from the signature and the docstring; the model reads
-# what it returns, and the text of a ToolError.
+# A tool is a plain function. Its schema comes from the signature and the docstring. The model reads
+# the returned text, or the text of a ToolError.
 @tool
 def calculator(expression: str) -> str:
     """Compute one operation.
