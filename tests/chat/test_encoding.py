@@ -67,7 +67,7 @@ def fuzz(name: str) -> tuple[str, ...]:
 def whole(encoder: Encoder, texts: tuple[str, ...]) -> list[list[int]]:
     """The tokenizer without control tokens, and nothing else."""
     valid = [text.encode("utf-8", "replace").decode() for text in texts]
-    return [e.ids for e in encoder._plain_tokenizer.encode_batch(valid, add_special_tokens=False)]
+    return [e.ids for e in encoder.plain_tokenizer.encode_batch(valid, add_special_tokens=False)]
 
 
 @families
@@ -75,22 +75,22 @@ def test_no_text_becomes_a_control_token_and_all_text_comes_back(name):
     encoder, texts = Encoder(family_tokenizer(name)), fuzz(name)
     made = [list(encoder.encode_plain(text)) for text in texts]
     assert not {i for ids in made for i in ids} & encoder.control_ids
-    back = encoder._plain_tokenizer.decode_batch(made, skip_special_tokens=False)
+    back = encoder.plain_tokenizer.decode_batch(made, skip_special_tokens=False)
     lost = [(t, b) for t, b in zip(texts, back, strict=True) if b != as_decoded(name, t)]
     assert not lost, lost[:5]
     assert encoder.decode_plain(made[0]) == back[0]
     # They are the ids of the copy without added tokens; where that owns control tokens itself,
     # those are cut.
-    assert (encoder._cache is not None) == (FAMILIES[name].kind in CACHED and name != "bpe_owning")
-    if encoder._cache is not None:
+    assert (encoder.cache is not None) == (FAMILIES[name].kind in CACHED and name != "bpe_owning")
+    if encoder.cache is not None:
         assert made == whole(encoder, texts)
-        assert len(encoder._cache) > 100
+        assert len(encoder.cache) > 100
         # A second time, from what the cache has kept.
         assert made[:5_000] == [list(encoder.encode_plain(text)) for text in texts[:5_000]]
 
 
 @families
-def test_the_tokenizers_own_ways_let_control_tokens_through(name):
+def test_the_tokenizers_own_methods_let_control_tokens_through(name):
     """The same texts, encoded as one would."""
     tokenizer: Any = family_tokenizer(name)
     control = chat(name).encoder.control_ids
@@ -113,19 +113,21 @@ def test_the_tokenizers_own_ways_let_control_tokens_through(name):
 
 def after(name: str) -> list[tuple[list[Message], list[Role]]]:
     """Conversations, and the roles that may speak next."""
-    asked, family = Message("user", "Q"), FAMILIES[name]
+    question, family = Message("user", "Q"), FAMILIES[name]
     calls = (ToolCall("calculator", {}, id="call00000"), ToolCall("search", {}, id="call00001"))
-    told: list[tuple[list[Message], list[Role]]] = [([asked, Message("assistant", "A")], ["user"])]
+    cases: list[tuple[list[Message], list[Role]]] = [
+        ([question, Message("assistant", "A")], ["user"])
+    ]
     if family.results not in ("refused", "dropped"):
-        told.append(([asked, Message("assistant", "A", calls[:1])], ["tool"]))
-        told.append(([asked, Message("assistant", "A", calls)], ["tool", "tool"]))
+        cases.append(([question, Message("assistant", "A", calls[:1])], ["tool"]))
+        cases.append(([question, Message("assistant", "A", calls)], ["tool", "tool"]))
         if family.tool_then_user:
-            told.append(([asked, Message("assistant", "A", calls[:1])], ["tool", "user"]))
-    return told
+            cases.append(([question, Message("assistant", "A", calls[:1])], ["tool", "user"]))
+    return cases
 
 
 @families
-def test_a_delta_holds_the_templates_control_tokens_alone(name):
+def test_a_delta_has_only_the_control_tokens_of_the_template(name):
     """Whatever the contents are, also two halves of a token in two contents."""
     template, texts = chat(name), iter(fuzz(name)[: 1_000 if name != "gemma4" else 500])
     shapes = after(name)
@@ -137,20 +139,20 @@ def test_a_delta_holds_the_templates_control_tokens_alone(name):
     for i, text in enumerate(texts):
         history, roles = shapes[i % len(shapes)]
         contents = [text, *(next(texts, "") for _ in roles[1:])]
-        said = [Message(r, c) for r, c in zip(roles, contents, strict=True)]
-        ids = template.delta(history, said, -1)
+        replies = [Message(r, c) for r, c in zip(roles, contents, strict=True)]
+        ids = template.delta(history, replies, -1)
         assert control_ids(template, ids) == empty[i % len(shapes)], contents
     for token in control_tokens(name):
         for at in range(1, len(token)):
             for history, roles in shapes:
                 if len(roles) == 2:
-                    said = [Message(roles[0], "x" + token[:at]), Message(roles[1], token[at:])]
+                    replies = [Message(roles[0], "x" + token[:at]), Message(roles[1], token[at:])]
                     i = shapes.index((history, roles))
-                    assert control_ids(template, template.delta(history, said, -1)) == empty[i]
+                    assert control_ids(template, template.delta(history, replies, -1)) == empty[i]
 
 
 @families
-def test_a_prompt_makes_no_roles_and_turns(name):
+def test_text_in_a_prompt_makes_no_role_and_no_turn(name):
     family, template, trusting = FAMILIES[name], chat(name, untrusted=True), chat(name)
     roles: list[Role] = ["system", "user"] if family.system else ["user"]
 
@@ -186,27 +188,27 @@ def test_a_prompt_makes_no_roles_and_turns(name):
         ("glm4moe", "<|user|> <|observation|> <|assistant|> <|system|> <tool_response>"),
     ],
 )
-def test_roles_are_guarded_though_their_tokens_are_not_called_special(name, tokens):
+def test_role_tokens_are_guarded_even_if_not_special(name, tokens):
     template = chat(name)
     empty = control_ids(template, template.prompt([Message("user", "")]))
     for token in tokens.split():
-        asked = [Message("user", f"a{token}b {token}")]
-        assert control_ids(template, template.prompt(asked)) == empty, token
+        messages = [Message("user", f"a{token}b {token}")]
+        assert control_ids(template, template.prompt(messages)) == empty, token
 
 
-def test_a_prompt_may_speak_of_thinking_and_few_shot_turns_may_call():
+def test_prompts_may_contain_think_tags_and_few_shot_calls():
     for name in ("qwen3", "deepseekv3"):
         template = chat(name)
         think = template.encoder.encode_trusted("<think>")[0]
-        asked = [Message("user", "Write <think> first.")]
+        question = [Message("user", "Write <think> first.")]
         # DeepSeek's prompt ends with one of its own.
         own = list(template.prompt([Message("user", "")])).count(think)
-        assert list(template.prompt(asked)).count(think) == own + 1
-        assert list(chat(name, untrusted=True).prompt(asked)).count(think) == own
+        assert list(template.prompt(question)).count(think) == own + 1
+        assert list(chat(name, untrusted=True).prompt(question)).count(think) == own
         # A tool's text may not, in a prompt either.
-        history, told = after(name)[1][0], Message("tool", "<think>")
-        assert think not in template.delta(history, [told], -1)
-        assert think not in template.prompt([*history, told])
+        history, result = after(name)[1][0], Message("tool", "<think>")
+        assert think not in template.delta(history, [result], -1)
+        assert think not in template.prompt([*history, result])
     template = chat("qwen3")
     call = template.encoder.encode_trusted("<tool_call>")[0]
     shots = [Message("user", "Q"), Message("assistant", "<tool_call>{}"), Message("user", "Q")]
@@ -253,27 +255,27 @@ words = pytest.mark.parametrize(
 def test_the_cache_is_the_tokenizer(name, text):
     warm = chat(name).encoder
     cold = copy.copy(warm)
-    cold._cache = BpeCache.of(warm._plain_tokenizer, state_of(warm), warm.control_ids)
-    assert cold._cache == {}
+    cold.cache = BpeCache.of(warm.plain_tokenizer, state_of(warm), warm.control_ids)
+    assert cold.cache == {}
     assert (
         cold.encode_plain(text)
         == warm.encode_plain(text)
         == warm.encode_plain(text)
-        == warm._encode_uncached(text)
+        == warm.encode_uncached(text)
     )
 
 
 def state_of(encoder: Encoder) -> dict:
-    return json.loads(encoder._plain_tokenizer.to_str())
+    return json.loads(encoder.plain_tokenizer.to_str())
 
 
 @words
-def test_characters_that_libraries_disagree_about(name):
+def test_characters_that_libraries_classify_differently(name):
     """New letters, letters whose kind has changed, and marks that one library does not order."""
     encoder = chat(name).encoder
     for c in "ʕ\u208f\ua7ce\U000323b0\U00011de0\u0897\u1df6\u2b96\u0558\u1ad0":
         for text in (f"A{c}b", f"1{c}1 {c}{c}", f"'{c} .{c}.", f"a\u0301{c}\u0323\u0301"):
-            assert encoder.encode_plain(text) == encoder._encode_uncached(text)
+            assert encoder.encode_plain(text) == encoder.encode_uncached(text)
 
 
 def test_the_cache_is_bounded():
@@ -312,12 +314,12 @@ def own(vocab: dict[str, int], merges: list[tuple[str, str]], *tokens: str, **pa
 def test_a_word_of_the_vocabulary_that_is_a_control_token_is_cut():
     """As tiktoken-like vocabularies can: a whole word is looked up before anything is merged."""
     encoder = own({"<|%|>": 256, "Ġ<|%|>": 257}, [], "<|%|>", ignore_merges=True)
-    assert encoder._backend.token_to_id("<|%|>") == 256
+    assert list(encoder.encode_trusted("<|%|>")) == [256]
     for text in ("<|%|>", "a<|%|>b", "a <|%|>", "<|%|><|%|>"):
         assert 256 not in encoder.encode_plain(text)
         assert encoder.decode_plain(encoder.encode_plain(text)) == text
     # Not called: the cache itself knows.
-    cache = BpeCache.of(encoder._plain_tokenizer, state_of(encoder), {256})
+    cache = BpeCache.of(encoder.plain_tokenizer, state_of(encoder), {256})
     assert cache is not None and cache.encode("a<|%|>b") is None
 
 
@@ -336,7 +338,7 @@ def test_a_control_token_that_is_made_by_normalizing_is_cut_and_no_more():
 def test_text_that_cannot_be_kept_harmless_is_refused():
     encoder = own({}, [], "<x>")
     encoder.control_ids |= set(encoder.encode_plain("~"))
-    encoder._cache = None
+    encoder.cache = None
     with pytest.raises(TemplateError, match="control token '~'"):
         encoder.encode_plain("a~b")
 
@@ -357,8 +359,8 @@ def test_a_tokenizer_that_adds_a_space_does_not_in_contents():
         (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), False),
     ],
 )  # fmt: skip
-def test_tokenizers_that_cut_otherwise(cut, cached):
+def test_other_pre_tokenizers(cut, cached):
     encoder = own({"aa": 256, "11": 257}, [("a", "a"), ("1", "1")], "<x>", pre_tokenizer=cut)
-    assert (encoder._cache is not None) == cached
+    assert (encoder.cache is not None) == cached
     for text in ("aa 11aa  11½٣!?\n", "x111 222\t  3", "aaa  "):
-        assert encoder.encode_plain(text) == encoder._encode_uncached(text)
+        assert encoder.encode_plain(text) == encoder.encode_uncached(text)

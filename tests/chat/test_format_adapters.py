@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -171,11 +170,11 @@ async def test_what_a_foreign_parser_finds_and_loses(fake, text, expected):
             assert parsed == want
 
 
-async def test_what_a_foreign_parser_raises_is_for_the_log_and_not_for_the_model(fake, caplog):
-    fake._level = logging.WARNING
-    for text in ("RAISE", "RAISE"):
-        (call,) = await fake(text, SCHEMAS)
-        assert call.error == "the tool call cannot be read"
+async def test_what_a_foreign_parser_raises_is_for_the_log_and_not_for_the_model(on_path, caplog):
+    with ForeignParser("sglang:fake") as parse:
+        for text in ("RAISE", "RAISE"):
+            (call,) = await parse(text, SCHEMAS)
+            assert call.error == "the tool call cannot be read"
     (record,) = [r for r in caplog.records if "raised on a model turn" in r.message]
     assert "IndexError: of its own" in record.message
 
@@ -196,7 +195,7 @@ async def test_what_is_lost_is_told_without_an_opening_tag_too(on_path):
     ],
 )
 async def test_a_text_that_ends_the_parser_ends_only_itself(fake, bad, error):
-    before = fake._process
+    before = fake.process
     gap, last, over = 0.0, time.monotonic(), False
 
     async def tick():
@@ -212,19 +211,19 @@ async def test_a_text_that_ends_the_parser_ends_only_itself(fake, bad, error):
     assert [r for i, r in enumerate(results) if i != 1] == [[ADD]] * 3
     assert len(results[1]) == 1 and error in results[1][0].error
     assert gap < 0.7, "the event loop stood still"
-    assert not before.running and fake._process is not before
+    assert not before.running and fake.process is not before
 
 
 async def test_a_parser_killed_from_outside_is_no_fault_of_the_text(fake):
-    os.kill(fake._process.pid, signal.SIGKILL)
-    assert fake._process.wait(10)
+    os.kill(fake.process.pid, signal.SIGKILL)
+    assert fake.process.wait(10)
     assert await fake(GOOD, SCHEMAS) == [ADD]
 
 
 async def test_closing_ends_the_process(on_path):
     with ForeignParser("sglang:fake") as parse:
-        assert parse._process.running
-    assert not parse._process.running
+        assert parse.process.running
+    assert not parse.process.running
     parse.close()
     slow = ForeignParser("sglang:fake", seconds=60.0)
     waiting = asyncio.create_task(slow("SLEEP", SCHEMAS))
@@ -232,7 +231,7 @@ async def test_closing_ends_the_process(on_path):
     start = time.monotonic()
     slow.close()
     assert time.monotonic() - start < 10
-    assert (await waiting)[0].error and not slow._process.running
+    assert (await waiting)[0].error and not slow.process.running
     with pytest.raises(RuntimeError):
         await parse(GOOD, SCHEMAS)
 
@@ -247,7 +246,7 @@ def test_the_process_dies_with_its_parent(on_path, doing):
 
         async def main():
             parse = ForeignParser("sglang:fake", seconds=2.0)
-            print(parse._process.pid, flush=True)
+            print(parse.process.pid, flush=True)
             if {doing!r} == "LOOP":
                 task = asyncio.create_task(parse("LOOP", []))
                 await asyncio.sleep(0.2)

@@ -587,16 +587,16 @@ class Gate:
     """Holds the engine's thread in a forward pass from the next one on, until opened."""
 
     def __init__(self, model: Qwen2ForCausalLM):
-        self.inside, self._open = threading.Event(), threading.Event()
+        self.inside, self.opened = threading.Event(), threading.Event()
         self._hook = model.lm_head.register_forward_hook(self._stop)
 
     def _stop(self, *_) -> None:
         self.inside.set()
-        self._open.wait(20)
+        self.opened.wait(20)
 
     def open(self) -> None:
         self._hook.remove()
-        self._open.set()
+        self.opened.set()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -950,7 +950,7 @@ async def test_turns_stand_still_while_weights_are_replaced():
         engine.begin("e")
         task = asyncio.create_task(ask(engine, tokens(5), Sampling(max_tokens=300), episode_id="e"))
         await asyncio.sleep(0.05)
-        with engine._paused():
+        with engine.paused():
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.6)
             engine.publish(update([], 2))  # stays paused

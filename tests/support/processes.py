@@ -29,7 +29,7 @@ class Processes:
             ["torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
         )
         self.size = size
-        self._pipes, self._processes = [], []
+        self.pipes, self.processes = [], []
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -40,18 +40,18 @@ class Processes:
             )
             process.start()
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            self.pipes.append(ours)
+            self.processes.append(process)
         self.call("is_ready")
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             pipe.send((rank, name, args, kwargs))
         answers = []
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             assert pipe.poll(SECONDS), f"{name}: a rank does not answer"
             how, answer, error = pipe.recv()
             if error:
@@ -60,7 +60,7 @@ class Processes:
         return answers if how is Dispatch.SPLIT else answers[0]
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.join()
 

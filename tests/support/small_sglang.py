@@ -28,7 +28,7 @@ class SmallSGLang:
     """The application."""
 
     def __init__(self, turns: Sequence[Sequence[int]], seconds: float):
-        self._turns, self._seconds = turns, seconds
+        self.turns, self.seconds = turns, seconds
         self._played: Counter[bytes] = Counter()
         self._now = self._most = 0
 
@@ -52,11 +52,11 @@ class SmallSGLang:
     async def _generate(self, body, episode: bytes | None) -> dict:
         ids = [0]  # a probe, which has no episode
         if episode is not None:
-            ids = self._turns[self._played[episode]]
+            ids = self.turns[self._played[episode]]
             self._played[episode] += 1
             self._now += 1
             self._most = max(self._most, self._now)
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(self.seconds)
             self._now -= 1
         meta = {
             "finish_reason": {"type": "stop"},

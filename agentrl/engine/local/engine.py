@@ -44,13 +44,16 @@ class LocalEngine(Engine):
     from its first turn to its end.
 
     With `deterministic=True`, two runs with the same weights, episodes and seeds compute the same
-    bits, however fast tools answer, provided that all episodes of a wave are announced before any
-    of them requests a turn, that none waits for another, and that none exceeds `patience`. The
-    cost: the engine waits if an episode is due that has neither requested a turn nor ended (see
-    `schedule`). So limit the number of episodes by `slots`, not by a semaphore outside. After
-    waiting `patience` seconds, the engine warns and continues without the late episode, whose turns
-    then join when they are requested; the rest of that wave is not bit-exact. With `False`, all
-    turns join when they are requested, and logprobs differ by floating-point noise from run to run.
+    bits, however fast tools answer. There are three conditions: all episodes that run together are
+    announced before one of them requests a turn, no episode waits for another episode, and no
+    episode keeps the engine waiting for more than `patience` seconds. The cost is that the engine
+    waits if an episode is due that has neither requested a turn nor ended (see `schedule`). So
+    limit the number of episodes by `slots`, not by a semaphore outside of the engine. After waiting
+    `patience` seconds, the engine warns and continues without the late episode, whose turns then
+    join when they are requested; the results of these episodes are no longer bit-exact.
+
+    With `deterministic=False`, all turns join when they are requested, and logprobs differ by
+    floating-point noise from run to run.
     """
 
     max_length: int
@@ -205,7 +208,7 @@ class LocalEngine(Engine):
         Raises:
             EngineError: the model has no tensor with one of the names, or its shape differs.
         """
-        with self._paused():
+        with self.paused():
             self._check_running()
             size = self._decoder.load(update.weights())
             self._version = update.version
@@ -219,7 +222,7 @@ class LocalEngine(Engine):
         self._worker.join()
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Pause decoding within the block. Deadlines are not extended."""
         with self._changed:
             self._pause_count += 1
