@@ -50,11 +50,11 @@ class Interaction(ABC):
     """
 
     config_only: ClassVar[tuple[str, ...]] = ()
-    """Arguments that a row must not set: a dataset does not choose where requests are sent."""
+    """Arguments that only the config may set: a dataset must not choose where requests are sent."""
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
-        """Return problems with the arguments' values. It is called before a model is loaded.
+        """Return problems with the arguments' values. agentrl calls this before it loads a model.
 
         Args:
             kwargs: the arguments of the row and the config. They fit the constructor's signature.
@@ -73,7 +73,7 @@ class Interaction(ABC):
         """
 
     async def close(self) -> None:
-        """Free the episode's resources. It is called once, however the episode ends."""
+        """Free the episode's resources. agentrl calls this once, even if the episode fails."""
         return None
 
 
@@ -84,7 +84,8 @@ def interaction(name: str) -> Callable[[I], I]:
     """Register an `Interaction` under the name that rows use. The class is returned unchanged.
 
     Raises:
-        RegistryError: it is not an `Interaction`, its methods are not async, or the name is taken.
+        RegistryError: the class is not an `Interaction`, its methods are not async, or another
+            class has the name.
     """
     if not isinstance(name, str):
         raise RegistryError(
@@ -161,15 +162,16 @@ async def respond(
         deadline: the `time.monotonic()` seconds at which to stop waiting.
 
     Raises:
-        EpisodeOver: "time": the deadline has passed.
-        UserCodeError: it raised, or returned something other than a `Reply` or None.
-        Infrastructure: it raised this itself. The sample is played again.
+        EpisodeOver: the deadline has passed.
+        UserCodeError: the interaction raised, or returned something other than a `Reply` or None.
+        Infrastructure: the interaction raised this exception. The sample is played again.
     """
-    named = f"interaction {type(interaction).__qualname__}"
+    label = f"interaction {type(interaction).__qualname__}"
     try:
         async with TimeLimit(deadline - time.monotonic()):
-            # Inside the time limit, so that a TimeoutError of the user's code is an error of it.
-            with user_code(f"{named}: respond"):
+            # Inside the time limit, so that a TimeoutError of the user's code becomes a
+            # `UserCodeError`.
+            with user_code(f"{label}: respond"):
                 reply = await interaction.respond(messages)
     except TimeoutError:
         raise EpisodeOver("time") from None
@@ -177,11 +179,11 @@ async def respond(
         return None
     if not isinstance(reply, Reply):
         raise UserCodeError(
-            f"{named}: respond returned {reply!r} ({type(reply).__name__});"
+            f"{label}: respond returned {reply!r} ({type(reply).__name__});"
             " it must return Reply(content, score=0.0, done=False), or None to end the conversation"
         )
     if not isinstance(reply.content, str):
-        raise UserCodeError(f"{named}: the content of {reply!r} must be a string")
+        raise UserCodeError(f"{label}: the content of {reply!r} must be a string")
     if not isinstance(reply.score, Real) or not math.isfinite(reply.score):
-        raise UserCodeError(f"{named}: the score of {reply!r} must be a finite number")
+        raise UserCodeError(f"{label}: the score of {reply!r} must be a finite number")
     return reply

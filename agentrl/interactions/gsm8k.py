@@ -16,7 +16,7 @@ NO_ANSWER = "I see no answer. End with '#### ' and the number, for example '####
 
 @interaction("gsm8k")
 class Gsm8kInteraction(Interaction):
-    """Checks the assistant's last message as the gsm8k grader does.
+    """A teacher who checks the assistant's last message as the gsm8k grader does.
 
     A right answer has score 1 and ends the conversation. A wrong answer has score 0, and the
     assistant may try again, up to `max_attempts` answers.
@@ -29,7 +29,7 @@ class Gsm8kInteraction(Interaction):
 
         Args:
             ground_truth: the right number.
-            query: the question. verl's rows contain it; it is not used.
+            query: the question. It is accepted because verl's rows contain it, and not used.
             max_attempts: the number of answers that the assistant may give.
             method: "strict" (`#### 12`) or "flexible" (the last number). The grader's default is
                 also strict.

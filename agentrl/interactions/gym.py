@@ -18,16 +18,16 @@ from agentrl.trajectory import Message, Sample
 from agentrl.workers import PerLoop, Threads
 
 MAX_THREADS = 64
-"""The number of environments of a process that step concurrently; the others wait."""
+"""The maximum number of environments of a process that step concurrently; the others wait."""
 CLOSE_S = 5.0
-"""The seconds that `close` waits for a step that is still running."""
+"""The time that `close` waits for a step that is still running, in seconds."""
 
 T = TypeVar("T")
 
 
 @interaction("gym")
 class GymInteraction(Interaction):
-    """Plays a Gymnasium environment whose actions and observations can be written as text.
+    """A Gymnasium environment whose actions and observations can be written as text.
 
     Each assistant message is parsed as an action. The reward of the step is the score of the turn,
     and the next observation is the reply. All rollouts of a row use the row's seed, so they begin
@@ -53,19 +53,19 @@ class GymInteraction(Interaction):
         max_steps: int = 0,
         invalid_penalty: float = 0.0,
     ):
-        """Choose the environment of one episode. It is made at the first assistant message.
+        """Choose the environment of one episode. The first assistant message creates it.
 
         Args:
             sample: the dataset row.
             envs: the environments that rows may name.
-            env_id: one of them; optional if there is only one.
+            env_id: the environment, one of `envs`; optional if `envs` has only one.
             env_kwargs: the arguments of `gymnasium.make`.
             seed: the seed of `reset`; by default the row's number.
             reset_options: the `options` of `reset`.
             actions: the names of discrete actions, in order; by default actions are numbers.
             observations: the names of the parts of an observation, or of the values of a
                 `Discrete` one.
-            max_steps: the number of steps after which the episode ends; 0: the environment decides.
+            max_steps: the number of steps after which the episode ends; 0 means no limit.
             invalid_penalty: the penalty for a message without a valid action.
         """
         self._env_id = choose_env(env_id, envs)
@@ -73,12 +73,12 @@ class GymInteraction(Interaction):
         self._seed = sample.row if seed is None else seed
         self._reset_options = dict(reset_options) if reset_options else None
         self.actions, self.observations = tuple(actions), tuple(observations)
-        self._left = max_steps or -1
+        self._steps_left = max_steps or -1
         self._invalid_penalty = invalid_penalty
         self._lock = threading.Lock()
-        """A step whose episode has ended may still run in its thread."""
+        """Held by a step and by `close`: a step may still run after its episode has ended."""
         self.env: Any = None
-        """The environment; None until it is made."""
+        """The environment; None until it is created."""
 
     @classmethod
     def first(cls, seed: int, *, envs: Sequence[str], **kwargs: Any) -> str:
@@ -97,7 +97,10 @@ class GymInteraction(Interaction):
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
-        """Make the environment and check its spaces, once for each set of arguments."""
+        """Return problems with the environment's spaces, from an environment that is then closed.
+
+        It is created once for each set of arguments.
+        """
         kind = {k: v for k, v in kwargs.items() if k not in ("seed", "reset_options")}
         key = f"{cls.__module__}.{cls.__qualname__} {kind!r}"
         if key not in _problems:
@@ -129,15 +132,15 @@ class GymInteraction(Interaction):
         with self._lock:
             if self.env is None:
                 self._reset()
-            self._left -= 1
+            self._steps_left -= 1
             env: Any = self.env
             action = self.read(without_thoughts(text))
             if action is None:
-                how = _spaces().how_to_act(env.action_space, self.actions)
-                content = f"Error: no valid action found. Reply with {how}."
-                return Reply(content, -self._invalid_penalty, done=self._left == 0)
+                expected = _spaces().describe_action(env.action_space, self.actions)
+                content = f"Error: no valid action found. Reply with {expected}."
+                return Reply(content, -self._invalid_penalty, done=self._steps_left == 0)
             observation, reward, terminated, truncated, _ = env.step(action)
-            done = bool(terminated or truncated or self._left == 0)
+            done = bool(terminated or truncated or self._steps_left == 0)
             return Reply(self.describe(observation), float(reward), done)
 
     def _close(self) -> None:
@@ -153,7 +156,7 @@ def choose_env(env_id: str, envs: Sequence[str]) -> str:
     """Return the id of the environment to play.
 
     Raises:
-        ValueError: it is not one of those that the config allows.
+        ValueError: the environment is not one of those that the config allows.
     """
     if env_id in envs:
         return env_id
@@ -189,10 +192,15 @@ def _check_env(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str
     except Exception as e:
         return [f"gymnasium.make({env_id!r}) raised {type(e).__name__}: {e}"]
     try:
-        read = None if cls.read is not GymInteraction.read else env.action_space
-        shown = None if cls.describe is not GymInteraction.describe else env.observation_space
+        action_space = None if cls.read is not GymInteraction.read else env.action_space
+        observation_space = (
+            None if cls.describe is not GymInteraction.describe else env.observation_space
+        )
         names = kwargs.get("actions", ()), kwargs.get("observations", ())
-        return [f"{env_id}: {what}" for what in spaces.problems(read, shown, *names)]
+        return [
+            f"{env_id}: {problem}"
+            for problem in spaces.problems(action_space, observation_space, *names)
+        ]
     finally:
         env.close()
 

@@ -28,11 +28,11 @@ GREETING = "Hello! How can I help you?"
 
 @interaction("simulated_user")
 class SimulatedUser(Interaction):
-    """Replies as a user with a persona and a goal, until that user is done.
+    """A user with a persona and a goal, whose replies a language model writes.
 
     The model sees the conversation with the roles exchanged: the row's prompt is its own message,
-    the assistant's messages are the user's. It sees no system message, no tool call and no tool
-    result. It gives no score; a reward function decides whether the goal was reached.
+    and the assistant's messages are user messages. It sees no system message, no tool call and no
+    tool result. Its replies have no score; a reward function decides whether the goal was reached.
     """
 
     config_only = ("url", "model", "token_env", "max_tokens", "temperature", "timeout_s")
@@ -56,7 +56,7 @@ class SimulatedUser(Interaction):
         Args:
             sample: the dataset row. Its prompt is the user's first message.
             chat: the run's engine, used if there is no `url`.
-            goal: what the user wants and knows. The model must not say anything else.
+            goal: the goal of the user and the facts that the user knows.
             persona: who the user is and how they write.
             max_turns: the number of replies; then the conversation ends.
             url: the URL of an OpenAI-compatible server, with `/v1` at its end.
@@ -70,11 +70,11 @@ class SimulatedUser(Interaction):
         self._chat: Chat = self._client or chat
         self._sampling = {"max_tokens": max_tokens, "temperature": temperature}
         self._timeout_s = timeout_s
-        self._left = max_turns
+        self._replies_left = max_turns
         persona = f"Your persona: {persona}\n" if persona else ""
         self._messages = [
             Message("system", ROLE.format(persona=persona, goal=goal, done=DONE)),
-            *_with_roles_exchanged(sample.prompt),
+            *_exchange_roles(sample.prompt),
         ]
 
     @classmethod
@@ -106,14 +106,14 @@ class SimulatedUser(Interaction):
         Raises:
             Infrastructure: the model gave no reply. The sample is played again.
         """
-        if self._left < 1:
+        if self._replies_left < 1:
             return None
-        self._left -= 1
+        self._replies_left -= 1
         message = without_thoughts(messages[-1].content).strip()
         self._messages.append(Message("user", message or "(no message)"))
         deadline = time.monotonic() + self._timeout_s
         text = await self._chat(tuple(self._messages), deadline=deadline, **self._sampling)
-        reply, done, _ = _without_thinking(text).partition(DONE)
+        reply, done, _ = _remove_thinking(text).partition(DONE)
         self._messages.append(Message("assistant", reply.strip()))
         return Reply(reply.strip(), done=bool(done) or not reply.strip())
 
@@ -123,7 +123,7 @@ class SimulatedUser(Interaction):
             await self._client.aclose()
 
 
-def _with_roles_exchanged(prompt: Sequence[Message]) -> Iterator[Message]:
+def _exchange_roles(prompt: Sequence[Message]) -> Iterator[Message]:
     """Yield the user and assistant messages of the prompt, each with the other role."""
     roles: dict[str, Role] = {"user": "assistant", "assistant": "user"}
     messages = [Message(roles[m.role], m.content) for m in prompt if m.role in roles]
@@ -132,7 +132,7 @@ def _with_roles_exchanged(prompt: Sequence[Message]) -> Iterator[Message]:
     yield from messages
 
 
-def _without_thinking(text: str) -> str:
+def _remove_thinking(text: str) -> str:
     """Return a reply without the thinking before it.
 
     Raises:

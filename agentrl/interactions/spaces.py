@@ -24,28 +24,29 @@ def describe(space: Space[Any], value: Any, names: Sequence[str] = ()) -> str:
     Args:
         space: the space of the observation.
         value: the observation.
-        names: the names of its numbers or parts in order, or of the values of a `Discrete`.
+        names: the names of the observation's numbers or parts in order, or of the values of a
+            `Discrete`.
     """
     if isinstance(space, Discrete):
         return names[int(value) - int(space.start)] if names else str(int(value))
     if isinstance(space, Tuple):
-        return _listed([describe(s, v) for s, v in zip(space.spaces, value, strict=True)], names)
+        return _join([describe(s, v) for s, v in zip(space.spaces, value, strict=True)], names)
     if isinstance(space, Dict):
-        return _listed([describe(s, value[k]) for k, s in space.spaces.items()], [*space.spaces])
+        return _join([describe(s, value[k]) for k, s in space.spaces.items()], [*space.spaces])
     if isinstance(space, ArraySpace):
         texts = [f"{x:.3g}" for x in np.asarray(value, float).ravel()]
-        return _listed(texts, names) if names else f"[{', '.join(texts)}]"
+        return _join(texts, names) if names else f"[{', '.join(texts)}]"
     return str(value)
 
 
-def _listed(texts: Sequence[str], names: Sequence[str]) -> str:
+def _join(texts: Sequence[str], names: Sequence[str]) -> str:
     if not names:
         return ", ".join(texts)
     return ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
 
 
 def read_action(space: Space[Any], text: str, names: Sequence[str] = ()) -> Any:
-    """Return the last action in a text; None if there is none, or it is not in the space.
+    """Return the last action in a text; None if there is no action, or it is not in the space.
 
     Args:
         space: the space of the actions.
@@ -55,7 +56,7 @@ def read_action(space: Space[Any], text: str, names: Sequence[str] = ()) -> Any:
     if isinstance(space, Text):
         action: Any = text.strip()
     elif isinstance(space, Discrete):
-        action = _named(text, names) if names else _whole(text)
+        action = _find_name(text, names) if names else _find_integer(text)
         if action is not None:
             action = np.int64(action + (int(space.start) if names else 0))
     else:
@@ -63,7 +64,7 @@ def read_action(space: Space[Any], text: str, names: Sequence[str] = ()) -> Any:
     return action if action is not None and space.contains(action) else None
 
 
-def _named(text: str, names: Sequence[str]) -> int | None:
+def _find_name(text: str, names: Sequence[str]) -> int | None:
     """Return the index of the name that occurs last in the text."""
     longest = sorted(names, key=len, reverse=True)
     matches = re.findall(
@@ -72,7 +73,7 @@ def _named(text: str, names: Sequence[str]) -> int | None:
     return [n.casefold() for n in names].index(matches[-1].casefold()) if matches else None
 
 
-def _whole(text: str) -> int | None:
+def _find_integer(text: str) -> int | None:
     numbers = re.findall(r"(?<![\w.])-?\d{1,9}(?!\w|\.\d)", text)
     return int(numbers[-1]) if numbers else None
 
@@ -88,12 +89,12 @@ def _array(space: Any, text: str) -> Any:
             return None
     except (ValueError, TypeError):
         return None
-    whole = values.astype(space.dtype)
-    return whole.reshape(space.shape) if np.allclose(whole, values) else None
+    array = values.astype(space.dtype)
+    return array.reshape(space.shape) if np.allclose(array, values) else None
 
 
-def how_to_act(space: Space[Any], names: Sequence[str] = ()) -> str:
-    """Return what an action looks like, for the message about an invalid one."""
+def describe_action(space: Space[Any], names: Sequence[str] = ()) -> str:
+    """Return a description of valid actions, for the message about an invalid action."""
     if isinstance(space, Discrete):
         if names:
             return f"one of: {', '.join(names)}"
@@ -110,27 +111,32 @@ def how_to_act(space: Space[Any], names: Sequence[str] = ()) -> str:
 def problems(
     actions: Space[Any] | None,
     observations: Space[Any] | None,
-    named: Sequence[str],
-    labels: Sequence[str],
+    action_names: Sequence[str],
+    observation_names: Sequence[str],
 ) -> Iterator[str]:
-    """Return why an environment cannot be played as text, or why the names do not fit it.
+    """Yield why an environment cannot be played as text, or why the names do not fit its spaces.
 
     Args:
         actions: the space of the actions; None if a class overrides `read`.
         observations: the space of the observations; None if a class overrides `describe`.
-        named: the argument `actions`.
-        labels: the argument `observations`.
+        action_names: the argument `actions` of the interaction.
+        observation_names: the argument `observations` of the interaction.
     """
     if actions is not None:
         if not isinstance(actions, Discrete | Text | ArraySpace):
             yield f"its actions {actions} cannot be read from text: override `read`"
-        elif named and not (isinstance(actions, Discrete) and len(named) == actions.n):
-            yield f"actions={list(named)} must have one name for each of {actions}"
+        elif action_names and not (
+            isinstance(actions, Discrete) and len(action_names) == actions.n
+        ):
+            yield f"actions={list(action_names)} must have one name for each of {actions}"
     if observations is not None:
         if _size(observations) > MAX_ENTRIES:
             yield f"its observations {observations} cannot be described: override `describe`"
-        elif labels and len(labels) != _parts(observations):
-            yield f"observations={list(labels)} must have one name for each part of {observations}"
+        elif observation_names and len(observation_names) != _parts(observations):
+            yield (
+                f"observations={list(observation_names)} must have one name for each part of"
+                f" {observations}"
+            )
 
 
 def _parts(space: Space[Any]) -> int:

@@ -19,7 +19,7 @@ from agentrl.config import Config
 from agentrl.data import check_samples
 from agentrl.errors import DataError, EpisodeOver, UserCodeError
 from agentrl.interactions import GymInteraction, respond
-from agentrl.interactions.spaces import describe, how_to_act, read_action
+from agentrl.interactions.spaces import describe, describe_action, read_action
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trajectory import Message, Sample
 
@@ -111,7 +111,7 @@ def played(sample, *answers, config=CONFIG):
     return play(sample, Scripted(list(answers), TOKENIZER), TOKENIZER, config=config)
 
 
-def test_a_walk():
+def test_an_episode_in_a_gym_environment():
     t = played(row(reset_options={"at": 0}, actions=["left", "right"]), *["I go right."] * 3)
     assert [m.content for m in t.messages if m.role == "user"] == ["Go.", "1", "2"]
     assert [turn.rewards["turn"] for turn in t.turns] == [-1, -1, 10]
@@ -133,7 +133,7 @@ def test_rollouts_of_a_row_begin_alike_and_rows_differ():
     assert walked(replace(row(seed=1), row=1)) == walked(replace(row(seed=1), row=2))
 
 
-def test_an_answer_without_an_action_is_said_and_costs():
+def test_an_answer_without_an_action_gets_an_error_and_a_penalty():
     sample = row(reset_options={"at": 2}, actions=["left", "right"], invalid_penalty=0.5)
     t = played(sample, "Er, up?", "no... left... no, RIGHT!")
     assert t.messages[2].content == "Error: no valid action found. Reply with one of: left, right."
@@ -178,7 +178,7 @@ async def test_a_step_that_hangs_ends_with_the_episode_and_is_closed_after_it():
     assert CLOSED == ["echo"]
 
 
-async def test_many_side_by_side():
+async def test_many_environments_at_once():
     """Twenty steps that sleep take as long as one: none is in another's way."""
     ones = [GymInteraction(row(), envs=["agentrl_tests/Echo-v0"]) for _ in range(20)]
     started = time.monotonic()
@@ -256,11 +256,11 @@ def test_actions_are_read(space, text, names, action):
     assert (result is None) == (action is None)
     assert action is None or np.array_equal(result, action)
     assert result is None or space.contains(result)
-    assert how_to_act(space, names)
+    assert describe_action(space, names)
 
 
 @given(st.text('0123456789-.,[]eE {}"naif\n', max_size=60))
-def test_whatever_is_written_is_an_action_or_none(text):
+def test_any_text_is_an_action_or_none(text):
     for space in (spaces.Discrete(4), BOX, spaces.MultiDiscrete([3, 4]), spaces.Box(-1, 1, ())):
         result = read_action(space, text)
         assert result is None or space.contains(result)
@@ -297,7 +297,7 @@ def test_whatever_is_written_is_an_action_or_none(text):
         ({"seed": 1, "sead": 2}, {"envs": ["CartPole-v1"]}, "unknown argument 'sead'"),
     ],
 )
-def test_what_cannot_be_played_is_said_before(row_kwargs, config, says):
+def test_unsupported_environments_are_refused_before_the_run(row_kwargs, config, says):
     class Picture(Corridor):
         observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
@@ -315,7 +315,7 @@ def test_an_unchecked_row_cannot_name_another_environment_either():
         played(row("CartPole-v1"), "0")
 
 
-def test_words_of_ones_own():
+def test_custom_texts():
     @interaction("corridor")
     class InWords(GymInteraction):
         def describe(self, observation):
