@@ -33,9 +33,14 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 class Registry(Generic[T]):
     """A dictionary of named entries whose error messages list the known names.
 
-    Shipped entries that are slow to import (because they need torch) are imported by `get` when
-    they are needed: `shipped` are their names, and `home` is the module or package that defines
-    them.
+    Args:
+        kind: the kind of entries, for messages.
+        aliases: the registered name of each alias.
+        shipped: the names of entries that are slow to import, because they need torch. `get`
+            imports them when one is needed.
+        home: the module or package that defines the shipped entries.
+        replaceable: whether a definition of the user's replaces a shipped one with the same name.
+            If not, it is refused.
     """
 
     def __init__(
@@ -45,35 +50,56 @@ class Registry(Generic[T]):
         *,
         shipped: Iterable[str] = (),
         home: str = "",
+        replaceable: bool = False,
     ):
         self.kind = kind
         self.aliases = dict(aliases or {})
         self.shipped = frozenset(shipped)
         self._home = home
+        self._replaceable = replaceable
         self._entries: dict[str, T] = {}
+        self._agentrl_names: set[str] = set()
 
     def add(self, name: str, entry: T) -> T:
-        """Register an entry. The same definition may be registered again.
+        """Register an entry and return it. The same definition may be registered again.
+
+        A shipped entry that the user has replaced already is not registered.
 
         Raises:
-            RegistryError: the name belongs to another definition or to a shipped one.
+            RegistryError: the name belongs to another definition, or to a shipped one that cannot
+                be replaced.
         """
         module = getattr(entry, "__module__", "")
         if name in self.shipped and not f"{module}.".startswith(f"{self._home}."):
             raise RegistryError(
                 f"{_origin(entry)} has the name of the shipped {self.kind} {name!r}. Rename it."
             )
-        present = self._entries.get(name)
-        if present is not None and _origin(present) != _origin(entry):
+        existing = self._entries.get(name)
+        is_other = existing is not None and _origin(existing) != _origin(entry)
+        may_replace = self._replaceable and is_shipped(existing) != is_shipped(entry)
+        if is_other and not may_replace:
             raise RegistryError(
-                f"two definitions of the {self.kind} {name!r}: {_origin(present)} and"
+                f"two definitions of the {self.kind} {name!r}: {_origin(existing)} and"
                 f" {_origin(entry)}. Rename one of them."
             )
+        if is_shipped(entry):
+            self._agentrl_names.add(name)
+            if existing is not None and not is_shipped(existing):
+                return entry
         self._entries[name] = entry
         return entry
 
+    def user_names(self) -> list[str]:
+        """Return the names that the user's files define, sorted."""
+        return sorted(name for name, entry in self._entries.items() if not is_shipped(entry))
+
+    def replaced(self) -> dict[str, str]:
+        """Return the shipped names that the user's files define anew, and where they do."""
+        users = set(self.user_names()) & self._agentrl_names
+        return {name: _origin(self._entries[name]) for name in sorted(users)}
+
     def get(self, name: str) -> T:
-        """Return the entry of that name or alias.
+        """Return the entry with a name or an alias.
 
         Raises:
             RegistryError: the name is unknown; the message lists the known names.
@@ -127,6 +153,15 @@ class Registry(Generic[T]):
         return name in self._entries or name in self.shipped
 
 
+def is_shipped(entry: Any) -> bool:
+    """Return whether agentrl defines an entry itself.
+
+    An entry that a file of verl's names is the user's choice, also if `agentrl.compat` defines it.
+    """
+    module = getattr(getattr(entry, "target", entry), "__module__", None) or ""
+    return module.startswith("agentrl.") and not module.startswith("agentrl.compat.")
+
+
 def _origin(entry: Any) -> str:
     """Return file and qualified name of a definition."""
     entry = getattr(entry, "target", entry)
@@ -140,7 +175,7 @@ tools: Registry[Any] = Registry("tool")
 agent_loops: Registry[Any] = Registry(
     "agent loop", {"single_turn_agent": "single_turn", "react_agent": "react"}
 )
-interactions: Registry[Any] = Registry("interaction")
+interactions: Registry[Any] = Registry("interaction", replaceable=True)
 rewards: Registry[Any] = Registry(
     "reward", shipped=("reward_model",), home="agentrl.trainer.reward_model"
 )
@@ -174,7 +209,7 @@ def advantage_estimator(name: str) -> Callable[[F], F]:
     function unchanged.
 
     Raises:
-        RegistryError: the name is taken, or is no text.
+        RegistryError: the name belongs to another definition, or is not a string.
     """
     return _decorator(advantage_estimators, name)
 
@@ -211,20 +246,23 @@ def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F
 SHELF = "shelf:"
 YAML = (".yaml", ".yml")
 VERL, MCP = "agentrl.compat.verl", "agentrl.tools.mcp.source"
-"""Modules above this one in the import order; they are imported when a file needs them."""
+"""Modules that import this one. So they are imported only when a user file needs them."""
 
 
 def shelf_folder() -> Path:
     """Return the folder of the shipped tools: in the installed package or in the checkout."""
-    here = Path(__file__).parent
-    installed = here / "_shelf"
-    return installed if installed.is_dir() else here.parent / "tools_registry"
+    package = Path(__file__).parent
+    package_data = package / "_shelf"
+    return package_data if package_data.is_dir() else package.parent / "tools_registry"
 
 
 def where_to_load(*names: str) -> str:
-    """Return advice for names that no loaded file defines; it names shipped tool files."""
-    on_shelf = [n for n in names if n.isidentifier() and (shelf_folder() / f"{n}.py").is_file()]
-    return " ".join(["Load its file with --file", *(SHELF + name for name in on_shelf[:1])])
+    """Return how to load the file of a name that no loaded file defines.
+
+    If a name is that of a shipped tool file, the advice contains `shelf:NAME`.
+    """
+    shipped = [n for n in names if n.isidentifier() and (shelf_folder() / f"{n}.py").is_file()]
+    return " ".join(["Load its file with --file", *(SHELF + name for name in shipped[:1])])
 
 
 def resolve_file(name: str) -> Path:
@@ -253,8 +291,8 @@ def resolve_file(name: str) -> Path:
 def load_file(name: str) -> Any:
     """Run a user file once, so that its decorators register its definitions; return the module.
 
-    A YAML file is one of verl's that lists tools or interactions, which are registered. A name that
-    starts with `mcp+` is the address of an MCP server of tools.
+    A YAML file is in verl's format: it lists tools or interactions, and all of them are registered.
+    A name that starts with `mcp+` is the address of an MCP server, whose tools are registered.
 
     Raises:
         UserError: the file is missing or raises an error; the message names the line.
@@ -275,7 +313,7 @@ def load_file(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        _run(spec.loader, module)
+        sys.modules[module_name] = module = _run(spec.loader, module, path)
     except UserError:
         del sys.modules[module_name]
         raise
@@ -286,18 +324,23 @@ def load_file(name: str) -> Any:
     return module
 
 
-def _run(loader: Loader, module: ModuleType) -> None:
-    """Run a module's file, with a substitute for verl if it imports verl and verl is missing."""
+def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
+    """Run a module's file and return the module.
+
+    If it imports verl and verl is not installed, install a substitute. If it has relative imports,
+    as the classes in verl's folders have, they find the files of its folder and verl's modules.
+    """
     try:
         loader.exec_module(module)
-    except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] != "verl":
-            raise
+    except ImportError as e:
         verl = importlib.import_module(VERL)
+        if verl.is_relative(e):
+            return verl.load_relative(path)
         if not verl.is_missing(e):
             raise
         verl.stand_in()
-        loader.exec_module(module)
+        return _run(loader, module, path)
+    return module
 
 
 def _line_in(path: Path, error: Exception) -> str:

@@ -7,6 +7,7 @@ Plain rows have their fields at the top level; verl's rows have them in `extra_i
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
@@ -16,6 +17,8 @@ from agentrl import registry
 from agentrl.data.files import Row, read_rows
 from agentrl.errors import DataError
 from agentrl.trajectory import Message, Role, Sample
+
+log = logging.getLogger("agentrl")
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 """The keys of `extra_info` that are not copied to `Sample.extra`."""
@@ -28,7 +31,7 @@ COLUMNS = (
 CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows them"
 """The message about `tool_calls`: prompts and examples are text as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
-"""The interaction of verl's rows that do not name one."""
+"""The interaction of verl's rows that do not name one, if a file of the run defines it."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
 
@@ -38,10 +41,12 @@ class Mistakes:
 
     def __init__(self, path: str):
         self.path = path
+        self.ignored = 0
+        """The number of rows whose `interaction_kwargs` are ignored."""
         self._rows: dict[tuple[str, str], list[int]] = {}
 
     def add(self, row: int, field: str, what: str) -> None:
-        """Add a mistake in `field` of row `row` (counted from 0); `what` says how to fix it."""
+        """Add a mistake in `field` of row `row` (counted from 0); `what` is the message."""
         self._rows.setdefault((field, what), []).append(row)
 
     @property
@@ -100,11 +105,18 @@ def load_samples(
         malformed = mistakes.rows
         check([s for s in samples if s.row not in malformed], mistakes)
     mistakes.raise_any()
+    if mistakes.ignored:
+        log.warning(
+            "%s: interaction_kwargs without a name are ignored, as in verl, because no file of the"
+            " run (--file) defines an interaction (rows: %s)",
+            path,
+            f"{mistakes.ignored:,}",
+        )
     return samples
 
 
 class _Reader:
-    """Converts one row. What it cannot read is added to the mistakes."""
+    """Converts one row. A value that it cannot read becomes a mistake."""
 
     def __init__(self, row: Row, number: int, mistakes: Mistakes):
         self.number = number
@@ -214,13 +226,33 @@ class _Reader:
         verl = self.mapping("extra_info.interaction_kwargs", self.extra.get("interaction_kwargs"))
         kwargs = dict(self.same("interaction_kwargs", own or None, verl or None) or {})
         name = self.same("interaction", self.row.get("interaction"), kwargs.pop("name", None))
-        if name is None and kwargs:
-            if own:
-                self.wrong("interaction", "is missing, but there are interaction_kwargs")
-            name = DEFAULT_INTERACTION
+        if name is None and own:
+            self.wrong("interaction", "is missing, but there are interaction_kwargs")
+        elif name is None and verl:
+            name = self.unnamed_interaction()
+            if name is None:
+                kwargs = {}
         if name is not None and not isinstance(name, str):
             self.wrong("interaction", f"must be a string, not {name!r:.60}")
         return str(name or ""), kwargs
+
+    def unnamed_interaction(self) -> str | None:
+        """Return the interaction of a row of verl's that names none; None if there is none.
+
+        verl's preprocessing scripts write such rows also for runs without an interaction. verl
+        ignores them unless the run configures interactions; here, that is a file that defines one.
+        """
+        defined = registry.interactions.user_names()
+        if defined and DEFAULT_INTERACTION not in defined:
+            self.wrong(
+                "extra_info.interaction_kwargs",
+                f"has no name, and the files of the run define {', '.join(defined)}. Add one of"
+                " these as its name",
+            )
+        if DEFAULT_INTERACTION in defined:
+            return DEFAULT_INTERACTION
+        self.mistakes.ignored += not defined
+        return None
 
     # -- fields in general ------------------------------------------------------------------------
 
@@ -231,7 +263,7 @@ class _Reader:
         return str(value)
 
     def mapping(self, field: str, value: Any) -> Row:
-        """Return a mapping, which may also be JSON text."""
+        """Return a value as a mapping; parse it if it is JSON text."""
         if value is None:
             return {}
         if isinstance(value, str):
@@ -246,7 +278,7 @@ class _Reader:
         return value
 
     def either(self, plain: str, verl: str) -> Any:
-        """Return a field of the row or, under verl's name, of `extra_info`."""
+        """Return a field from the row or, with verl's name, from `extra_info`."""
         return self.same(plain, self.row.get(plain), self.extra.get(verl))
 
     def same(self, field: str, plain: Any, verl: Any) -> Any:
@@ -256,7 +288,7 @@ class _Reader:
         return verl if plain is None else plain
 
     def refuse_near_misses(self, prefix: str, row: Row, known: Iterable[str]) -> None:
-        """Add a mistake for each misspelled column, which would be taken for one of the user's."""
+        """Add a mistake for each misspelled column: it would become a field of `Sample.extra`."""
         for name in row:
             if name not in known:
                 for meant in difflib.get_close_matches(name, known, n=1, cutoff=0.85):

@@ -50,6 +50,8 @@ class RewardOptions:
     sandbox: bool = False
 
 
+GENRM_ARGUMENTS = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments that verl passes if it serves a generative reward model."""
 _OPTIONS = "_agentrl_reward"
 
 
@@ -155,7 +157,12 @@ class Grader:
         home = getattr(function, "__module__", None) or ""
         is_ours = home.startswith("agentrl.")
         pools = ["pool"] if is_ours and "pool" in parameters else []
-        if self.is_compute_score and not options.group:
+        if genrm := [n for n in GENRM_ARGUMENTS if n in parameters and n not in bound]:
+            problems = [
+                f"its {' and '.join(genrm)} would be those of verl's generative reward model"
+                " (genrm), which agentrl does not serve. Ask a judge instead (docs/rewards.md)"
+            ]
+        elif self.is_compute_score and not options.group:
             problems = find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
         elif kinds and kinds[0] in POSITIONAL:
             problems = find_argument_problems(self.function, bound, [*parameters][:1])

@@ -6,11 +6,9 @@ import asyncio
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from agentrl import play
 from agentrl.compat.verl.adapters import convert_result, interaction_name
 from agentrl.compat.verl.bases import ToolResponse
 from agentrl.compat.verl.stand_in import _Finder
@@ -20,41 +18,16 @@ from agentrl.errors import DataError, RegistryError, UserCodeError, UserError
 from agentrl.registry import load_file
 from agentrl.rewards import make_scorer
 from agentrl.rewards.base import Grader
-from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample, ToolCall
+from agentrl.trajectory import Sample, ToolCall
 
-HERE = Path(__file__).parents[1] / "fixtures" / "verl"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays(no_tools):
-    """Neither registered names nor modules nor the finder outlive a test."""
-    before, path, finders = set(sys.modules), list(sys.path), list(sys.meta_path)
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("verl", "till_tools", "riddles") or name.startswith(
-            "agentrl_user_"
-        ):
-            del sys.modules[name]
-    sys.path[:], sys.meta_path[:] = path, finders
-
-
-def call(name: str, **arguments) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def played(turns, **row):
-    tokenizer = byte_tokenizer()
-    sample = Sample("s", (Message("user", "Go."),), "tool_agent", **row)
-    return play(sample, Scripted(turns, tokenizer), tokenizer)
-
+from .conftest import FIXTURES, call, played, yaml_of
 
 # -- tools ----------------------------------------------------------------------------------------
 
 
 def test_a_tool_lives_for_the_episode():
-    load_file(str(HERE / "tools.yaml"))
+    load_file(str(FIXTURES / "tools.yaml"))
     events = sys.modules["till_tools"].EVENTS
     trajectory = played(
         [call("put_in", amount=3), call("put_in", amount=4), call("put_in", amount="x"), "done"],
@@ -78,10 +51,10 @@ def test_a_tool_lives_for_the_episode():
     assert trajectory.turn_rewards("tool") == 0.5
 
 
-def test_scope_call_is_an_instance_for_each_call(tmp_path):
-    text = (HERE / "tools.yaml").read_text().replace("goal: 12", "goal: 4, scope: call")
+def test_scope_call_makes_an_instance_for_each_call(tmp_path):
+    text = (FIXTURES / "tools.yaml").read_text().replace("goal: 12", "goal: 4, scope: call")
     (tmp_path / "tools.yaml").write_text(text)
-    (tmp_path / "till_tools.py").write_text((HERE / "till_tools.py").read_text())
+    (tmp_path / "till_tools.py").write_text((FIXTURES / "till_tools.py").read_text())
     load_file(str(tmp_path / "tools.yaml"))
     trajectory = played(
         [call("put_in", amount=3), call("put_in", amount=4), "done"], tools=("put_in",)
@@ -96,9 +69,9 @@ def test_scope_call_is_an_instance_for_each_call(tmp_path):
     assert trajectory.turn_rewards("tool") == 0.25 + 1.25
 
 
-def test_release_follows_an_episode_that_fails():
-    load_file(str(HERE / "tools.yaml"))
-    load_file(str(HERE / "interactions.yaml"))
+def test_release_is_called_if_the_episode_fails():
+    load_file(str(FIXTURES / "tools.yaml"))
+    load_file(str(FIXTURES / "interactions.yaml"))
     with pytest.raises(UserCodeError, match="riddle broken"):
         played(
             [call("put_in", amount=3), "crash"],
@@ -111,7 +84,7 @@ def test_release_follows_an_episode_that_fails():
 
 
 def test_the_tutorials_tool_checks_answers():
-    load_file(str(HERE / "tools.yaml"))
+    load_file(str(FIXTURES / "tools.yaml"))
     trajectory = played(
         [call("calc_gsm8k_reward", answer="4"), call("calc_gsm8k_reward", answer="#### 7"), "7"],
         tools=("calc_gsm8k_reward",),
@@ -124,7 +97,7 @@ def test_the_tutorials_tool_checks_answers():
 
 
 async def test_functions_are_tools():
-    load_file(str(HERE / "functions.py"))
+    load_file(str(FIXTURES / "functions.py"))
     toolbox = LocalToolbox()
     names = ("shout", "twice", "bare")
     shout, twice, bare = toolbox.schemas(names)
@@ -186,8 +159,8 @@ def test_a_tool_may_have_messages_of_its_own(tmp_path):
 # -- interactions ---------------------------------------------------------------------------------
 
 
-def test_an_interaction_is_started_asked_and_finalized():
-    load_file(str(HERE / "interactions.yaml"))
+def test_an_interaction_is_started_called_and_finalized():
+    load_file(str(FIXTURES / "interactions.yaml"))
     events = sys.modules["riddles"].EVENTS
     trajectory = played(
         ["#### 4", "#### 7"],
@@ -200,9 +173,9 @@ def test_an_interaction_is_started_asked_and_finalized():
 
 
 def test_the_tutorials_interaction_says_whether_it_is_right():
-    load_file(str(HERE / "interactions.yaml"))
+    load_file(str(FIXTURES / "interactions.yaml"))
     trajectory = played(
-        ["4", "So it is 7."], interaction="gsm8k_of_verl", interaction_kwargs={"ground_truth": "7"}
+        ["7", "It is #### 7"], interaction="gsm8k_of_verl", interaction_kwargs={"ground_truth": "7"}
     )
     assert trajectory.messages[2].content.startswith("Your response is incorrect!")
     assert trajectory.turn_rewards("turn") == 1.0 and trajectory.stop_reason == "done"
@@ -212,16 +185,16 @@ def test_the_tutorials_interaction_says_whether_it_is_right():
     ("class_name", "name"),
     [("a.b.Gsm8kInteraction", "gsm8k"), ("WeatherInteraction", "weather"), ("a.Other", "other")],
 )
-def test_names_as_verl_gives_them(class_name, name):
+def test_names_are_those_of_verl(class_name, name):
     assert interaction_name(class_name) == name
 
 
 # -- rows and rewards -----------------------------------------------------------------------------
 
 
-def test_verls_rows_name_them(tmp_path):
-    load_file(str(HERE / "tools.yaml"))
-    load_file(str(HERE / "interactions.yaml"))
+def test_verls_rows_name_tools_and_interactions(tmp_path):
+    load_file(str(FIXTURES / "tools.yaml"))
+    load_file(str(FIXTURES / "interactions.yaml"))
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "How much?"}],
@@ -242,7 +215,7 @@ def test_verls_rows_name_them(tmp_path):
     assert sample.ground_truth == "12" and sample.data_source == "openai/gsm8k"
 
 
-def test_a_row_that_lacks_an_argument_of_verls_create(tmp_path):
+def test_a_row_without_a_required_argument_of_create(tmp_path):
     mine = (
         "from verl.tools.base_tool import BaseTool\n"
         "class Till(BaseTool):\n"
@@ -270,20 +243,15 @@ def test_a_row_that_lacks_an_argument_of_verls_create(tmp_path):
 
 
 def test_a_compute_score_with_verls_imports():
-    config = RewardConfig(function=f"{HERE / 'functions.py'}:compute_score", kwargs={"bonus": 0.5})
+    config = RewardConfig(
+        function=f"{FIXTURES / 'functions.py'}:compute_score", kwargs={"bonus": 0.5}
+    )
     scorer = make_scorer(config)
     scored = asyncio.run(scorer.score(played(["#### 7"], ground_truth="7")))
     assert scored.reward == 1.5
 
 
 # -- what is refused ------------------------------------------------------------------------------
-
-
-def yaml_of(folder: Path, text: str, **modules: str) -> str:
-    for name, content in modules.items():
-        (folder / f"{name}.py").write_text(content)
-    (folder / "file.yaml").write_text(text)
-    return str(folder / "file.yaml")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +280,7 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
         ("tools: [\n", "cannot be read as YAML"),
     ],
 )  # fmt: skip
-def test_what_is_refused_with_words(tmp_path, text, message):
+def test_unsupported_classes_are_refused_with_a_reason(tmp_path, text, message):
     bad = """
 from verl.tools.base_tool import BaseTool
 from verl.interactions.base import BaseInteraction
@@ -345,7 +313,7 @@ class I(BaseInteraction):
         load_file(yaml_of(tmp_path, text, **{name: bad}))
 
 
-def test_other_modules_of_verl_are_named(tmp_path):
+def test_imports_of_other_verl_modules_are_named(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from verl.tools.base_tool import BaseTool\nimport verl.trainer.ppo.ray_trainer\n"
@@ -357,7 +325,7 @@ def test_other_modules_of_verl_are_named(tmp_path):
         load_file(str(file))
 
 
-def test_verls_agent_loops_are_refused_with_the_page(tmp_path):
+def test_verls_agent_loops_are_refused_with_a_link_to_the_docs(tmp_path):
     file = tmp_path / "loops.py"
     file.write_text("from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register\n")
     with pytest.raises(UserError, match=r"docs/verl\.md.*@agent_loop"):
@@ -380,7 +348,7 @@ def test_an_installed_verl_is_used(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
-    text = (HERE / "tools.yaml").read_text().partition("  - class_name: verl")[0]
+    text = (FIXTURES / "tools.yaml").read_text().partition("  - class_name: verl")[0]
     text = text.replace("till_tools.TillTool", "own_tool.Echo")
     own = (
         "from verl.tools.base_tool import BaseTool\n"
@@ -394,7 +362,7 @@ def test_an_installed_verl_is_used(tmp_path, monkeypatch):
     assert trajectory.messages[2].content == "got {'amount': 1}"
 
 
-def test_verl_is_not_there_when_nobody_asks():
+def test_verl_is_not_importable_without_a_file_that_needs_it():
     assert importlib.util.find_spec("verl") is None
     assert not any(isinstance(f, _Finder) for f in sys.meta_path)
     assert Grader  # imported above without it

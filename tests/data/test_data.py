@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentrl.agent_loops
-import agentrl.interactions  # noqa: F401  (registers gsm8k)
+import agentrl.interactions
 from agentrl import registry
 from agentrl.data import RowOrder, check_samples, load_samples, read_rows, write_rows
 from agentrl.errors import DataError
@@ -120,9 +120,11 @@ VERL = {
         "question": "What is 2+3?",
         "need_tools_kwargs": True,
         "tools_kwargs": {"notebook": {"create_kwargs": {"capacity": 3}}},
-        "interaction_kwargs": {"query": "What is 2+3?", "ground_truth": "5"},
+        "interaction_kwargs": {
+            "name": "gsm8k", "query": "What is 2+3?", "ground_truth": "5",
+        },
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -145,6 +147,40 @@ def test_a_verl_row(tmp_path, write):
     check_samples([sample], path)
 
 
+UNNAMED = {
+    **VERL,
+    "extra_info": {
+        "interaction_kwargs": {"query": "What is 2+3?", "ground_truth": "5"},
+    },
+}
+"""A row of verl's scripts for runs with tools: its interaction_kwargs name no interaction."""
+
+
+def test_interaction_kwargs_without_a_name_are_ignored_as_in_verl(tmp_path, caplog):
+    (sample,) = load_samples(jsonl(tmp_path, UNNAMED))
+    assert (sample.interaction, sample.interaction_kwargs) == ("", {})
+    assert "rows.jsonl: interaction_kwargs without a name are ignored" in caplog.text
+    assert "(rows: 1)" in caplog.text
+    caplog.clear()
+    load_samples(jsonl(tmp_path, VERL))
+    assert not caplog.text
+
+
+def test_interaction_kwargs_without_a_name_are_those_of_gsm8k_if_a_file_defines_it(tmp_path):
+    class Teacher(agentrl.Interaction):
+        async def respond(self, messages):
+            return None
+
+    with registry.interactions.isolated():
+        agentrl.interaction("riddle")(Teacher)
+        with pytest.raises(DataError, match=r"has no name, and the files of the run define riddle"):
+            load_samples(jsonl(tmp_path, UNNAMED))
+        agentrl.interaction("gsm8k")(Teacher)
+        (sample,) = load_samples(jsonl(tmp_path, UNNAMED))
+    assert sample.interaction == "gsm8k"
+    assert sample.interaction_kwargs == {"query": "What is 2+3?", "ground_truth": "5"}
+
+
 def test_kwargs_written_as_json_in_parquet(tmp_path):
     extra = VERL["extra_info"]
     inner = {key: json.dumps(extra[key]) for key in ("tools_kwargs", "interaction_kwargs")}
@@ -164,7 +200,7 @@ ROWS = [
 ]
 
 
-def test_disjoint_tool_sets_survive_every_format(tmp_path):
+def test_rows_with_different_tools_are_kept_by_every_format(tmp_path):
     expected = load_samples(jsonl(tmp_path, *ROWS))
     assert [s.tools for s in expected[:3]] == [("add",), ("notebook",), ("search",)]
     write_rows(tmp_path / "ours.parquet", ROWS)
@@ -175,7 +211,7 @@ def test_disjoint_tool_sets_survive_every_format(tmp_path):
     assert load_samples(foreign) == expected
 
 
-def test_empty_kwargs_survive_parquet(tmp_path):
+def test_empty_kwargs_are_kept_by_parquet(tmp_path):
     rows = [*ROWS, {"prompt": "f", "tools_kwargs": {"search": {"create_kwargs": {}}}}]
     write_rows(tmp_path / "ours.parquet", rows)
     assert load_samples(str(tmp_path / "ours.parquet"))[-1].tools == ("search",)
@@ -242,7 +278,7 @@ def test_a_damaged_parquet_file(tmp_path, damage):
     assert "damaged, or not a Parquet file" in refused(str(path))
 
 
-def test_random_damage_is_one_message_or_none(tmp_path):
+def test_random_damage_is_one_error_or_none(tmp_path):
     path = tmp_path / "rows.parquet"
     write_rows(path, ROWS * 20)
     whole = path.read_bytes()
@@ -265,7 +301,7 @@ def test_every_line_that_is_not_json_is_named(tmp_path):
     assert [int(part.split()[0]) for part in message.split("line ")[1:]] == [2, 4, 5, 6]
 
 
-def test_a_bomb_is_stopped_by_what_comes_out_not_by_the_footer(tmp_path):
+def test_a_decompression_bomb_is_stopped_by_its_decoded_size(tmp_path):
     # Dictionary encoding: a file of some kilobytes that decodes to 256 MiB.
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"prompt": ["x" * (1 << 20)] * 256}), path)
@@ -373,7 +409,7 @@ def test_malformed_rows(tmp_path, row, expected):
         ),
     ],
 )
-def test_rows_that_do_not_fit_what_is_registered(tmp_path, row, expected):
+def test_rows_with_unknown_names(tmp_path, row, expected):
     message = refused(jsonl(tmp_path, {"prompt": "fine"}, row), check=True)
     assert "row 1, " in message
     assert expected in message
@@ -423,7 +459,7 @@ def test_duplicate_ids_are_refused(tmp_path):
     assert "row 2, id: 'x' is already the id of row 0" in refused(path)
 
 
-def test_all_mistakes_come_at_once_and_each_kind_once(tmp_path):
+def test_all_mistakes_are_reported_at_once_and_each_kind_once(tmp_path):
     rows = [{"prompt": "a", "tools": ["ad"]}] * 500
     rows += [{"prompt": "a", "agent_name": f"loop{i}"} for i in range(30)]
     message = refused(jsonl(tmp_path, *rows), check=True)

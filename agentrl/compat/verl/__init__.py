@@ -1,7 +1,7 @@
 """Run verl's tools and interactions, and the YAML files that name them, unchanged.
 
-verl need not be installed. Then a user file can import the names below from `verl...`; any other
-name is refused with a message (`stand_in`). If verl is installed, its own classes are used.
+verl need not be installed. Without verl, a user file can import the names below from `verl...`; any
+other name is refused with a message (`stand_in`). If verl is installed, its own classes are used.
 
     --file tools.yaml            verl's tool_config_path
     --file interactions.yaml     verl's interaction_config_path
@@ -18,7 +18,7 @@ from agentrl.compat.verl.bases import (
     function_tool,
 )
 from agentrl.compat.verl.files import load_yaml
-from agentrl.compat.verl.stand_in import is_missing, stand_in
+from agentrl.compat.verl.stand_in import is_missing, is_relative, load_relative, stand_in
 
 __all__ = [
     "BaseInteraction",
@@ -27,6 +27,8 @@ __all__ = [
     "ToolResponse",
     "function_tool",
     "is_missing",
+    "is_relative",
+    "load_relative",
     "load_yaml",
     "stand_in",
 ]

@@ -23,26 +23,27 @@ C = TypeVar("C")
 SCOPES = ("trajectory", "episode", "call")
 
 
-def register_tool(verls: Any, where: str) -> str:
+def register_tool(verl_tool: Any, where: str) -> str:
     """Register an object of verl's `BaseTool`, or one with the same methods; return its name.
 
     With `config.scope: call`, an instance is created and released for every call, as in verl. By
     default an instance exists for the whole episode.
 
     Raises:
-        UserError: it lacks a method or a schema, or its scope is unknown.
+        UserError: the object lacks a method or a schema, or its scope is unknown.
         RegistryError: another tool has the name.
     """
-    _require_methods(verls, "a tool", ("create", "execute", "release"), where)
-    config = verls.config if isinstance(getattr(verls, "config", None), Mapping) else {}
+    _require_methods(verl_tool, "a tool", ("create", "execute", "release"), where)
+    config = verl_tool.config if isinstance(getattr(verl_tool, "config", None), Mapping) else {}
     scope = config.get("scope", "trajectory")
     if scope not in SCOPES:
         raise UserError(f"{where}: scope={scope!r} must be one of {', '.join(SCOPES)}")
-    schema = _plain_schema(verls.get_openai_tool_schema(), where)
+    schema = _plain_schema(verl_tool.get_openai_tool_schema(), where)
     name = schema["function"]["name"]
     parameters = parameters_from_schema(schema["function"]["parameters"], name, where)
     timeout = float(config.get("timeout", 0) or 0) or 30.0
-    # If the schema has a parameter `messages`, the model sets it. Else the conversation is passed.
+    # If the schema has a parameter `messages`, the model sets it. Otherwise the tool gets the
+    # conversation.
     takes_messages = "messages" not in parameters.schema.get("properties", {})
     function = ToolFunction(
         name=name,
@@ -50,11 +51,11 @@ def register_tool(verls: Any, where: str) -> str:
         schema=schema,
         parameters=parameters,
         is_async=True,
-        injected=("messages",) if takes_messages else (),
+        injected=(*(("messages",) if takes_messages else ()), *_sandbox_of(verl_tool)),
     )
     record = Tool(
         name,
-        _make_class(verls, name, takes_messages),
+        _make_class(verl_tool, name, takes_messages),
         (function,),
         timeout=timeout,
         scope="call" if scope == "call" else "episode",
@@ -65,11 +66,19 @@ def register_tool(verls: Any, where: str) -> str:
     return name
 
 
-def _require_methods(verls: Any, kind: str, methods: Sequence[str], where: str) -> None:
+def _sandbox_of(verl_tool: Any) -> tuple[str, ...]:
+    """Return the name of the injected sandbox, for a tool of verl's that runs programs in it.
+
+    The tool takes the sandbox itself. The name makes the run test the sandbox before it starts.
+    """
+    return ("sandbox",) if getattr(verl_tool, "runs_programs", False) else ()
+
+
+def _require_methods(adapted: Any, kind: str, methods: Sequence[str], where: str) -> None:
     for method in methods:
-        if not inspect.iscoroutinefunction(getattr(verls, method, None)):
+        if not inspect.iscoroutinefunction(getattr(adapted, method, None)):
             raise UserError(
-                f"{where}: {type(verls).__qualname__} is not {kind} of verl's: it must define"
+                f"{where}: {type(adapted).__qualname__} is not {kind} of verl's: it must define"
                 f" `async def {method}`"
             )
 
@@ -94,7 +103,7 @@ def register_function(function: Callable[..., Any], name: str, schema: Any) -> N
 
 
 def convert_result(returned: Any, where: str) -> ToolResult:
-    """Convert what a tool of verl's returned: a response, or (response[, reward[, metrics]]).
+    """Convert the result of a verl tool: a response, or (response[, reward[, metrics]]).
 
     A reward of 0 becomes None, because verl's tools return 0 if they have no reward. Metrics are
     dropped.
@@ -125,7 +134,7 @@ def convert_result(returned: Any, where: str) -> ToolResult:
 
 
 def _plain_schema(schema: Any, where: str) -> dict[str, Any]:
-    """Convert a schema of verl's to OpenAI's form, without its unset fields."""
+    """Convert a verl schema to OpenAI's form, without the unset fields."""
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_none=True)
     function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -139,13 +148,13 @@ def _plain_schema(schema: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _make_class(verls: Any, name: str, takes_messages: bool) -> type:
-    """Make a class whose objects are instances of a tool of verl's, one per episode.
+def _make_class(verl_tool: Any, name: str, takes_messages: bool) -> type:
+    """Make a class whose objects are instances of a verl tool, one per episode.
 
     Args:
-        verls: the tool of verl's.
-        name: its name.
-        takes_messages: whether the conversation is passed to it.
+        verl_tool: the verl tool.
+        name: the name of the tool.
+        takes_messages: whether the conversation is passed to the tool.
     """
     where = f"the tool {name!r}"
 
@@ -161,10 +170,10 @@ def _make_class(verls: Any, name: str, takes_messages: bool) -> type:
         async def _create(cls, sample: Sample, create_kwargs: dict[str, Any]) -> Any:
             instance = object.__new__(cls)
             default_id = str(uuid4())
-            created = await verls.create(
-                default_id, **_create_arguments(verls.create, create_kwargs)
+            created = await verl_tool.create(
+                default_id, **_create_arguments(verl_tool.create, create_kwargs)
             )
-            # Older tools return the id, newer ones a pair of it and a response.
+            # Older tools return the id, newer tools a pair of the id and a response.
             new_id = created[0] if isinstance(created, tuple) else created
             instance.instance_id = new_id or default_id
             instance.sample = sample
@@ -172,19 +181,21 @@ def _make_class(verls: Any, name: str, takes_messages: bool) -> type:
 
         async def execute(self, /, **parameters: Any) -> ToolResult:
             messages = parameters.pop("messages", ()) if takes_messages else ()
+            for name in _sandbox_of(verl_tool):
+                del parameters[name]
             agent_data = self._agent_data(messages)
-            returned = await verls.execute(self.instance_id, parameters, agent_data=agent_data)
+            returned = await verl_tool.execute(self.instance_id, parameters, agent_data=agent_data)
             return convert_result(returned, where)
 
         async def reward(self) -> float:
-            if not hasattr(verls, "calc_reward"):
+            if not hasattr(verl_tool, "calc_reward"):
                 return 0.0
-            value = await verls.calc_reward(self.instance_id)
-            # Some tools of verl's return something else, or nothing.
+            value = await verl_tool.calc_reward(self.instance_id)
+            # Some verl tools return a value that is not a number, or None.
             return float(value) if isinstance(value, int | float) else 0.0
 
         async def close(self) -> None:
-            await verls.release(self.instance_id)
+            await verl_tool.release(self.instance_id)
 
         def _agent_data(self, messages: tuple[Message, ...]) -> SimpleNamespace:
             return SimpleNamespace(
@@ -194,50 +205,59 @@ def _make_class(verls: Any, name: str, takes_messages: bool) -> type:
                 extra_fields=dict(self.sample.extra),
             )
 
-    Instance.__signature__ = _signature(verls.create)  # type: ignore[attr-defined]
-    return _named_like(verls, Instance)
+    Instance.__signature__ = _signature(verl_tool.create)  # type: ignore[attr-defined]
+    return _named_like(verl_tool, Instance)
 
 
 def _signature(create: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of the class: `sample`, and the row's arguments that `create` takes.
 
-    With it, a row that lacks an argument is refused before a model is loaded.
+    Because of this signature, a row that lacks an argument is refused before a model is loaded.
     """
-    every = inspect.signature(create).parameters.values()
-    accepted = [p for p in every if p.kind in KEYWORD and p.name != "instance_id"]
+    declared = inspect.signature(create).parameters.values()
+    accepted = [p for p in declared if p.kind in KEYWORD and p.name != "instance_id"]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in accepted if p.name != "create_kwargs"]
     sample = inspect.Parameter("sample", inspect.Parameter.KEYWORD_ONLY)
-    is_open = len(parameters) < len(accepted) or any(p.kind is p.VAR_KEYWORD for p in every)
-    rest = [inspect.Parameter("create_kwargs", inspect.Parameter.VAR_KEYWORD)] if is_open else []
-    return inspect.Signature([sample, *(p for p in parameters if p.name != "sample"), *rest])
+    is_open = len(parameters) < len(accepted) or any(p.kind is p.VAR_KEYWORD for p in declared)
+    open_parameters = (
+        [inspect.Parameter("create_kwargs", inspect.Parameter.VAR_KEYWORD)] if is_open else []
+    )
+    return inspect.Signature(
+        [sample, *(p for p in parameters if p.name != "sample"), *open_parameters]
+    )
 
 
 def _create_arguments(
     create: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]
 ) -> dict:
-    """Return the row's create_kwargs by name, or, as newer verl does, as one argument."""
+    """Return the arguments of `create`: the row's create_kwargs, by name and as one mapping.
+
+    Newer versions of verl pass the mapping as `create_kwargs`.
+    """
     parameters = inspect.signature(create).parameters.values()
-    both = {"create_kwargs": kwargs, **kwargs}
+    arguments = {"create_kwargs": kwargs, **kwargs}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return both
+        return arguments
     names = {p.name for p in parameters if p.kind in KEYWORD} - {"instance_id"}
-    return {k: v for k, v in both.items() if k in names}
+    return {k: v for k, v in arguments.items() if k in names}
 
 
 # -- interactions ---------------------------------------------------------------------------------
 
 
-def register_interaction(verls: Any, name: str, where: str) -> None:
+def register_interaction(verl_interaction: Any, name: str, where: str) -> None:
     """Register an object of verl's `BaseInteraction`, or one with the same methods.
 
     Raises:
-        UserError: it lacks a method.
+        UserError: the object lacks a method.
         RegistryError: another interaction has the name.
     """
-    _require_methods(verls, "an interaction", ("start_interaction", "generate_response"), where)
+    _require_methods(
+        verl_interaction, "an interaction", ("start_interaction", "generate_response"), where
+    )
 
     class Instance(Interaction):
-        """An instance of an interaction of verl's, for one episode."""
+        """An instance of a verl interaction, for one episode."""
 
         def __init__(self, **kwargs: Any):
             self._kwargs = {"name": name, **kwargs}
@@ -246,9 +266,9 @@ def register_interaction(verls: Any, name: str, where: str) -> None:
         async def respond(self, messages: Sequence[Message]) -> Reply:
             if not self._id:
                 default_id = str(uuid4())
-                new_id = await verls.start_interaction(default_id, **self._kwargs)
+                new_id = await verl_interaction.start_interaction(default_id, **self._kwargs)
                 self._id = new_id or default_id
-            answer = await verls.generate_response(
+            answer = await verl_interaction.generate_response(
                 self._id, [m.as_dict() for m in messages], **self._kwargs
             )
             if not isinstance(answer, tuple) or len(answer) != 4:
@@ -256,17 +276,17 @@ def register_interaction(verls: Any, name: str, where: str) -> None:
                     f"the interaction {name!r}: generate_response returned {answer!r:.100}, not"
                     " (should_terminate_sequence, response_content, current_turn_score, more)"
                 )
-            done, content, score, _ = answer
-            return Reply(content, score=float(score or 0.0), done=bool(done))
+            is_done, content, score, _ = answer
+            return Reply(content, score=float(score or 0.0), done=bool(is_done))
 
         async def close(self) -> None:
-            finalize = getattr(verls, "finalize_interaction", None)
+            finalize = getattr(verl_interaction, "finalize_interaction", None)
             if self._id and finalize:
                 # Older interactions have no parameter for the id.
                 parameters = inspect.signature(finalize).parameters
                 await finalize(*([self._id] if parameters else []))
 
-    interaction(name)(_named_like(verls, Instance))
+    interaction(name)(_named_like(verl_interaction, Instance))
 
 
 def interaction_name(class_name: str) -> str:
@@ -277,8 +297,8 @@ def interaction_name(class_name: str) -> str:
     return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
 
 
-def _named_like(verls: Any, adapter: type[C]) -> type[C]:
-    """Set the name and the module of an adapter class to those of verl's class, for messages."""
-    adapter.__name__ = adapter.__qualname__ = type(verls).__name__
-    adapter.__module__ = type(verls).__module__
+def _named_like(original: Any, adapter: type[C]) -> type[C]:
+    """Give an adapter class the name and the module of the verl class, for messages."""
+    adapter.__name__ = adapter.__qualname__ = type(original).__name__
+    adapter.__module__ = type(original).__module__
     return adapter

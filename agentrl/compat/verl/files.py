@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 from agentrl.compat.verl.adapters import interaction_name, register_interaction, register_tool
 from agentrl.compat.verl.bases import OpenAIFunctionToolSchema
-from agentrl.compat.verl.stand_in import is_missing, stand_in
+from agentrl.compat.verl.stand_in import is_missing, is_relative, load_relative, stand_in
 from agentrl.errors import UserError
 
 PAGE = "docs/verl.md"
@@ -44,7 +47,7 @@ def load_yaml(path: Path) -> None:
             f"{path} is not a file of verl's tools or interactions: it needs a list under `tools`"
             " or `interaction`. (Use --config for the settings of a run.)"
         )
-    seen: set[tuple[str, str]] = set()
+    loaded_names: set[tuple[str, str]] = set()
     with _importing_from(path.parent):
         for kind, entries in lists.items():
             for i, entry in enumerate(entries):
@@ -52,20 +55,21 @@ def load_yaml(path: Path) -> None:
                 if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
                     raise UserError(f"{where} needs a class_name, not {entry!r:.100}")
                 _refuse_interpolations(entry, where)
-                name = kinds[kind](entry, where)
+                name = kinds[kind](entry, where, path.parent)
                 # The registry accepts the same class under the same name again.
-                if (kind, name) in seen:
+                if (kind, name) in loaded_names:
                     raise UserError(f"{where}: two {kind.rstrip('s')}s have the name {name!r}")
-                seen.add((kind, name))
+                loaded_names.add((kind, name))
 
 
-def _load_tool(entry: Mapping[str, Any], where: str) -> str:
+def _load_tool(entry: Mapping[str, Any], where: str, folder: Path) -> str:
     """Register a tool and return its name."""
     config = dict(entry.get("config") or {})
     if config.get("type", "native") != "native":
+        servers = _mcp_files(entry, folder) or ["mcp+http://HOST/PATH or mcp+stdio:COMMAND"]
         raise UserError(
-            f"{where}: type={config['type']!r}: load the tools of an MCP server with"
-            " --file mcp+http://HOST/PATH or mcp+stdio:COMMAND (docs/tools.md)"
+            f"{where}: type={config['type']!r}: load the tools of an MCP server with --file"
+            f" {', '.join(servers)} (docs/tools.md). Its token is read from AGENTRL_MCP_TOKEN"
         )
     schema = entry.get("tool_schema")
     try:
@@ -78,7 +82,18 @@ def _load_tool(entry: Mapping[str, Any], where: str) -> str:
     return register_tool(instance, where)
 
 
-def _load_interaction(entry: Mapping[str, Any], where: str) -> str:
+def _mcp_files(entry: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return the values of --file that replace an entry of `type: mcp`; [] if they are unknown."""
+    mcp = entry.get("mcp")
+    path = mcp.get("mcp_servers_config_path") if isinstance(mcp, dict) else None
+    try:
+        servers = json.loads((folder / str(path)).read_text("utf-8"))["mcpServers"].values()
+        return [f"mcp+{server['url']}" for server in servers]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _load_interaction(entry: Mapping[str, Any], where: str, folder: Path) -> str:
     """Register an interaction and return its name."""
     name = entry.get("name") or interaction_name(entry["class_name"])
     cls = _class(entry["class_name"], where)
@@ -94,16 +109,25 @@ def _class(path: str, where: str) -> Any:
     if not module:
         raise UserError(f"{where}: class_name={path!r} must be MODULE.CLASS")
     with _user_errors(f"{where}: class_name={path!r} does not load"):
-        try:
-            cls = getattr(importlib.import_module(module), name)
-        except ModuleNotFoundError as e:
-            if not is_missing(e):
-                raise
-            stand_in()
-            cls = getattr(importlib.import_module(module), name)
+        cls = getattr(_import_module(module), name)
     if any(base.__name__ == "AgentLoopBase" for base in getattr(cls, "__mro__", ())):
         raise UserError(f"{where}: {path} is an agent loop: {PAGE} shows how to rewrite it")
     return cls
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module, with a substitute for verl if it is needed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        if is_relative(e):
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            return load_relative(Path(spec.origin))
+        if not is_missing(e):
+            raise
+        stand_in()
+        return _import_module(name)
 
 
 @contextmanager

@@ -7,43 +7,72 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 from importlib.abc import Loader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.compat.verl import bases
 from agentrl.errors import UserError
 
-_SHIPPED = "agentrl.compat.verl.shipped"
-# verl's module -> its names in `bases` or `shipped`; "verl's:ours" where the two differ.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "verl.tools.base_tool": ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"),
+# A module of verl's -> agentrl's module (in `agentrl.compat.verl`) and the names that it replaces;
+# "verl's:ours" where the two names differ.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "verl.tools.base_tool": ("bases", "BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"),
     "verl.tools.schemas": (
+        "bases",
         "OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema",
         "OpenAIFunctionToolSchema", "ToolResponse",
     ),
-    "verl.tools.function_tool": ("function_tool",),
-    "verl.tools.gsm8k_tool": ("Gsm8kTool",),
-    "verl.interactions.base": ("BaseInteraction",),
-    "verl.interactions.gsm8k_interaction": ("Gsm8kInteraction",),
-    "verl.utils.rollout_trace": ("rollout_trace_op",),
-    "verl.utils.reward_score": ("default_compute_score",),
-    "verl.utils.reward_score.gsm8k": ("compute_score:gsm8k", "extract_solution"),
-    "verl.utils.reward_score.math": ("compute_score:math_reward",),
-    "verl.utils.reward_score.math_reward": ("compute_score:math_reward",),
-    "verl.utils.reward_score.math_dapo": ("compute_score:math_dapo",),
-    "verl.utils.reward_score.search_r1_like_qa_em": ("compute_score:search_qa",),
+    "verl.tools.function_tool": ("bases", "function_tool"),
+    "verl.tools.gsm8k_tool": ("tutorial", "Gsm8kTool"),
+    "verl.tools.search_tool": ("services", "SearchTool"),
+    "verl.tools.sandbox_fusion_tools": ("services", "SandboxFusionTool"),
+    "verl.interactions.base": ("bases", "BaseInteraction"),
+    "verl.interactions.gsm8k_interaction": ("tutorial", "Gsm8kInteraction"),
+    "verl.utils.rollout_trace": ("scripts", "rollout_trace_op"),
+    "verl.utils.hdfs_io": ("scripts", "copy", "exists", "makedirs"),
+    "verl.utils.reward_score": ("reward_score", "default_compute_score"),
+    "verl.utils.reward_score.gsm8k": ("reward_score", "compute_score:gsm8k", "extract_solution"),
+    "verl.utils.reward_score.math": (
+        "reward_score", "compute_score:math_reward", "last_boxed_only_string", "remove_boxed",
+    ),
+    "verl.utils.reward_score.math_reward": (
+        "reward_score", "compute_score:math_reward", "last_boxed_only_string", "remove_boxed",
+    ),
+    "verl.utils.reward_score.math_batch": (
+        "reward_score", "compute_score:math_reward", "compute_score_batched",
+    ),
+    "verl.utils.reward_score.math_dapo": ("reward_score", "compute_score:math_dapo"),
+    "verl.utils.reward_score.math_verify": ("reward_score", "compute_score:math_verify"),
+    "verl.utils.reward_score.prime_math": ("reward_score", "compute_score:prime_math"),
+    "verl.utils.reward_score.prime_code": ("reward_score", "compute_score:prime_code"),
+    "verl.utils.reward_score.sandbox_fusion": ("reward_score", "compute_score:sandbox_fusion"),
+    "verl.utils.reward_score.search_r1_like_qa_em": ("reward_score", "compute_score:search_qa"),
 }  # fmt: skip
-_PACKAGES = {
-    "verl", "verl.tools", "verl.interactions", "verl.utils", "verl.utils.reward_score",
-}  # fmt: skip
+_PACKAGES = {"verl", "verl.tools", "verl.interactions", "verl.utils", "verl.utils.reward_score"}
+_LOOPS = (
+    "not supported: agent loops of verl's keep token ids, which agentrl does itself. docs/verl.md"
+    " shows how to rewrite one as an `@agent_loop`"
+)
+_IMAGES = "not supported: it is for questions about images, and agentrl trains on text only"
+_MCP = "not needed: the tools of an MCP server are loaded with --file mcp+http://HOST/PATH"
+_REFUSED = {
+    "verl.experimental": _LOOPS,
+    "verl.workers": _LOOPS,
+    "verl.tools.geo3k_tool": _IMAGES,
+    "verl.tools.image_zoom_in_tool": _IMAGES,
+    "verl.utils.reward_score.geo3k": _IMAGES,
+    "verl.tools.mcp_base_tool": _MCP,
+    "verl.tools.mcp_search_tool": _MCP,
+}
+"""Modules of verl's that agentrl does not replace, with the reason."""
+
+_FOLDER = "agentrl_user_folder_"
+"""The beginning of the names of packages for files with relative imports."""
 
 
-_LOOPS = {"verl.experimental", "verl.workers"}
-"""Packages from which user files import the base class of agent loops."""
-
-
-def is_missing(error: ModuleNotFoundError) -> bool:
+def is_missing(error: ImportError) -> bool:
     """Return whether an import failed because verl is missing and `stand_in` was not called."""
     return (error.name or "").partition(".")[0] == "verl" and not _stands_in()
 
@@ -52,6 +81,29 @@ def stand_in() -> None:
     """Make `import verl...` find agentrl's stand-ins, unless verl is installed."""
     if not _stands_in():
         sys.meta_path.append(_Finder())  # Last, so that an installed verl is found first.
+
+
+def is_relative(error: ImportError) -> bool:
+    """Return whether an import failed because it is relative, in a file outside of a package."""
+    return "relative import with no known parent package" in str(error)
+
+
+def load_relative(path: Path) -> ModuleType:
+    """Run a file that has relative imports (`from .base import ...`) and return its module.
+
+    They find the files of its folder, and then verl's modules: classes that were copied out of
+    verl's own folders import their base class in this way.
+
+    Raises:
+        UserError: an import finds neither.
+    """
+    stand_in()
+    folder = path.resolve().parent
+    package = _FOLDER + blake2b(str(folder).encode(), digest_size=8).hexdigest()
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(folder)]
+    return importlib.import_module(f"{package}.{path.stem}")
 
 
 def _stands_in() -> bool:
@@ -67,45 +119,67 @@ class _Finder(Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name.startswith(_FOLDER):
+            return self._find_relative(name, path)
         if name.partition(".")[0] != "verl":
             return None
         parent = sys.modules.get("verl")
         if parent is not None and not isinstance(parent, _Module):
             return None  # verl is installed.
-        if name in _LOOPS:
-            raise UserError(
-                f"`import {name}...`: agent loops of verl's keep token ids, which agentrl does"
-                " itself. docs/verl.md shows how to rewrite one as an `@agent_loop`."
-            )
-        if name not in _NAMES and name not in _PACKAGES:
-            known = ", ".join(sorted(_NAMES))
+        if name in _REFUSED:
+            raise UserError(f"`import {name}`: {_REFUSED[name]}.")
+        if name not in _MODULES and name not in _PACKAGES:
+            known = ", ".join(sorted(_MODULES))
             raise UserError(
                 f"`import {name}`: verl is not installed, and agentrl replaces only these of its"
                 f" modules: {known}. docs/verl.md says what to write instead of others."
             )
         return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
 
+    def _find_relative(
+        self, name: str, path: Sequence[str] | None
+    ) -> importlib.machinery.ModuleSpec:
+        """Find a module of verl's by the last part of its name."""
+        leaf = name.rpartition(".")[2]
+        by_leaf = {verls.rpartition(".")[2]: verls for verls in (*_MODULES, *_REFUSED)}
+        if leaf not in by_leaf:
+            known = ", ".join(sorted({verls.rpartition(".")[2] for verls in _MODULES}))
+            raise UserError(
+                f"`from .{leaf} import`: there is no {leaf}.py in {', '.join(path or ())}, and no"
+                f" such module among those of verl's that agentrl replaces: {known}"
+            )
+        importlib.import_module(by_leaf[leaf])
+        return importlib.machinery.ModuleSpec(name, self, origin=by_leaf[leaf])
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
+        return _Module(spec.name, spec.origin or spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
 
 class _Module(ModuleType):
-    """A module that looks its names up in agentrl when they are used."""
+    """A module that looks its names up in agentrl, or in an installed verl, when they are used."""
+
+    def __init__(self, name: str, verls: str):
+        super().__init__(name)
+        self._verls = verls
+        """The module of verl's that it stands for."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if (inner := f"{self.__name__}.{name}") in _NAMES or inner in _PACKAGES:
+        if self._verls != self.__name__:
+            return getattr(importlib.import_module(self._verls), name)
+        inner = f"{self.__name__}.{name}"
+        if inner in _MODULES or inner in _PACKAGES or inner in _REFUSED:
             return importlib.import_module(inner)
-        ours = {n.partition(":")[0]: n.rpartition(":")[2] for n in _NAMES.get(self.__name__, ())}
+        home, *names = _MODULES.get(self.__name__, ("",))
+        ours = {n.partition(":")[0]: n.rpartition(":")[2] for n in names}
         if name not in ours:
             known = ", ".join(ours) or "nothing"
             raise UserError(
                 f"`from {self.__name__} import {name}`: agentrl's stand-in for this module has"
                 f" only {known}. docs/verl.md says what to write instead of the rest."
             )
-        home = bases if hasattr(bases, ours[name]) else importlib.import_module(_SHIPPED)
-        return getattr(home, ours[name])
+        return getattr(importlib.import_module(f"agentrl.compat.verl.{home}"), ours[name])
