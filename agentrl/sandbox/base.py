@@ -95,8 +95,9 @@ class Sandbox(ABC):
     def __init__(self, config: SandboxConfig):
         self._config = config
         self._limits = default_limits(config)
-        self._slots = slot_count(config.slots)
-        self._free_slots = asyncio.Semaphore(self._slots)
+        self.slots = slot_count(config.slots)
+        """How many programs run at the same time."""
+        self._free_slots = asyncio.Semaphore(self.slots)
 
     async def run(
         self,
@@ -158,7 +159,7 @@ class Sandbox(ABC):
                 await self._free_slots.acquire()
         except TimeoutError:
             raise SandboxError(
-                f"no program could be started within {SLOT_SECONDS:g} s: all {self._slots} slots"
+                f"no program could be started within {SLOT_SECONDS:g} s: all {self.slots} slots"
                 " are taken. Set sandbox.slots higher if there are enough cores,"
                 " sandbox.timeout_s lower, or play fewer rollouts at once"
             ) from None

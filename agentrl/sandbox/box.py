@@ -122,7 +122,8 @@ class LocalSandbox(Sandbox):
 
     def __init__(self, config: SandboxConfig):
         super().__init__(config)
-        self._boxes: set[Driver] = set()
+        self.drivers: set[Driver] = set()
+        """The drivers of the open boxes."""
 
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
@@ -131,14 +132,14 @@ class LocalSandbox(Sandbox):
         initial_files = check_files(files, limits)
 
         async def start() -> Driver:
-            if len(self._boxes) >= MAX_BOXES:
+            if len(self.drivers) >= MAX_BOXES:
                 raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
             return await self._begin(self._start(initial_files, limits, self._slot))
 
         return Box(await start(), start)
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(box.aclose() for box in list(self._boxes)))
+        await asyncio.gather(*(box.aclose() for box in list(self.drivers)))
 
     @abstractmethod
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
@@ -146,8 +147,8 @@ class LocalSandbox(Sandbox):
 
     async def _begin(self, driver: Driver) -> Driver:
         """Wait until a driver answers, and keep track of it until it is closed."""
-        self._boxes.add(driver)
-        driver.resources.callback(self._boxes.discard, driver)
+        self.drivers.add(driver)
+        driver.resources.callback(self.drivers.discard, driver)
         try:
             await driver.wait_until_ready()
         except BaseException:
@@ -171,7 +172,7 @@ class Box:
             driver: the first driver.
             restart: starts another driver with the same files.
         """
-        self._driver, self._restart = driver, restart
+        self.driver, self._restart = driver, restart
         self._lock = asyncio.Lock()
         self._was_replaced = False
         """True if the next program must be told that the driver is a new one."""
@@ -234,7 +235,7 @@ class Box:
     async def aclose(self) -> None:
         """End all processes of the box. Idempotent."""
         self._closed = True
-        await self._driver.aclose()
+        await self.driver.aclose()
 
     async def _with_driver(self, send: Callable[[Driver], Awaitable[T]]) -> T:
         """Send a request to a driver that runs, and return its answer.
@@ -251,12 +252,12 @@ class Box:
 
     async def _live_driver(self) -> Driver:
         async with self._lock:
-            if self._driver.lost and not self._closed:
-                await self._driver.aclose()
-                self._driver, self._was_replaced = await self._restart(), True
+            if self.driver.lost and not self._closed:
+                await self.driver.aclose()
+                self.driver, self._was_replaced = await self._restart(), True
                 if self._closed:  # the box was closed meanwhile
-                    await self._driver.aclose()
-        return self._driver
+                    await self.driver.aclose()
+        return self.driver
 
 
 class Driver:

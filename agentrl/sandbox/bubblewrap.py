@@ -183,7 +183,8 @@ class Child:
         self._status_text = b""
         self._cgroup = cgroup
         self._on_begin = on_begin
-        self._init = -1
+        self.init_pidfd = -1
+        """A descriptor of process 1 of the namespace; -1 if there is none."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.began = 0.0
         """When the namespace began to exist, on the clock `time.monotonic`; 0 before."""
@@ -222,8 +223,8 @@ class Child:
         """Kill process 1, and with it all processes in the namespace. Idempotent."""
         self.killed_by = self.killed_by or why
         with contextlib.suppress(ProcessLookupError):
-            if self._init >= 0:
-                signal.pidfd_send_signal(self._init, signal.SIGKILL)
+            if self.init_pidfd >= 0:
+                signal.pidfd_send_signal(self.init_pidfd, signal.SIGKILL)
             elif self.process.returncode is None:
                 self.process.kill()
 
@@ -233,7 +234,7 @@ class Child:
             async with asyncio.timeout(END_SECONDS):
                 await asyncio.shield(self._ended)
                 # bwrap waits for process 1, unless bwrap itself was killed.
-                while self._init >= 0 and not _has_ended(self._init):
+                while self.init_pidfd >= 0 and not _has_ended(self.init_pidfd):
                     await asyncio.sleep(0.01)
                 while not self._reap():
                     await asyncio.sleep(0.001)
@@ -242,9 +243,9 @@ class Child:
             return False
         finally:
             self._close_status()
-            if self._init >= 0:
-                os.close(self._init)
-                self._init = -1
+            if self.init_pidfd >= 0:
+                os.close(self.init_pidfd)
+                self.init_pidfd = -1
         return True
 
     async def wait_for_end(self) -> None:
@@ -271,7 +272,7 @@ class Child:
             entry = json.loads(line)
             if "child-pid" in entry:
                 with contextlib.suppress(ProcessLookupError):
-                    self._init = os.pidfd_open(entry["child-pid"])
+                    self.init_pidfd = os.pidfd_open(entry["child-pid"])
                 self.began = time.monotonic()
                 self._limit_memory(entry["child-pid"])
                 self._on_begin()

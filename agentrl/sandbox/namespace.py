@@ -117,7 +117,6 @@ def rlimit_command(limits: Limits) -> list[str]:
     ]  # fmt: skip
 
 
-@cache
 def _program(name: str) -> str:
     if path := shutil.which(name):
         return path

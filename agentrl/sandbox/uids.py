@@ -42,7 +42,8 @@ class Uids:
 
     def __init__(self, folder: Path = FOLDER):
         self._folder = folder
-        self._free: list[Lease] = []
+        self.free: list[Lease] = []
+        """Ids that were used and have no processes."""
         self._next = 0
         self._lock = threading.Lock()
 
@@ -53,11 +54,11 @@ class Uids:
             SandboxError: all ids are in use, or the folder of lock files cannot be created.
         """
         with self._lock:
-            return self._free.pop() if self._free else self._lease()
+            return self.free.pop() if self.free else self._lease()
 
     def release(self, lease: Lease) -> None:
         """Make an id available again. All its processes must have ended."""
-        self._free.append(lease)
+        self.free.append(lease)
 
     def _lease(self) -> Lease:
         try:
@@ -115,7 +116,8 @@ def has_processes(uid: int) -> bool:
     return False
 
 
-_uids = Uids()
+process_uids = Uids()
+"""The user ids of this process."""
 
 
 @contextmanager
@@ -124,14 +126,14 @@ def dedicated_user() -> Iterator[int | None]:
     if os.geteuid() != 0:
         yield None
         return
-    lease = _uids.take()
+    lease = process_uids.take()
     clean = False
     try:
         yield lease.uid
         clean = True
     finally:
         if clean or not has_processes(lease.uid):
-            _uids.release(lease)
+            process_uids.release(lease)
         else:
             log.warning(
                 "some processes of user id %d did not end, so this id is not used again", lease.uid

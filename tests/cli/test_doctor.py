@@ -13,14 +13,14 @@ from agentrl.cli import app
 from agentrl.sandbox.cgroup import find_parent
 
 
-def asked(*words):
+def run_doctor(*words):
     return CliRunner().invoke(app, ["doctor", *words])
 
 
 @needs_sandbox
-def test_it_runs_a_program_and_says_versions(tmp_path):
+def test_doctor_runs_a_program_and_prints_versions(tmp_path):
     began = time.monotonic()
-    done = asked("--output", str(tmp_path / "runs"))
+    done = run_doctor("--output", str(tmp_path / "runs"))
     assert done.exit_code == 0, done.output
     assert time.monotonic() - began < 20
     lines = done.output.splitlines()
@@ -40,31 +40,25 @@ def test_it_runs_a_program_and_says_versions(tmp_path):
     )
 
 
-def test_without_bwrap_it_fails_and_says_what_to_install(tmp_path, monkeypatch):
-    from agentrl.sandbox import namespace
-
+def test_doctor_fails_without_bwrap_and_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "setpriv").symlink_to(shutil.which("setpriv"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    namespace._program.cache_clear()
-    try:
-        done = asked()
-    finally:
-        namespace._program.cache_clear()
+    done = run_doctor()
     assert done.exit_code == 1
     assert "failed  sandbox bubblewrap: bubblewrap is not installed" in done.output
     assert "apt-get install bubblewrap" in done.output
 
 
-def test_what_isolates_nothing_is_said_to():
-    done = asked("--sandbox", "unsafe-subprocess")
+def test_doctor_reports_that_unsafe_subprocess_isolates_nothing():
+    done = run_doctor("--sandbox", "unsafe-subprocess")
     assert done.exit_code == 0, done.output
     assert "note    sandbox unsafe-subprocess: a program ran as uid" in done.output
     assert done.output.splitlines()[-1].endswith("reached: network, files, processes")
     assert f"uid {os.getuid()}" in done.output
 
 
-def test_a_backend_that_is_none_is_refused():
-    done = asked("--sandbox", "docker")
+def test_an_unknown_backend_is_refused():
+    done = run_doctor("--sandbox", "docker")
     assert done.exit_code == 1 and "sandbox.backend" in str(done.exception)
 
 
@@ -75,8 +69,10 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path, monkeypatch):
         monkeypatch.setattr(
             "os.access", lambda path, mode: path != tmp_path / "closed" and may(path, mode)
         )
-    done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "closed" / "runs"))
+    done = run_doctor(
+        "--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "closed" / "runs")
+    )
     assert done.exit_code == 1, done.output
     assert f"failed  runs: {tmp_path / 'closed'} is not writable" in done.output
-    done = asked("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "runs"))
+    done = run_doctor("--sandbox", "unsafe-subprocess", "--output", str(tmp_path / "runs"))
     assert done.exit_code == 0, done.output

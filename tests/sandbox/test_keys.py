@@ -13,10 +13,9 @@ import pytest
 from support.needs import needs_sandbox
 
 from agentrl import sandbox
-from agentrl.config import load_config
+from agentrl.config import SandboxConfig, load_config
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.plan import describe_run, make_plan
-from agentrl.sandbox.namespace import _mounts
 from agentrl.sandbox.settings import open_sandbox
 
 UNSAFE = "sandbox.backend=unsafe-subprocess"
@@ -31,10 +30,9 @@ def folder():
 
 
 @pytest.fixture(autouse=True)
-def settings_of_others():
-    before = sandbox.settings._config
+def default_settings():
     yield
-    sandbox.configure(before)
+    sandbox.configure(SandboxConfig())
 
 
 async def ran(code, *keys):
@@ -45,7 +43,7 @@ async def ran(code, *keys):
         await place.aclose()
 
 
-async def test_each_key_changes_what_programs_meet():
+async def test_each_key_changes_the_environment_of_programs():
     for backend, name in (
         ("sandbox.backend=bubblewrap", "bubblewrap"),
         ("sandbox.backend=unsafe-subprocess", "unsafe-subprocess"),
@@ -54,20 +52,20 @@ async def test_each_key_changes_what_programs_meet():
         place = open_sandbox(load_config(None, [backend]).sandbox)
         assert place.name == name
         await place.aclose()
-    slots = [open_sandbox(load_config(None, [UNSAFE, s]).sandbox)._slots  # pyright: ignore
+    slots = [open_sandbox(load_config(None, [UNSAFE, s]).sandbox).slots
              for s in ("sandbox.slots=3", "sandbox.slots=0")]  # fmt: skip
     assert slots == [3, 2 * len(os.sched_getaffinity(0))]
     assert (await ran("while True: pass", "sandbox.timeout_s=0.5")).ended_by == "time"
     large = "x = bytearray(300 << 20); print('had it')"
     assert (await ran(large, "sandbox.memory_mb=1024")).ok
     assert "MemoryError" in (await ran(large, "sandbox.memory_mb=256")).stderr
-    said = "import sys; print(sys.executable)"
-    assert (await ran(said, "sandbox.python=/usr/bin/python3")).stdout == "/usr/bin/python3\n"
-    assert (await ran(said, f"sandbox.python={sys.executable}")).stdout == f"{sys.executable}\n"
+    program = "import sys; print(sys.executable)"
+    assert (await ran(program, "sandbox.python=/usr/bin/python3")).stdout == "/usr/bin/python3\n"
+    assert (await ran(program, f"sandbox.python={sys.executable}")).stdout == f"{sys.executable}\n"
 
 
 @needs_sandbox
-async def test_an_environment_of_ones_own_is_shown_inside(folder):
+async def test_a_custom_python_environment_is_visible_inside(folder):
     home = folder / "env"
     packages = home / "lib" / Path("/usr/bin/python3").resolve().name / "site-packages"
     packages.mkdir(parents=True)
@@ -81,7 +79,7 @@ async def test_an_environment_of_ones_own_is_shown_inside(folder):
     assert "ModuleNotFoundError" in (await open_sandbox(load_config().sandbox).run(code)).stderr
 
 
-async def test_a_home_directory_is_not_shown_for_its_python(tmp_path, monkeypatch):
+async def test_a_python_in_a_home_directory_does_not_expose_that_directory(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").symlink_to("/usr/bin/python3")
     place = open_sandbox(load_config(None, [f"sandbox.python={tmp_path}/bin/python"]).sandbox)
@@ -89,7 +87,6 @@ async def test_a_home_directory_is_not_shown_for_its_python(tmp_path, monkeypatc
         await place.run("1")
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("agentrl.sandbox.namespace._mounts", _mounts.__wrapped__)
     with pytest.raises(SandboxError, match="would show your whole home directory"):
         await place.run("1")
 
@@ -138,22 +135,16 @@ def rows(tmp_path):
 def test_a_run_that_cannot_isolate_programs_is_refused_before_its_model(
     tools, reward, who, rows, monkeypatch, tmp_path
 ):
-    from agentrl.sandbox import namespace
-
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/setpriv").symlink_to(shutil.which("setpriv"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    namespace._program.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match=f"{who} of these rows run programs") as refused:
-            make_plan(rows(tools, reward))
-        assert "apt-get install bubblewrap" in str(refused.value)
-        make_plan(rows([], "runs_nothing"))
-    finally:
-        namespace._program.cache_clear()
+    with pytest.raises(ConfigError, match=f"{who} of these rows run programs") as refused:
+        make_plan(rows(tools, reward))
+    assert "apt-get install bubblewrap" in str(refused.value)
+    make_plan(rows([], "runs_nothing"))
 
 
-def test_what_is_not_isolated_is_said_where_a_run_is_described(rows, caplog):
+def test_missing_isolation_is_in_the_description_of_a_run(rows, caplog):
     plan = make_plan(rows(["compute"], "runs_code", UNSAFE))
     assert (
         "programs of the tool compute, the reward runs_code run NOT ISOLATED, with your rights"
@@ -163,6 +154,6 @@ def test_what_is_not_isolated_is_said_where_a_run_is_described(rows, caplog):
     assert "programs of" not in describe_run(make_plan(rows([], "runs_nothing", UNSAFE)))
 
 
-def test_tools_of_a_server_are_its_own_affair(rows):
+def test_sandbox_settings_do_not_matter_for_tools_of_a_server(rows):
     keys = ["tools.transport=http://127.0.0.1:9", "sandbox.python=/no/python"]
     make_plan(rows(["compute"], "runs_nothing", *keys))

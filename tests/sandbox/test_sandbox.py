@@ -34,7 +34,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox import Limits
 from agentrl.sandbox.bubblewrap import Child
 from agentrl.sandbox.settings import open_sandbox
-from agentrl.sandbox.uids import _uids, has_processes
+from agentrl.sandbox.uids import has_processes, process_uids
 from agentrl.testing.sandbox_conformance import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -99,10 +99,10 @@ BOMBED = Limits(seconds=1.5, processes=32, memory_mb=512)
 
 @needs_sandbox
 @pytest.mark.parametrize("bomb", BOMBS)
-async def test_what_takes_too_much_is_stopped_and_leaves_nothing(bomb):
+async def test_programs_that_take_too_much_are_stopped_and_leave_nothing(bomb):
     async with opened() as place:
         done = await place.run(BOMBS[bomb], limits=BOMBED)
-        said = {
+        stopped = {
             "fork": done.ok and done.stdout == "refused after 31\n",
             "memory": "MemoryError" in done.stderr,
             "disk": "File too large" in done.stderr or "No space left" in done.stderr,
@@ -113,10 +113,10 @@ async def test_what_takes_too_much_is_stopped_and_leaves_nothing(bomb):
             "sleep": done.ended_by == "time",
             "daemon": done.ok and done.stdout == "left\n",
         }
-        assert said[bomb], done
+        assert stopped[bomb], done
         # The next program gets its user id, and may start as many processes as it.
-        assert [lease for lease in _uids._free if has_processes(lease.uid)] == []
-        assert bool(_uids._free) == (os.geteuid() == 0)
+        assert [lease for lease in process_uids.free if has_processes(lease.uid)] == []
+        assert bool(process_uids.free) == (os.geteuid() == 0)
         again = await place.run(BOMBS["fork"], limits=BOMBED)
         assert again.stdout == "refused after 31\n", again
 
@@ -143,7 +143,7 @@ print(sum(os.waitpid(pid, 0)[1] == 0 for pid in pids), len(bytearray(64 << 20)))
 
 
 @needs_sandbox
-async def test_who_ignores_the_end_of_its_processor_time_is_killed():
+async def test_a_program_that_ignores_the_cpu_limit_signal_is_killed():
     code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     async with opened() as place:
         done = await place.run(code, limits=Limits(cpu_seconds=1, seconds=60))
@@ -159,7 +159,7 @@ async def test_setting_up_is_timed_apart_from_the_program(monkeypatch):
 
 
 @needs_sandbox
-async def test_no_process_ends_or_stops_the_first_of_its_namespace():
+async def test_no_program_can_stop_the_init_process_of_its_namespace():
     code = """
 import os, signal, time
 if os.fork() == 0:
@@ -188,16 +188,16 @@ async def test_a_folder_is_removed_however_deep_it_is():
 
 def killed(box):
     """End its driver, as nothing in there can."""
-    if isinstance(box._driver.process, Child):
-        box._driver.process.kill()
+    if isinstance(box.driver.process, Child):
+        box.driver.process.kill()
     else:
-        os.kill(box._driver.process.process.pid, 9)
+        os.kill(box.driver.process.process.pid, 9)
 
 
 @pytest.mark.parametrize(
     "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
 )
-async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
+async def test_a_box_that_dies_ends_its_program_and_is_replaced(backend):
     async with opened(backend=backend) as place:
         box = await place.open(files={"given": b"first"})
         await box.run("x = 1; open('a', 'w').write('mine'); open('given', 'w').write('other')")
@@ -219,19 +219,19 @@ async def test_a_box_that_dies_ends_its_program_and_another_comes(backend):
             await box.read("a")
         done = await box.run("x")
         assert "NameError" in done.stderr and "earlier variables and files are lost" in done.stderr
-        assert len(place._boxes) == 1
+        assert len(place.drivers) == 1
         await box.aclose()
-        assert not place._boxes
+        assert not place.drivers
         with pytest.raises(SandboxError, match="closed"):
             await box.run("1")
 
 
 @needs_sandbox
-async def test_a_box_that_falls_silent_ends_its_program_by_time(monkeypatch):
+async def test_a_box_that_stops_answering_ends_its_program_by_timeout(monkeypatch):
     monkeypatch.setattr("agentrl.sandbox.box.GRACE_SECONDS", 0.3)
     async with opened() as place:
         box = await place.open()
-        signal.pidfd_send_signal(box._driver.process._init, signal.SIGSTOP)
+        signal.pidfd_send_signal(box.driver.process.init_pidfd, signal.SIGSTOP)
         done = await box.run("1", seconds=0.2)
         assert (done.exit_code, done.ended_by) == (-9, "time"), done
         assert (await box.run("6 * 7")).stdout == "42\n"
@@ -239,7 +239,7 @@ async def test_a_box_that_falls_silent_ends_its_program_by_time(monkeypatch):
 
 
 @needs_sandbox
-async def test_where_no_other_box_can_be_had_it_is_the_machine(monkeypatch):
+async def test_a_dead_box_without_a_replacement_is_an_infrastructure_error(monkeypatch):
     async with opened() as place:
         box = await place.open()
         killed(box)
@@ -253,7 +253,7 @@ async def test_where_no_other_box_can_be_had_it_is_the_machine(monkeypatch):
         await box.aclose()
 
 
-async def test_a_box_closed_under_its_program_is_no_end_of_the_program():
+async def test_a_box_closed_during_a_program_is_an_infrastructure_error():
     async with opened(backend="unsafe-subprocess") as place:
         box = await place.open()
         running = asyncio.ensure_future(box.run("import time; time.sleep(30)", seconds=30))
@@ -267,7 +267,7 @@ async def test_a_box_closed_under_its_program_is_no_end_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("bwrap", "said"),
+    ("bwrap", "message"),
     [
         ("", "apt-get install bubblewrap"),
         ("exit 1", "it printed nothing"),
@@ -280,31 +280,26 @@ async def test_a_box_closed_under_its_program_is_no_end_of_the_program():
         ("kill -9 $$", "does not work here"),
     ],
 )
-async def test_without_a_bwrap_that_works_nothing_runs(bwrap, said, folder, monkeypatch):
+async def test_without_a_bwrap_that_works_nothing_runs(bwrap, message, folder, monkeypatch):
     for name in ("setpriv", "sh"):
         (folder / name).symlink_to(shutil.which(name))
     if bwrap:
         (folder / "bwrap").write_text(f"#!/bin/sh\n{bwrap}\n")
         (folder / "bwrap").chmod(0o755)
-    from agentrl.sandbox import namespace
 
     monkeypatch.setenv("PATH", str(folder))
-    namespace._program.cache_clear()
     ran = folder / "ran"
-    try:
-        async with opened() as place:
-            with pytest.raises(SandboxError, match=said):
-                await place.run(f"open({str(ran)!r}, 'w')")
-            with pytest.raises(SandboxError, match=said):
-                await place.open()
-        assert said in sandbox.probe(SandboxConfig())
-        assert not ran.exists()
-    finally:
-        namespace._program.cache_clear()
+    async with opened() as place:
+        with pytest.raises(SandboxError, match=message):
+            await place.run(f"open({str(ran)!r}, 'w')")
+        with pytest.raises(SandboxError, match=message):
+            await place.open()
+    assert message in sandbox.probe(SandboxConfig())
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/usr", "/etc/passwd"])
-async def test_an_interpreter_that_is_none_is_said(python):
+async def test_an_interpreter_that_is_not_executable_is_an_error(python):
     async with opened(python=python) as place:
         with pytest.raises(
             SandboxError, match=f"sandbox.python={python} is not an executable file"
@@ -338,15 +333,15 @@ asyncio.run(main())
 
 
 def running(words):
-    found = 0
+    count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                found += words in (entry / "cmdline").read_bytes() and state != "Z"
+                count += words in (entry / "cmdline").read_bytes() and state != "Z"
             except OSError:
                 continue
-    return found
+    return count
 
 
 @pytest.mark.parametrize(
@@ -421,7 +416,7 @@ asyncio.run(main())
 # Slots, ids, boxes
 
 
-async def test_who_waits_for_a_slot_is_not_timed(monkeypatch):
+async def test_time_in_the_queue_for_a_slot_does_not_count(monkeypatch):
     async with opened(backend="unsafe-subprocess", slots=1) as place:
         limits = Limits(seconds=1.2)
         both = await asyncio.gather(
@@ -470,15 +465,15 @@ def fusion():
     behind = open_sandbox(SandboxConfig())
 
     @app.post("/run_code")
-    async def run_code(asked: Code):
-        if asked.code == "broken":
+    async def run_code(request: Code):
+        if request.code == "broken":
             return {"status": "SandboxError", "message": "no place left", "run_result": None}
         done = await behind.run(
-            asked.code,
-            language=asked.language,  # pyright: ignore
-            stdin=asked.stdin or "",
-            files={n: base64.b64decode(c or "") for n, c in asked.files.items()},
-            limits=Limits(seconds=asked.run_timeout, memory_mb=asked.memory_limit_MB),
+            request.code,
+            language=request.language,  # pyright: ignore
+            stdin=request.stdin or "",
+            files={n: base64.b64decode(c or "") for n, c in request.files.items()},
+            limits=Limits(seconds=request.run_timeout, memory_mb=request.memory_limit_MB),
         )
         late = done.ended_by == "time"
         return {
