@@ -351,6 +351,12 @@ def base_traces():
     return {}
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """Do not draw `curve.svg` in 200 runs: its numbers are those of `metrics.jsonl`."""
+    monkeypatch.setattr("agentrl.trainer.trainer.write_curve", lambda metrics, svg: None)
+
+
 @pytest.mark.parametrize("key", CHANGES)
 def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     import os
