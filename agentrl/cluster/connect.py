@@ -28,7 +28,7 @@ from agentrl.workers.variables import environment_variables
 log = logging.getLogger("agentrl")
 
 MIN_VERSION = (2, 52)
-"""The first Ray version with tokens."""
+"""The first Ray version with token authentication."""
 CONNECT_SECONDS = 5.0
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 QUIET = {
@@ -83,8 +83,8 @@ def check_ray() -> None:
         ) from None
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < MIN_VERSION:
         raise ConfigError(
-            f"Ray {installed} has no tokens: everybody who reaches its ports can run code. Install"
-            f' a newer one: pip install "ray>={oldest}"'
+            f"Ray {installed} has no token authentication: any process that reaches its ports can"
+            f' run code. Install a newer version: pip install "ray>={oldest}"'
         )
 
 

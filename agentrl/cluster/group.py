@@ -106,7 +106,7 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(f"{self._name}.{name} is not dispatched")
+        raise AttributeError(f"{self._name}.{name} is not marked by `dispatch`")
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -385,11 +385,11 @@ class RankActor:
         torch would open it on rank 0, at a port that was free some time before, on all interfaces.
 
         Args:
-            address: the interface.
+            address: the address of the interface on which the store listens.
             world: the number of ranks.
 
         Returns:
-            Its port.
+            The port of the store.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -36,7 +36,7 @@ class Shipment:
 
     @classmethod
     def pack(cls, files: Iterable[str], paths: Iterable[str]) -> Shipment:
-        """Read the user's files, and note what they registered here.
+        """Read the user's files, and record the names that they registered in this process.
 
         Args:
             files: as in `config.files`; they are already loaded.
@@ -81,8 +81,8 @@ class Shipment:
         for kind, names in self.names.items():
             if missing_names := sorted(names - own_names.get(kind, frozenset())):
                 raise ConfigError(
-                    f"no {kind} {', '.join(map(repr, missing_names))} here, but in the process of"
-                    " the run. Define it in a file and name the file with --file (files)"
+                    f"the run has the {kind} {', '.join(map(repr, missing_names))}, but this rank"
+                    " does not. Define it in a file and name the file with --file (files)"
                 )
 
 

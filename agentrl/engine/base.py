@@ -138,7 +138,7 @@ class EngineControl(Protocol):
     """The part of an engine that the trainer uses."""
 
     def sleep(self) -> None:
-        """Announce that the trainer works from now on: no tokens are requested until `publish`.
+        """Announce that the trainer computes from now on: no tokens are requested until `publish`.
 
         An engine may free memory that it shares with the trainer.
         """

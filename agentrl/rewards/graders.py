@@ -112,7 +112,7 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
         raise ConfigError(f"{key}={name!r} must name its function: {name}:FUNCTION")
     if name not in rewards:
         raise ConfigError(
-            f"{key}={name!r}: {rewards.explain_unknown(name)}. Others are named by their file"
-            " (path.py:function), or registered by a file listed in `files`"
+            f"{key}={name!r}: {rewards.explain_unknown(name)}. Name your own reward by its"
+            " file (path.py:function), or list the file that registers it in `files`"
         )
     return rewards.get(name)

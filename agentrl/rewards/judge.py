@@ -307,5 +307,5 @@ def _within(score: Any, limit: float) -> float:
     if isinstance(score, bool) or not isinstance(score, (int, float)):
         raise ValueError(f"{score!r:.40} is not a number")
     if not 0 <= score <= limit:  # NaN is outside, too. An integer may exceed every float.
-        raise ValueError(f"{score!r:.40} is not within 0 and {limit:g}")
+        raise ValueError(f"{score!r:.40} is not between 0 and {limit:g}")
     return float(score)

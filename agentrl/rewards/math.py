@@ -96,7 +96,7 @@ class Math:
                     is_late = True
                 except WorkerDied as e:
                     raise GraderCrash(
-                        f"Math-Verify on {answer!r:.200} and {truth!r:.200}: {e}"
+                        f"Math-Verify failed on {answer!r:.200} and {truth!r:.200}: {e}"
                     ) from e
         return {"score": float(right), "acc": float(right), "grader_timeout": float(is_late)}
 
@@ -191,7 +191,10 @@ def is_other_kind(answer: str, truth: str) -> bool:
 
 
 def _ordered(tokens: list[str]) -> set[str]:
-    """Return the brackets, such as `[)`, of the lists in the text: of itself or of its elements."""
+    """Return the pairs of brackets, such as `[)`, around ordered lists in an answer.
+
+    The answer is one list, `[1, 2)`, or has lists as elements, `(1, 2), (3, 4)`.
+    """
     for i in range(len(tokens) - 1, -1, -1):
         if tokens[i] in ("=", r"\in"):
             tokens = tokens[i + 1 :]

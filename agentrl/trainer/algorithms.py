@@ -199,7 +199,8 @@ def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
 def _scale_rewards(batch: Batch) -> Batch:
     """Divide all rewards by the standard deviation of those at chosen tokens.
 
-    They are not shifted: a shift would reward length. The greedy baseline is scaled alike.
+    Rewards are not shifted: a shift would reward length. The greedy baseline is scaled by the same
+    factor.
     """
     scale = unit_variance_scale(batch.token_rewards, batch.action_mask)
     return replace(
@@ -647,7 +648,7 @@ class KLController:
     """
 
     def __init__(self, config: AlgorithmConfig):
-        """Start at `kl_reward_coef`.
+        """Set the weight to its initial value, `kl_reward_coef`.
 
         Args:
             config: the section `algorithm`; with `kl_target` 0 the weight is fixed.

@@ -168,8 +168,8 @@ def _attend_varlen(
 class _Gather(torch.autograd.Function):
     """Select rows by `SharedPrompts.source`. The gradient is a gather, too.
 
-    torch's own gradient of indexing adds bfloat16 numbers in whatever order the threads arrive.
-    This one sums the copies of a row in float32, in a fixed order.
+    torch's own gradient of indexing adds bfloat16 numbers in the order in which threads arrive.
+    This gradient sums the copies of a row in float32, in a fixed order.
     """
 
     @staticmethod
@@ -299,8 +299,8 @@ def kernel_for(device: torch.device) -> Kernel | None:
     """Return flash-attention's kernel if it is installed, else torch's own; None if neither fits.
 
     All supported versions (flash-attention since 2.1; torch's varlen is one of these) align the
-    mask at the last key, as `Kernel` says. `verify_packing` refuses a model for which a kernel does
-    not.
+    mask at the last key, as `Kernel` says. With another alignment, the logits would differ, and
+    `verify_packing` would refuse the model.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -347,7 +347,7 @@ def torch_kernel(
 
 
 def _flash(function: Callable[..., Any]) -> Kernel:
-    """Return a function of flash-attention 2 or 3 as a `Kernel`; both take these arguments."""
+    """Wrap `flash_attn_varlen_func` of flash-attention 2 or 3 as a `Kernel`."""
 
     def kernel(*arguments: Any) -> Tensor:
         *sequences, scale, window = arguments

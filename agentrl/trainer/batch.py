@@ -34,7 +34,7 @@ from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Token rows that a model is run on, and which of their tokens are scored."""
+    """Token rows that are the input of a model, with a mask of the tokens to score."""
 
     prompt_ids: Tensor
     """(B, P) int64, padded on the left."""
@@ -300,7 +300,7 @@ def _find_last_sampled(segment: Segment, start: int, end: int) -> int:
 
 
 def count_mini_batches(rollouts: int, size: int) -> int:
-    """Return the number of optimizer steps of one epoch over `rollouts`; size 0: one."""
+    """Return the number of mini-batches of `size` rollouts in a batch; 1 if `size` is 0."""
     return max(1, math.ceil(rollouts / size)) if size else 1
 
 

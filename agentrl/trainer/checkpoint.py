@@ -264,7 +264,10 @@ def _trash_path(final: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint. A kill in between leaves no part of it under its own name."""
+    """Rename a checkpoint, then delete it.
+
+    If the process is killed meanwhile, no incomplete folder has the name of a checkpoint.
+    """
     trash = _trash_path(folder)
     shutil.rmtree(trash, ignore_errors=True)
     folder.rename(trash)
@@ -335,7 +338,10 @@ def _fsync(path: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether another process has that id. Our own id means that the id was reused."""
+    """Return whether a process other than this one has that id.
+
+    If this process has it, the system has reused the id of a process that ended.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

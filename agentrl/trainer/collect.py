@@ -85,10 +85,10 @@ class Collector:
             self._max_rounds = self._algorithm.max_gen_batches
 
     def collect(self, position: int, step: int) -> StepRollouts:
-        """Play rows from a position on.
+        """Play the rows of one step, and choose the groups that train.
 
         Args:
-            position: the number of rows that the run has taken.
+            position: the number of rows that the run has taken before this step.
             step: the number of steps that the run has made; it determines the random numbers.
 
         Raises:
@@ -188,7 +188,7 @@ class DeadSteps:
             self._add(metrics)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Count a step. Warn if it is dead step number `MAX_DEAD_STEPS` in a row."""
+        """Count a step. Warn once if `MAX_DEAD_STEPS` steps in a row are dead."""
         self._add(metrics)
         if metrics.get(DEAD_STEP) and self._in_a_row == MAX_DEAD_STEPS:
             first = step - MAX_DEAD_STEPS + 1

@@ -228,7 +228,7 @@ def _format_cells(metrics: Metrics) -> dict[str, str]:
 
 
 def _format_scores(metrics: Metrics) -> dict[str, str]:
-    """Format validation rewards; for a loop with tools also its share of calls."""
+    """Return validation rewards as text, by label; for loops with tools also the rate of calls."""
     scores = {}
     for label, key in validation_series(metrics).items():
         score = f"{metrics[key]:.3f}"

@@ -107,7 +107,7 @@ def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Preci
 
 
 def _copy_adapter(adapter: Path, folder: Path, base: str) -> None:
-    """Copy the saved adapter, with an absolute path of its base."""
+    """Copy the saved adapter. In the copy the path of its base is absolute."""
     if not adapter.is_dir():
         raise ConfigError(
             f"training started from the adapter {base!r}, which was merged: an adapter's folder"

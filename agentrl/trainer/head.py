@@ -158,7 +158,7 @@ def _blocks(n: int, max_size: int) -> list[slice]:
 
 
 def _score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Return logprobs, entropies and log-sum-exps, (N,) each, of (N, V) logits."""
+    """Return the logprobs of tokens, entropies and log-sum-exps of (N, V) logits, (N,) each."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         z = z / temperature
@@ -222,9 +222,9 @@ def _apply(
 ) -> tuple[Tensor, ...]:
     """Call a function of (N, v) logits and (N,) numbers of their rows, and return its (N,) results.
 
-    Compiled, it is one kernel for any N; the width is static, which gives aligned loads and fast
-    divisions. Otherwise, on a CPU, it processes some rows at a time, so that intermediate results
-    stay in the cache.
+    If `fused`, the function is compiled to one kernel for any N; the width is static, which gives
+    aligned loads and fast divisions. Otherwise, on a CPU, the function gets some rows at a time, so
+    that intermediate results stay in the cache.
     """
     if fused:
         torch._dynamo.mark_static(logits, 1)

@@ -316,14 +316,14 @@ def value_loss(
     """Return half the squared error of the critic; elementwise, for chosen tokens in any shape.
 
     Args:
-        values: the critic's, now; the only input with a gradient.
-        old_values: the critic's at the start of the step.
+        values: the critic's current values; the only input with a gradient.
+        old_values: the critic's values at the start of the step.
         returns: the targets.
         clip: the largest useful change of a value in a step: the larger of the unclipped and the
             clipped error counts (OpenAI baselines, PPO2). 0: no limit.
 
     Returns:
-        The loss of each token, and a bool that is True where it is clipped.
+        The loss of each token, and a bool for each token, True if its loss is clipped.
     """
     unclipped = (values - returns).square()
     if not clip:

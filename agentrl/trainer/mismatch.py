@@ -84,7 +84,7 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
 
 
 def _effective_sample_size(log_weights: Tensor) -> float:
-    """Return (sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n if one weight has all."""
+    """Return (sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n if all but one are 0."""
     weights = (log_weights - log_weights.max()).exp()  # the scale does not matter
     return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
 

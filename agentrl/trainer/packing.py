@@ -31,7 +31,7 @@ from agentrl.trainer.batch import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The input of a model, L tokens, and which of its tokens are scored."""
+    """The input of a model, a flat row of L tokens, with the tokens to score."""
 
     input_ids: Tensor
     """(1, L)."""
@@ -82,14 +82,14 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Make the input of one forward pass from rows of a batch.
 
-    No rows make a pass that scores no token. A rank without rows runs it to stay in step with
-    the others.
+    Without rows, the pass scores no token. A rank without rows runs such a pass to stay in step
+    with the other ranks.
 
     Args:
         batch: the batch.
         rows: (b,) row numbers, ascending.
         mask: (B, T) bool, the tokens to score.
-        columns: (B, T) each.
+        columns: numbers for each token, by name, (B, T) each.
     """
     if not len(rows):
         empty_pass = replace(pack_row([0, 0]), states=rows, tokens=rows)
@@ -146,7 +146,7 @@ def pack_row(token_ids: Sequence[int]) -> PackedRows:
     """Pack a single row, in which every token but the first is scored.
 
     Args:
-        token_ids: at least two.
+        token_ids: the ids of the row, at least two.
     """
     ids = torch.tensor(token_ids)
     return PackedRows(

@@ -99,7 +99,7 @@ class Policy:
     ) -> None:
         """Add a LoRA adapter, and freeze the weights of the base.
 
-        The adapter has no dropout (see the module) and starts at zero: the policy equals its base.
+        The adapter has no dropout (see `policy.py`) and starts at zero: the policy equals its base.
 
         Raises:
             ConfigError: there are no such modules to adapt.

@@ -39,9 +39,9 @@ class Publisher:
         """Create a publisher; nothing is sent yet.
 
         Args:
-            learner: has the policy.
-            engine: receives it.
-            token_ids: the row that both score after each update, at least two tokens.
+            learner: the learner, which has the policy.
+            engine: the engine, to which the policy is sent.
+            token_ids: the row that learner and engine score after each update, at least two tokens.
             scores: returns the row's logprobs from each engine behind `engine`.
             noise: the noise at the start of the run, from the checkpoint that the run resumes from.
                 None: it is measured at the first publication.
@@ -196,8 +196,9 @@ class Canary:
             version: for the message.
 
         Returns:
-            In nats: `canary/mismatch`, and `canary/drift`, the distance that the policy moved since
-                an engine was last seen to follow it.
+            `canary/mismatch`: the largest difference of an engine's logprobs from the trainer's.
+                `canary/drift`: the change of the trainer's logprobs since the last check in which
+                the policy had moved. Both are mean absolute differences in nats.
 
         Raises:
             RunStopped: the engine does not hold the trainer's weights.
@@ -233,8 +234,8 @@ class Canary:
             f" explains {limit:.3g} ({self.reference:.3g} at the start; the policy moved by"
             f" {drift:.3g}). "
             + (
-                f"They lack {lag:.0%} of that movement: the engine still samples from an earlier"
-                " version."
+                f"The engine's logprobs lack {lag:.0%} of this movement: it still samples from an"
+                " earlier version."
                 if lag > MAX_LAG
                 else "The engine does not hold any version of the policy: it has other weights, or"
                 " no adapter."
@@ -243,7 +244,10 @@ class Canary:
 
 
 def _share(missing: Tensor, movement: Tensor) -> float:
-    """Return the missing share of a movement: 0 for none, 1 for all. Noise changes it little."""
+    """Return how much of a change of logprobs is missing: 0 for none of it, 1 for all of it.
+
+    Noise in `missing` has little influence, because it is almost orthogonal to `movement`.
+    """
     return (torch.dot(missing, movement) / torch.dot(movement, movement)).item()
 
 

@@ -63,7 +63,7 @@ class LocalRankGroup:
         method = getattr(self.rank, name, None)
         mode = getattr(method, "dispatch", None)
         if method is None or mode is None:
-            raise AttributeError(f"{type(self.rank).__name__}.{name} is not dispatched")
+            raise AttributeError(f"{type(self.rank).__name__}.{name} is not marked by `dispatch`")
         if mode is SPLIT:
             return lambda shares, *args, **kwargs: [method(shares[0], *args, **kwargs)]
         return method

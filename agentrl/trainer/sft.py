@@ -259,8 +259,8 @@ def init_causal_lm(
 def single_thread() -> Iterator[None]:
     """Run the block with torch on one CPU thread.
 
-    For models of half a million weights, a second thread saves a fifth of the time if cores are
-    idle, and doubles it if they are shared.
+    For models of half a million weights, a second thread saves a fifth of the time if the cores are
+    idle, and doubles the time if other processes use them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

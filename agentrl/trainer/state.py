@@ -36,7 +36,8 @@ FILE_BYTES = 2 * 2**30
 def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write named tensors. All ranks call it at once.
 
-    Quantised tensors are written as numbers: ranks with other shards quantise other blocks.
+    Quantised tensors are written dequantised, because ranks with other shards quantise other
+    blocks.
 
     Args:
         folder: the folder to make; its parent exists. It is the same for all ranks, on all
@@ -102,7 +103,7 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
         The written names that do not begin with `prefix`.
 
     Raises:
-        ConfigError: other names or shapes were written, or none.
+        ConfigError: the written names or shapes differ, or no such tensor was written.
     """
     saved_shapes = shapes_in(folder)
     saved = {name: shape for name, shape in saved_shapes.items() if name.startswith(prefix)}
@@ -117,8 +118,8 @@ def check_state(folder: Path, ours: Mapping[str, Tensor], prefix: str) -> set[st
                 list(shapes[name]) if name in shapes else "missing" for shapes in (saved, expected)
             ]
             raise ConfigError(
-                f"{folder} is of another model: {name.removeprefix(prefix)} is {both[0]} there and"
-                f" {both[1]} here"
+                f"{folder} is of another model: {name.removeprefix(prefix)} is {both[0]} in the"
+                f" checkpoint and {both[1]} in this run"
             )
     return saved_shapes.keys() - saved.keys()
 

@@ -72,7 +72,7 @@ class Tracker:
         """Record a step: once, in order, and before its checkpoint is published.
 
         Args:
-            step: later than the last one.
+            step: the number of the step, larger than that of the last record.
             data: all numbers of the step and of its validation. NaN and infinity become null in the
                 file.
 

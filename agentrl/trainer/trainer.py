@@ -83,8 +83,7 @@ class Trainer:
             placement: where the ranks and the servers run. None: the learner runs in this process.
 
         Raises:
-            UserError: something is wrong with the config, files or rows; the message lists all of
-                it.
+            UserError: the config, the files or the rows have mistakes; the message lists all.
         """
         check_single_controller(config, placement)
         check_loggers(config.trainer.logger)
@@ -398,7 +397,7 @@ def _is_due(step: int, freq: int, last: bool) -> bool:
 
 
 class StepClock:
-    """Measures the parts of one step. The time of the step starts with the object."""
+    """Measures the time of one step and of its parts. The step begins when the clock is created."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

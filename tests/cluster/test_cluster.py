@@ -222,7 +222,7 @@ def test_an_address_where_nobody_is_takes_no_minutes():
 
 
 @pytest.mark.parametrize(
-    "found, said", [("2.51.9", "has no tokens"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
+    "found, said", [("2.51.9", "has no token authentication"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
 )
 def test_ray_must_know_tokens(monkeypatch, found, said):
     def version(name):
@@ -308,7 +308,7 @@ def test_split_broadcast_and_rank_zero(ranks):
     assert ranks.rank_zero_total() == (0, 26.5)
     with pytest.raises(ValueError, match="3 shares for 2 ranks"):
         ranks.add([torch.ones(1)] * 3)
-    with pytest.raises(AttributeError, match=r"Adder\.private is not dispatched"):
+    with pytest.raises(AttributeError, match=r"Adder\.private is not marked by"):
         ranks.private()
 
 
@@ -428,7 +428,7 @@ def test_what_is_registered_here_alone_is_refused(one, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(value=7.5))
     load_file(str(file))  # but it is in no `files`
-    with pytest.raises(ConfigError, match=r"rank 0 of 1 \(.* on .*: no reward 'of_the_user' here"):
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 \(.* on .*: the run has the reward 'of_the_user'"):
         WorkerGroup(Loaded, one, shipment=Shipment.pack([], []))
 
 

@@ -78,7 +78,7 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
     "gpus, overrides, said",
     [
         (1, ["rollout.engines=2"], "are 2 GPUs, but torch finds 1"),
-        (2, ["trainer.placement=separate", "rollout.engines=2"], "leave none of 2 GPUs"),
+        (2, ["trainer.placement=separate", "rollout.engines=2"], "use all 2 GPUs"),
         (2, ["rollout.sleep=all"], "no server shares the trainer's GPU"),
         (1, ["rollout.sync=nccl"], "GPU 0, which is the trainer's"),
         (2, ["rollout.sync=ipc"], "GPU 1, which is not the trainer's"),

@@ -174,7 +174,7 @@ def test_nonsense_is_no_turn(choice):
 def test_an_answer_to_something_else(dialect, changes):
     with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
         read(dialect, ANSWERS[dialect] | changes)
-    with pytest.raises(EngineNonsense, match="2 tokens of at most 1"):
+    with pytest.raises(EngineNonsense, match="2 tokens, where at most 1"):
         read(dialect, ANSWERS[dialect], limit=1)
 
 

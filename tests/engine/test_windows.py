@@ -105,7 +105,7 @@ def test_a_model_is_refused_exactly_where_packed_rows_differ_beyond_its_window(k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_local_engine_refuses_every_window_that_has_an_effect(kind):
-    limits = r"limits which tokens a token sees \(.*window\w*=4096\), and the small copy .* failed"
+    limits = r"limits which tokens a token sees \(.*window\w*=4096\), and the test with .* failed"
     with pytest.raises(UserError, match=limits) as caught:
         Decoder(random_model(config_of(kind, 4096)))
     assert str(caught.value).count("Use rollout.name=sglang") == 1

@@ -185,7 +185,8 @@ def test_another_base_is_refused_with_names_and_shapes(full, tmp_path, random_mo
     load_tokenizer(random_model).save_pretrained(tmp_path / "other")
     width = model.config.vocab_size
     with pytest.raises(
-        ConfigError, match=rf"embed_tokens\.weight is \[{width - 8}, 32\] there and \[{width}, 32\]"
+        ConfigError,
+        match=rf"embed_tokens\.weight is \[{width - 8}, 32\] in the checkpoint and \[{width}, 32\]",
     ):
         export(full[0], tmp_path / "out", model=str(tmp_path / "other"))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["other"]

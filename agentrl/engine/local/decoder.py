@@ -238,8 +238,8 @@ class Decoder:
             cause = e.reason if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
             raise CannotDecode(
                 self.model,
-                f"{describe_windows(self.model.config)}, and the small copy that tests it failed"
-                f" ({cause})",
+                f"{describe_windows(self.model.config)}, and the test with a small copy of"
+                f" the model failed ({cause})",
             ) from e
 
     def _check_cache(self) -> None:
@@ -288,9 +288,9 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with one query per row by two small matrix products on the key/value heads.
 
-    Other shapes go to `sdpa`, which first repeats keys and values for every query head. Decoding
-    128 rows of 200 tokens on two cores takes 4.0 ms per step here and 5.1 ms there (tiny Qwen2
-    shape).
+    Other shapes are passed to `sdpa`, which first repeats keys and values for every query head.
+    Decoding 128 rows of 200 tokens on two cores takes 4.0 ms per step with this function and 5.1 ms
+    with `sdpa` (tiny Qwen2 shape).
 
     Args:
         module: the attention layer.

@@ -358,7 +358,7 @@ class BroadcastGroup:
         )
 
     def open(self) -> None:
-        """Wait for the other processes."""
+        """Wait until all processes of the server have joined the group."""
         # These are the keys that `torch.distributed` uses for a group that SGLang creates.
         backends = BackendConfig(Backend(self._backend))  # type: ignore[arg-type]
         device = next(iter(backends.device_backend_map))

@@ -353,9 +353,11 @@ def check_turn(ids: Sequence[int], reason: Any, limit: int, reported: Any) -> No
         ValueError: they are inconsistent.
     """
     if reason not in ("stop", "length"):
-        raise ValueError(f"finish reason {reason!r}")
+        raise ValueError(f"unknown finish reason {reason!r}")
     if not 0 < len(ids) <= limit or len(ids) != reported:
-        raise ValueError(f"{len(ids)} tokens of at most {limit}, but it reports {reported}")
+        raise ValueError(
+            f"{len(ids)} tokens, where at most {limit} were requested and {reported} are reported"
+        )
 
 
 def token_versions(

@@ -81,8 +81,8 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
     if first == 0 and config.trainer.placement == "separate":
         raise ConfigError(
             f"trainer.placement=separate: rollout.engines={r.engines} times"
-            f" rollout.tensor_parallel_size={tp_size} leave none of {gpu_count} GPUs to the"
-            " trainer alone. Set trainer.placement=colocated, or reduce one of them"
+            f" rollout.tensor_parallel_size={tp_size} use all {gpu_count} GPUs, so the trainer"
+            " would share one. Set trainer.placement=colocated, or use fewer GPUs for servers"
         )
     if first > 0 and r.sleep != "none":
         raise ConfigError(

@@ -169,7 +169,7 @@ class EnginePool(Engine):
     # -- EngineControl -----------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Announce that the trainer works. No engine gets the policy until `publish`."""
+        """Announce that the trainer computes. No engine gets the policy until `publish`."""
         self.supervisor.sleep()
 
     def publish(self, update: Update) -> int:

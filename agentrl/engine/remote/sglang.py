@@ -165,7 +165,8 @@ class SGLangEngine(RemoteEngine):
         """Let the server sample a token. It must not be asleep."""
         if self._released:
             raise EngineError(
-                f"{self.url} is asleep, without its {', '.join(sorted(self._released))}"
+                f"{self.url} cannot sample: it has released its {', '.join(sorted(self._released))}"
+                " to the trainer"
             )
         return super().probe()
 
@@ -304,5 +305,5 @@ def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]
     """Return the ids and logprobs of a list of `[logprob, id, text]`."""
     logprobs = float_array([entry[0] for entry in entries])
     if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
-        raise ValueError("a logprob that is not finite, or above 0")
+        raise ValueError("a logprob is not finite, or is above 0")
     return token_array([entry[1] for entry in entries]), logprobs

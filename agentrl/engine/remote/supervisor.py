@@ -277,7 +277,7 @@ class Supervisor:
     # -- for the trainer ---------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Wait until nothing reads the learner's weights, and announce that the trainer works."""
+        """Wait until nothing reads the learner's weights. Then the trainer may change them."""
         with self._weights:
             self._asleep = True
             for m in self.replicas:

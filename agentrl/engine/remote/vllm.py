@@ -60,7 +60,7 @@ class Generate:
         return choice["token_ids"], [entry["logprob"] for entry in entries]
 
     def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return one entry for each token of the row, unchecked."""
+        """Return the logprob entries of an answer, one for each token of the row, unchecked."""
         return answer["prompt_logprobs"]
 
 
@@ -78,7 +78,7 @@ class Completions:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return one entry for each token of the row, unchecked."""
+        """Return the logprob entries of an answer, one for each token of the row, unchecked."""
         return answer["choices"][0]["prompt_logprobs"]
 
 
@@ -312,5 +312,5 @@ def _finite(logprobs: Sequence[float], n: int) -> array[float]:
     if len(values) != n:
         raise ValueError(f"{len(values)} logprobs for {n} tokens")
     if not all(math.isfinite(x) and x > NO_LOGPROB for x in values):
-        raise ValueError("a logprob that is not finite")
+        raise ValueError("a logprob is not finite")
     return values

@@ -87,7 +87,7 @@ class WeightsChecker:
             if not _is_same(server_weights, tensor[:ROWS]):
                 raise EngineError(
                     f"{self._control.url}: version {update.version} was published, but the server"
-                    f" holds another {name}"
+                    f" holds other values of {name}"
                 )
 
     def _check_checksum(self, update: Update) -> None:
@@ -158,7 +158,7 @@ def check_norms(control: Control, update: Update) -> bool:
         if not server_digests[name] <= _digests(tensor) or len(server_digests[name]) > 1:
             raise EngineError(
                 f"{control.url}: version {update.version} was published, but the server holds"
-                f" another {name}"
+                f" other values of {name}"
             )
         has_compared = True
     return has_compared
