@@ -133,7 +133,8 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     The file gets its name only when it is complete.
 
     Raises:
-        DataError: the format is neither, or a parquet column has values of different types.
+        DataError: the file's name has another ending, or a parquet column has values of different
+            types.
     """
     file = Path(path).expanduser()
     writer = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(file.suffix)

@@ -237,10 +237,11 @@ class _Reader:
         return str(name or ""), kwargs
 
     def unnamed_interaction(self) -> str | None:
-        """Return the interaction of a row of verl's that names none; None if there is none.
+        """Return the interaction of a verl row that names no interaction; None for no interaction.
 
-        verl's preprocessing scripts write such rows also for runs without an interaction. verl
-        ignores them unless the run configures interactions; here, that is a file that defines one.
+        verl's preprocessing scripts write the arguments of an interaction also for runs without
+        one. verl ignores them unless the run configures interactions. agentrl ignores them unless a
+        file of the run defines an interaction.
         """
         defined = registry.interactions.user_names()
         if defined and DEFAULT_INTERACTION not in defined:
@@ -282,7 +283,7 @@ class _Reader:
         return self.same(plain, self.row.get(plain), self.extra.get(verl))
 
     def same(self, field: str, plain: Any, verl: Any) -> Any:
-        """Return the value of the two that is not None; add a mistake if they differ."""
+        """Return the value that is not None; add a mistake if both are set and differ."""
         if plain is not None and verl is not None and plain != verl:
             self.wrong(field, f"has two values: {plain!r:.60} and, in verl's place, {verl!r:.60}")
         return verl if plain is None else plain

@@ -1,6 +1,6 @@
 """verl's graders, `verl.utils.reward_score`, with verl's signatures and results.
 
-Each calls the agentrl grader of the same meaning. docs/verl.md lists where the scores differ.
+Each calls the corresponding grader of agentrl. docs/verl.md lists where the scores differ.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ __all__ = [
 T = TypeVar("T")
 
 MATH_PROCESSES = 2
-"""Processes for algebra, if a function of the user's calls these graders."""
+"""The number of processes for algebra, if a user's function calls these graders."""
 
 
 def gsm8k(solution_str: str | None, *args: Any, **kwargs: Any) -> float:
-    """`gsm8k.compute_score`: it returns a number; agentrl's grader returns a mapping."""
+    """Return the score of verl's `gsm8k.compute_score`; agentrl's grader returns a mapping."""
     return grade_gsm8k(solution_str or "", *args, **kwargs)["score"]
 
 
 extract_solution = gsm8k_answer
-"""`gsm8k.extract_solution`."""
+"""verl's `gsm8k.extract_solution`."""
 
 
 def math_reward(solution_str: str, ground_truth: Any) -> float:
-    """`math_reward.compute_score`: it compares spellings only and returns 1.0 or 0.0."""
+    """Return 1.0 or 0.0 by comparing spellings, as verl's `math_reward.compute_score` does."""
     answer = boxed_answer(solution_str)
     return float(answer is not None and same_text(answer, as_text(ground_truth)))
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""`math_reward.last_boxed_only_string`: the last `\boxed{...}`, or None."""
+    r"""Return the last `\boxed{...}` of a text, or None, as verl's function of this name does."""
     answer = boxed_answer(string)
     return None if answer is None else rf"\boxed{{{answer}}}"
 
 
 def remove_boxed(s: str) -> str:
-    r"""`math_reward.remove_boxed`: the text in `\boxed{...}`."""
+    r"""Return the text in `\boxed{...}`; this is verl's `math_reward.remove_boxed`."""
     return s.removeprefix(r"\boxed").strip().removeprefix("{").removesuffix("}")
 
 
@@ -76,20 +76,21 @@ def compute_score_batched(
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Any],
 ) -> list[float]:
-    """`math_batch.compute_score_batched`."""
+    """Return the scores of `math_reward` for a batch, as verl's `math_batch` does."""
     return [math_reward(s, t) for s, t in zip(solution_strs, ground_truths, strict=True)]
 
 
 def math_verify(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
-    """`math_verify.compute_score`: it compares by algebra, too, and returns 1.0 or 0.0."""
+    """Return 1.0 or 0.0 by comparing spellings and by algebra, as verl's `math_verify` does."""
     graded = _grade_math(_final_answer(model_output), ground_truth)
     return float(timeout_score if graded["grader_timeout"] else graded["score"])
 
 
 def prime_math(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
-    """`prime_math.compute_score`: (is the answer right, does the text show its steps, the answer).
+    """Grade as verl's `prime_math.compute_score`, by comparing spellings and by algebra.
 
-    It compares by algebra, too.
+    Returns:
+        Whether the answer is right, whether the text shows its steps, and the answer.
     """
     answer = _final_answer(model_output)
     has_steps = "Step 2:" in model_output and r"\box" in model_output
@@ -99,12 +100,15 @@ def prime_math(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
 def prime_code(
     completion: str, test_cases: Any, continuous: bool = False
 ) -> tuple[bool | float, list[dict[str, float]]]:
-    """`prime_code.compute_score`: (True, or the share of passed tests, or False; metadata).
+    """Run the last program of a text on test cases, as verl's `prime_code.compute_score` does.
 
     Args:
         completion: the assistant's text. Its last code block is run.
         test_cases: `{"inputs": [...], "outputs": [...]}`, or its JSON.
-        continuous: whether to return the share of the first ten tests if not all pass.
+        continuous: whether to return the share of the first ten tests that pass if not all pass.
+
+    Returns:
+        True if all tests pass, else False (or the share); and metadata.
     """
     graded = _wait(Code(continuous=continuous)(completion, test_cases))
     return (True if graded["acc"] else graded["score"] if continuous else False), [graded]
@@ -119,19 +123,22 @@ def sandbox_fusion(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[dict[str, float]]]:
-    """`sandbox_fusion.compute_score`: (the score, metadata).
+    """Run the last program of a text on test cases, as verl's `sandbox_fusion.compute_score` does.
 
-    Programs run in the run's sandbox, which `sandbox.backend` sets; it may be a SandboxFusion. The
-    first three arguments are not used.
+    Programs run in the run's sandbox. `sandbox.backend` sets it, for example to a SandboxFusion
+    server.
 
     Args:
-        sandbox_fusion_url: see above.
-        concurrent_semaphore: see above.
-        memory_limit_mb: see above.
+        sandbox_fusion_url: not used.
+        concurrent_semaphore: not used.
+        memory_limit_mb: not used.
         completion: the assistant's text. Its last code block is run.
         test_cases: `{"inputs": [...], "outputs": [...]}`, or its JSON.
-        continuous: whether the score is the share of the first ten tests if not all pass.
+        continuous: whether the score is the share of the first ten tests that pass if not all pass.
         timeout: the time limit of a test, in seconds.
+
+    Returns:
+        The score, and metadata.
     """
     grader = Code(continuous=continuous, seconds=timeout, total_seconds=max(30.0, timeout))
     graded = _wait(grader(completion, test_cases))
@@ -139,7 +146,7 @@ def sandbox_fusion(
 
 
 def search_qa(solution_str: str, ground_truth: Any, *args: Any, **kwargs: Any) -> float:
-    """`search_r1_like_qa_em.compute_score`: it returns a number."""
+    """Return the score of verl's `search_r1_like_qa_em.compute_score`, a number."""
     return grade_search_qa(solution_str, ground_truth, *args, **kwargs)["score"]
 
 
@@ -153,11 +160,11 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`reward_score.default_compute_score`: grade by the grader of the data source.
+    """Grade by the grader of the data source, as verl's `default_compute_score` does.
 
     Raises:
-        UserError: the data source is one of images.
-        NotImplementedError: there is no grader for it.
+        UserError: the questions of the data source are images.
+        NotImplementedError: there is no grader for the data source.
     """
     if data_source == "hiyouga/geometry3k":
         raise UserError(f"default_compute_score({data_source!r}): {UNGRADED[data_source]}")
@@ -174,7 +181,7 @@ def default_compute_score(
 
 
 def _final_answer(text: str) -> str | None:
-    r"""Return the answer: `\boxed{...}`, else the rest of `Answer: ...`, else the last number."""
+    r"""Return the answer: `\boxed{...}`, else the text after `Answer:`, else the last number."""
     for find in (boxed_answer, named_answer, lambda text: gsm8k_answer(text, "flexible")):
         if (answer := find(text)) is not None:
             return answer
@@ -193,12 +200,12 @@ def _processes() -> Processes:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of its own, for graders that are async."""
+    """Return an event loop in a separate thread, on which async graders run."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl graders", daemon=True).start()
     return loop
 
 
 def _wait(grading: Coroutine[Any, Any, T]) -> T:
-    """Return the result of an async grader. verl's graders are plain functions."""
+    """Wait for the result of an async grader, because verl's graders are plain functions."""
     return asyncio.run_coroutine_threadsafe(grading, _loop()).result()

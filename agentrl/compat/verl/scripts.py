@@ -18,17 +18,17 @@ def rollout_trace_op(function: F) -> F:
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
-    """`hdfs_io.makedirs`: create a folder."""
+    """Create a folder; this is verl's `hdfs_io.makedirs`."""
     os.makedirs(_local(name), mode=mode, exist_ok=exist_ok)
 
 
 def exists(path: str, **kwargs: Any) -> bool:
-    """`hdfs_io.exists`."""
+    """Return whether a path exists; this is verl's `hdfs_io.exists`."""
     return os.path.exists(_local(path))
 
 
 def copy(src: str, dst: str, **kwargs: Any) -> bool:
-    """`hdfs_io.copy`: copy a file or a folder; an existing folder gets the new files."""
+    """Copy a file or a folder, into an existing folder too; this is verl's `hdfs_io.copy`."""
     if os.path.isdir(_local(src)):
         shutil.copytree(src, _local(dst), dirs_exist_ok=True)
     else:
@@ -37,10 +37,10 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
 
 
 def _local(path: str) -> str:
-    """Return a path of this machine.
+    """Return the path, if it is on this machine.
 
     Raises:
-        UserError: it is on HDFS.
+        UserError: the path is on HDFS.
     """
     if path.startswith("hdfs:"):
         raise UserError(f"{path}: agentrl does not read or write HDFS. Use a path of this machine")

@@ -91,11 +91,11 @@ def is_relative(error: ImportError) -> bool:
 def load_relative(path: Path) -> ModuleType:
     """Run a file that has relative imports (`from .base import ...`) and return its module.
 
-    They find the files of its folder, and then verl's modules: classes that were copied out of
-    verl's own folders import their base class in this way.
+    A relative import is searched in the file's folder, then among verl's modules: classes that were
+    copied from verl's own folders import their base class in this way.
 
     Raises:
-        UserError: an import finds neither.
+        UserError: there is no such file and no such module.
     """
     stand_in()
     folder = path.resolve().parent
@@ -139,11 +139,11 @@ class _Finder(Loader):
     def _find_relative(
         self, name: str, path: Sequence[str] | None
     ) -> importlib.machinery.ModuleSpec:
-        """Find a module of verl's by the last part of its name."""
+        """Find a verl module by the last part of its name."""
         leaf = name.rpartition(".")[2]
-        by_leaf = {verls.rpartition(".")[2]: verls for verls in (*_MODULES, *_REFUSED)}
+        by_leaf = {module.rpartition(".")[2]: module for module in (*_MODULES, *_REFUSED)}
         if leaf not in by_leaf:
-            known = ", ".join(sorted({verls.rpartition(".")[2] for verls in _MODULES}))
+            known = ", ".join(sorted({module.rpartition(".")[2] for module in _MODULES}))
             raise UserError(
                 f"`from .{leaf} import`: there is no {leaf}.py in {', '.join(path or ())}, and no"
                 f" such module among those of verl's that agentrl replaces: {known}"
@@ -164,7 +164,7 @@ class _Module(ModuleType):
     def __init__(self, name: str, verls: str):
         super().__init__(name)
         self._verls = verls
-        """The module of verl's that it stands for."""
+        """The name of the verl module that this module replaces."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -23,7 +23,7 @@ def _new_state(ground_truth: Any) -> dict[str, Any]:
 
 
 def _score(state: dict[str, Any], method: str) -> float:
-    """Grade the response by the function of verl's name, which a test may have replaced."""
+    """Grade the response by `verl.utils.reward_score.gsm8k`, which a test may have replaced."""
     stand_in()
     grader = importlib.import_module("verl.utils.reward_score.gsm8k")
     return grader.compute_score(
