@@ -67,9 +67,10 @@ def register_tool(verl_tool: Any, where: str) -> str:
 
 
 def _sandbox_of(verl_tool: Any) -> tuple[str, ...]:
-    """Return the name of the injected sandbox, for a tool of verl's that runs programs in it.
+    """Return ("sandbox",) for a verl tool that runs programs in the sandbox, else ().
 
-    The tool takes the sandbox itself. The name makes the run test the sandbox before it starts.
+    The tool uses `agentrl.sandbox.current()`, not an argument. But because the name is listed as an
+    injected parameter, the run tests the sandbox before it starts.
     """
     return ("sandbox",) if getattr(verl_tool, "runs_programs", False) else ()
 
