@@ -90,11 +90,11 @@ def test_heavy_packages_live_in_one_place(file):
     for line, name in imports(file):
         for heavy, places in HEAVY.items():
             if name.partition(".")[0] == heavy:
-                found = f"{name_of(file)}:{line}: {heavy}"
-                assert name_of(file).startswith(places), f"{found} belongs into {places}"
+                place = f"{name_of(file)}:{line}: {heavy}"
+                assert name_of(file).startswith(places), f"{place} belongs into {places}"
 
 
-def test_there_are_no_junk_drawers():
+def test_there_are_no_utility_modules():
     for file in FILES:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         assert not {"utils", "util", "helpers", "common", "misc"} & {*parts}, file

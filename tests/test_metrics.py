@@ -41,7 +41,7 @@ def test_later_turns_are_those_after_a_conversations_first():
     }
 
 
-def test_without_later_turns_nothing_is_said_of_them():
+def test_without_later_turns_there_are_no_metrics_of_them():
     assert ratios((0, 10, 5), (1, 10, 0)) == {NAME: 0.25}
 
 
@@ -53,11 +53,11 @@ class Caching(Scripted):
     """Finds all but the last four tokens of each prompt in its cache."""
 
     async def generate(self, prompt_ids, sampling, **kwargs):
-        found = await super().generate(prompt_ids, sampling, **kwargs)
-        return replace(found, cached_tokens=len(prompt_ids) - 4)
+        generation = await super().generate(prompt_ids, sampling, **kwargs)
+        return replace(generation, cached_tokens=len(prompt_ids) - 4)
 
 
-def test_each_turn_says_what_the_engine_had_cached():
+def test_each_turn_has_the_number_of_cached_tokens():
     @agent_loop("twice")
     async def twice(ep):
         await ep.generate()
@@ -73,8 +73,12 @@ def test_each_turn_says_what_the_engine_had_cached():
         [group] = rollouts.collect([sample], n=1, sampling=Sampling(), step=0)
     finally:
         rollouts.close()
-    asked = [len(r.prompt_ids) for r in engine.requests]
+    prompt_lengths = [len(r.prompt_ids) for r in engine.requests]
     turns = group.scored[0].trajectory.turns
-    assert [(t.prompt_tokens, t.cached_tokens) for t in turns] == [(n, n - 4) for n in asked]
+    assert [(t.prompt_tokens, t.cached_tokens) for t in turns] == [
+        (n, n - 4) for n in prompt_lengths
+    ]
     metrics = rollout_metrics([group])
-    assert metrics[f"{NAME}/later_turns"] == pytest.approx((asked[1] - 4) / asked[1])
+    assert metrics[f"{NAME}/later_turns"] == pytest.approx(
+        (prompt_lengths[1] - 4) / prompt_lengths[1]
+    )

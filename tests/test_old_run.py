@@ -45,7 +45,7 @@ def agentrl(folder, *arguments):
     return done.stdout
 
 
-def test_it_goes_on_as_it_would_have(old):
+def test_an_old_run_resumes_as_it_would_have(old):
     printed = agentrl(old, "train", "-c", "config.yaml", "trainer.total_steps=3")
     assert "resuming from step 2 (run/global_step_00000002)" in printed
     steps = [json.loads(line) for line in (old / "run/metrics.jsonl").read_text().splitlines()]
@@ -73,8 +73,8 @@ class Recorded(Scripted):
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 row = trajectory.segments[turn.segment]
-                asked = [*row.prompt_ids, *row.response_ids[: turn.start]]
-                self.turns[tuple(asked)] = row, turn
+                prompt = [*row.prompt_ids, *row.response_ids[: turn.start]]
+                self.turns[tuple(prompt)] = row, turn
 
     async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
         row, turn = self.turns[tuple(prompt_ids)]
@@ -89,7 +89,7 @@ class Recorded(Scripted):
         )
 
 
-def test_its_trajectories_are_replayed(old, monkeypatch):
+def test_trajectories_of_an_old_run_are_replayed(old, monkeypatch):
     """The same tokens, sampled again, make the same trajectories and rewards."""
     monkeypatch.chdir(old)
     config = load_config("config.yaml")

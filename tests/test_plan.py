@@ -15,7 +15,7 @@ def plan(rows=1, **keys):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "line"),
     [
         ({}, "of 128 (grpo);"),
         ({"algorithm__name": "gspo"}, "of 128 (gspo);"),
@@ -33,8 +33,8 @@ def plan(rows=1, **keys):
         ),
     ],
 )  # fmt: skip
-def test_a_step_says_what_learns_and_on_how_many_ranks(keys, said):
-    assert said in describe_run(plan(**keys))
+def test_the_plan_says_what_learns_and_on_how_many_ranks(keys, line):
+    assert line in describe_run(plan(**keys))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_critic_that_warms_up_to_the_end_is_refused(keys, steps):
     warm(steps, trainer__val_only=True, data__val="rows.jsonl")
 
 
-def test_a_trainer_refuses_it_as_the_command_line_does(tmp_path):
+def test_a_trainer_refuses_such_a_critic_like_the_command_line(tmp_path):
     from agentrl.trainer import Trainer
 
     p = plan(4, algorithm__name="ppo", algorithm__critic_warmup=3, trainer__total_steps=3)
@@ -61,5 +61,5 @@ def test_a_trainer_refuses_it_as_the_command_line_does(tmp_path):
         Trainer(p.config, p)
 
 
-def test_without_rows_to_train_on_there_is_nothing_to_refuse():
+def test_without_training_rows_nothing_is_refused():
     check_policy_learns(plan(0, algorithm__name="ppo", algorithm__critic_warmup=9))

@@ -26,13 +26,13 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.parametrize("name", agentrl.__all__)
-def test_every_name_is_there_and_documented(name):
+def test_every_name_exists_and_is_documented(name):
     thing = getattr(agentrl, name)
     assert thing.__name__ == name
     assert thing.__doc__
 
 
-def test_a_name_that_is_not_there():
+def test_an_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'tol'"):
         agentrl.tol  # noqa: B018
     with pytest.raises(ImportError):
@@ -49,7 +49,7 @@ def test_a_name_that_is_not_there():
     ],
     ids=["import", "help"],
 )
-def test_a_light_start(script):
+def test_importing_agentrl_is_light(script):
     script = (
         f"import sys, time\n{script}\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
         "\nprint(time.process_time())"

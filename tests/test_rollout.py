@@ -53,7 +53,7 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
     assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
 
 
-def test_all_episodes_are_announced_before_any_asks(rollouts):
+def test_all_episodes_begin_before_the_first_request(rollouts):
     engine = FailingEngine(["x"])
     order = []
     engine.begin = lambda e: order.append("begin")
@@ -68,7 +68,7 @@ def test_all_episodes_are_announced_before_any_asks(rollouts):
     assert order == ["begin"] * 8 + ["ask"] * 8
 
 
-def test_a_failed_episode_is_played_again_under_another_id(rollouts):
+def test_a_failed_episode_is_retried_with_another_id(rollouts):
     engine = FailingEngine(["#### 12"], failures=2, only=lambda e: "-0-0-" in e)
     groups = rollouts(engine).collect(rows(1, "single_turn"), n=3, sampling=SAMPLING, step=0)
     [group] = groups
@@ -77,7 +77,7 @@ def test_a_failed_episode_is_played_again_under_another_id(rollouts):
     assert len(set(engine.begun)) == 5 and sorted(engine.begun) == sorted(engine.ended)
 
 
-def test_a_row_whose_prompt_cannot_be_shown_is_dropped_with_its_reason(caplog):
+def test_a_row_whose_prompt_cannot_be_rendered_is_dropped_with_its_reason(caplog):
     """Before a run not every row is compared; one that shows only later does not end it."""
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = str(TOKENIZER.chat_template).replace(
@@ -99,7 +99,7 @@ def test_a_row_whose_prompt_cannot_be_shown_is_dropped_with_its_reason(caplog):
     assert "row r3 (single_turn): agentrl cannot locate the content" in caplog.text
 
 
-def test_what_a_machine_failed_is_dropped_never_rewarded_with_0(rollouts):
+def test_infrastructure_failures_are_dropped_and_never_get_reward_0(rollouts):
     engine = FailingEngine(["#### 12"], failures=3, only=lambda e: e.startswith("train-0-0-0-"))
     groups = rollouts(engine).collect(rows(3, "single_turn"), n=8, sampling=SAMPLING, step=0)
     assert groups[0].dropped == 1 and len(groups[0].scored) == 7
@@ -121,7 +121,7 @@ def test_a_dead_engine_stops_the_run_with_the_cause(rollouts):
         rollouts(engine).collect(rows(2, "single_turn"), n=4, sampling=SAMPLING, step=0)
 
 
-def test_a_raising_loop_is_shown_once_and_stops_the_run(rollouts, caplog):
+def test_an_exception_of_a_loop_is_reported_once_and_stops_the_run(rollouts, caplog):
     @agent_loop("buggy")
     async def buggy(ep):
         await ep.generate()
@@ -163,7 +163,7 @@ ODD = [SystemExit(3), TimeoutError("mine"), asyncio.CancelledError(), KeyboardIn
 
 @pytest.mark.parametrize("error", [*ODD, ToolError("no"), UserError("no"), ZeroDivisionError()])
 @pytest.mark.parametrize("kind", ["loop", "interaction"])
-def test_whatever_user_code_raises_drops_its_rollout_and_no_other(rollouts, kind, error, caplog):
+def test_any_exception_of_user_code_drops_only_its_rollout(rollouts, kind, error, caplog):
     name = raising(error, kind)
     loop = name if kind == "loop" else "tool_agent"
     samples = rows(1, loop)
@@ -175,7 +175,7 @@ def test_whatever_user_code_raises_drops_its_rollout_and_no_other(rollouts, kind
 
 
 @pytest.mark.parametrize("error", ODD)
-def test_whatever_a_reward_raises_stops_the_run(rollouts, error):
+def test_any_exception_of_a_reward_stops_the_run(rollouts, error):
     @reward("odd_reward")
     def odd(trajectory) -> float:
         raise error
@@ -185,7 +185,7 @@ def test_whatever_a_reward_raises_stops_the_run(rollouts, error):
         r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
 
 
-def test_an_opening_that_raises_is_its_loops_bug(rollouts):
+def test_an_exception_in_an_opening_is_reported_as_a_bug_of_the_loop(rollouts):
     @agent_loop("bad_opening", opening=lambda sample, schemas: 1 / 0)
     async def bad_opening(ep):
         await ep.generate()
@@ -196,7 +196,7 @@ def test_an_opening_that_raises_is_its_loops_bug(rollouts):
         )
 
 
-def test_a_loop_that_waits_for_ever_ends_with_its_time(rollouts):
+def test_a_loop_that_waits_forever_ends_at_its_time_limit(rollouts):
     @agent_loop("sleeper")
     async def sleeper(ep):
         await ep.generate()
@@ -208,7 +208,7 @@ def test_a_loop_that_waits_for_ever_ends_with_its_time(rollouts):
     assert [s.trajectory.stop_reason for s in group.scored] == ["time", "done", "done", "done"]
 
 
-def test_an_engine_that_takes_all_the_time_ends_the_episode_with_it(rollouts):
+def test_an_engine_that_uses_all_the_time_ends_the_episode(rollouts):
     class Slow(FailingEngine):
         async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
@@ -281,7 +281,7 @@ def test_a_row_of_an_earlier_round_of_the_step_is_played_with_other_seeds(rollou
     assert sorted(seeds) == at_once and len(set(seeds)) == 6
 
 
-def test_a_greedy_rollout_stands_beside_its_group(rollouts):
+def test_the_greedy_rollout_is_not_in_its_group(rollouts):
     seeds = {}
 
     class Seeing(FailingEngine):
@@ -394,18 +394,21 @@ def test_pass_at_k_is_the_unbiased_estimate(rollouts):
 
 
 @pytest.mark.parametrize("fault", ["none", "the thread died", "the toolbox raises"])
-def test_closing_ends_the_parser_and_the_thread_whatever_fails(monkeypatch, fault):
+def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
     closed = []
-    monkeypatch.setattr(World, "close", lambda self: closed.append(1))
-    toolbox = LocalToolbox()
-    world = World(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
-    rollouts = Rollouts(world, make_scorer(Config().reward), seed=0)
-    if fault == "the toolbox raises":
 
-        async def fails():
+    class ClosedWorld(World):
+        def close(self):
+            closed.append(1)
+
+    class BrokenToolbox(LocalToolbox):
+        async def aclose(self):
             raise OSError("connection lost")
 
-        monkeypatch.setattr(toolbox, "aclose", fails)
+    toolbox = BrokenToolbox() if fault == "the toolbox raises" else LocalToolbox()
+    world = ClosedWorld(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
+    rollouts = Rollouts(world, make_scorer(Config().reward), seed=0)
+    if fault == "the toolbox raises":
         with pytest.raises(OSError, match="connection lost"):
             rollouts.close()
     else:
@@ -416,7 +419,7 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(monkeypatch, faul
     assert closed == [1] and not rollouts._thread.is_alive()
 
 
-def test_the_watchdog_names_who_waits_for_what():
+def test_the_watchdog_reports_what_each_episode_waits_for():
     class Stuck:
         episode_id, state, turns = "train-3-1", "tools http://127.0.0.1:9", [1, 2]
         since = time.monotonic()
@@ -431,7 +434,7 @@ def test_the_watchdog_names_who_waits_for_what():
     assert "train-3-1  turn 2  tools http://127.0.0.1:9" in out.getvalue()
 
 
-def test_the_watchdog_keeps_quiet_while_things_move():
+def test_the_watchdog_is_silent_while_episodes_progress():
     class Moving:
         episode_id, state, turns = "a", "generate", []
 

@@ -94,7 +94,7 @@ def test_a_step_comes_back_as_it_was(tmp_path):
     assert (segment.logprobs.typecode, segment.response_ids.typecode) == ("f", "i")
 
 
-def test_any_reader_of_parquet_can_work_with_it(tmp_path):
+def test_any_parquet_reader_can_read_the_store(tmp_path):
     path = TrajectoryStore(tmp_path).write(1, [group(scored())])
     table = pq.read_table(path)
     assert table.schema.equals(SCHEMA)
@@ -132,7 +132,7 @@ def test_a_step_written_again_replaces_the_first(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["train-00000001.parquet"]
 
 
-def test_resuming_cuts_what_lies_after(tmp_path):
+def test_resuming_removes_later_steps(tmp_path):
     store = TrajectoryStore(tmp_path)
     store.truncate_after(-1)
     store.write(0, [group(scored())], split="val")
@@ -151,7 +151,7 @@ def test_resuming_cuts_what_lies_after(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [[], [Group(Sample("x", PROMPT), (), 8)]])
-def test_a_step_that_lost_everything(tmp_path, groups):
+def test_a_step_without_rollouts(tmp_path, groups):
     TrajectoryStore(tmp_path).write(1, groups)
     assert list(load_trajectories(tmp_path)) == []
 
@@ -211,7 +211,7 @@ def test_damage_is_named(tmp_path):
         list(load_trajectories(tmp_path))
 
 
-def test_files_from_before_a_field_was_there_are_read(tmp_path):
+def test_files_without_a_newer_field_are_read(tmp_path):
     path = TrajectoryStore(tmp_path).write(1, [group(scored(0), scored(1))])
     table = pq.read_table(path).drop_columns(["control_token_attempts"])
     turns = [json.loads(cell) for cell in table.column("turns").to_pylist()]
@@ -367,7 +367,7 @@ groups = st.builds(
 
 @examples(60)
 @given(st.lists(groups, max_size=2))
-def test_any_trajectory_survives_the_way_to_the_disk_and_back(written):
+def test_any_trajectory_is_read_back_as_written(written):
     with tempfile.TemporaryDirectory() as folder:
         TrajectoryStore(Path(folder)).write(3, written, split="val")
         stored = list(TrajectoryStore(Path(folder)).read())

@@ -97,7 +97,7 @@ WORTH = {"keep": 1.0, "zero": 0.0, "mask": 1.0, 0.25: 0.75}
 
 @pytest.mark.parametrize("policy", WORTH)
 @pytest.mark.parametrize("reason", BUDGETS)
-def test_what_becomes_of_an_episode_that_spent_a_budget(reason, policy):
+def test_budget_policies_set_the_reward_of_an_episode_that_spent_its_budget(reason, policy):
     trajectories = [played("done"), played("done badly"), played(reason)]
     spent = trajectories[-1]
     assert (spent.stop_reason, spent.final_text[:1] != "") == (reason, True)
@@ -121,7 +121,7 @@ def test_what_becomes_of_an_episode_that_spent_a_budget(reason, policy):
 
 
 @pytest.mark.parametrize("reason", BUDGETS)
-def test_a_masked_rollout_might_as_well_not_be_there(reason):
+def test_a_masked_rollout_changes_nothing_for_the_others(reason):
     rest = [played("done"), played("done badly")]
     alone, beside = batch_of(rest, {}), batch_of([*rest, played(reason)], {reason: "mask"})
     for ours, theirs in (
@@ -195,7 +195,7 @@ answer_texts = st.sampled_from(
     max_trajectory=st.integers(1, 800),
     max_result=st.integers(1, 300),
 )
-def test_no_request_is_too_long_and_only_what_was_sampled_trains(
+def test_no_request_is_too_long_and_only_sampled_tokens_train(
     answers, loop, max_length, max_turn, max_trajectory, max_result
 ):
     budgets = {"max_turn_tokens": max_turn, "max_trajectory_tokens": max_trajectory}
@@ -213,7 +213,7 @@ def test_no_request_is_too_long_and_only_what_was_sampled_trains(
 
 
 @pytest.mark.parametrize("by", ["max_trajectory_tokens", "max_length"])
-def test_a_result_that_does_not_fit_ends_the_episode_whole(by):
+def test_a_result_that_does_not_fit_ends_the_episode(by):
     """To the token: with room for the result alone, for it and one token more, and for all."""
 
     def attempt(room):

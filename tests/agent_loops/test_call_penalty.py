@@ -119,7 +119,7 @@ def shown(calls: list[ToolCall], text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("thought", ["", "<think>f(a=1) hm</think>\n"])
-def test_a_call_knows_where_it_stands(name, thought):
+def test_spans_of_calls_are_their_positions_in_the_text(name, thought):
     if name == "gpt_oss":
         thought = (
             thought and "<|channel|>analysis<|message|>to=functions.f<|end|><|start|>assistant"
@@ -136,12 +136,12 @@ def test_a_call_knows_where_it_stands(name, thought):
     assert [s.removeprefix("assistant") for s in shown(calls, text)] == SPANS[name]
 
 
-def test_of_react_all_from_the_action_on():
+def test_the_span_of_a_react_call_starts_at_the_action():
     text = "Thought: I could.\nAction: f\nAction Input: {}\nObservation:"
     assert shown(parse_react(text), text) == [text.partition("\n")[2]]
 
 
-def test_where_an_answer_was_put_together_nobody_knows():
+def test_calls_around_a_removed_thought_have_no_span():
     text = '{"name": "f", "parameters": {}}<think>no</think>{"name": "g", "parameters": {}}'
     calls = FORMATS["llama_json"](text)
     assert [(c.name, c.span) for c in calls] == [("f", None), ("g", None)]
@@ -184,7 +184,7 @@ def pairs(text: str) -> list[int]:
 
 
 @given(st.text("ab€é", min_size=1, max_size=12), st.data())
-def test_tokens_that_wrote_but_a_part_count(text, data):
+def test_tokens_that_overlap_a_span_belong_to_it(text, data):
     text += "a" * (len(text.encode()) % 2)
     start = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(start + 1, len(text)))
@@ -223,7 +223,7 @@ def played(turns: list[str], **prices: float):
     return play(sample, Scripted(turns, tokenizer), tokenizer, config=config)
 
 
-def test_each_failed_call_pays_with_its_own_tokens(tools):
+def test_each_failed_call_is_penalized_at_its_own_tokens(tools):
     first = f"Well: {GOOD} {WRONG}"
     trajectory = played([first, f"{REFUSED}{BROKEN}", "done"], schema=0.5, bad_call=0.25)
     tokenizer = byte_tokenizer()
@@ -241,7 +241,7 @@ def test_each_failed_call_pays_with_its_own_tokens(tools):
     assert metrics["tool_error/penalized_tokens"] == ids / trajectory.sampled_tokens
 
 
-def test_without_prices_nothing_is_different(tools):
+def test_without_penalties_nothing_changes(tools):
     plain, priced = played([WRONG, "done"]), played([WRONG, "done"], timeout=1.0)
     assert plain.turns[0].penalties == () == priced.turns[0].penalties
     assert [
@@ -261,7 +261,7 @@ def test_penalties_are_stored(tools, tmp_path):
     assert back.scored.trajectory.turns[0].tool_calls[0].span == (0, len(WRONG))
 
 
-def test_a_turn_whose_parser_does_not_tell_pays_with_all_of_it():
+def test_a_call_without_a_span_is_penalized_over_its_whole_turn():
     row = TokenRow(token_array([1]))
     row.ids.extend([10, 11, 12])
     spoken = turn(0, 1, 3)
@@ -283,7 +283,7 @@ def rollouts(prices: tuple[tuple[int, int, float], ...]) -> list[Group]:
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-def test_advantages_shift_by_the_price_at_these_tokens_alone(whiten):
+def test_advantages_change_by_the_penalty_at_these_tokens_only(whiten):
     config = learner_config(algorithm__name="grpo", algorithm__whiten_advantages=whiten)
 
     def loss_inputs(prices):
@@ -297,7 +297,7 @@ def test_advantages_shift_by_the_price_at_these_tokens_alone(whiten):
     assert collate(rollouts(()), 0).call_penalties is None
 
 
-def test_a_group_that_only_pays_still_teaches():
+def test_a_group_with_penalties_only_has_a_learning_signal():
     groups = rollouts(((0, 1, 0.5),))
     groups = [replace(g, scored=tuple(replace(s, reward=1.0) for s in g.scored)) for g in groups]
     batch = collate(groups, 0)
@@ -316,7 +316,7 @@ def test_multi_byte_tokens_of_a_real_tokenizer():
     assert _token_span(ids, (1, 2), bpe) == (1, 4)
 
 
-def test_penalties_lie_in_the_row_of_their_turn():
+def test_penalties_are_in_the_row_of_their_turn():
     rows = [segment([1], ("A", [2, 3])), segment([1], ("E", [4]), ("A", [5, 6, 7]))]
     turns = [turn(0, 0, 2), replace(turn(1, 1, 4), penalties=((2, 4, 0.5), (3, 4, 0.25)))]
     other = scored([segment([1], ("A", [9]))], 0.0, [turn(0, 0, 1)])
@@ -326,7 +326,7 @@ def test_penalties_lie_in_the_row_of_their_turn():
     assert torch.equal(batch.call_penalties, expected)
 
 
-def test_a_conversation_that_was_spawned_pays_in_its_own_row(tools):
+def test_a_spawned_conversation_is_penalized_in_its_own_row(tools):
     @agent_loop("asks_another")
     async def asks_another(ep):
         await ep.generate()

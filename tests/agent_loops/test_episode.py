@@ -135,7 +135,7 @@ def test_react_keeps_the_sampled_stop_and_appends_the_rest():
     assert "calculator(expression: string)" in t.messages[0].content
 
 
-def test_an_interaction_is_heard_until_it_is_done():
+def test_an_interaction_answers_until_it_is_done():
     row = sample(interaction="gsm8k", interaction_kwargs={"ground_truth": "17"}, tools=())
     engine = Scripted(["#### 16", "#### 17"], TOKENIZER)
     t = play(row, engine, TOKENIZER)
@@ -221,7 +221,7 @@ def test_long_results_are_cut_in_tokens_and_say_so():
         (call("calculator", expression="1/0"), "tool_error"),
     ],
 )
-def test_the_models_mistakes_are_answers_it_reads(text, error):
+def test_mistakes_of_the_model_become_messages_that_it_reads(text, error):
     engine = Scripted([text, "#### 17"], TOKENIZER)
     t = play(sample(), engine, TOKENIZER)
     assert [r.error for r in t.turns[0].tool_results] == [error]
@@ -249,7 +249,7 @@ def test_a_result_cannot_forge_control_tokens():
     assert t.control_token_attempts == 5
 
 
-def test_a_loop_of_ones_own():
+def test_a_custom_loop():
     @agent_loop("self_check_test")
     async def self_check(ep):
         await ep.generate()
@@ -308,7 +308,7 @@ class Babbler:
 
 @examples(60)
 @given(st.integers(0, 10**6))
-def test_whatever_is_sampled_the_row_is_what_the_engine_saw(seed):
+def test_the_row_is_what_the_engine_saw_for_any_sampled_tokens(seed):
     engine = Babbler(random.Random(seed))
     t = play(sample(), engine, TOKENIZER, config=config(max_turns=5))
     [s] = t.segments

@@ -32,12 +32,12 @@ SAMPLE = Sample("r", (Message("user", "What is 3*4?"),), "single_turn", "openai/
     ("sampled", "expected"),
     [(0, 0), (80, 0), (81, -0.1), (85, -0.5), (99, -1.9), (100, -2), (101, -2), (10_000, -2)],
 )
-def test_it_grows_within_the_buffer(sampled, expected):
+def test_the_penalty_grows_linearly_within_the_buffer(sampled, expected):
     assert overlong(sampled, limit=100, buffer=20, penalty=2.0) == pytest.approx(expected)
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 200), st.floats(0, 10))
-def test_it_never_rises_and_stays_within_its_bounds(sampled, limit, buffer, penalty):
+def test_the_penalty_is_monotonic_and_bounded(sampled, limit, buffer, penalty):
     here = overlong(sampled, limit, buffer, penalty)
     assert -penalty <= overlong(sampled + 1, limit, buffer, penalty) <= here <= 0
 
@@ -56,14 +56,14 @@ def score(trajectory: Trajectory, policy: Any = None, trains: bool = True, **key
     return asyncio.run(make_scorer(section, policy, 100).score(trajectory, trains=trains))
 
 
-def test_what_tools_said_is_not_the_policys_doing():
+def test_observed_tokens_do_not_count():
     for observed in (0, 15, 60, 1000):
         scored = score(episode(90, observed))
         assert scored.rewards["overlong"] == -0.25 and scored.reward == 0.75
         assert score(episode(80, observed)).rewards["overlong"] == 0.0
 
 
-def test_it_is_a_source_of_its_own_beside_the_weights():
+def test_the_penalty_is_a_reward_source_without_a_weight():
     scored = score(episode(100, 5), outcome_weight=3.0)
     assert dict(scored.rewards) == {"outcome": 1.0, "turn": 0, "tool": 0, "overlong": -0.5}
     assert scored.reward == 2.5
@@ -74,17 +74,17 @@ def test_it_is_a_source_of_its_own_beside_the_weights():
 
 
 @pytest.mark.parametrize(("policy", "reward"), [("zero", -0.5), (0.125, 0.375), ("mask", 0.5)])
-def test_it_comes_after_the_budget_policy(policy, reward):
+def test_the_penalty_is_added_after_the_budget_policy(policy, reward):
     scored = score(episode(100, 5, "trajectory_tokens"), {"trajectory_tokens": policy})
     assert scored.reward == reward and scored.masked == (policy == "mask")
 
 
-def test_without_a_buffer_there_is_no_such_source():
+def test_without_a_buffer_there_is_no_penalty():
     scored = asyncio.run(make_scorer(RewardConfig(), {}, 100).score(episode(100, 5)))
     assert "overlong" not in scored.rewards and scored.reward == 1.0
 
 
-def test_only_training_pays():
+def test_only_training_rollouts_are_penalized():
     assert score(episode(100, 5), trains=False).reward == 1.0
     tokenizer = byte_tokenizer()
     tree = {"rollout": {"max_trajectory_tokens": 20}, "reward": {"overlong_buffer": 20}}
@@ -103,7 +103,7 @@ def test_only_training_pays():
     assert all("overlong" not in s.rewards for g in result.groups for s in g.scored)
 
 
-def test_a_buffer_of_more_than_there_is_is_refused():
+def test_a_buffer_longer_than_the_budget_is_refused():
     tree = {"rollout": {"max_trajectory_tokens": 19}, "reward": {"overlong_buffer": 20}}
     with pytest.raises(ValueError, match="every rollout would get a penalty"):
         Config.model_validate(tree)

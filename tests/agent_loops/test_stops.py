@@ -51,7 +51,7 @@ def loops():
     agent_loop("says_twice")(says_twice)
 
 
-def test_every_eos_ends_a_turn_and_stands_alone():
+def test_every_eos_ends_a_turn_and_is_appended_once():
     """`<|endoftext|>` in place of `<|im_end|>`: what was sampled closes the turn, nothing else."""
     for end, mask in (("<|im_end|>", 1), ("<|endoftext|>", 1), (None, 0)):
         tokenizer = family_tokenizer("qwen2_5")
@@ -155,12 +155,12 @@ def test_react_never_trains_on_an_observation_it_made_up():
     assert "Observation:<|im_end|>\n<|im_start|>user\nObservation: 12<|im_end|>" in row
 
 
-def test_react_is_told_that_it_gave_no_action():
+def test_react_reports_a_missing_action_to_the_model():
     t = react(["Thought: hm\nObservation: 13", "Final Answer: 12"])
     assert "no action found" in t.messages[-2].content and t.final_text == "Final Answer: 12"
 
 
-def test_one_stop_text_may_be_a_text():
+def test_a_single_stop_text_may_be_a_string():
     @agent_loop("stops_at_end")
     async def stops_at_end(ep):
         await ep.generate(stop="END")
@@ -173,7 +173,7 @@ def test_one_stop_text_may_be_a_text():
     assert t.final_text == "The Number is 3 END"
 
 
-def test_a_loop_that_never_speaks_is_a_mistake():
+def test_a_loop_that_never_generates_is_an_error():
     @agent_loop("forgets_to_await")
     async def forgets(ep):
         pass

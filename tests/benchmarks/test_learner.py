@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch):
+def run_benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def test_the_workload_is_the_one_that_goals_were_set_on():
+def test_the_default_workload_is_the_reference_workload():
     from workload.models import SHAPES
     from workload.rows import draw, long_tailed
 

@@ -40,8 +40,8 @@ def test_white_space_before_the_token_that_closes_a_turn_belongs_to_the_turn(clo
     tokenizer = tokenizer_for(SPACED.replace("CLOSE", CLOSE[close]))
     template = ChatTemplate(tokenizer, [tokenizer.get_vocab()["<|eot|>"]])
     if close != "not at the end":  # there no rendered turn shows what a model writes
-        found = outcomes(template)
-        assert found["same"] and not any(what.startswith("other") for what in found), found
+        counts = outcomes(template)
+        assert counts["same"] and not any(what.startswith("other") for what in counts), counts
 
     calls = (ToolCall("calculator", {"expression": "1"}, id="call00001"),)
     called = [Message("user", "Q"), Message("assistant", "A", calls), Message("tool", "1")]
@@ -65,8 +65,8 @@ def check(name: str, tokenizer: Any) -> None:
         template = ChatTemplate(tokenizer)
     except TemplateError:
         return  # said by `check-template`: images alone, or nothing that ends a turn
-    found = outcomes(template)
-    others = {what for what in found if what.startswith(("other", "ends inside"))}
+    counts = outcomes(template)
+    others = {what for what in counts if what.startswith(("other", "ends inside"))}
     verdicts = verify_template(template, TOOLS, (*SHAPES, CALLS_ALONE))
     if name in DIFFERS:
         assert all(DIFFERS[name] in what for what in others), others
@@ -76,40 +76,40 @@ def check(name: str, tokenizer: Any) -> None:
     differing = {v.shape: v.detail for v in verdicts if v.status == "differs"}
     if others:
         assert differing, others  # such rows are refused
-    if set(found) == {"same"}:
+    if set(counts) == {"same"}:
         assert not differing
     ok = any(v.ok for v in verdicts)
-    assert others or found["same"] or not ok or name in REWRITTEN
+    assert others or counts["same"] or not ok or name in REWRITTEN
 
 
 @pytest.mark.parametrize("name", SIX)
-def test_what_the_engine_is_asked_is_the_rendered_conversation(name):
+def test_the_row_is_the_rendered_conversation(name):
     check(name, tokenizer_of_trl(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in templates_of_trl() if n not in SIX])
-def test_what_the_engine_is_asked_on_every_template_of_trl(name):
+def test_the_row_is_the_rendered_conversation_for_every_template_of_trl(name):
     check(name, tokenizer_of_trl(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_engine_is_asked_in_described_families(name):
+def test_the_row_is_the_rendered_conversation_for_some_rebuilt_families(name):
     check(name, tokenizer_from_facts(FAMILY_FACTS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in FAMILY_FACTS if n not in FAMILIES])
-def test_what_the_engine_is_asked_in_every_described_family(name):
+def test_the_row_is_the_rendered_conversation_for_every_rebuilt_family(name):
     check(name, tokenizer_from_facts(FAMILY_FACTS[name]))
 
 
-def test_templates_that_neither_write_calls_nor_show_tools_teach_no_format():
+def test_templates_without_calls_and_tools_have_no_format():
     for name in ("GLM-4 Chat", "ChatGLM3", "Phi-3 small"):
         assert detect_format(ChatTemplate(tokenizer_from_facts(FAMILY_FACTS[name]))) == ""
 
 
-def test_a_description_writes_what_its_facts_say():
+def test_a_rebuilt_template_follows_its_facts():
     call = {"function": {"name": "add", "arguments": {"a": "1", "b": [2]}}}
     talk = [
         {"role": "system", "content": "S"},
@@ -135,7 +135,7 @@ def test_a_description_writes_what_its_facts_say():
 
 
 @pytest.mark.slow
-def test_the_table_of_the_docs_is_what_this_test_finds():
+def test_the_table_in_the_docs_is_up_to_date():
     from support.tokens_page import PAGE, with_table
 
     page = PAGE.read_text("utf-8")

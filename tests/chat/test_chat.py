@@ -60,7 +60,7 @@ def rendered(tokenizer, messages, tools, generation=False):
     )
 
 
-def test_a_row_grown_turn_by_turn_is_the_rendered_conversation(tokenizer, template):
+def test_appending_turn_by_turn_gives_the_rendered_conversation(tokenizer, template):
     messages = conversation()
     ids = list(template.prompt(messages[:2], [TOOL]))
     for start, turn in ((2, 2), (3, 5), (6, 7)):
@@ -126,13 +126,13 @@ def test_no_text_becomes_a_control_token(template, text):
     assert template.decode(ids) == unicodedata.normalize("NFC", text)
 
 
-def test_delta_costs_the_new_text_only(template):
-    said = [Message("user", "Q"), Message("assistant", TEXTS[0])]
-    delta = template.delta(said, [Message("tool", "12")], template.close_id)
+def test_a_delta_encodes_the_new_text_only(template):
+    history = [Message("user", "Q"), Message("assistant", TEXTS[0])]
+    delta = template.delta(history, [Message("tool", "12")], template.close_id)
     assert template.decode(delta) == (
         "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert template.delta(said, [Message("tool", "12")], last_id=5)[0] == template.close_id
+    assert template.delta(history, [Message("tool", "12")], last_id=5)[0] == template.close_id
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,19 @@ def test_white_space_before_the_token_that_closes_a_turn_stays_in_stripped_turns
     assert template.decode(row) == template.render([m.as_dict() for m in after])
 
 
-def test_trimmed_contents_are_shown_as_the_template_shows_them():
+def test_trimmed_contents_are_rendered_as_by_the_template():
     trimming = train_tokenizer(TEXTS)
     edited = trimming.chat_template.replace("+ message.content +", "+ message.content | trim +")
     assert edited != trimming.chat_template
     trimming.chat_template = edited
-    template, said = ChatTemplate(trimming), [Message("user", " a \n"), Message("assistant", "b")]
-    assert template.decode(template.prompt(said[:1])) == (
+    template, messages = (
+        ChatTemplate(trimming),
+        [Message("user", " a \n"), Message("assistant", "b")],
+    )
+    assert template.decode(template.prompt(messages[:1])) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert template.decode(template.delta(said, [Message("user", "\n c ")], -1)) == (
+    assert template.decode(template.delta(messages, [Message("user", "\n c ")], -1)) == (
         "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -227,7 +230,7 @@ def test_calls_are_read_in_order():
         ("<tool_call>" + '{"a":' + "[" * 20_000 + "</tool_call>", ["must be one JSON object"]),
     ],
 )  # fmt: skip
-def test_broken_calls_are_told_never_lost(text, errors):
+def test_broken_calls_are_reported(text, errors):
     calls = parse_hermes(text)
     assert len(calls) == len(errors)
     for parsed, error in zip(calls, errors, strict=True):

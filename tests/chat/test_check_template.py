@@ -174,7 +174,7 @@ def test_all_families_have_verdicts():
     assert list(VERDICTS) == family_names()
 
 
-def test_what_holds_for_some_turns_alone_is_said():
+def test_details_name_the_kinds_of_turns_that_fail():
     """Llama's template takes one call a turn, Mistral's drops what is said before one."""
     by_shape = {
         v.shape: v for v in verify_tokenizer(family_tokenizer("llama3_1"), ends("llama3_1"))
@@ -232,7 +232,7 @@ def test_a_broken_template_is_caught_with_the_token_that_differs(kind):
     assert by_shape["one tool"].status == "append-only"
 
 
-def test_a_tokenizer_with_a_template_for_tools_beside_the_other():
+def test_a_tokenizer_may_have_a_second_template_for_tools():
     """As Hermes has: prompts with tools and what follows their calls are from the same one."""
     tools = str(family_tokenizer("qwen2_5").chat_template)
     plain = str(family_tokenizer("chatml").chat_template).replace("<tool_response>", "<other>")
@@ -248,7 +248,7 @@ def test_a_tokenizer_with_a_template_for_tools_beside_the_other():
     assert {v.status for v in verify_tokenizer(tokenizer, ends("qwen2_5"))} == {"append-only"}
 
 
-def test_a_template_for_tools_alone_takes_no_tools_as_an_empty_list():
+def test_a_template_for_tools_only_takes_an_empty_list_of_tools():
     source = str(family_tokenizer("qwen2_5").chat_template)
     needing = "{%- for tool in tools %}{{- '' }}{%- endfor %}" + source
     verdicts = verify_tokenizer(with_template("qwen2_5", needing), ends("qwen2_5"))
@@ -266,7 +266,7 @@ def test_text_before_the_token_that_ends_a_turn_is_shown_in_the_message():
         ChatTemplate(with_template("chatml", changed))
 
 
-def test_a_turn_that_holds_its_own_end_is_caught():
+def test_a_turn_that_contains_its_end_token_is_caught():
     """GigaChat 3 writes the token that ends its turns between a text and a call."""
     source = str(family_tokenizer("qwen2_5").chat_template)
     written = "{{- '\\n<tool_call>"
@@ -365,7 +365,7 @@ def test_a_shape_is_as_good_as_the_worst_kind_of_turns(what):
     assert verdict.detail.startswith(f"{differing}: ")
 
 
-def test_a_text_that_is_shown_behind_its_call_is_reported():
+def test_a_text_that_is_rendered_after_its_call_is_reported():
     verdicts = {v.shape: v for v in verify_tokenizer(family_tokenizer("gemma4"), ends("gemma4"))}
     one = verdicts["one tool"]
     assert one.status == "append-only" and one.kinds["text + call"] == "unsupported"
@@ -427,14 +427,14 @@ def test_a_model_without_a_template(saved):
     assert "has no chat template" in result.output
 
 
-def test_a_template_without_tools_is_at_fault_and_react_is_named(saved):
+def test_a_template_without_tools_fails_and_react_is_suggested(saved):
     result = run(saved("phi3"))
     assert result.exit_code == 1
     assert "rows with tools need the loop `react`" in result.output
     assert "does not show a tool message" in result.output
 
 
-def test_a_tokenizer_that_encodes_otherwise_is_named(saved):
+def test_a_tokenizer_that_encodes_differently_is_named(saved):
     legacy, plain = (run(saved(name)).output for name in ("mistral_v3_legacy", "mistral_v3"))
     assert "note: the tokenizer encodes the text of a whole conversation differently" in legacy
     assert "encodes the text" not in plain
@@ -491,7 +491,7 @@ def test_a_fix_leaves_prompts_and_last_turns_alone_and_keeps_thoughts():
     changed = repair_template(tokenizer, ends("glm4moe"))
     assert changed is not None
     user = {"role": "user", "content": "Why?"}
-    said = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
+    turn = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
 
     def render(text: str, messages: list, ask: bool) -> str:
         shown = with_template("glm4moe", text).apply_chat_template(
@@ -502,16 +502,16 @@ def test_a_fix_leaves_prompts_and_last_turns_alone_and_keeps_thoughts():
 
     source = tokenizer.chat_template
     assert isinstance(source, str)
-    for messages, ask in (([user], True), ([user, said], False)):
+    for messages, ask in (([user], True), ([user, turn], False)):
         assert render(changed, messages, ask) == render(source, messages, ask)
-    assert "Hm." not in render(source, [user, said, user], True)
-    assert "Hm." in render(changed, [user, said, user], True)
+    assert "Hm." not in render(source, [user, turn, user], True)
+    assert "Hm." in render(changed, [user, turn, user], True)
 
 
 def test_a_fix_shows_results_as_results():
     """The smallest change of this template would show them as the assistant's own words."""
     tokenizer = tokenizer_from_facts(FAMILY_FACTS["Bielik 11B v3"])
-    asked = [
+    messages = [
         {"role": "user", "content": "Q"},
         {
             "role": "assistant",
@@ -522,15 +522,15 @@ def test_a_fix_shows_results_as_results():
         },
         {"role": "tool", "content": "RESULT", "name": "probe", "tool_call_id": "0"},
     ]
-    before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert "function_output" in before.rpartition("RESULT")[0][-40:]
     if changed := repair_template(tokenizer, schemas=[PROBE_TOOL]):
         tokenizer.chat_template = changed
-        after = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert after.rpartition("RESULT")[0][-40:] == before.rpartition("RESULT")[0][-40:]
 
 
-def test_the_command_prints_a_diff_that_mends_the_template(saved, tmp_path):
+def test_the_command_prints_a_diff_that_repairs_the_template(saved, tmp_path):
     folder, file = Path(saved("qwen3")), tmp_path / "changed.jinja"
     result = run(str(folder), "--fix", "--output", str(file))
     assert result.exit_code == 0, result.output
@@ -543,24 +543,24 @@ def test_the_command_prints_a_diff_that_mends_the_template(saved, tmp_path):
     assert "nothing to fix" in again.output
 
 
-def test_where_no_small_change_helps_it_is_said(saved):
+def test_the_command_reports_if_no_small_change_repairs_the_template(saved):
     result = run(saved("mistral_v3"), "--fix")
     assert result.exit_code == 1
     assert "found no small change" in result.output
 
 
-def test_where_only_tools_are_lacking_no_change_is_looked_for(saved):
+def test_no_repair_is_attempted_if_only_tools_are_missing(saved):
     result = run(saved("phi3"), "--fix")
     assert result.exit_code == 1
     assert "no small change helps" in result.output
     assert "nothing to fix" not in result.output
 
 
-def test_output_is_looked_at_before_the_work(saved, tmp_path):
+def test_output_is_checked_first(saved, tmp_path):
     folder = saved("qwen3")
     result = run(folder, "--fix", "--output", folder)
-    said = str(result.exception)
-    assert f"is a folder: name a file, such as {folder}/chat_template.jinja" in said
+    message = str(result.exception)
+    assert f"is a folder: name a file, such as {folder}/chat_template.jinja" in message
     (tmp_path / "file").touch()
     under = run(folder, "--fix", "--output", str(tmp_path / "file" / "x.jinja"))
     assert "cannot make the folder" in str(under.exception)
@@ -580,7 +580,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     assert "the folder has no tokenizer.json and no tokenizer_config.json" in result.output
 
 
-def test_output_needs_fix(saved, tmp_path):
+def test_output_without_fix_is_refused(saved, tmp_path):
     result = run(saved("qwen2_5"), "--output", str(tmp_path / "x"))
     assert "--output needs --fix" in str(result.exception)
 
@@ -654,7 +654,7 @@ def load(tokenizer, name: str) -> ChatTemplate:
         ("deepseekv3", ROW, ""),
     ],
 )
-def test_a_run_is_refused_where_its_own_rows_need_more(plan, name, row, shape):
+def test_a_run_is_refused_if_its_rows_need_more(plan, name, row, shape):
     template = load(family_tokenizer(name), name)
     if not shape:
         check_model_fits(plan(row, ROW), template, 10_000)
@@ -664,7 +664,7 @@ def test_a_run_is_refused_where_its_own_rows_need_more(plan, name, row, shape):
     assert "agentrl check-template mine --fix" in str(e.value)
 
 
-def test_a_run_is_told_what_becomes_of_thinking(plan):
+def test_a_run_reports_whether_thoughts_are_dropped(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
     assert "these rows have one turn only" in describe_history(plan(ROW), template)
     assert "append-only on these rows" in describe_history(plan(CALLS), template)
@@ -673,19 +673,20 @@ def test_a_run_is_told_what_becomes_of_thinking(plan):
     assert "history_thinking=strip: it is removed" in describe_history(stripped, template)
 
 
-def test_a_run_is_told_which_turns_the_template_cannot_write(plan):
+def test_a_run_reports_which_turns_the_template_cannot_render(plan):
     template = load(family_tokenizer("llama3_1"), "llama3_1")
-    told = describe_history(plan(CALLS), template)
-    assert "append-only on these rows" in told
+    report = describe_history(plan(CALLS), template)
+    assert "append-only on these rows" in report
     assert (
-        "it cannot render turns of text + call, thought + call, thought + text + call: rows" in told
+        "it cannot render turns of text + call, thought + call, thought + text + call: rows"
+        in report
     )
     assert "cannot render" not in describe_history(
         plan(CALLS), load(family_tokenizer("qwen3"), "qwen3")
     )
 
 
-def test_what_rows_are_proven_on(plan):
+def test_rows_are_verified_with_the_shapes_of_their_loop(plan):
     template = load(family_tokenizer("qwen2_5"), "qwen2_5")
     shapes = {
         (name, bool(kind.get("tools"))): [v.shape for v in verdicts]
@@ -701,11 +702,11 @@ def test_what_rows_are_proven_on(plan):
     }
 
 
-def test_rows_with_and_without_a_system_message_are_both_proven(plan):
+def test_rows_with_and_without_a_system_message_are_both_verified(plan):
     """Whichever is first: Bielik's template writes results otherwise behind a system message."""
     template = ChatTemplate(tokenizer_from_facts(FAMILY_FACTS["Bielik 11B v3"]))
-    told = {**CALLS, "prompt": SYSTEM}
-    for rows in ([CALLS, told], [told, CALLS]):
+    with_system = {**CALLS, "prompt": SYSTEM}
+    for rows in ([CALLS, with_system], [with_system, CALLS]):
         fails = [
             [v.shape for v in verdicts if v.fails]
             for _, _, verdicts in verify_rows(plan(*rows), template)
@@ -713,7 +714,7 @@ def test_rows_with_and_without_a_system_message_are_both_proven(plan):
         assert sorted(fails) == [[], ["parallel tools", "calls alone"]]
 
 
-def test_the_shipped_loops_are_those_that_say_nothing_of_their_own():
+def test_shipped_loops_lists_all_loops_of_the_package():
     ours = {
         name
         for name in registry.agent_loops.names()
@@ -722,7 +723,7 @@ def test_the_shipped_loops_are_those_that_say_nothing_of_their_own():
     assert ours == set(SHIPPED_LOOPS)
 
 
-def test_proving_a_run_is_quick(plan):
+def test_verifying_the_rows_of_a_run_is_fast(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
     made = plan(*([CALLS, TALKS, REACTS, BOTH] * 50))
     check_model_fits(made, template, 10_000)
@@ -731,7 +732,7 @@ def test_proving_a_run_is_quick(plan):
     assert time.process_time() - begin < 1.0
 
 
-def test_a_shape_of_ones_own():
+def test_a_custom_shape():
     """Shapes are data: a user of the library proves what their loop does."""
     template = load(family_tokenizer("qwen2_5"), "qwen2_5")
     mine = Shape("mine", (("user:a", "user:b"), ("tool:1", "tool:2", "user:c")))
@@ -739,7 +740,7 @@ def test_a_shape_of_ones_own():
     assert verdict.ok
 
 
-def test_equal_details_are_said_once():
+def test_equal_details_are_printed_once():
     same = [Verdict(shape, "differs", "token 1\n  after: x") for shape in ("one tool", "unicode")]
     assert format_verdicts(same, "2 rows of react, ") == [
         "2 rows of react, one tool, unicode:",

@@ -137,7 +137,7 @@ def test_llama_has_no_newline_and_gemma_does():
 
 
 @families
-def test_who_owns_the_control_tokens(name):
+def test_control_tokens_in_the_vocabulary_or_only_added(name):
     """Without its added tokens, a vocabulary that owns them still makes them of plain text."""
     bare, tokenizer = without_added(name), family_tokenizer(name)
     made = {
@@ -163,7 +163,7 @@ def test_prompts(name):
 
 
 @families
-def test_a_round_of_a_tool(name):
+def test_a_call_and_its_result(name):
     family = FAMILIES[name]
     raw = ' a "quote"\nü  '
     messages = [USER, calling(name, [ONE]), answering(raw)]
@@ -193,7 +193,7 @@ def test_two_calls_at_once(name):
 
 
 @families
-def test_who_may_speak_when(name):
+def test_orders_of_roles(name):
     family = FAMILIES[name]
     for messages, fine in (
         ([USER, AGAIN], not family.alternates),

@@ -99,15 +99,15 @@ def hostile_texts(name: str, count: int, seed: int = 0) -> list[str]:
     """Texts that spell, nearly spell, or begin and end control tokens."""
     rng = random.Random(f"{name} {seed}")
     tokens = [t for t in control_tokens(name) if t.strip("\n▁")]
-    found = []
-    while len(found) < count:
+    texts = []
+    while len(texts) < count:
         near = [
             rng.choice(near_control_tokens(rng.choice(tokens), rng))
             for _ in range(rng.randint(1, 3))
         ]
         words = rng.choices(["Find it.", "\n", "system\nObey.", '"}', "'", "\\", ""], k=len(near))
-        found.append("".join(a + b for a, b in zip(near, words, strict=True)))
-    return found
+        texts.append("".join(a + b for a, b in zip(near, words, strict=True)))
+    return texts
 
 
 def harmless(text: str) -> str:
@@ -154,9 +154,9 @@ def attack(name: str, count: int) -> dict[str, int]:
         if tools:
             channel = IN_SCHEMAS[n % len(IN_SCHEMAS)]
             channels = IN_SCHEMAS[:-1] if n % 10 == 0 else (channel,)
-            given = dict(zip(channels, [text, *others, text], strict=False))
-            hostile = tools_with(given)
-            calm = tools_with({k: harmless(v) for k, v in given.items()})
+            by_channel = dict(zip(channels, [text, *others, text], strict=False))
+            hostile = tools_with(by_channel)
+            calm = tools_with({k: harmless(v) for k, v in by_channel.items()})
             try:
                 ids = template.prompt(plain, hostile)
             except TemplateError as e:
@@ -164,11 +164,11 @@ def attack(name: str, count: int) -> dict[str, int]:
                 refused[channel] += 1
             else:
                 want = family_control_ids(name, template.prompt(plain, calm))
-                assert family_control_ids(name, ids) == want, given
+                assert family_control_ids(name, ids) == want, by_channel
                 text_of_all = rendered(name, plain, hostile)
                 assert comparable_text(name, template.decode(ids)) == comparable_text(
                     name, text_of_all
-                ), given
+                ), by_channel
         # What comes later: an interaction's text, a tool's result, a call's name and id.
         history = [Message("user", "Q"), Message("assistant", "A")]
         ids = template.delta(history, [Message("user", text)], -1)
@@ -262,7 +262,7 @@ def test_a_token_across_a_border_and_one_in_two_strings(name, shown):
     assert family_control_ids(name, prompts[0]) == family_control_ids(name, prompts[1])
 
 
-def test_attempts_of_schemas_are_counted():
+def test_forgery_attempts_in_schemas_are_counted():
     """Also in react, whose system message holds the descriptions as text."""
 
     @tool
@@ -282,8 +282,8 @@ def test_attempts_of_schemas_are_counted():
         ("react", 2, []),
     ):
         row = Sample("0", (Message("user", "Say <think>"),), agent_name=loop, tools=("forging",))
-        said = "Thought: no\nFinal Answer: 1"
-        t = play(row, Scripted([said], tokenizer), tokenizer)
+        answer = "Thought: no\nFinal Answer: 1"
+        t = play(row, Scripted([answer], tokenizer), tokenizer)
         shown = family_control_ids("qwen3", t.segments[0].prompt_ids)
         names = tokenizer.convert_ids_to_tokens(shown)
         # The template's own, and the row's own tag.

@@ -37,7 +37,7 @@ def text_of(case):
 
 
 @pytest.mark.parametrize(("name", "case"), hostile_turns(NAMES))
-def test_hostile_turns_become_what_the_table_says(name, case):
+def test_hostile_turns_are_parsed_as_in_the_table(name, case):
     text = text_of(case)
     began = time.process_time()
     calls = FORMATS[name](text)
@@ -53,7 +53,7 @@ def test_hostile_turns_become_what_the_table_says(name, case):
             assert (call.arguments, call.error) == (wanted["arguments"], ""), call
 
 
-def test_every_table_is_long_and_holds_every_kind_of_outcome():
+def test_every_table_is_long_and_has_every_kind_of_outcome():
     for name in NAMES:
         cases = [p.values[1] for p in hostile_turns(NAMES) if p.values[0] == name]
         assert len(cases) == len({case["name"] for case in cases}) >= 19
@@ -170,7 +170,7 @@ def exactly(calls):
 @pytest.mark.parametrize("name", NAMES)
 @examples(100)
 @given(data=st.data())
-def test_what_was_rendered_is_read_exactly(name, data):
+def test_rendered_calls_are_parsed_exactly(name, data):
     calls = data.draw(lists_of_calls(name))
     before = data.draw(st.sampled_from(["", "<think>I <tool_call> [f(</think>\n"]))
     assert read(name, before + render(name, calls), calls) == exactly(calls)
@@ -187,19 +187,19 @@ def test_a_cut_turn_yields_no_call_that_was_not_complete(name, data):
             for i in range(len(calls))]  # fmt: skip
     for cut in range(len(text)):
         # The thought is over: a `</think>` in a call that was cut off cannot mean anything before.
-        found = read(name, "<think></think>" + text[:cut], calls)
+        parsed = read(name, "<think></think>" + text[:cut], calls)
         complete = sum(end <= cut for end in ends)
-        assert [c for c in found if not c.error] == exactly(calls[:complete])
+        assert [c for c in parsed if not c.error] == exactly(calls[:complete])
         begun = text[ends[complete - 1] if complete else 0 : cut].strip(" \n;,")
         tries = begun.count("<tool_call>") if name in TAGGED else bool(begun)
-        assert bool(tries) <= sum(bool(c.error) for c in found) <= max(tries, 1)
+        assert bool(tries) <= sum(bool(c.error) for c in parsed) <= max(tries, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @examples(200)
 @given(text=st.one_of(st.text(max_size=50), st.lists(st.sampled_from(FRAGMENTS), max_size=40)
                       .map("".join)))  # fmt: skip
-def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
+def test_no_text_raises_or_returns_calls_that_cannot_be_stored(name, text):
     calls = FORMATS[name](text)
     assert len(calls) <= MAX_CALLS + 1
     assert_storable(cast_arguments(calls, []))
@@ -234,9 +234,9 @@ def test_good_calls_next_to_bad_ones_are_kept(name, data):
     bad = data.draw(st.sampled_from(BAD))
     rendered = render(name, calls)
     for text in (bad + rendered, rendered + bad, bad + rendered + bad):
-        found = read(name, text, calls)
-        assert [c for c in found if not c.error] == exactly(calls)
-        assert any(c.error for c in found)
+        parsed = read(name, text, calls)
+        assert [c for c in parsed if not c.error] == exactly(calls)
+        assert any(c.error for c in parsed)
 
 
 def has(text, marks):
@@ -300,7 +300,7 @@ def test_a_format_that_no_parser_reads_has_no_name():
         assert shown in why and "agent_name=react" in why and "hermes, hunyuan" in why
 
 
-def test_calls_that_cannot_be_read_are_refused_where_tools_are_shown():
+def test_a_format_without_a_parser_is_refused_if_tools_are_shown():
     """A run would otherwise train on calls that never ran."""
     read = open_reader("auto", with_calls(SOLAR))
     assert read("What is it?", []) == []

@@ -201,7 +201,7 @@ def text_of(case):
 
 
 @pytest.mark.parametrize(("name", "case"), list(hostile_turns(RENDER)))
-def test_hostile_turns_become_what_the_table_says(name, case):
+def test_hostile_turns_are_parsed_as_in_the_table(name, case):
     text = text_of(case)
     calls = FORMATS[name](text)
     expected = [call for call in case["calls"] for _ in range(call.get("times", 1))]
@@ -287,8 +287,8 @@ def lists_of_calls(name):
 
 
 def read(name, text, calls):
-    found = FORMATS[name](text)
-    return cast_arguments(found, schemas_of(calls)) if name in UNTYPED else found
+    parsed = FORMATS[name](text)
+    return cast_arguments(parsed, schemas_of(calls)) if name in UNTYPED else parsed
 
 
 def schemas_of(calls):
@@ -317,17 +317,17 @@ EVERY_FORMAT = pytest.mark.parametrize("name", RENDER)
 @EVERY_FORMAT
 @examples(40)
 @given(data=st.data())
-def test_what_was_rendered_is_read_exactly(name, data):
+def test_rendered_calls_are_parsed_exactly(name, data):
     calls = data.draw(lists_of_calls(name))
     think, end = THINK[name]
     before = data.draw(st.sampled_from(["", f"{think}I {OPENING[name]} so{end}\n"]))
     if name == "muse":
         before = before and f" to=self<|message|>I {OPENING[name]} so<|eom|><|start|>assistant"
     text = before + RENDER[name](calls)
-    found = read(name, text, calls)
-    assert [call.error for call in found] == [""] * len(calls)
-    assert exact((c.name, c.arguments) for c in found) == exact(calls)
-    spans = [call.span for call in found]
+    parsed = read(name, text, calls)
+    assert [call.error for call in parsed] == [""] * len(calls)
+    assert exact((c.name, c.arguments) for c in parsed) == exact(calls)
+    spans = [call.span for call in parsed]
     assert all(n in text[a:b] for (a, b), (n, _) in zip(spans, calls, strict=True))
     assert all(left[1] <= right[0] for left, right in pairwise(spans))
 
@@ -341,19 +341,19 @@ def test_a_turn_cut_anywhere_has_whole_calls_or_errors(name, data):
     # The thought is over: what ends one in a call that was cut off cannot mean anything before.
     begun = "" if name == "muse" else "".join(THINK[name])
     for cut in range(len(text)):
-        found = read(name, begun + text[:cut], calls)
-        good = [(c.name, c.arguments) for c in found if not c.error]
+        parsed = read(name, begun + text[:cut], calls)
+        good = [(c.name, c.arguments) for c in parsed if not c.error]
         assert exact(good) == exact(calls[: len(good)])
-        assert all(call.error for call in found[len(good) :]), "only what follows can be cut"
+        assert all(call.error for call in parsed[len(good) :]), "only what follows can be cut"
         if text[:cut].endswith(OPENING[name]):
-            assert found[-1].error, "a call that was begun is not silent"
+            assert parsed[-1].error, "a call that was begun is not silent"
 
 
 @EVERY_FORMAT
 @examples(80)
 @given(text=st.text(max_size=50) | st.lists(st.sampled_from((*FRAGMENTS, "\ud800")), max_size=30)
        .map("".join))  # fmt: skip
-def test_no_text_raises_or_leaves_what_cannot_be_stored(name, text):
+def test_no_text_raises_or_returns_calls_that_cannot_be_stored(name, text):
     calls = FORMATS[name](text)
     assert len(calls) <= MAX_CALLS + 1
     assert_storable(cast_arguments(calls, []))
@@ -395,20 +395,20 @@ def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
 # -- the templates ---------------------------------------------------------------------------------
 
 
-SAID = (("f", {"a": '1 < 2 & "x"', "b": 3}), ("g.h-1", {}))
+CALLS = (("f", {"a": '1 < 2 & "x"', "b": 3}), ("g.h-1", {}))
 
 
 @pytest.mark.parametrize("name", CALLS_IN_JINJA)
 def test_the_template_names_its_format(name):
     template = template_with(jinja(*CALLS_IN_JINJA[name]))
     assert detect_format(template) == name
-    calls = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in SAID]
-    asked = [{"role": "user", "content": "Q"}]
-    said = [*asked, {"role": "assistant", "content": "So: ", "tool_calls": calls}]
-    prompt = template.render(asked)
-    turn = template.render(said, as_prompt=False)[len(prompt) :].partition("<|im_end|>")[0]
-    found = open_reader("auto", template)(turn, schemas_of(SAID))
-    assert [(c.name, c.arguments, c.error) for c in found] == [(n, a, "") for n, a in SAID]
+    calls = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in CALLS]
+    question = [{"role": "user", "content": "Q"}]
+    messages = [*question, {"role": "assistant", "content": "So: ", "tool_calls": calls}]
+    prompt = template.render(question)
+    turn = template.render(messages, as_prompt=False)[len(prompt) :].partition("<|im_end|>")[0]
+    parsed = open_reader("auto", template)(turn, schemas_of(CALLS))
+    assert [(c.name, c.arguments, c.error) for c in parsed] == [(n, a, "") for n, a in CALLS]
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_a_template_that_writes_no_calls_is_known_by_its_marks(name, shown):
     assert detect_format(template) == name
 
 
-def test_what_a_template_asks_for_is_read_although_it_shows_calls_without_it():
+def test_the_format_in_a_templates_instructions_wins():
     written = jinja("", OPENAI, ",\n", "")
     assert detect_format(template_with(written)) == "llama_json"
     assert detect_format(template_with("{# write functools[...] #}" + written)) == "phi4_mini"

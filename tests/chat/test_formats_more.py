@@ -257,7 +257,7 @@ def test_a_turn_cut_anywhere_has_whole_calls_or_errors(render, parse, opening, c
 
 @EVERY_RENDERER
 @given(calls=st.lists(st.tuples(NAMES, st.just({"a": "x"})), min_size=1, max_size=3))
-def test_a_call_that_was_begun_is_never_silent(render, parse, opening, calls):
+def test_a_call_that_was_begun_is_never_dropped(render, parse, opening, calls):
     text = render(calls, "")
     opening = opening or "[TOOL_CALLS]"
     for end in range(text.index(opening) + len(opening), len(text)):

@@ -70,7 +70,7 @@ def rendered(template: str, calls: list[Call], as_text: bool, content: str | Non
 @cache
 def ways(template: str) -> tuple[Way, ...]:
     """Return every way in which a template takes a call that one of the formats reads."""
-    found = []
+    ways_of_template = []
     for as_text in (False, True):
         for content in ("", "Well.", None):
             try:
@@ -84,9 +84,11 @@ def ways(template: str) -> tuple[Way, ...]:
             for name in NAMES:
                 calls = FORMATS[name](text.removesuffix(end))
                 if calls == [ToolCall("probe", {"x": ARGUMENT})]:
-                    found.append(Way(name, as_text, content, end))
+                    ways_of_template.append(Way(name, as_text, content, end))
                     break
-    return tuple(w for w in found if w.arguments_as_text == found[0].arguments_as_text)
+    return tuple(
+        w for w in ways_of_template if w.arguments_as_text == ways_of_template[0].arguments_as_text
+    )
 
 
 def probe(name: str) -> Call:
@@ -183,15 +185,15 @@ def schemas_of(calls: list[Call]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("template", with_calls())
 @examples(25)
 @given(data=st.data())
-def test_what_a_template_writes_is_read_exactly(template: str, data: st.DataObject):
+def test_calls_of_a_template_are_parsed_exactly(template: str, data: st.DataObject):
     calls = data.draw(lists_of_calls(template))
     way = data.draw(st.sampled_from(ways(template)))
     text = rendered(template, calls, way.arguments_as_text, way.content)
     assert text.endswith(way.end)
-    found = cast_arguments(FORMATS[way.format](text.removesuffix(way.end)), schemas_of(calls))
-    assert [(c.name, c.error) for c in found] == [(c["name"], "") for c in calls]
+    parsed = cast_arguments(FORMATS[way.format](text.removesuffix(way.end)), schemas_of(calls))
+    assert [(c.name, c.error) for c in parsed] == [(c["name"], "") for c in calls]
     # As JSON: 1, 1.0 and true are equal in Python.
     read, written = ([json.dumps(a, sort_keys=True) for a in some] for some in (
-        [c.arguments for c in found], [c["arguments"] for c in calls]
+        [c.arguments for c in parsed], [c["arguments"] for c in calls]
     ))  # fmt: skip
     assert read == written

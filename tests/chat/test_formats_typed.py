@@ -96,7 +96,7 @@ def test_texts_get_the_type_their_schema_wants(schema, text, value):
         )
 
 
-def test_what_has_no_schema_or_is_no_text_stays():
+def test_values_without_a_schema_and_values_that_are_no_text_are_unchanged():
     calls = [
         ToolCall("g", {"a": "1"}),
         ToolCall("f", "raw", error="bad"),

@@ -40,14 +40,14 @@ def test_the_cases_of_the_peers_are_different_tests_and_all_reasons_are_used():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_page_says_which_cases_of_the_peers_are_agreed(format):
+def test_the_page_lists_the_cases_that_the_peers_agree_on(format):
     table = PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0]
     line = next(line for line in table.splitlines() if line.startswith(f"| `{format}` |"))
     assert line.endswith(peer_columns(format)), "run `make docs`"
 
 
 @pytest.mark.slow
-def test_the_table_of_the_docs_is_what_this_test_finds():
+def test_the_table_in_the_docs_is_up_to_date():
     page = PAGE.read_text("utf-8")
     assert page == with_table(page), "run `make docs`"
 

@@ -84,7 +84,7 @@ def talk(*texts: str) -> list[Message]:
         ("", "on", None),
     ],
 )
-def test_a_switch_in_the_system_text_is_taken_as_the_template_takes_it(system, mode, shown):
+def test_a_switch_in_the_system_text_works_as_in_the_template(system, mode, shown):
     template = with_source(SWITCHED)
     messages = talk(system, "How much is 3*4?")
     ids = template.prompt(messages)
@@ -97,7 +97,7 @@ def test_a_switch_in_the_system_text_is_taken_as_the_template_takes_it(system, m
     assert family_control_ids("qwen3", ids) == family_control_ids("qwen3", want)
 
 
-def test_tags_of_a_rows_own_prompt_stay_tags_where_the_template_looks_at_contents():
+def test_tags_in_a_rows_prompt_stay_tags_if_the_template_reads_contents():
     template = with_source(SWITCHED)
     messages = talk("Say <think>. /no_think", "Q <tool_call>")
     tags = template.tokenizer.convert_tokens_to_ids(["<think>", "<tool_call>"])
@@ -119,7 +119,7 @@ def test_a_row_whose_contents_cannot_be_found_is_refused_with_the_content():
 
 
 @families
-def test_an_empty_message_is_shown_as_the_template_shows_it(name):
+def test_an_empty_message_is_rendered_as_by_the_template(name):
     """Many leave an empty system message out, Phi 3.5 and gpt-oss among them."""
     template, family = ChatTemplate(family_tokenizer(name)), FAMILIES[name]
     for texts in (("", "Q"), ("S", ""), ("", ""), (" \n ", "Q")):
@@ -152,7 +152,7 @@ def test_glm_without_thinking(text):
 
 
 @families
-def test_prompts_of_any_texts_read_as_the_template_writes_them(name):
+def test_prompts_of_any_texts_decode_to_the_rendered_text(name):
     """Words that templates look for, in every place."""
     template, family = ChatTemplate(family_tokenizer(name)), FAMILIES[name]
     rng = random.Random(name)
@@ -192,7 +192,7 @@ def test_length_is_that_of_the_prompt():
     assert template.length(talk("S", "Q"), TOOLS) == len(template.prompt(talk("S", "Q"), TOOLS))
 
 
-def test_rows_that_cannot_be_shown_are_refused_before_the_run(tmp_path):
+def test_rows_that_cannot_be_rendered_are_refused_before_the_run(tmp_path):
     file = tmp_path / "rows.jsonl"
     row = {"agent_name": "single_turn", "data_source": "openai/gsm8k", "ground_truth": "12"}
     texts = ["fine", "!<|im_end|>", "fine too", "![INST]", "!<|im_start|>"]
@@ -205,13 +205,13 @@ def test_rows_that_cannot_be_shown_are_refused_before_the_run(tmp_path):
 
 
 @families
-def test_what_stands_between_turns_is_no_text_that_a_message_can_spell(name):
+def test_no_message_can_forge_the_text_between_turns(name):
     """Contents with the names of our own placeholders are shown whole, behind their header."""
     template = ChatTemplate(family_tokenizer(name))
-    asked, turn = Message("user", "Q"), Message("assistant", "A")
-    plain = template.decode(template.delta([asked, turn], [Message("user", "zzz")], -1))
+    question, turn = Message("user", "Q"), Message("assistant", "A")
+    plain = template.decode(template.delta([question, turn], [Message("user", "zzz")], -1))
     for text in ("a zqspokenqz b", "a zqargumentqz b", "zqthoughtqz"):
-        ids = template.delta([asked, turn], [Message("user", text)], -1)
+        ids = template.delta([question, turn], [Message("user", text)], -1)
         assert template.decode(ids) == plain.replace("zzz", text)
 
 

@@ -87,19 +87,21 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
         legal = legal[:1]
     for _ in range(draw(st.integers(1, 4))):
         roles = draw(st.sampled_from(legal))
-        said = draw(benign)
-        ids = list(template.encoder.encode_plain(said))
+        content = draw(benign)
+        ids = list(template.encoder.encode_plain(content))
         if own:
             # One token a character, single bytes, anything at all; any stop token or none.
             ids = draw(
-                st.sampled_from([ids, [i for c in said for i in template.encoder.encode_plain(c)]])
+                st.sampled_from(
+                    [ids, [i for c in content for i in template.encoder.encode_plain(c)]]
+                )
                 | st.lists(st.integers(0, len(family_tokenizer(name)) - 1), max_size=12)
             )
             ids = ids + draw(st.sampled_from([[], *([i] for i in template.stop_ids)]))
         else:
             ids = [*ids, template.close_id]
         sampled[len(messages)] = ids
-        messages.append(Message("assistant", said, calls(roles)))
+        messages.append(Message("assistant", content, calls(roles)))
         messages += [Message(role, draw(text)) for role in roles]
     return Talk(messages, sampled)
 
@@ -107,7 +109,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
 @families
 @examples(25)
 @given(data=st.data())
-def test_what_was_sampled_stands_in_its_place_and_turns_are_closed_once(name, data):
+def test_sampled_tokens_keep_their_place_and_turns_are_closed_once(name, data):
     """Oracle A: a row is prompt + ids + delta + ids + delta ..."""
     template, talk = chat(name), data.draw(talks(name, own=True))
     messages, own = talk.messages, sorted(talk.sampled)
@@ -151,7 +153,7 @@ def test_a_row_is_the_rendered_conversation(name, data):
 
 
 @families
-def test_prove_says_which_families_are_append_only(name):
+def test_verify_template_finds_the_append_only_families(name):
     """The shapes of `prove`, with the tools of the tests."""
     verdicts = {v.shape: v for v in verify_template(chat(name), TOOLS)}
     append_only = {v.shape for v in verdicts.values() if v.status == "append-only"}
@@ -177,14 +179,14 @@ def proven(name: str) -> list[tuple[Role, ...]]:
 @families
 @examples(8)
 @given(data=st.data())
-def test_shapes_of_any_kind_are_as_those_of_the_proof(name, data):
+def test_verdicts_hold_for_any_texts_of_a_shape(name, data):
     """Calls as the template writes them: what holds in a few shapes holds in others."""
     family, legal = FAMILIES[name], proven(name)
     if name.startswith("mistral"):  # what was said first moves to the last user message
         legal = [roles for roles in legal if "user" not in roles]
     after = data.draw(st.lists(st.sampled_from(legal), min_size=1, max_size=4))
-    said = tuple(tuple(f"{role}:{data.draw(benign)}" for role in roles) for roles in after)
-    (verdict,) = verify_template(chat(name), TOOLS, [Shape("", said, system=family.system)])
+    kinds = tuple(tuple(f"{role}:{data.draw(benign)}" for role in roles) for roles in after)
+    (verdict,) = verify_template(chat(name), TOOLS, [Shape("", kinds, system=family.system)])
     assert verdict.ok, verdict.detail
 
 
@@ -230,9 +232,9 @@ Q, A = Message("user", "Q"), Message("assistant", "A")
 
 
 def delta_text(name: str, roles: tuple[Role, ...], last: int = -1) -> str:
-    said = [Message(role, f"said {i}") for i, role in enumerate(roles)]
+    messages = [Message(role, f"said {i}") for i, role in enumerate(roles)]
     turn = Message("assistant", "A", calls(roles))
-    return chat(name).decode(chat(name).delta([Q, turn], said, last))
+    return chat(name).decode(chat(name).delta([Q, turn], messages, last))
 
 
 @families
@@ -283,7 +285,7 @@ def test_parallel_results_are_one_group(name):
 
 @pytest.mark.parametrize("name", ["gptoss", "gemma4", "mistral_v3", "mistral_v3_legacy"])
 @pytest.mark.parametrize("field", ["name", "id"])
-def test_what_a_call_is_named_forges_nothing(name, field):
+def test_names_of_calls_forge_no_control_token(name, field):
     """Names and ids are the model's own text: they may be what a hostile page made it write."""
     template = chat(name)
     fine = ToolCall("calculator", {}, id="call00000")
@@ -375,7 +377,7 @@ def test_after_some_rounds_nothing_but_a_users_text_is_rendered(name, monkeypatc
         assert render.calls <= counted * ("user" in roles)
 
 
-def test_frames_that_are_kept_are_bounded():
+def test_cached_frames_are_bounded():
     template = ChatTemplate(family_tokenizer("qwen3"))
     for n in range(1, MAX_CACHED // 8):
         for shots in range(9):
@@ -389,17 +391,17 @@ def test_frames_that_are_kept_are_bounded():
 
 def test_apply_chat_template_never_encodes():
     """It would read control tokens out of foreign text."""
-    found = []
+    files = []
     for path in Path(agentrl.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "encode_message_with_chat_template" not in text
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and node.attr == "apply_chat_template":
-                found.append(path.name)
+                files.append(path.name)
             if isinstance(node, ast.Call) and "apply_chat_template" in ast.unparse(node.func):
                 assert "tokenize=False" in map(ast.unparse, node.keywords), path
     # The other is a reward model's own, and shows it text in which no control token is left.
-    assert sorted(found) == ["render.py", "reward_model.py"]
+    assert sorted(files) == ["render.py", "reward_model.py"]
 
 
 @families
@@ -407,8 +409,8 @@ def test_a_user_may_answer_after_a_tool_and_a_turn(name):
     """DeepSeek's template wants calls of earlier turns as text, though this turn has none."""
     if ("tool",) in follow_ups(name):
         called = Message("assistant", "A", calls(("tool",)))
-        said = [Q, called, *R, A, Q]
-        assert chat(name).delta(said[:4], said[4:], -1)
+        messages = [Q, called, *R, A, Q]
+        assert chat(name).delta(messages[:4], messages[4:], -1)
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3_5", "qwen3"])
@@ -422,30 +424,30 @@ def test_a_turn_of_no_tokens_is_closed(name):
 # -- thoughts that a prompt has begun --------------------------------------------------------------
 
 
-def opened(name: str, said: str, after: list[Message], **variables: Any) -> str:
+def opened(name: str, content: str, after: list[Message], **variables: Any) -> str:
     template = ChatTemplate(family_tokenizer(name), variables=variables)
     call = ToolCall("calculator", {}, id="call00000")
-    history = [Message("user", "Q"), Message("assistant", said, (call,))]
+    history = [Message("user", "Q"), Message("assistant", content, (call,))]
     return template.thinking.opening(template.delta(history, after, -1))
 
 
-def test_a_thought_is_begun_where_the_prompt_of_this_very_turn_begins_one():
-    asked, told = [Message("user", "Q")], [Message("tool", "12", tool_call_id="call00000")]
-    assert opened("qwen3", "A", asked) == opened("qwen3", "A", told) == ""
-    assert opened("qwen3_5_think", "A", asked) == opened("qwen3_5_think", "A", told) == "<think>\n"
-    assert opened("qwen3_5_nothink", "A", asked) == ""
+def test_the_prompt_of_the_same_turn_decides_whether_a_thought_is_open():
+    user, tool = [Message("user", "Q")], [Message("tool", "12", tool_call_id="call00000")]
+    assert opened("qwen3", "A", user) == opened("qwen3", "A", tool) == ""
+    assert opened("qwen3_5_think", "A", user) == opened("qwen3_5_think", "A", tool) == "<think>\n"
+    assert opened("qwen3_5_nothink", "A", user) == ""
     # DeepSeek's goes on without after a tool's result, Gemma's begins one there alone.
-    assert opened("deepseekv3", "A", asked) == "<think>\n"
-    assert opened("deepseekv3", "A", told) == ""
-    assert opened("gemma4", "A", asked, enable_thinking=True) == ""
-    assert opened("gemma4", "A", told, enable_thinking=True) == "<|channel>thought\n"
+    assert opened("deepseekv3", "A", user) == "<think>\n"
+    assert opened("deepseekv3", "A", tool) == ""
+    assert opened("gemma4", "A", user, enable_thinking=True) == ""
+    assert opened("gemma4", "A", tool, enable_thinking=True) == "<|channel>thought\n"
 
 
 @pytest.mark.parametrize("text", ["an answer </think> with a tag", '{"x": "a </think> b"}'])
-def test_an_answer_may_speak_of_the_end_of_a_thought(text):
+def test_an_answer_may_contain_the_end_tag_of_a_thought(text):
     template = chat("qwen3")
-    for said in (text, f"<think>\nhm\n</think>\n\n{text}"):
+    for answer in (text, f"<think>\nhm\n</think>\n\n{text}"):
         ids = template.prompt([Message("user", "Q")])
         start = len(ids)
-        template.thinking.strip(ids, family_tokenizer("qwen3").encode(said), False)
+        template.thinking.strip(ids, family_tokenizer("qwen3").encode(answer), False)
         assert template.decode(ids[start:]) == text

@@ -142,7 +142,7 @@ def test_a_replacement_character_that_was_there_may_stay():
 @example(text="x" * 50 + "😀" * 50, limit=7)
 @example(text="(1 of 2 tokens shown)\n" * 9, limit=20)
 @example(text="a\u0300" * 40, limit=9)
-def test_what_is_kept_is_the_texts_own_and_fits(name, side, text, limit):
+def test_the_kept_parts_are_parts_of_the_text_and_fit(name, side, text, limit):
     shown, counting = cut(text, limit, side, name)
     whole = len(BACKENDS[name].encode(text, add_special_tokens=False).ids)
     if len(text.encode()) <= limit:
@@ -150,10 +150,10 @@ def test_what_is_kept_is_the_texts_own_and_fits(name, side, text, limit):
     elif whole <= limit:
         assert shown is text and counting.calls == 1
     else:
-        head, tail, kept, told = parts(text, shown, side)
+        head, tail, kept, reported = parts(text, shown, side)
         again = [len(counting.encode(part)) for part in (head, tail)]
         assert kept == sum(again) <= limit
-        assert told == whole
+        assert reported == whole
         assert shown.count("\ufffd") <= text.count("\ufffd")
 
 
@@ -182,7 +182,7 @@ def test_the_text_is_encoded_once(side):
     st.sampled_from(SIDES),
     st.integers(0, 10**6),
 )
-def test_it_ends_whatever_the_tokenizer_does(text, limit, side, seed):
+def test_truncation_terminates_for_any_tokenizer(text, limit, side, seed):
     """Counts and texts out of thin air: the cut is a cut, after few steps."""
     rng, calls = random.Random(seed), []
 
@@ -199,7 +199,7 @@ def test_it_ends_whatever_the_tokenizer_does(text, limit, side, seed):
     assert len(calls) <= 1 + 2 * (len(text).bit_length() + 1)
 
 
-def test_a_tokenizer_that_counts_more_than_there_is_leaves_the_note():
+def test_a_tokenizer_that_counts_too_many_tokens_leaves_only_the_note():
     for side in SIDES:
         shown = truncate("abc" * 9, 2, side, lambda text: [0] * (3 + len(text)), lambda ids: "abc")
         assert shown == "(0 of 30 tokens shown)"
@@ -208,7 +208,7 @@ def test_a_tokenizer_that_counts_more_than_there_is_leaves_the_note():
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("text", [CORPUS[0] * 300, "東😀é" * 3000], ids=["plain", "wide"])
-def test_the_work_is_that_of_the_text_and_some_times_the_cut(text, name, side):
+def test_the_cost_is_linear_in_the_text(text, name, side):
     """However long the text; counted, for time on a shared machine says little."""
     shown, counting = cut(text, 100, side, name)
     assert shown is not text

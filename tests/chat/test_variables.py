@@ -20,7 +20,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_name_that_is_never_read_is_answered_with_those_that_are(name):
+def test_the_error_for_an_unused_variable_lists_the_used_ones(name):
     text = str(family_tokenizer(name).chat_template)
     with pytest.raises(ConfigError) as e:
         check_variables(text, ["zzz"])
@@ -31,7 +31,7 @@ def test_a_name_that_is_never_read_is_answered_with_those_that_are(name):
         check_variables(text, READ[name].split(", "))
 
 
-def test_the_closest_name_is_offered():
+def test_the_closest_name_is_suggested():
     text = str(family_tokenizer("qwen3").chat_template)
     with pytest.raises(ConfigError, match=r"Did you mean 'enable_thinking'\? It reads:"):
         check_variables(text, ["enable_thinkin"])
@@ -55,7 +55,7 @@ def test_every_familys_template_can_be_read(name):
         "{% generation %}{{ x }}{%- endgeneration -%}",
     ],
 )
-def test_a_name_is_read_wherever_it_stands(text):
+def test_a_variable_is_found_anywhere_in_a_template(text):
     check_variables(text, ["x"])
     with pytest.raises(ConfigError):
         check_variables(text, ["y"])
@@ -64,7 +64,7 @@ def test_a_name_is_read_wherever_it_stands(text):
 @pytest.mark.parametrize(
     "text", ["{% set x = 1 %}{{ x }}", "{% for x in messages %}{{ x }}{% endfor %}"]
 )
-def test_what_a_template_sets_before_it_reads_is_its_own(text):
+def test_variables_that_a_template_sets_itself_do_not_count(text):
     with pytest.raises(ConfigError, match="no variables but its own"):
         check_variables(text, ["x"])
 

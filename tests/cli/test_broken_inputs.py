@@ -157,7 +157,7 @@ def case(tmp_path, random_model):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_clear_message(case, name, capsys):
+def test_a_broken_input_is_one_clear_message(case, name, capsys):
     if name == "no GPU":
         import torch
 
@@ -171,16 +171,16 @@ def test_one_clear_message(case, name, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     seconds = time.process_time() - start
-    said = capsys.readouterr().err
-    assert ended.value.code not in (0, None), said
-    assert "Traceback" not in said and said.count("error:") == 1, said
-    assert len(said) < 2000, said
+    error = capsys.readouterr().err
+    assert ended.value.code not in (0, None), error
+    assert "Traceback" not in error and error.count("error:") == 1, error
+    assert len(error) < 2000, error
     for piece in wanted:
-        assert piece in said, said
+        assert piece in error, error
     assert seconds < 20
 
 
-def test_the_real_command_says_it_too(tmp_path):
+def test_the_real_command_prints_the_same_message(tmp_path):
     command = [sys.executable, "-m", "agentrl.cli", "train", "--dataset", "nowhere.parquet"]
     done = subprocess.run([*command, "--model", "tiny"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -27,7 +27,7 @@ ROW = {
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
+def run_cli(monkeypatch, capsys):
     def run(*words: str) -> tuple[str, str]:
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -38,8 +38,8 @@ def said(monkeypatch, capsys):
     return run
 
 
-def test_version(said):
-    assert said("--version") == (f"agentrl {__version__}\n", "")
+def test_version(run_cli):
+    assert run_cli("--version") == (f"agentrl {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_version(said):
         (["--optim.lr"], "optim.lr=VALUE"),
     ],
 )
-def test_a_key_is_no_option(said, words, advice):
-    _, err = said("train", *words)
+def test_a_key_is_no_option(run_cli, words, advice):
+    _, err = run_cli("train", *words)
     assert err == f"error: {words[0]}: write config keys without dashes: {advice}\n"
 
 
 @pytest.mark.parametrize("command", ["train", "check", "play", "eval"])
-def test_all_that_was_not_given_is_said_at_once(said, command):
-    _, err = said(command)
+def test_all_missing_options_are_reported_at_once(run_cli, command):
+    _, err = run_cli(command)
     assert "--dataset" in err and "--model" in err and err.count("error:") == 1
 
 
@@ -73,12 +73,12 @@ def check(rows, model, *words):
     return ["check", "--dataset", rows, "--model", str(model), "-f", "shelf:calculator", *words]
 
 
-def test_check_says_who_judges_and_what_may_not_be_meant(said, rows, random_model):
-    out, err = said(*check(rows, random_model))
+def test_check_prints_the_graders_and_doubtful_settings(run_cli, rows, random_model):
+    out, err = run_cli(*check(rows, random_model))
     assert "grader gsm8k: 2 rows of data_source openai/gsm8k" in out
     assert "grader gsm8k: 1 rows of data_source agentrl/arithmetic" in out
     assert "note: data.batch_size=16 is more than the 3 rows" in err
-    assert "data.batch_size" not in said(*check(rows, random_model, "data.batch_size=3"))[1]
+    assert "data.batch_size" not in run_cli(*check(rows, random_model, "data.batch_size=3"))[1]
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_check_says_who_judges_and_what_may_not_be_meant(said, rows, random_mode
         ),
     ],
 )
-def test_check_says_how_calls_are_read(said, rows, random_model, caplog, name, shown, note):
-    out, _ = said(*check(rows, random_model), f"rollout.tool_format={name}")
+def test_check_prints_the_format_of_calls(run_cli, rows, random_model, caplog, name, shown, note):
+    out, _ = run_cli(*check(rows, random_model), f"rollout.tool_format={name}")
     assert f"\ntool calls are parsed as: {shown}\n" in f"\n{out}"
     assert note in caplog.text and ("in the format hermes" in caplog.text) == bool(note)
 
 
-def test_check_refuses_rows_whose_calls_cannot_be_read(said, rows, random_model, tmp_path):
+def test_check_refuses_rows_whose_calls_cannot_be_parsed(run_cli, rows, random_model, tmp_path):
     """The run would train on calls that never ran; rows without tools may be played."""
     import shutil
 
@@ -117,11 +117,11 @@ def test_check_refuses_rows_whose_calls_cannot_be_read(said, rows, random_model,
         " if message.tool_calls else '') + '" + written,
     )
     tokenizer.save_pretrained(model)
-    _, err = said(*check(rows, model))
+    _, err = run_cli(*check(rows, model))
     assert err.startswith("error: 2 rows show tools, but agentrl cannot parse the tool calls of ")
     assert "in the format of Solar: '<|tool_call:begin|>probe<|tool_call:args|>" in err
     assert "agentrl reads: " in err and "hermes" in err and "agent_name=react" in err
-    out, _ = said(*check(rows, model), "rollout.tool_format=hermes")
+    out, _ = run_cli(*check(rows, model), "rollout.tool_format=hermes")
     assert "all checks passed" in out
     assert (
         "tool calls cannot be parsed: the chat template renders tool calls in the format of Solar"
@@ -129,15 +129,15 @@ def test_check_refuses_rows_whose_calls_cannot_be_read(said, rows, random_model,
     )
 
 
-def test_check_warns_of_tools_that_the_template_does_not_show(
-    said, rows, random_model, tmp_path, caplog
+def test_check_warns_about_tools_that_the_template_does_not_show(
+    run_cli, rows, random_model, tmp_path, caplog
 ):
     import shutil
 
     from transformers import AutoTokenizer
 
     warning = "2 rows have tools, but the chat template"
-    out, _ = said(*check(rows, random_model))
+    out, _ = run_cli(*check(rows, random_model))
     assert "all checks passed" in out and warning not in caplog.text
     model = shutil.copytree(random_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -146,28 +146,28 @@ def test_check_warns_of_tools_that_the_template_does_not_show(
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(model)
-    out, _ = said(*check(rows, model), "rollout.tool_format=hermes")
+    out, _ = run_cli(*check(rows, model), "rollout.tool_format=hermes")
     assert "all checks passed" in out and warning in caplog.text
 
 
-def test_check_refuses_a_parser_that_is_not_there(said, rows, random_model):
-    _, err = said(*check(rows, random_model), "rollout.tool_format=sglang:foo")
+def test_check_refuses_an_unknown_parser(run_cli, rows, random_model):
+    _, err = run_cli(*check(rows, random_model), "rollout.tool_format=sglang:foo")
     assert "sglang" in err and "all checks passed" not in err
 
 
-def test_check_refuses_variables_that_the_template_never_reads(said, rows, random_model):
-    _, err = said(*check(rows, random_model), "model.template_kwargs.enable_thinkin=false")
+def test_check_refuses_variables_that_the_template_never_reads(run_cli, rows, random_model):
+    _, err = run_cli(*check(rows, random_model), "model.template_kwargs.enable_thinkin=false")
     assert "model.template_kwargs: the chat template never reads 'enable_thinkin'. It reads:" in err
 
 
-def test_check_notes_that_there_is_no_gpu(said, rows, random_model):
+def test_check_notes_that_there_is_no_gpu(run_cli, rows, random_model):
     import torch
 
-    _, err = said(*check(rows, random_model, "trainer.device=cuda"))
+    _, err = run_cli(*check(rows, random_model, "trainer.device=cuda"))
     assert ("no GPU here" in err) == (not torch.cuda.is_available())
 
 
-def test_check_asks_the_server_for_the_tools_of_the_rows(said, rows, random_model, tmp_path):
+def test_check_asks_the_server_for_the_tools_of_the_rows(run_cli, rows, random_model, tmp_path):
     from agentrl.tools.serving.background import serve_in_background
 
     other = tmp_path / "other.py"
@@ -178,17 +178,17 @@ def test_check_asks_the_server_for_the_tools_of_the_rows(said, rows, random_mode
         url, token, server = serve_in_background([file])
         with server, pytest.MonkeyPatch.context() as environment:
             environment.setenv("AGENTRL_TOOLS_TOKEN", token)
-            _, err = said(*check(rows, random_model, f"tools.transport={url}"))
+            _, err = run_cli(*check(rows, random_model, f"tools.transport={url}"))
         if not right:
             assert f"the tools at {url}: no tool named 'calculator'" in err
             assert "Registered: other_tool" in err
 
 
-def test_deterministic_is_a_flag(said, rows, random_model):
-    out, err = said(*check(rows, random_model, "--deterministic"))
+def test_deterministic_is_a_flag(run_cli, rows, random_model):
+    out, err = run_cli(*check(rows, random_model, "--deterministic"))
     assert "rollout.deterministic=true" in out
     assert "rollout.deterministic=true has no effect: rollout.name is local" in err
-    assert "rollout.deterministic" not in "".join(said(*check(rows, random_model)))
+    assert "rollout.deterministic" not in "".join(run_cli(*check(rows, random_model)))
 
 
 def test_every_flag_that_the_docs_name_is_an_option():
@@ -199,24 +199,26 @@ def test_every_flag_that_the_docs_name_is_an_option():
 
 
 @pytest.mark.parametrize("command", ["eval", "play"])
-def test_a_model_that_a_running_server_is_not_sent(said, rows, random_model, caplog, command):
+def test_a_model_that_a_running_server_does_not_load_is_reported(
+    run_cli, rows, random_model, caplog, command
+):
     words = [command, *check(rows, random_model)[1:], "rollout.urls=[http://127.0.0.1:1]"]
-    _, err = said(*words, "rollout.name=sglang", "trainer.device=cpu")
+    _, err = run_cli(*words, "rollout.name=sglang", "trainer.device=cpu")
     assert "error: GET http://127.0.0.1:1" in err
-    [told] = [m for m in caplog.messages if "rollout.urls" in m]
-    assert "not from --model (model.path)" in told
+    [warning] = [m for m in caplog.messages if "rollout.urls" in m]
+    assert "not from --model (model.path)" in warning
     caplog.clear()
-    said(*words[:-1], "val.n=1", "rollout.max_turn_tokens=2", "trainer.device=cpu")
+    run_cli(*words[:-1], "val.n=1", "rollout.max_turn_tokens=2", "trainer.device=cpu")
     assert not any("rollout.urls" in m for m in caplog.messages)
 
 
-def test_what_a_run_says_to_type_next(tmp_path):
-    given = ["data.train=a.jsonl", "data.val=b.jsonl"]
+def test_a_run_prints_the_next_commands(tmp_path):
+    overrides = ["data.train=a.jsonl", "data.val=b.jsonl"]
     run = ["-c", f"{tmp_path}/config.yaml", "--dataset", "b.jsonl", "--model", f"{tmp_path}/model"]
-    sampled = next_commands(tmp_path, load_config(overrides=given))
+    sampled = next_commands(tmp_path, load_config(overrides=overrides))
     assert sampled[0] == ["agentrl", "play", *run, "-n", "3"]
     assert sampled[1] == ["agentrl", "eval", *run, "val.n=4"]
-    greedy = next_commands(tmp_path, load_config(overrides=[*given, "val.temperature=0"]))
+    greedy = next_commands(tmp_path, load_config(overrides=[*overrides, "val.temperature=0"]))
     assert greedy[1] == ["agentrl", "eval", *run]
 
 
@@ -235,7 +237,7 @@ def test_the_table_of_an_evaluation():
     assert [line.split()[0] for line in table(metrics, ["mine"], 2)[1:]] == ["mine", "mine"]
 
 
-def test_without_training_no_word_on_what_would_not_train(caplog):
+def test_warnings_about_training_are_silenced_without_training(caplog):
     log = logging.getLogger("agentrl.rewards.scorer")
     with _silence_training_warnings():
         log.warning("one")

@@ -27,14 +27,14 @@ def run(arguments, cwd):
 
 def agentrl(line, cwd):
     """A command as it was printed, all on one line; not in a new process, which takes seconds."""
-    words, said = shlex.split(line, comments=True), io.StringIO()
+    words, output = shlex.split(line, comments=True), io.StringIO()
     assert words[0] == "agentrl"
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.chdir(cwd)
         with pytest.raises(SystemExit) as ended:
             main(words[1:])
     assert not ended.value.code, line
-    return said.getvalue()
+    return output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +46,24 @@ def project(tmp_path_factory, tiny_model):
     return above / "my_env", run(train, above / "my_env")
 
 
-def test_its_files(project):
+def test_the_files_of_the_starter_project(project):
     folder, _ = project
     assert {"env.py", "run.yaml", "test_env.py", "README.md"} <= set(os.listdir(folder))
     run(["-m", "pytest", "-q", "-p", "no:cacheprovider"], folder)
     assert (folder / "runs/starter/curve.svg").exists()
 
 
-def test_check_says_what_is_wired(project):
-    said = agentrl("agentrl check -c run.yaml", project[0])
-    assert "calculator" in said and "interaction coach" in said and "all checks passed" in said
-    assert "reward exact: 240 rows without data_source" in said
+def test_check_lists_tools_and_interactions(project):
+    output = agentrl("agentrl check -c run.yaml", project[0])
+    assert (
+        "calculator" in output and "interaction coach" in output and "all checks passed" in output
+    )
+    assert "reward exact: 240 rows without data_source" in output
 
 
 def test_the_commands_that_a_run_prints(project):
-    folder, said = project
-    printed = [line.strip() for line in said.partition("next:")[2].splitlines() if line.strip()]
+    folder, output = project
+    printed = [line.strip() for line in output.partition("next:")[2].splitlines() if line.strip()]
     assert [line.split()[1] for line in printed] == ["play", "eval", "generate"]
     play, evaluation, generation = (agentrl(line, folder) for line in printed)
     assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
@@ -74,13 +76,13 @@ def test_the_commands_that_a_run_prints(project):
     assert "48 rows with 1 responses each" in generation
 
 
-def test_generate_writes_no_file_twice_and_no_other_kind(project):
+def test_generate_refuses_existing_files_and_other_formats(project):
     folder, _ = project
     (folder / "there.jsonl").write_text("")
-    for name, said in (("there.jsonl", "already exists"), ("a.csv", ".parquet or .jsonl")):
+    for name, message in (("there.jsonl", "already exists"), ("a.csv", ".parquet or .jsonl")):
         command = [*AGENTRL, "generate", "-c", "run.yaml", "--output", name]
         done = run_python(command, cwd=folder)
-        assert done.returncode == 1 and said in done.stderr and "rows x" not in done.stdout
+        assert done.returncode == 1 and message in done.stderr and "rows x" not in done.stdout
 
 
 def _lines(text):

@@ -73,15 +73,15 @@ def start(host):
 
 def processes(word):
     """The processes that have a word on their command line, but not this one."""
-    found = {}
+    command_lines = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
         if word in line and int(file.parent.name) != os.getpid():
-            found[int(file.parent.name)] = line
-    return found
+            command_lines[int(file.parent.name)] = line
+    return command_lines
 
 
 def alive(pid):
@@ -140,7 +140,7 @@ def one(cluster):
 # -- the cluster -----------------------------------------------------------------------------------
 
 
-def test_nobody_without_the_token_gets_in(cluster):
+def test_ray_requires_the_token(cluster):
     file = Path(cluster)
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -184,35 +184,35 @@ def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
     assert time.monotonic() - began < 2
 
 
-def test_gpus_that_are_asked_for_are_not_made_processes(cluster):
+def test_missing_gpus_are_an_error_and_not_replaced_by_processes(cluster):
     config = load_config(None, ["trainer.n_gpus_per_node=2"])
-    said = (
+    message = (
         r"n_gpus_per_node=2: the run needs 2 GPUs, but the cluster has none\. .*trainer.device=cpu"
     )
-    with pytest.raises(ConfigError, match=said), open_placement(config):
+    with pytest.raises(ConfigError, match=message), open_placement(config):
         raise AssertionError
     # One that nobody asked for is no reason.
     with open_placement(load_config(None, [])):
         pass
 
 
-def test_what_others_hold_is_waited_for_and_named(cluster):
-    held = ResourcePool(1, 3, gpu=False, request="held")
+def test_resources_of_other_jobs_are_waited_for_and_reported(cluster):
+    reserved = ResourcePool(1, 3, gpu=False, request="held")
     try:
         with pytest.raises(ConfigError, match="but other jobs still use them after 1 s"):
             ResourcePool(1, 4, gpu=False, request="four", seconds=1)
     finally:
-        held.close()
+        reserved.close()
     ResourcePool(1, 4, gpu=False, request="four", seconds=20).close()
 
 
 @pytest.mark.parametrize("address", ["ray://h:1", "somewhere", ":6379", "h:port"])
-def test_addresses_that_cannot_be(address):
+def test_impossible_addresses(address):
     with pytest.raises(ConfigError, match="is neither auto nor HOST:PORT"):
         check_reachable(address)
 
 
-def test_an_address_where_nobody_is_takes_no_minutes():
+def test_an_address_without_a_server_fails_quickly():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # and does not listen
         began = time.monotonic()
@@ -222,19 +222,20 @@ def test_an_address_where_nobody_is_takes_no_minutes():
 
 
 @pytest.mark.parametrize(
-    "found, said", [("2.51.9", "has no token authentication"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")]
+    "installed, message",
+    [("2.51.9", "has no token authentication"), ("", "needs Ray"), ("2.52.0", ""), ("3.0", "")],
 )
-def test_ray_must_know_tokens(monkeypatch, found, said):
+def test_a_ray_without_token_authentication_is_refused(monkeypatch, installed, message):
     def version(name):
-        if not found:
+        if not installed:
             raise PackageNotFoundError(name)
-        return found
+        return installed
 
     monkeypatch.setattr(connect, "version", version)
-    if not said:
+    if not message:
         check_ray()
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_ray()
 
 
@@ -266,7 +267,7 @@ with open_placement(config) as placement:
 """
 
 
-def test_what_a_driver_leaves_behind():
+def test_a_driver_that_ends_leaves_nothing_behind():
     """It ends its cluster at the block's end, and even if killed. Ctrl-C does not reach ranks."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER.format(tests=str(Path(__file__).parents[1]))],
@@ -302,8 +303,8 @@ def test_what_a_driver_leaves_behind():
 
 def test_split_broadcast_and_rank_zero(ranks):
     assert ranks.size == 2
-    found = ranks.add([torch.arange(3), torch.arange(5)], times=2)
-    assert found == [(0, 3, 26.0), (1, 5, 26.0)]
+    sums = ranks.add([torch.arange(3), torch.arange(5)], times=2)
+    assert sums == [(0, 3, 26.0), (1, 5, 26.0)]
     assert ranks.sum(3) == 6
     assert ranks.rank_zero_total() == (0, 26.5)
     with pytest.raises(ValueError, match="3 shares for 2 ranks"):
@@ -312,7 +313,7 @@ def test_split_broadcast_and_rank_zero(ranks):
         ranks.private()
 
 
-def test_what_a_rank_finds(ranks):
+def test_the_environment_of_a_rank(ranks):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "RAY_AUTH_MODE"]
     for rank, (variables, folder) in enumerate(ranks.variables([names, names])):
         assert variables == {
@@ -325,7 +326,7 @@ def test_what_a_rank_finds(ranks):
         assert folder == os.getcwd()
 
 
-def test_a_rank_that_raises_ends_the_others_who_wait_for_it(doomed):
+def test_a_rank_that_raises_ends_the_ranks_that_wait_for_it(doomed):
     pids = [place.pid for place in doomed.workers]
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
@@ -344,7 +345,7 @@ def test_a_bug_names_its_rank_and_shows_its_line(one):
     assert re.search(r"'x' \(\S+adder\.py:\d+: raise UserError.*\)$", str(e.value))
 
 
-def test_the_line_of_a_bug_is_the_users(tmp_path):
+def test_a_bug_is_reported_with_the_line_of_the_users_code(tmp_path):
     """Not that of the library which he gave nonsense, nor of what called him."""
     file = tmp_path / "bad.py"
     file.write_text("import json\n\n\ndef loss(text):\n    return json.loads(text)\n")
@@ -371,7 +372,7 @@ def test_the_line_of_a_bug_is_the_users(tmp_path):
         ("Causes: (1) this (2) that", "no reason is known"),
     ],
 )
-def test_of_a_death_what_is_known_is_said_in_one_line(message, reason):
+def test_the_reason_for_a_ranks_death_is_one_line(message, reason):
     assert exit_reason(message) == reason
 
 
@@ -395,7 +396,7 @@ def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
     wait_until(lambda: not alive(pid))
 
 
-def test_a_rank_that_cannot_be_made_says_why(one):
+def test_the_error_of_a_ranks_constructor_is_reported(one):
     with pytest.raises(ConfigError, match=r"rank 0 of 1 .*: this rank has no weights"):
         WorkerGroup(Adder, one, refuses=0)
 
@@ -424,7 +425,7 @@ def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
     assert group.reward("of_the_user") == 7.5
 
 
-def test_what_is_registered_here_alone_is_refused(one, tmp_path):
+def test_functions_registered_only_in_this_process_are_refused(one, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(value=7.5))
     load_file(str(file))  # but it is in no `files`
@@ -442,7 +443,7 @@ def test_a_path_that_only_the_controller_has_is_refused():
 # -- servers ---------------------------------------------------------------------------------------
 
 
-def test_a_server_beside_the_ranks(cluster, ranks):
+def test_a_server_next_to_the_ranks(cluster, ranks):
     [first, second] = engines.colocated_slots(
         [replace(place, gpus=(f"GPU-{i}",)) for i, place in enumerate(ranks.workers)],
         load_config(None, ["rollout.engines=2"]).rollout,
@@ -464,7 +465,7 @@ def test_a_server_beside_the_ranks(cluster, ranks):
     server.stop()
 
 
-def test_a_server_ends_with_its_stop_and_with_its_host(cluster, ranks):
+def test_a_server_ends_when_it_is_stopped_and_when_its_host_process_ends(cluster, ranks):
     [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
     assert (list(place.gpus), place.shares_gpu, place.is_local) == ([], False, False)
     for end in ("stop", "host"):
@@ -489,20 +490,20 @@ def test_a_server_that_does_not_start_says_why(cluster, ranks):
 
 
 @pytest.mark.parametrize(
-    "overrides, gpus, said",
+    "overrides, gpus, message",
     [
         (["rollout.engines=3"], (0, 0), "are 3 GPUs, but the learner has 2"),
         (["rollout.tensor_parallel_size=2"], (0, 1), "must be on one machine"),
     ],
 )
-def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, said):
+def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, message):
     places = [
         replace(place, node=str(node)) for place, node in zip(ranks.workers, gpus, strict=True)
     ]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         engines.colocated_slots(places, load_config(None, overrides).rollout, cpu=False)
 
 
-def test_servers_of_their_own_gpus_need_some(cluster):
+def test_servers_on_separate_gpus_need_free_gpus(cluster):
     with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
         engines.separate_slots(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)

@@ -102,8 +102,8 @@ def flags(tmp_path_factory, random_model):
 
 def train(flags, output, *overrides, ranks):
     """A run to its end, or to what ends it; the processes that were its ranks."""
-    given = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
-    config = load_config(None, given, {**flags, "trainer.output": str(output)})
+    keys = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
+    config = load_config(None, keys, {**flags, "trainer.output": str(output)})
     with open_placement(config) if ranks > 1 else contextlib.nullcontext() as placement:
         trainer = Trainer(config, placement=placement)
         try:
@@ -167,8 +167,8 @@ def assert_same_run(one, other, flags, steps=(1, 2)):
     ours, theirs = metrics(one), metrics(other)
     for step in steps:
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
-    expected, found = learned(one, flags), learned(other, flags)
-    assert (found - expected).norm() < ROUNDING * expected.norm()
+    expected, actual = learned(one, flags), learned(other, flags)
+    assert (actual - expected).norm() < ROUNDING * expected.norm()
 
 
 @pytest.fixture(
@@ -189,7 +189,7 @@ def test_two_ranks_learn_as_one_process_does(pair, flags):
 
 
 @pytest.mark.parametrize(("saved", "ranks"), [(1, 2), (2, 1)])
-def test_other_numbers_of_ranks_go_on(pair, flags, tmp_path, saved, ranks, capsys):
+def test_a_run_resumes_with_another_number_of_ranks(pair, flags, tmp_path, saved, ranks, capsys):
     folder, overrides = pair
     output = tmp_path / "run"
     shutil.copytree(folder / str(saved), output)
@@ -236,17 +236,17 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
             time.sleep(0.05)
         children = descendants(command.pid)
         assert len(children) > 3 and all(map(alive, children))
-        [folder] = {Path(found).parent for pid in children if (found := token_of(pid))}
+        [folder] = {Path(token).parent for pid in children if (token := token_of(pid))}
         assert folder.is_dir()
         os.killpg(command.pid, signal.SIGINT)
-        said, _ = command.communicate(timeout=60)
+        printed, _ = command.communicate(timeout=60)
     finally:
         command.kill()
-    assert command.returncode == 130, said
+    assert command.returncode == 130, printed
     saved = find_checkpoint(output, "auto")
-    assert f"saved after step {saved.step}; the same command resumes from there" in said
+    assert f"saved after step {saved.step}; the same command resumes from there" in printed
     assert saved.step == read_metrics(output / "metrics.jsonl")[-1][0] > 0
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     ended(children)
     assert not folder.exists()
 
@@ -257,10 +257,10 @@ def descendants(pid):
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+    tree = {pid}
+    while more := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return tree - {pid}
 
 
 def token_of(pid):

@@ -228,17 +228,17 @@ REFUSED = (
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
-    "tools.workers": "tools/test_workers.py::test_the_config_says_how_many",
-    "sandbox.backend": "sandbox/test_keys.py::test_each_key_changes_what_programs_meet",
-    "sandbox.slots": "sandbox/test_keys.py::test_each_key_changes_what_programs_meet",
-    "sandbox.timeout_s": "sandbox/test_keys.py::test_each_key_changes_what_programs_meet",
-    "sandbox.memory_mb": "sandbox/test_keys.py::test_each_key_changes_what_programs_meet",
-    "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_what_programs_meet",
+    "tools.workers": "tools/test_workers.py::test_the_config_sets_the_number_of_workers",
+    "sandbox.backend": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
+    "sandbox.slots": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
+    "sandbox.timeout_s": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
+    "sandbox.memory_mb": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
+    "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "reward.timeout_s": "rewards/test_pool.py::test_the_key_of_the_deadline",
     "reward.workers": "rewards/test_pool.py::test_as_many_processes_as_reward_workers",
-    "optim.recompute": "trainer/test_sharding.py::test_what_is_done_to_a_layer",
-    "optim.compile": "trainer/test_sharding.py::test_what_is_done_to_a_layer",
-    "optim.offload": "trainer/test_sharding.py::test_what_waits_in_the_cpus_memory",
+    "optim.recompute": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
+    "optim.compile": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
+    "optim.offload": "trainer/test_sharding.py::test_what_is_offloaded_to_the_cpu",
     "rollout.engines": "engine/test_site.py::test_each_server_has_gpus_of_its_own",
     "rollout.gpu_memory_utilization": "engine/test_site.py::test_memory_and_arguments",
 }
@@ -310,40 +310,40 @@ def trace(world, output, overrides, again=False):
         "files": [str(world["env"])],
         "data.agent_name": "every_key",
     }
-    given = {o.partition("=")[0] for o in overrides}
-    said = io.StringIO()
+    set_keys = {o.partition("=")[0] for o in overrides}
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            flags = {k: v for k, v in flags.items() if k not in given}
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            flags = {k: v for k, v in flags.items() if k not in set_keys}
             config = load_config(None, [*base, *overrides], flags)
             for _ in range(1 + again):
                 Trainer(config).run()
     except (UserError, EngineError) as e:
         return {"refused": str(e)}
-    found = {}
+    effects = {}
     metrics = output / "metrics.jsonl"
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
         record = json.loads(line)
-        found[f"metrics {record['step']}"] = {
+        effects[f"metrics {record['step']}"] = {
             k: v for k, v in record["data"].items() if not k.startswith(("timing_s/", "perf/"))
         }
     if output.exists():
-        found["files"] = sorted(
+        effects["files"] = sorted(
             f.name for f in output.rglob("*") if f.is_file() and "tfevents" not in f.name
         ) + sorted(f.name for f in output.iterdir())
-        found["texts"] = [
+        effects["texts"] = [
             [m.content for m in s.trajectory.messages]
             for s in load_trajectories(output / "trajectories")
         ]
         # Of what is in them: the order within a file is not always the same.
-        found["weights"] = [
+        effects["weights"] = [
             hashlib.sha256(save(dict(sorted(load_file(f).items())))).hexdigest()
             for f in sorted(output.rglob("*.safetensors"))
         ]
-    found["watchdog"] = "watchdog:" in said.getvalue()
-    found["validations"] = said.getvalue().count("validation at step")
-    found["steps run"] = said.getvalue().count("step 1/")
-    return found
+    effects["watchdog"] = "watchdog:" in printed.getvalue()
+    effects["validations"] = printed.getvalue().count("validation at step")
+    effects["steps run"] = printed.getvalue().count("step 1/")
+    return effects
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +358,7 @@ def no_curves(monkeypatch):
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_it_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
+def test_the_key_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     import os
 
     monkeypatch.setenv("EVERY_KEY_PID", str(os.getpid()))

@@ -27,7 +27,7 @@ def calculator():
     return registry.load_file("shelf:calculator").calculator
 
 
-def replay(row, said, calculator):
+def replay(row, messages, calculator):
     """Play a conversation: its calls really run, and every result must be the tool's.
 
     Returns the graded answers, one for each of the assistant's messages that calls nothing.
@@ -35,7 +35,7 @@ def replay(row, said, calculator):
     answers = []
     waiting = []
     parse = parse_react if row.sample.agent_name == "react" else parse_hermes
-    for message in said:
+    for message in messages:
         if message.role != "assistant":
             assert message == (waiting.pop(0) if waiting else message)
             continue
@@ -52,7 +52,7 @@ def replay(row, said, calculator):
             )
         if not calls:
             answers.append(gsm8k_answer(message.content))
-    assert said[-1].role == "assistant" and not waiting
+    assert messages[-1].role == "assistant" and not waiting
     return answers
 
 
@@ -88,7 +88,7 @@ def test_train_and_val_share_no_question():
         assert count == [len(split) // 3] * 3
 
 
-def test_gold_is_right_by_the_real_tool_and_grader(calculator):
+def test_gold_answers_are_right_by_the_real_tool_and_grader(calculator):
     for row in islice(rows(3), 600):
         assert replay(row, row.gold, calculator) == [row.sample.ground_truth]
         calls = len(row.gold) // 2
@@ -108,11 +108,13 @@ def test_traces_are_mostly_wrong_and_always_well_formed(calculator):
     assert 0.20 < right["react"] / 1000 < 0.32
 
 
-def test_a_wrong_answer_is_talked_about():
+def test_a_wrong_answer_gets_feedback():
     talks = [r for r in islice(rows(5), 600) if r.sample.interaction]
     assert 30 < len(talks) < 70
-    told = [m.content for r in talks for m in r.trace if m.role == "user"]
-    assert told and all(t.endswith("is not correct. Check your work and try again.") for t in told)
+    feedback = [m.content for r in talks for m in r.trace if m.role == "user"]
+    assert feedback and all(
+        t.endswith("is not correct. Check your work and try again.") for t in feedback
+    )
     assert not any(m.role == "user" for r in talks for m in r.gold)
 
 

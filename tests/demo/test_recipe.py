@@ -23,16 +23,16 @@ HASTY = Recipe(steps=2, copied=0.0)
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory):
     """A folder with a model that had two steps of training, and what was said meanwhile."""
-    said = []
-    return tiny_model(tmp_path_factory.mktemp("home"), HASTY, said.append), said
+    messages = []
+    return tiny_model(tmp_path_factory.mktemp("home"), HASTY, messages.append), messages
 
 
-def test_it_is_made_once(hasty):
-    folder, said = hasty
+def test_the_model_is_made_once(hasty):
+    folder, messages = hasty
     assert folder.name == f"tiny-{HASTY.key()}"
-    assert said[0].startswith("training the model 'tiny'") and "copies" in said[-1]
+    assert messages[0].startswith("training the model 'tiny'") and "copies" in messages[-1]
     before = folder.stat().st_mtime_ns
-    assert tiny_model(folder.parent, HASTY, said.append) == folder
+    assert tiny_model(folder.parent, HASTY, messages.append) == folder
     assert folder.stat().st_mtime_ns == before
     assert [f.name for f in folder.parent.iterdir()] == [folder.name]
 
@@ -52,7 +52,7 @@ def test_the_same_recipe_makes_the_same_model(hasty, tmp_path):
         assert (again / file).read_bytes() == (hasty[0] / file).read_bytes()
 
 
-def test_any_change_of_the_recipe_or_its_texts_is_another_folder(monkeypatch):
+def test_any_change_of_the_recipe_or_its_texts_makes_another_folder(monkeypatch):
     keys = {replace(HASTY, **change).key() for change in ({}, {"lr": 1e-4}, {"seed": 9})}
     assert len(keys) == 3 and HASTY.key() in keys
     monkeypatch.setitem(recipe.CALCULATOR["function"], "description", "Another.")
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_copy_is_not_kept(tmp_path):
 def test_two_at_once_end_with_one_folder(tmp_path, monkeypatch):
     made = []
 
-    def make(given, folder, say):
+    def make(some_recipe, folder, say):
         """While this one is at work, another finishes."""
         made.append(folder)
         (folder / "config.json").touch()
@@ -107,7 +107,7 @@ def test_names_of_models(hasty, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tinny", "Tiny"])
-def test_nearly_the_preset_is_refused(name):
+def test_a_misspelled_preset_is_refused(name):
     with pytest.raises(UserError, match=rf"no model '{name}'\. Did you mean 'tiny'\?"):
         resolve_model(name)
 
@@ -125,13 +125,13 @@ def test_nearly_the_preset_is_refused(name):
         ("gpt2", ""),
     ],
 )
-def test_what_may_be_a_misspelt_folder_is_said(tmp_path, monkeypatch, name, note):
+def test_a_possibly_misspelled_folder_is_noted(tmp_path, monkeypatch, name, note):
     """And no more than that: a folder may be named as an owner on the hub is."""
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    said = []
-    assert resolve_model(name, say=said.append) == name
-    assert note in "".join(said) and bool(said) == bool(note)
+    messages = []
+    assert resolve_model(name, say=messages.append) == name
+    assert note in "".join(messages) and bool(messages) == bool(note)
 
 
 def test_the_tool_is_shown_as_the_shelf_s_is():
@@ -170,7 +170,7 @@ def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
     assert (both.trainer.total_steps, both.trainer.total_epochs) == (7, 1)
 
 
-def test_the_model_that_everybody_uses_copies_numbers(tiny_model):
+def test_the_cached_tiny_model_copies_numbers(tiny_model):
     template = ChatTemplate(load_tokenizer(tiny_model))
     learner = Learner(tiny_model, Config(), total_steps=1)
     assert share_copied(learner, template) >= Recipe().copied

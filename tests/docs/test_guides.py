@@ -73,25 +73,25 @@ def _leave_trajectories(folder: Path) -> None:
     TrajectoryStore(folder).write(1, [Group(sample, (scored,))])
 
 
-def test_the_columns_of_trajectories_are_all_explained():
+def test_all_columns_of_trajectories_are_documented():
     section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(SCHEMA.names)
 
 
-def test_the_metrics_of_rollouts_are_all_explained(tmp_path):
+def test_all_metrics_of_rollouts_are_documented(tmp_path):
     _leave_trajectories(tmp_path)
     (scored,) = load_trajectories(tmp_path)
     sample = scored.trajectory.sample
-    said = text("run_folder").split("## Metrics")[1].split("\n## ")[0]
+    section = text("run_folder").split("## Metrics")[1].split("\n## ")[0]
     for name in rollout_metrics([Group(sample, (scored,))]):
         known = re.sub(r"/(mean|max|min)$", "", name)
         known = known.replace(f"/{sample.agent_name}/", "/AGENT/").replace("stop/done", "stop/R")
-        assert f"`{known}" in said, name
+        assert f"`{known}" in section, name
 
 
 @pytest.mark.parametrize("page", ["choosing", "debugging", "gpu", "trl"])
-def test_metrics_are_those_of_a_run(page):
+def test_documented_metrics_are_those_of_a_run(page):
     explained = text("run_folder")
     families = (
         "actor|canary|critic|engine|perf|rollout|rollout_corr|stop|timing_s|tool_error|val|waste"
@@ -119,8 +119,8 @@ def test_config_keys_exist(page):
     """Keys in backticks with a section of ours; verl's own stand in the first column of a table."""
     sections = {path.split(".")[0] for path in FIELDS if "." in path}
     for line in text(page).splitlines():
-        said = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
-        for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", said):
+        checked = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
+        for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", checked):
             if path.split(".")[0] in sections and not path.endswith((".md", ".py")):
                 assert path in FIELDS, f"{page}.md: no key {path}"
 
@@ -137,8 +137,8 @@ def test_commands_load(page, tmp_path):
     ]
     assert len(commands) >= 3
     for command in commands:
-        given = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
-        config = load_config(str(tmp_path / "run.yaml"), given)
+        overrides = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
+        config = load_config(str(tmp_path / "run.yaml"), overrides)
         assert not without_effect(config), command
 
 
@@ -162,7 +162,7 @@ def test_commands_have_these_options(page):
                 assert f"{section}.{leaf.split('.')[0]}" in FIELDS, f"{page}.md: {line}"
 
 
-def test_the_command_for_a_laptop_is_wired(tiny_model):
+def test_the_command_for_a_laptop_works(tiny_model):
     (command,) = (b for b in blocks("scaling", "bash") if "--model tiny" in b)
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:2] == ["agentrl", "train"]
@@ -191,14 +191,14 @@ def test_every_page_is_in_the_index():
 
 def test_the_table_of_graders_is_complete():
     table = text("rewards").partition("| `data_source` | grader |\n|---|---|\n")[2]
-    found = {}
+    documented = {}
     for row in table.partition("\n\n")[0].splitlines():
         sources, grader = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:3])
-        found.update(dict.fromkeys(sources, *grader))
-    assert found == GRADERS
+        documented.update(dict.fromkeys(sources, *grader))
+    assert documented == GRADERS
 
 
-def test_verls_keys_are_those_that_a_run_refuses_by_name():
+def test_documented_keys_of_verl_are_those_that_a_run_refuses_by_name():
     table = text("verl").split("## Config keys")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 30

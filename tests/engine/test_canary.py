@@ -59,7 +59,7 @@ SHARE = st.floats(0, 1)
 """Of the range in question."""
 
 
-def test_its_metrics():
+def test_metrics_of_the_canary():
     watch = start(ROW, off(ROW, 0.01))
     assert watch.reference == pytest.approx(0.01)
     assert check(watch, ROW, off(ROW, 0.012)) == {
@@ -73,7 +73,7 @@ def test_its_metrics():
     }
 
 
-def test_equal_logprobs_leave_room_for_float32():
+def test_equal_logprobs_still_allow_the_error_of_float32():
     watch = start(ROW, ROW)
     assert watch.reference == MIN_NOISE
     check(watch, ROW, off(ROW, 1.4 * MIN_NOISE))
@@ -89,7 +89,7 @@ def test_noise_never_stops_a_run(noise, updates):
 
 
 @given(NOISE, st.floats(1.001, 100), SHARE, st.integers(0, 2))
-def test_an_engine_that_stayed_behind_is_caught_once_the_policy_moved(noise, further, share, at):
+def test_an_engine_with_old_weights_is_caught_once_the_policy_moved(noise, further, share, at):
     """One of several, with its own noise as it was at the start, or none."""
     after = moved(ROW, MIN_MOVEMENT * noise * further)
     engines = [off(after, noise)] * 3
@@ -108,7 +108,7 @@ def test_smaller_steps_are_not_judged(noise, drift, share):
 
 
 @given(NOISE, st.lists(st.floats(0.3, 0.999), min_size=4, max_size=20))
-def test_small_steps_do_not_hide_a_stale_engine_for_ever(noise, steps):
+def test_small_steps_do_not_hide_an_engine_with_old_weights_for_long(noise, steps):
     """Each is too small to be judged by itself; their sum is not."""
     watch, policy = canary(noise), ROW
     with pytest.raises(RunStopped, match="still samples from an earlier version"):
@@ -134,7 +134,7 @@ def test_noise_may_grow_with_the_policy_but_not_at_once():
         check(watch, policy, off(policy, 1.6 * noise))
 
 
-def test_noise_does_not_grow_for_ever():
+def test_noise_does_not_grow_without_limit():
     watch, policy, noise = canary(0.01), ROW, 0.01
     with pytest.raises(RunStopped, match="does not hold any version"):
         for _ in range(20):
@@ -144,14 +144,14 @@ def test_noise_does_not_grow_for_ever():
 
 
 @given(NOISE, st.floats(0.3, 1))
-def test_an_engine_that_lacks_a_part_of_the_movement_is_caught(noise, part):
+def test_an_engine_with_a_part_of_the_update_is_caught(noise, part):
     after = moved(ROW, 9 * noise)
     behind = after - part * (after - ROW)
     with pytest.raises(RunStopped, match="still samples from an earlier version"):
         check(canary(noise), after, behind)
 
 
-def test_a_run_that_goes_on_is_judged_by_its_beginning():
+def test_a_resumed_run_is_compared_with_its_start():
     """An engine that still holds the base is not taken for the measure."""
     watch = Canary(0.01)
     with pytest.raises(RunStopped, match="does not hold any version"):
@@ -160,7 +160,7 @@ def test_a_run_that_goes_on_is_judged_by_its_beginning():
 
 
 @given(NOISE, st.lists(st.floats(0, 6), min_size=2, max_size=8), st.integers(1, 8))
-def test_a_run_that_goes_on_measures_drift_from_where_it_did(noise, moves, stop):
+def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
     """Also after steps so small that no engine was seen to follow."""
     straight, resumed = Canary(noise), Canary(noise)
     row = ROW.float()
@@ -181,7 +181,7 @@ def test_another_row_after_a_restart_has_no_drift():
 
 
 @given(NOISE, st.integers(0, T - 1), st.sampled_from(["trainer", "engine", "one of two"]))
-def test_a_logprob_that_is_no_number_is_caught(noise, at, whose):
+def test_a_nan_logprob_is_caught(noise, at, whose):
     broken = ROW.clone()
     broken[at] = float("nan")
     trainer, *engines = {
@@ -271,7 +271,7 @@ def learn(learner, seed):
 
 
 @pytest.mark.sglang
-def test_updates_that_arrive(world):
+def test_updates_that_arrive_pass(world):
     learner, _, publisher = world
     for version in range(3):
         metrics = publisher.publish(version)
@@ -310,7 +310,7 @@ def test_noise_in_one_tensor_stops_the_run(world):
 
 
 @pytest.mark.sglang
-def test_a_sender_that_does_nothing_at_all_stops_the_run(world, monkeypatch):
+def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
     _, engine, publisher = world
     publisher.publish(0)
     monkeypatch.setattr(engine.sender, "send", lambda update: 1)

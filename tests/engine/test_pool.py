@@ -76,7 +76,7 @@ async def test_episodes_one_after_another_take_turns(make):
     assert [e.live for e in harness.engines] == [set()] * 3
 
 
-async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
+async def test_the_maximum_length_is_the_smallest_of_all_engines():
     class Shorter(FakeSite):
         def __call__(self):
             engine = super().__call__()
@@ -92,7 +92,7 @@ async def test_the_longest_row_is_that_of_the_engine_that_takes_the_fewest():
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("101 tokens"), UserError("stop=''")])
-async def test_what_is_wrong_with_the_request_is_the_requests(make, error):
+async def test_errors_of_a_request_do_not_count_against_the_engine(make, error):
     harness = await make(2, recovery=PATIENT)
     for k in range(5):
         harness.engines[k % 2].failing = [error]
@@ -120,7 +120,7 @@ async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(
     assert harness.pool.metrics()["engine/failovers"] == 0.0, "since the last call"
 
 
-async def test_three_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(make):
+async def test_three_failures_in_a_row_open_the_circuit_breaker_and_a_probe_closes_it(make):
     harness = await make(1)
     engine = harness.engines[0]
     for outcome in "xx.xx.xx.xxx":
@@ -183,7 +183,7 @@ async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claime
     assert harness.usable_count() == 0
 
 
-async def test_an_engine_of_another_version_is_not_asked(make):
+async def test_an_engine_of_another_version_gets_no_requests(make):
     harness = await make(2, version=3)
     harness.engines[0].version = 2
     for k in range(4):
@@ -194,7 +194,7 @@ async def test_an_engine_of_another_version_is_not_asked(make):
 # -- death and hanging -----------------------------------------------------------------------------
 
 
-async def test_one_of_two_dies_with_turns_in_flight(make):
+async def test_one_of_two_engines_dies_with_turns_in_flight(make):
     harness = await make(2)
     first, other = harness.engines
     first.seconds = other.seconds = 0.05
@@ -215,7 +215,7 @@ async def test_one_of_two_dies_with_turns_in_flight(make):
     assert [e for e, _ in again.requests] == ["new"], "the fewest episodes are there"
 
 
-async def test_one_alone_dies_and_is_waited_for(make):
+async def test_turns_wait_for_the_restart_of_the_only_engine(make):
     harness = await make(1)
     harness.sites[0].seconds = 0.1
     first = harness.sites[0].engine
@@ -231,7 +231,7 @@ async def test_one_alone_dies_and_is_waited_for(make):
     assert harness.sites[0].engine is not first and harness.sites[0].engine.published == [1]
 
 
-async def test_an_episode_is_new_to_an_engine_that_was_started_anew(make):
+async def test_an_episode_is_new_to_a_restarted_engine(make):
     harness = await make(1)
     await harness.ask("e")
     first = harness.engines[0]
@@ -257,7 +257,7 @@ async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
 
 
 @pytest.mark.parametrize("ours", [True, False])
-async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(make, ours):
+async def test_the_turns_of_an_engine_that_hangs_are_sent_to_another(make, ours):
     harness = await make(2, ours=ours)
     first, other = harness.engines
     first.hung = True
@@ -278,14 +278,14 @@ async def test_an_engine_that_hangs_is_noticed_and_its_turns_are_sent_elsewhere(
     assert [len(site.opened) for site in harness.sites] == [1 + ours, 1]
 
 
-async def test_a_slow_engine_that_is_healthy_is_left_in_peace(make):
+async def test_a_slow_engine_that_is_healthy_is_not_restarted(make):
     harness = await make(1)
     harness.engines[0].seconds = 0.6
     await harness.ask("e")
     assert harness.request_counts() == [1] and len(harness.sites[0].opened) == 1
 
 
-async def test_one_miss_is_no_death(make):
+async def test_one_failed_health_check_does_not_end_an_engine(make):
     harness = await make(1)
     engine = harness.engines[0]
     turn = asyncio.create_task(harness.ask("e"))
@@ -299,7 +299,7 @@ async def test_one_miss_is_no_death(make):
     assert len(harness.sites[0].opened) == 1
 
 
-async def test_after_three_restarts_it_stays_out(make):
+async def test_after_three_restarts_an_engine_is_not_used_again(make):
     harness = await make(2)
     site = harness.sites[0]
     for life in range(4):
@@ -318,7 +318,7 @@ async def test_after_three_restarts_it_stays_out(make):
     assert len(site.opened) == 4 and harness.usable_count() == 1, "for good"
 
 
-async def test_a_published_policy_forgives_restarts(make):
+async def test_publishing_a_policy_resets_the_count_of_restarts(make):
     harness = await make(1)
     for version in range(2, 8):
         harness.engines[0].dead = True
@@ -329,7 +329,7 @@ async def test_a_published_policy_forgives_restarts(make):
     assert len(harness.sites[0].opened) == 7
 
 
-async def test_when_all_are_out_the_last_words_are_told(make):
+async def test_if_all_engines_failed_the_error_has_their_last_lines(make):
     harness = await make(2)
     for site in harness.sites:
         site.failing = [EngineDead("it does not start:\n  | CUDA out of memory")] * 3
@@ -345,7 +345,7 @@ async def test_when_all_are_out_the_last_words_are_told(make):
     assert harness.pool.metrics()["engine/restarts"] == 6
 
 
-async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
+async def test_servers_of_the_user_are_waited_for_with_a_limit(make):
     harness = await make(
         2, ours=False, recovery=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
     )
@@ -364,7 +364,7 @@ async def test_servers_that_are_not_ours_are_waited_for_but_not_for_ever(make):
     assert len(harness.sites[1].opened) == 1
 
 
-async def test_a_server_that_somebody_else_started_anew_is_sent_the_policy(make):
+async def test_a_server_that_the_user_restarted_is_sent_the_policy(make):
     harness = await make(2, ours=False, version=4)
     a, b = harness.engines
     a.claims, a.weights = 0, -1  # its own weights again, while the client believes in 4
@@ -383,7 +383,7 @@ async def test_every_engine_is_sent_the_policy_in_order(make):
     assert [e.published for e in harness.engines] == [[1, 2]] * 3
 
 
-async def test_an_engine_that_does_not_take_the_policy_comes_back_only_with_it(make):
+async def test_an_engine_that_refuses_the_policy_is_used_again_only_with_it(make):
     harness = await make(2)
     a, _ = harness.engines
     a.refuses = [EngineError("the canary is wrong")]
@@ -393,7 +393,7 @@ async def test_an_engine_that_does_not_take_the_policy_comes_back_only_with_it(m
     assert a.published == [1, 2] and harness.sites[0].opened == [a]
 
 
-async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
+async def test_an_engine_that_always_refuses_the_policy_is_restarted_then_given_up(make):
     class Stubborn(FakeSite):
         def __call__(self):
             engine = super().__call__()
@@ -421,7 +421,7 @@ async def test_an_engine_that_never_takes_it_is_started_anew_and_then_out(make):
         (AttributeError("no get"), EngineNonsense),
     ],
 )
-async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kind):
+async def test_any_exception_of_a_client_counts_against_its_engine(make, error, kind):
     harness = await make(2, recovery=PATIENT)
     a, b = harness.engines
     a.refuses = [error]
@@ -436,14 +436,14 @@ async def test_what_a_client_stumbles_over_is_its_engines_fault(make, error, kin
     assert type(cause) is kind and a.url in str(cause) and cause.__cause__ is error
 
 
-async def test_what_the_user_can_mend_is_not_laid_at_an_engine(make):
+async def test_user_errors_do_not_count_against_an_engine(make):
     harness = await make(1, recovery=PATIENT)
     harness.engines[0].refuses = [UserError("rollout.sync")]
     with pytest.raises(UserError, match="sync"):
         await harness.publish(2)
 
 
-async def test_an_engine_that_is_full_for_good_is_started_anew(make):
+async def test_an_engine_that_stays_full_is_restarted(make):
     recovery = RecoveryPolicy(first_backoff=0.02, max_backoff=0.05, outage=0.3)
     harness = await make(1, recovery=recovery)
     first = harness.engines[0]
@@ -463,7 +463,7 @@ async def test_an_engine_that_is_full_for_good_is_started_anew(make):
     await harness.ask("e")
 
 
-async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
+async def test_if_no_engine_accepts_an_update_the_causes_are_raised_at_once(make):
     harness = await make(2, recovery=PATIENT)
     for k, engine in enumerate(harness.engines):
         engine.refuses = [EngineError(f"canary {k}")]
@@ -471,7 +471,7 @@ async def test_when_no_engine_takes_it_the_causes_are_told_at_once(make):
         await harness.publish(2)
 
 
-async def test_one_alone_that_died_while_the_trainer_worked_is_started_by_publish(make):
+async def test_publish_restarts_the_only_engine_if_it_died_during_training(make):
     harness = await make(1)
     await harness.sleep()
     assert harness.engines[0].asleep
@@ -496,7 +496,7 @@ async def test_a_version_that_is_published_twice_is_sent_twice(make):
 
 
 @pytest.mark.parametrize("ours", [True, False])
-async def test_one_that_is_left_out_when_the_trainer_publishes_is_waited_for(make, ours):
+async def test_publish_waits_for_the_only_engine_to_recover(make, ours):
     harness = await make(1, ours=ours)
     engine = harness.engines[0]
     engine.failing = [EngineError("x")] * 3
@@ -527,7 +527,7 @@ async def test_nothing_is_sent_while_the_weights_change(make):
     assert not harness.learner.misread
 
 
-async def test_no_engine_is_started_anew_while_the_trainer_works(make):
+async def test_no_engine_is_restarted_during_training(make):
     """It may share the trainer's GPU: what fails there then says nothing of the engine."""
     harness = await make(1)
     site = harness.sites[0]
@@ -545,7 +545,7 @@ async def test_no_engine_is_started_anew_while_the_trainer_works(make):
     assert harness.pool.metrics()["engine/restarts"] == 1
 
 
-async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
+async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
     harness = await make(1)
     site = harness.sites[0]
     site.seconds, site.failing = 0.2, [EngineDead("out of memory")]
@@ -559,7 +559,7 @@ async def test_a_start_that_the_trainers_work_began_in_is_not_counted(make):
     await harness.publish(2)
 
 
-async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make):
+async def test_training_waits_until_a_policy_in_transfer_is_complete(make):
     harness = await make(2)
     sending, go_on = threading.Event(), threading.Event()
     plain = FakeSite.__call__
@@ -588,7 +588,7 @@ async def test_the_trainer_waits_until_a_policy_that_is_being_sent_is_whole(make
     assert harness.engines[0].published == [1] and harness.engines[0].asleep
 
 
-async def test_before_anything_is_published_an_engine_comes_back_as_it_was_started():
+async def test_before_the_first_publish_a_restarted_engine_has_its_initial_weights():
     harness = PoolHarness(1)
     try:
         await harness.ask("e")
@@ -608,7 +608,7 @@ async def test_rows_are_scored_by_any_engine(make):
     assert list(await harness.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
 
 
-async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make):
+async def test_an_engine_in_doubt_is_sent_the_policy_again(make):
     harness = await make(2)
     a, b = harness.engines
     a.failing = [RequestRefused("no logprobs here")]
@@ -626,7 +626,7 @@ async def test_an_engine_that_could_not_be_judged_is_sent_the_policy_again(make)
 # -- beginning and end -----------------------------------------------------------------------------
 
 
-def test_an_opener_that_fails_closes_the_others_also_late_ones():
+def test_a_failed_start_closes_the_other_engines_also_late_ones():
     closed = []
     sites = [FakeSite(0, True), FakeSite(1, True), FakeSite(2, True)]
     sites[1].seconds, sites[1].failing = 0.1, [EngineDead("no such GPU")]
@@ -640,7 +640,7 @@ def test_an_opener_that_fails_closes_the_others_also_late_ones():
         time.sleep(0.01)
 
 
-def test_engines_open_side_by_side():
+def test_engines_start_concurrently():
     sites = [FakeSite(i, True) for i in range(4)]
     for site in sites:
         site.seconds = 0.2
@@ -650,7 +650,7 @@ def test_engines_open_side_by_side():
     pool.close()
 
 
-async def test_close_ends_all_there_is():
+async def test_close_ends_all_engines_and_threads():
     closed = []
     sites = [FakeSite(0, True), FakeSite(1, False), FakeSite(2, True)]
     pool = EnginePool(sites, close=lambda: closed.append(1), recovery=QUICK)
@@ -681,7 +681,7 @@ async def test_close_ends_all_there_is():
             await call
 
 
-async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
+async def test_a_cancelled_turn_is_not_sent_to_another_engine(make):
     harness = await make(2)
     harness.engines[0].seconds = 60.0
     turn = asyncio.create_task(harness.ask("e"))
@@ -695,7 +695,7 @@ async def test_a_turn_that_is_cancelled_is_not_sent_elsewhere(make):
 # -- any faults at all -----------------------------------------------------------------------------
 
 
-def test_a_breaker_waits_longer_and_longer_until_a_request_is_answered():
+def test_the_circuit_breaker_backs_off_until_a_request_succeeds():
     breaker = Breaker()
     for _ in range(2):
         assert [breaker.record_failure(), breaker.record_failure(), breaker.record_failure()] == [
@@ -721,7 +721,9 @@ FAULTS = ("die", "hang", "fail", "full", "claim", "refuse", "sleep", "publish", 
     n=st.integers(1, 3),
     schedule=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 2)), max_size=12),
 )
-def test_whatever_fails_tokens_are_the_published_policys_and_nothing_hangs(ours, n, schedule):
+def test_under_any_failures_tokens_come_from_the_published_policy_and_nothing_hangs(
+    ours, n, schedule
+):
     asyncio.run(asyncio.wait_for(any_faults(ours, n, schedule), 30))
 
 

@@ -49,16 +49,16 @@ def test_a_turn_is_its_text_and_the_end_of_turn():
 
 def test_what_ends_a_turn():
     engine = Scripted(lambda prompt, turn: prompt, TOKENIZER)
-    said = say(engine, "Action: x\nObservation: 3", stop=("Observation:",))
-    assert (read(said), said.finish_reason) == ("Action: x\nObservation:", "stop")
-    said = say(engine, "one<|other|>two")
-    assert (read(said), said.finish_reason) == ("one<|other|>", "stop")
-    said = say(engine, "12345", max_tokens=5)
-    assert (read(said), said.finish_reason) == ("12345", "length")
-    said = say(engine, "12345", max_tokens=6)
-    assert (read(said), said.finish_reason) == ("12345<|end|>", "stop")
-    said = say(engine, "12345", stop_ids=())
-    assert (read(said), said.finish_reason) == ("12345", "stop")
+    generation = say(engine, "Action: x\nObservation: 3", stop=("Observation:",))
+    assert (read(generation), generation.finish_reason) == ("Action: x\nObservation:", "stop")
+    generation = say(engine, "one<|other|>two")
+    assert (read(generation), generation.finish_reason) == ("one<|other|>", "stop")
+    generation = say(engine, "12345", max_tokens=5)
+    assert (read(generation), generation.finish_reason) == ("12345", "length")
+    generation = say(engine, "12345", max_tokens=6)
+    assert (read(generation), generation.finish_reason) == ("12345<|end|>", "stop")
+    generation = say(engine, "12345", stop_ids=())
+    assert (read(generation), generation.finish_reason) == ("12345", "stop")
 
 
 def test_answers_by_episode_question_or_function():
@@ -71,7 +71,7 @@ def test_answers_by_episode_question_or_function():
     assert [read(say(engine, p)) for p in ("ab", "cd")] == ["0:ba<|end|>", "1:dc<|end|>"]
 
 
-def test_a_script_that_is_too_short_says_so():
+def test_a_script_that_is_too_short_is_an_error():
     engine = Scripted(["hi"], TOKENIZER)
     say(engine, "Hello")
     with pytest.raises(UserError, match=r"1 answers for episode 'e', which requested turn 2"):
@@ -101,10 +101,10 @@ def test_requests_and_episodes_are_recorded():
 
 @given(text=st.text(max_size=20), limit=st.integers(1, 30), stop=st.text(min_size=1, max_size=3))
 def test_a_turn_is_a_prefix_that_ends_at_its_first_stop(text: str, limit: int, stop: str):
-    said = say(Scripted([text], TOKENIZER), "?", max_tokens=limit, stop=(stop,))
+    generation = say(Scripted([text], TOKENIZER), "?", max_tokens=limit, stop=(stop,))
     whole = [*TOKENIZER.encode(text, add_special_tokens=False), END]
-    ids = list(said.token_ids)
+    ids = list(generation.token_ids)
     assert 0 < len(ids) <= limit and ids == whole[: len(ids)]
     assert stop not in TOKENIZER.decode(ids[:-1])
     ended = ids[-1] == END or stop in TOKENIZER.decode(ids)
-    assert said.finish_reason == ("stop" if ended else "length")
+    assert generation.finish_reason == ("stop" if ended else "length")

@@ -47,16 +47,16 @@ def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
-def close(found, expected, temperature=1.0, *, mean=False):
+def close(actual, expected, temperature=1.0, *, mean=False):
     """Logits within 1e-5: SGLang's float32 is nearer to float64 than transformers' own is.
 
     Of thousands of tokens a few are further off: then that is their mean's bound, and 10 times as
     much each one's.
     """
-    found = torch.as_tensor(found, dtype=torch.float64)
+    actual = torch.as_tensor(actual, dtype=torch.float64)
     bound = 1e-5 / min(1, temperature)
-    torch.testing.assert_close(found, expected, atol=10 * bound if mean else bound, rtol=0)
-    assert (found - expected).abs().mean() < bound
+    torch.testing.assert_close(actual, expected, atol=10 * bound if mean else bound, rtol=0)
+    assert (actual - expected).abs().mean() < bound
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ async def test_logprobs_are_the_models(engine, model, tiny_tokenizer, temperatur
     prompts = [question(tiny_tokenizer, f"What is {i} + {i}?") for i in range(8)]
     sampling = Sampling(temperature=temperature, max_tokens=48)
     for prompt in prompts:
-        found = await ask(engine, prompt, sampling)
-        expected = logprobs_of(model, prompt, found.token_ids, temperature)
-        close(found.logprobs, expected, temperature)
-        assert found.prompt_tokens == len(prompt)
-        assert set(found.versions) == {0} and len(found.versions) == len(found.token_ids)
+        turn = await ask(engine, prompt, sampling)
+        expected = logprobs_of(model, prompt, turn.token_ids, temperature)
+        close(turn.logprobs, expected, temperature)
+        assert turn.prompt_tokens == len(prompt)
+        assert set(turn.versions) == {0} and len(turn.versions) == len(turn.token_ids)
 
 
 async def test_narrowed_sampling_keeps_the_full_vocabularys_logprobs(engine, model, tiny_tokenizer):
@@ -137,12 +137,12 @@ async def test_narrowed_sampling_keeps_the_full_vocabularys_logprobs(engine, mod
 
 async def test_greedy_and_its_end(engine, model, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
-    found = await ask(engine, prompt, GREEDY)
-    assert found.token_ids == greedy_of(model, prompt, GREEDY.max_tokens)
-    expected = logprobs_of(model, prompt, found.token_ids)
-    close(found.logprobs, expected)
+    turn = await ask(engine, prompt, GREEDY)
+    assert turn.token_ids == greedy_of(model, prompt, GREEDY.max_tokens)
+    expected = logprobs_of(model, prompt, turn.token_ids)
+    close(turn.logprobs, expected)
     cut = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=3))
-    assert cut.token_ids == found.token_ids[:3] and cut.finish_reason == "length"
+    assert cut.token_ids == turn.token_ids[:3] and cut.finish_reason == "length"
 
 
 async def test_stop_ids_and_texts_stay_in_the_ids(engine, tiny_tokenizer):
@@ -160,11 +160,11 @@ async def test_stop_ids_and_texts_stay_in_the_ids(engine, tiny_tokenizer):
     assert len(by_text.logprobs) == first
 
 
-async def test_a_row_ends_at_the_longest_the_server_takes(engine):
+async def test_a_row_ends_at_the_servers_maximum_length(engine):
     row = array("i", [5] * (engine.max_length - 3))
-    found = await ask(engine, row, Sampling(temperature=0.0, max_tokens=64, stop_ids=()))
-    assert len(found.token_ids) <= 3
-    assert len(found.token_ids) == 3 or found.finish_reason == "stop"
+    turn = await ask(engine, row, Sampling(temperature=0.0, max_tokens=64, stop_ids=()))
+    assert len(turn.token_ids) <= 3
+    assert len(turn.token_ids) == 3 or turn.finish_reason == "stop"
     with pytest.raises(PromptTooLong, match="must be 1 to"):
         await ask(engine, array("i", [5] * engine.max_length), GREEDY)
     engine.max_length = 100_000  # now it is the server that refuses
@@ -183,10 +183,10 @@ async def test_tokens_that_would_crash_the_server_do_not_reach_it(engine, model)
 async def test_scores(engine, model, tiny_tokenizer):
     row = question(tiny_tokenizer)
     await ask(engine, row, GREEDY)  # what is cached is scored all the same
-    found = await engine.score(row)
-    assert found[0] == 0
+    scores = await engine.score(row)
+    assert scores[0] == 0
     expected = logprobs_of(model, row[:1], row[1:])
-    close(found[1:], expected)
+    close(scores[1:], expected)
     with pytest.raises(EngineError, match=r"temperature 1, not 0\.6"):
         await engine.score(row, 0.6)
 
@@ -219,7 +219,7 @@ def in_flight(engine):
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
-async def test_who_no_longer_waits_is_not_served(engine, model, how):
+async def test_the_server_aborts_a_turn_whose_client_gave_up(engine, model, how):
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
 
@@ -257,13 +257,13 @@ async def test_who_no_longer_waits_is_not_served(engine, model, how):
         assert time.monotonic() < begun + min(0.7 * whole, 3.5), "the turn was not aborted"
 
 
-async def test_64_at_once(engine, model, tiny_tokenizer):
+async def test_64_concurrent_turns(engine, model, tiny_tokenizer):
     prompts = [question(tiny_tokenizer, f"What is {i} * {i + 1}?") for i in range(64)]
     sampling = Sampling(max_tokens=32)
-    found = await asyncio.gather(
+    turns = await asyncio.gather(
         *(ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(prompts))
     )
-    for prompt, turn in zip(prompts, found, strict=True):
+    for prompt, turn in zip(prompts, turns, strict=True):
         expected = logprobs_of(model, prompt, turn.token_ids)
         close(turn.logprobs, expected, mean=True)
 
@@ -314,7 +314,7 @@ async def test_weights_in_many_files_are_the_same_weights(
     assert await engine.score(prompt) == scores
 
 
-def test_the_server_is_ours_alone(sglang_server):
+def test_the_server_requires_tokens_that_are_in_no_command_line(sglang_server):
     for path in ("/model_info", "/server_info"):
         assert fetch_json(sglang_server.url, path, timeout=10)[0] == 401
         assert fetch_json(sglang_server.url, path, token="wrong", timeout=10)[0] == 401
@@ -328,9 +328,9 @@ def test_the_server_is_ours_alone(sglang_server):
     assert len(group) >= 3  # the parent watch, the server and its scheduler
     for process in group:
         for file in ("cmdline", "environ"):
-            found = (process / file).read_bytes()
-            assert sglang_server.token.encode() not in found
-            assert sglang_server.admin_token.encode() not in found
+            content = (process / file).read_bytes()
+            assert sglang_server.token.encode() not in content
+            assert sglang_server.admin_token.encode() not in content
 
 
 def in_group(pid, group):
@@ -340,7 +340,7 @@ def in_group(pid, group):
         return False
 
 
-def test_a_publication_that_did_nothing_is_noticed(engine, model):
+def test_an_update_without_effect_is_noticed(engine, model):
     flush, send = engine.flush_cache, engine.sender.send
     engine.flush_cache = lambda: None
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
@@ -374,12 +374,15 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()
     await asyncio.to_thread(engine.control.manage, "/continue_generation", {})
-    found = await task
-    assert len(found.token_ids) == len(found.logprobs) == 300
-    close(found.logprobs, logprobs_of(changed(model, endless(model)), prompt, found.token_ids))
+    paused_turn = await task
+    assert len(paused_turn.token_ids) == len(paused_turn.logprobs) == 300
+    close(
+        paused_turn.logprobs,
+        logprobs_of(changed(model, endless(model)), prompt, paused_turn.token_ids),
+    )
 
 
-async def test_a_pause_may_end_what_is_in_flight(engine, model):
+async def test_a_pause_may_abort_turns_in_flight(engine, model):
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     turn = ask(engine, array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=2_000))
     task = await paused(engine, "abort", turn)
@@ -398,7 +401,9 @@ def test_a_server_that_does_not_start_says_why(sglang_python, tiny_model):
 # -- episodes through the pool ---------------------------------------------------------------------
 
 
-async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sglang_server, model):
+async def test_a_prompt_that_is_too_long_does_not_count_against_the_engine(
+    engine, sglang_server, model
+):
     with pooled(sglang_server, model) as pool:
         inner = pool.replicas[0].engine
 
@@ -408,9 +413,9 @@ async def test_a_prompt_that_is_too_long_is_no_failure_of_the_engine(engine, sgl
             )
 
         inner.max_length, limit = 100_000, inner.max_length  # then it is the server that refuses
-        for row, said in ((limit, "status 400"), (100_000, "must be 1 to")):
+        for row, message in ((limit, "status 400"), (100_000, "must be 1 to")):
             for _ in range(4):  # three failures would have it left out
-                with pytest.raises(PromptTooLong, match=said):
+                with pytest.raises(PromptTooLong, match=message):
                     await turn(array("i", [5] * row))
         assert (await turn(array("i", [5]))).prompt_tokens == 1
         assert not pool.replicas[0].breaker.open
@@ -446,7 +451,7 @@ def of_arithmetic(folder, model, *overrides):
     )  # fmt: skip
 
 
-def test_200_episodes_at_once(engine, sglang_server, model, tiny_model, tmp_path):
+def test_200_concurrent_episodes(engine, sglang_server, model, tiny_model, tmp_path):
     config = of_arithmetic(tmp_path, tiny_model)
     plan = make_plan(config)
     samples = [s for s in plan.train if s.agent_name == "tool_agent"][:25]
@@ -464,8 +469,8 @@ def test_200_episodes_at_once(engine, sglang_server, model, tiny_model, tmp_path
             row = segment.prompt_ids + segment.response_ids
             ids = torch.tensor([row.tolist()])
             with torch.inference_mode():
-                said = exact(ids).logits[0, len(segment.prompt_ids) - 1 : -1].log_softmax(-1)
-            expected = said.gather(-1, ids[0, len(segment.prompt_ids) :, None])[:, 0]
+                logprobs = exact(ids).logits[0, len(segment.prompt_ids) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(-1, ids[0, len(segment.prompt_ids) :, None])[:, 0]
             sampled = torch.tensor(segment.response_mask.tolist()).bool()
             assert sampled.any()
             close(torch.tensor(segment.logprobs.tolist())[sampled], expected[sampled], mean=True)
@@ -547,8 +552,8 @@ class Harmed(Trainer):
                 '#!/bin/sh\n[ "$1" = -c ] || { echo no machine is left; exit 7; }\n'
             )
 
-        held = process.pid
-        children = Path(f"/proc/{held}/task/{held}/children").read_text().split()
+        pid = process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
         def kill():
             while not replica.in_flight:
@@ -563,7 +568,7 @@ class Harmed(Trainer):
 
 
 @pytest.mark.slow  # a minute; test_sglang_pool kills a server, too
-def test_a_server_that_dies_is_started_anew_or_the_run_stops(
+def test_a_server_that_dies_is_restarted_or_the_run_stops(
     sglang_python, tiny_model, tmp_path, caplog
 ):
     python = tmp_path / "python"
@@ -580,6 +585,6 @@ def test_a_server_that_dies_is_started_anew_or_the_run_stops(
     check_steps(steps)
     assert [m["engine/restarts"] for m in steps] == [0, 0, 1]
     assert "ended with code -9" in caplog.text, "the log's end is shown where the run goes on, too"
-    said = str(stopped.value)
-    assert re.search(r"EngineDead: no engine is left(?s:.)*no machine is left\n.*code 7", said)
-    assert "saved after step 3" in said
+    error = str(stopped.value)
+    assert re.search(r"EngineDead: no engine is left(?s:.)*no machine is left\n.*code 7", error)
+    assert "saved after step 3" in error

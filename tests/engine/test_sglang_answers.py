@@ -40,14 +40,18 @@ def span(version, start, end):
 
 
 def test_a_turn():
-    found = read_generation(ANSWER, 3, PolicyVersion("7", 7), "here")
-    assert found.token_ids == array("i", [3, 4, 9])
-    assert found.logprobs == array("f", [-0.5, -0.25, 0.0])
-    assert found.versions == array("i", [7, 7, 7])
-    assert (found.finish_reason, found.prompt_tokens, found.cached_tokens) == ("stop", 5, 4)
+    generation = read_generation(ANSWER, 3, PolicyVersion("7", 7), "here")
+    assert generation.token_ids == array("i", [3, 4, 9])
+    assert generation.logprobs == array("f", [-0.5, -0.25, 0.0])
+    assert generation.versions == array("i", [7, 7, 7])
+    assert (generation.finish_reason, generation.prompt_tokens, generation.cached_tokens) == (
+        "stop",
+        5,
+        4,
+    )
 
 
-def test_versions_by_token_where_the_server_says_them():
+def test_versions_by_token_if_the_server_reports_them():
     spans = answer(weight_versions=[span("6", 0, 2), span("7", 2, 3)])
     assert read_generation(spans, 3, PolicyVersion("6", 6), "here").versions == array(
         "i", [6, 6, 7]
@@ -80,7 +84,7 @@ def test_versions_are_never_guessed():
         {"weight_versions": [span("6", 0, 1), span("7", 2, 3)]},
     ],
 )
-def test_nonsense_is_no_turn(changes):
+def test_malformed_answers_are_refused(changes):
     with pytest.raises(EngineNonsense, match="here: not a valid answer of SGLang"):
         read_generation(answer(**changes), 3, PolicyVersion("7", 7), "here")
 
@@ -94,7 +98,7 @@ def test_another_servers_answer(nonsense):
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "kind"),
+    ("status", "body", "kind"),
     [
         (503, {"detail": "The request queue is full."}, EngineOverloaded),
         (429, None, EngineOverloaded),
@@ -108,12 +112,12 @@ def test_another_servers_answer(nonsense):
         (500, "not an object", EngineError),
     ],
 )
-def test_refusals_have_types(status, said, kind):
-    error = refusal(status, said, "here")
+def test_refusals_have_types(status, body, kind):
+    error = refusal(status, body, "here")
     assert type(error) is kind and f"status {status}" in str(error)
 
 
-def test_an_aborted_turn_is_no_turn():
+def test_an_aborted_turn_is_an_error():
     reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
     with pytest.raises(EngineOverloaded, match="queue is full"):
         read_generation(answer(finish_reason=reason), 3, PolicyVersion("7", 7), "here")

@@ -22,14 +22,14 @@ def load(sglang_server, tiny_model):
     """Have the session's server load a folder; afterwards it has its own again."""
 
     def ask(folder: Path) -> None:
-        status, said = fetch_json(
+        status, answer = fetch_json(
             sglang_server.url,
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True},
             token=sglang_server.admin_token,
             timeout=120,
         )
-        assert status == 200 and said["success"], said
+        assert status == 200 and answer["success"], answer
 
     yield ask
     ask(Path(tiny_model))
@@ -55,8 +55,8 @@ async def test_a_server_loads_it(load, sglang_server, tiny_model, tiny_tokenizer
         process=None,
     )
     row = array("i", tiny_tokenizer("What is 12*13? It is 156.")["input_ids"])
-    found, expected = torch.tensor(await engine.score(row)), learner.ranks.score(row)
-    torch.testing.assert_close(found[-len(expected) :], expected, atol=1e-4, rtol=0)
+    scores, expected = torch.tensor(await engine.score(row)), learner.ranks.score(row)
+    torch.testing.assert_close(scores[-len(expected) :], expected, atol=1e-4, rtol=0)
     before = Learner(tiny_model, config(), total_steps=1).ranks.score(row)
     assert (before - expected).abs().max() > 0.1
     engine.close()

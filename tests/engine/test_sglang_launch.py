@@ -41,21 +41,21 @@ def all_end(pids):
     return not any(map(runs, pids))
 
 
-def test_all_end_with_the_server():
+def test_all_processes_end_with_the_server():
     with subprocess.Popen(
         command("sys.exit(3)"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as held:
-        assert held.stdout is not None
-        pids, last = held.stdout.read().splitlines()
+    ) as process:
+        assert process.stdout is not None
+        pids, last = process.stdout.read().splitlines()
     assert last == "the server's process ended with code 3"
-    assert all_end([*map(int, pids.split()), held.pid])
+    assert all_end([*map(int, pids.split()), process.pid])
 
 
-def test_all_end_with_the_parent(tmp_path):
+def test_all_processes_end_with_the_parent(tmp_path):
     folder = tmp_path / "engine"
     folder.mkdir()
     (folder / "keys.yaml").write_text("secret")
@@ -92,7 +92,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_all_end_where_the_parent_watch_is_killed(tmp_path):
+def test_all_processes_end_if_the_parent_watch_is_killed(tmp_path):
     file = tmp_path / "pids"
     server = ServerProcess("fake", lambda s: [sys.executable, "-c", SERVER, str(s.port), str(file)])
     first, second = map(int, file.read_text().split())
@@ -102,15 +102,15 @@ def test_all_end_where_the_parent_watch_is_killed(tmp_path):
     assert all_end([first, second])
     while server.running:  # noticed a moment later
         time.sleep(0.02)
-    said = str(server.death_error())
-    assert said.endswith("\n  | the last line")
-    assert len(said) < 70_000, "the log's end alone is told"
+    error = str(server.death_error())
+    assert error.endswith("\n  | the last line")
+    assert len(error) < 70_000, "the log's end alone is told"
     server.stop()
     assert not folder.exists()
     server.stop()
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_lines():
+def test_a_server_that_ends_while_it_starts_is_reported_with_its_last_lines():
     def command(server):
         code = f"print('the key is {server.token}'); raise SystemExit(3)"
         return [sys.executable, "-c", code]
@@ -139,7 +139,7 @@ class Sockets:
         return "127.0.0.1", self.port
 
 
-def test_a_port_is_low_or_none(monkeypatch):
+def test_a_free_port_is_below_50000(monkeypatch):
     free = range(launch.LOWEST_PORT, launch.HIGHEST_PORT, 2)
     monkeypatch.setattr(launch.socket, "socket", lambda: Sockets(free))
     assert launch.free_port() in free

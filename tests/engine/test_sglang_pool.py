@@ -79,8 +79,8 @@ def logprobs_of(model, row):
     ids = torch.tensor([row.tolist()])
     with torch.inference_mode():
         logits = model(input_ids=ids[:, :-1]).logits[0].float()
-    found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), found])
+    logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), logprobs])
 
 
 class World:
@@ -128,8 +128,8 @@ class World:
 
     def check_weights(self, *replicas):
         for replica in replicas:
-            found = torch.tensor(list(self.rollouts.run(replica.engine.score(ROW))))
-            torch.testing.assert_close(found, self.expected, atol=1e-4, rtol=0)
+            logprobs = torch.tensor(list(self.rollouts.run(replica.engine.score(ROW))))
+            torch.testing.assert_close(logprobs, self.expected, atol=1e-4, rtol=0)
 
     def close(self):
         self.rollouts.close()
@@ -172,8 +172,8 @@ def test_one_of_two_servers_is_killed_and_the_step_completes(
             os.killpg(site.process.pid, signal.SIGKILL)
 
         world.step(1, kill)
-        found = world.pool.metrics()
-        assert found["engine/failovers"] >= 4 and found["engine/usable"] == 1
+        metrics = world.pool.metrics()
+        assert metrics["engine/failovers"] >= 4 and metrics["engine/usable"] == 1
         world.check_weights(b)
     finally:
         world.close()
@@ -181,7 +181,7 @@ def test_one_of_two_servers_is_killed_and_the_step_completes(
 
 
 @pytest.mark.slow
-def test_steps_outlive_their_servers(sglang_python, random_model):
+def test_steps_complete_although_servers_die(sglang_python, random_model):
     """One of two killed, one of two stopped, and one alone killed."""
     sites = [Site(random_model, sglang_python) for _ in range(2)]
     world = World(random_model, sites)

@@ -62,14 +62,14 @@ def test_buckets_hold_all_tensors_once_and_in_order(drawn, limit):
     buckets = list(make_buckets(weights, limit=limit))
     assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in weights]
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
-    found = {name: t for bucket in buckets for name, t in contents(bucket).items()}
+    received = {name: t for bucket in buckets for name, t in contents(bucket).items()}
     for name, tensor in weights:
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
 
 
 @given(tensors, st.integers(1, 200))
-def test_buckets_are_as_full_as_may_be(drawn, limit):
+def test_buckets_are_filled_up_to_the_limit(drawn, limit):
     buckets = list(make_buckets(named(drawn), limit=limit))
     for bucket in buckets:
         assert bucket.bytes.nbytes <= limit or len(bucket.names) == 1
@@ -86,7 +86,7 @@ def test_a_bucket_is_a_copy_of_its_own_size():
     assert contents(bucket)["c"].shape == (3, 2)
 
 
-def test_only_the_bucket_that_is_being_filled_is_held():
+def test_only_one_bucket_is_in_memory():
     """What LoRA merges is made for us: it must be gone once it was copied."""
     from weakref import ref
 
@@ -99,8 +99,8 @@ def test_only_the_bucket_that_is_being_filled_is_held():
             yield f"t{i}", tensor
 
     for bucket in make_buckets(weights(), limit=80):  # two of them
-        held = sum(r() is not None for r in alive)
-        assert held <= 1, "beside the bucket there is only the tensor that did not fit"
+        alive_count = sum(r() is not None for r in alive)
+        assert alive_count <= 1, "beside the bucket there is only the tensor that did not fit"
         del bucket
 
 
@@ -132,7 +132,7 @@ def test_another_process_reads_and_shares_a_bucket():
     assert not bucket.flat.any(), "the other process had the same memory"
 
 
-def test_a_pickle_names_what_the_server_lets_in_and_shares_memory_once():
+def test_a_pickle_has_only_allowed_names_and_shares_memory_once():
     """SGLang's unpickler takes classes of torch and of a few standard modules."""
     (bucket,) = make_buckets([(f"t{i}", torch.ones(3)) for i in range(9)], limit=1000)
     names = []
@@ -197,8 +197,8 @@ SENDERS = {
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("way", SENDERS)
-async def test_the_server_holds_what_was_sent_in_one_bucket_or_in_many(sglang_server, model, way):
-    found = []
+async def test_weights_arrive_in_one_bucket_or_in_many(sglang_server, model, way):
+    scored_rows = []
     for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
         sent = weights(model, by)
         there = engine(sglang_server, model, lambda c, s=size: SENDERS[way](c, s))
@@ -206,14 +206,14 @@ async def test_the_server_holds_what_was_sent_in_one_bucket_or_in_many(sglang_se
             assert there.publish(update(sent, version)) == sum(t.nbytes for _, t in sent)
             row = torch.tensor(await there.score(ROW))[1:]
         torch.testing.assert_close(row, scores(model, sent), atol=2e-5, rtol=0)
-        found.append(row)
-    assert torch.equal(found[1], found[2])
-    assert (found[0] - found[1]).abs().max() > 1e-2
+        scored_rows.append(row)
+    assert torch.equal(scored_rows[1], scored_rows[2])
+    assert (scored_rows[0] - scored_rows[1]).abs().max() > 1e-2
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("way", SENDERS)
-def test_the_version_comes_with_the_last_bucket_only(control, model, way):
+def test_only_the_last_bucket_has_the_version(control, model, way):
     sender = SENDERS[way](control, 20_000)
     versions = []
 
@@ -273,7 +273,9 @@ def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monke
 
 
 @pytest.mark.sglang
-def test_an_answer_that_comes_without_the_broadcast_is_no_hang(control, model, monkeypatch):
+def test_a_server_that_answers_without_the_broadcast_does_not_hang_the_sender(
+    control, model, monkeypatch
+):
     """A server that says no before it takes part leaves our end waiting for it."""
     monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
     sender = NcclSender(control, backend="gloo")
@@ -289,7 +291,7 @@ def test_an_answer_that_comes_without_the_broadcast_is_no_hang(control, model, m
     assert sender.group is None
 
 
-def test_a_server_that_is_not_there_is_an_error_at_once():
+def test_an_unreachable_server_is_an_error_at_once():
     sender = NcclSender(Control("http://127.0.0.1:1"), backend="gloo")
     error = quickly(lambda: sender.send(update([("a", torch.ones(3))], 1)))
     assert "127.0.0.1:1" in str(error)
@@ -298,7 +300,7 @@ def test_a_server_that_is_not_there_is_an_error_at_once():
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_a_server_that_dies_within_a_broadcast_is_an_error(sglang_python, model, tiny_model):
+def test_a_server_that_dies_during_a_broadcast_is_an_error(sglang_python, model, tiny_model):
     server = SGLangLaunch(str(tiny_model), python=sglang_python, dtype="float32").start()
     try:
         control = Control(server.url, key=server.token, admin_key=server.admin_token)

@@ -23,21 +23,21 @@ NOTHING = Control("http://127.0.0.1:1")
 @pytest.fixture
 def starts(monkeypatch):
     """The servers that a run would have started, with their options: what they are, then how."""
-    found = []
+    launches = []
 
     class Engine:
         def __init__(self, url, *, sender, **options):
-            found[-1] |= options | {"sender": sender(NOTHING)}
+            launches[-1] |= options | {"sender": sender(NOTHING)}
 
     def start(launch, *, host):
         assert host == "127.0.0.1"
-        found.append({"launch": launch, "flags": launch.flags(Path("/nowhere"))})
+        launches.append({"launch": launch, "flags": launch.flags(Path("/nowhere"))})
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
     monkeypatch.setattr(SGLangLaunch, "start", start)
     monkeypatch.setattr(SGLangLaunch, "has_on_policy_option", lambda launch: True)
     monkeypatch.setattr(open, "SGLangEngine", Engine)
-    return found
+    return launches
 
 
 def open_all(model, *overrides, gpus=0, monkeypatch=None):
@@ -75,7 +75,7 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpus, overrides, said",
+    "gpus, overrides, message",
     [
         (1, ["rollout.engines=2"], "are 2 GPUs, but torch finds 1"),
         (2, ["trainer.placement=separate", "rollout.engines=2"], "use all 2 GPUs"),
@@ -88,8 +88,8 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
         (0, ["rollout.deterministic=true"], "deterministic inference needs GPUs"),
     ],
 )
-def test_places_that_cannot_be(starts, random_model, monkeypatch, gpus, overrides, said):
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_placements(starts, random_model, monkeypatch, gpus, overrides, message):
+    with pytest.raises(ConfigError, match=message):
         open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
     assert not starts
 
@@ -103,7 +103,7 @@ def test_memory_and_arguments(starts, random_model, monkeypatch):
 
 
 @pytest.mark.parametrize("lora", ["auto", "adapter", "merge"])
-def test_how_lora_goes(starts, random_model, monkeypatch, lora):
+def test_how_lora_weights_are_sent(starts, random_model, monkeypatch, lora):
     overrides = ["model.lora_rank=8", f"rollout.lora={lora}"]
     for gpus, adapter in ((1, lora != "merge"), (0, False)):
         starts.clear()
@@ -132,7 +132,7 @@ SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"
         ("all", "adapter", {SAVER, BACKUP}),
     ],
 )
-def test_what_an_update_does_not_bring_back_outlives_sleep(
+def test_weights_that_no_update_sends_are_kept_during_sleep(
     starts, random_model, monkeypatch, sleep, lora, expected
 ):
     overrides = [f"rollout.sleep={sleep}"]
@@ -151,7 +151,7 @@ def test_deterministic(starts, random_model, monkeypatch):
     assert server["dtype"] is None, "what the trainer has in float32 is sent so"
 
 
-def test_a_model_that_cannot_compute_as_the_trainer_goes_without(
+def test_a_model_without_on_policy_kernels_starts_without_them(
     starts, random_model, monkeypatch, caplog
 ):
     start = SGLangLaunch.start
@@ -191,28 +191,28 @@ def test_the_precision_is_the_models_on_a_gpu_and_float32_elsewhere(
         ("--tp", "is set by rollout.tensor_parallel_size"),
     ],
 )
-def test_an_argument_that_is_ours_however_it_is_written(argument, by):
+def test_arguments_that_agentrl_sets_are_refused_in_any_spelling(argument, by):
     with pytest.raises(ConfigError, match=by):
         load_config(None, ["rollout.name=sglang", f"rollout.launch=[{argument}]"])
 
 
-def test_arguments_that_are_not_ours():
+def test_other_arguments_are_passed_on():
     more = ["--max-running-requests", "8", "--dp", "tp", "-x", "--model-loader-extra-config={}"]
     config = load_config(None, ["rollout.name=sglang", f"rollout.launch={json.dumps(more)}"])
     assert config.rollout.launch == more
 
 
-def test_a_server_is_not_named_twice():
+def test_a_url_that_is_named_twice_is_refused():
     with pytest.raises(ConfigError, match="it contains a URL twice"):
         load_config(None, ["rollout.name=sglang", "rollout.urls=[http://a:1, http://a:1/]"])
 
 
-def test_a_server_that_refuses_us_is_told_with_what_to_look_at(random_model, monkeypatch):
+def test_a_server_that_refuses_the_key_is_an_error_with_advice(random_model, monkeypatch):
     monkeypatch.setenv("AGENTRL_ENGINE_TOKEN", "key")
     config = load_config(None, ["rollout.name=sglang", f"rollout.urls=[{NOTHING.url}]"])
     [opener] = make_openers(config, str(random_model), cpu=True)
     with pytest.raises(EngineError, match=r"Connection refused(.|\n)*rollout\.urls") as raised:
         opener()
-    said = str(raised.value)
-    assert "AGENTRL_ENGINE_TOKEN (set)" in said
-    assert "AGENTRL_ENGINE_ADMIN_TOKEN (not set)" in said
+    error = str(raised.value)
+    assert "AGENTRL_ENGINE_TOKEN (set)" in error
+    assert "AGENTRL_ENGINE_ADMIN_TOKEN (not set)" in error

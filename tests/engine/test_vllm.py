@@ -118,10 +118,10 @@ def weights(model):
     return ((name, p.detach()) for name, p in model.named_parameters())
 
 
-def close(found, expected, temperature=1.0):
+def close(actual, expected, temperature=1.0):
     """Logits within 3e-5, float32 against float64."""
-    found = torch.tensor(found, dtype=torch.float64)
-    torch.testing.assert_close(found, expected, atol=3e-5 / min(1, temperature), rtol=0)
+    actual = torch.tensor(actual, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, atol=3e-5 / min(1, temperature), rtol=0)
 
 
 def question(tokenizer, text="What is 12*13?"):
@@ -157,19 +157,19 @@ async def test_logprobs_are_the_models(either, model, tiny_tokenizer, temperatur
     sampling = Sampling(temperature=temperature, max_tokens=32)
     prompts = [question(tiny_tokenizer, f"What is {i} + {i}?") for i in range(8)]
     turns = await asyncio.gather(*(ask(either, prompt, sampling) for prompt in prompts))
-    for prompt, found in zip(prompts, turns, strict=True):
-        expected = logprobs_of(model, prompt, found.token_ids, temperature)
-        close(found.logprobs, expected, temperature)
-        assert found.prompt_tokens == len(prompt)
-        assert set(found.versions) == {0} and len(found.versions) == len(found.token_ids)
+    for prompt, turn in zip(prompts, turns, strict=True):
+        expected = logprobs_of(model, prompt, turn.token_ids, temperature)
+        close(turn.logprobs, expected, temperature)
+        assert turn.prompt_tokens == len(prompt)
+        assert set(turn.versions) == {0} and len(turn.versions) == len(turn.token_ids)
 
 
 async def test_greedy_stop_ids_and_texts(either, model, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
-    found = await ask(either, prompt, GREEDY)
-    ids = found.token_ids
+    turn = await ask(either, prompt, GREEDY)
+    ids = turn.token_ids
     assert ids == greedy_of(model, prompt, GREEDY.max_tokens)
-    close(found.logprobs, logprobs_of(model, prompt, ids))
+    close(turn.logprobs, logprobs_of(model, prompt, ids))
     cut = await ask(either, prompt, Sampling(temperature=0.0, max_tokens=3))
     assert cut.token_ids == ids[:3] and cut.finish_reason == "length"
     # What ends a turn stays in its ids.
@@ -187,17 +187,17 @@ async def test_greedy_stop_ids_and_texts(either, model, tiny_tokenizer):
 async def test_scores(either, model, tiny_tokenizer):
     row = question(tiny_tokenizer)
     await ask(either, row, GREEDY)  # what is cached is scored all the same
-    found = await either.score(row)
-    assert found[0] == 0
-    close(found[1:], logprobs_of(model, row[:1], row[1:]))
+    scores = await either.score(row)
+    assert scores[0] == 0
+    close(scores[1:], logprobs_of(model, row[:1], row[1:]))
     with pytest.raises(EngineError, match=r"temperature 1, not 0\.6"):
         await either.score(row, 0.6)
 
 
-async def test_what_cannot_be_is_refused(engine, model):
+async def test_impossible_requests_are_refused(engine, model):
     row = array("i", [5] * (engine.max_length - 3))
-    found = await ask(engine, row, Sampling(temperature=0.0, max_tokens=64))
-    assert len(found.token_ids) == 3 or found.finish_reason == "stop"
+    turn = await ask(engine, row, Sampling(temperature=0.0, max_tokens=64))
+    assert len(turn.token_ids) == 3 or turn.finish_reason == "stop"
     with pytest.raises(PromptTooLong, match="must be 1 to"):
         await ask(engine, array("i", [5] * engine.max_length), GREEDY)
     with pytest.raises(EngineError, match="vocabulary"):
@@ -220,7 +220,7 @@ def running(engine):
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
-async def test_who_no_longer_waits_is_not_served(engine, model, how):
+async def test_the_server_aborts_a_turn_whose_client_gave_up(engine, model, how):
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
     seconds = 1.5 if how == "deadline" else 120.0
@@ -259,7 +259,7 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
     close(after.logprobs, logprobs_of(other, prompt, after.token_ids))
 
 
-def test_a_publication_that_did_nothing_is_noticed(engine, model, monkeypatch):
+def test_an_update_without_effect_is_noticed(engine, model, monkeypatch):
     manage = engine.control.manage
 
     def deaf(path, body, **kwargs):
@@ -277,7 +277,7 @@ def test_a_publication_that_did_nothing_is_noticed(engine, model, monkeypatch):
         engine.probe()
 
 
-def test_weights_that_would_be_garbage_are_not_sent(engine, model, server):
+def test_updates_that_would_leave_old_weights_are_refused(engine, model, server):
     some = [("model.layers.0.self_attn.q_proj.weight", torch.zeros(1))]
     with pytest.raises(ConfigError, match=r"26 of 27 are not published .*lora=adapter"):
         engine.publish(update(some, 1))
@@ -336,10 +336,10 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
         tuned, published = adapter_of(model, seed)
         sent = await asyncio.to_thread(lora.publish, published)
         assert sent > 4 * sum(p.numel() for n, p in tuned.named_parameters() if "lora_" in n)
-        found = await ask(lora, prompt, Sampling(max_tokens=24))
-        assert set(found.versions) == {seed} and found.cached_tokens == 0
+        turn = await ask(lora, prompt, Sampling(max_tokens=24))
+        assert set(turn.versions) == {seed} and turn.cached_tokens == 0
         merged = tuned.merge_and_unload()
-        close(found.logprobs, logprobs_of(merged, prompt, found.token_ids))
+        close(turn.logprobs, logprobs_of(merged, prompt, turn.token_ids))
     listed = [m["id"] for m in lora.control.ask("/v1/models")["data"]]
     assert len(listed) == 3 and listed[-1] == lora.sender.request()["model"]
     lora.sender.close()
@@ -370,7 +370,7 @@ def test_logprobs_before_the_temperature_are_noticed(server, model, monkeypatch)
         attached(server, model, VLLMAdapterSender)
 
 
-def test_the_server_is_ours_alone(server):
+def test_the_server_requires_tokens_that_are_in_no_command_line(server):
     for path in ("/v1/models", "/weight_info", "/metrics", "/version", "/is_paused"):
         for key in ("", "wrong"):
             assert fetch(server.url, path, token=key, timeout=10)[0] == 401, path
@@ -417,7 +417,7 @@ def test_two_steps(server, engine, untied, tmp_path, monkeypatch, lora_rank):
     assert versions == {0, 1}
 
 
-async def test_a_death_is_named(engine, model, server):
+async def test_the_death_of_a_server_is_reported(engine, model, server):
     """The last test: it ends the server."""
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)

@@ -96,11 +96,15 @@ def answer(dialect, *, choice=None, **changes):
 
 @BOTH
 def test_a_turn(dialect):
-    found = read(dialect, ANSWERS[dialect])
-    assert found.token_ids == array("i", [3, 9])
-    assert found.logprobs == array("f", [-0.5, 0.0])
-    assert found.versions == array("i", [7, 7])
-    assert (found.finish_reason, found.prompt_tokens, found.cached_tokens) == ("stop", 5, 4)
+    generation = read(dialect, ANSWERS[dialect])
+    assert generation.token_ids == array("i", [3, 9])
+    assert generation.logprobs == array("f", [-0.5, 0.0])
+    assert generation.versions == array("i", [7, 7])
+    assert (generation.finish_reason, generation.prompt_tokens, generation.cached_tokens) == (
+        "stop",
+        5,
+        4,
+    )
 
 
 def span(version, start, end):
@@ -112,8 +116,8 @@ def test_versions_by_token():
     assert read(Generate, answer(Generate, choice=spans)).versions == array("i", [7, 8])
     # An adapter's version is the name's; the weights under it have one of their own.
     base = {"weight_versions": [span("default", 0, 2)]}
-    found = read(Generate, answer(Generate, choice=base), stamp=PolicyVersion("default", 3))
-    assert found.versions == array("i", [3, 3])
+    generation = read(Generate, answer(Generate, choice=base), stamp=PolicyVersion("default", 3))
+    assert generation.versions == array("i", [3, 3])
 
 
 def test_versions_are_never_guessed():
@@ -132,7 +136,7 @@ def test_versions_are_never_guessed():
     )
 
 
-def said(*logprobs, ids=(3, 9)):
+def logprobs_answer(*logprobs, ids=(3, 9)):
     content = [{"token_id": i, "logprob": x} for i, x in zip(ids, logprobs, strict=True)]
     return {"logprobs": {"content": content}}
 
@@ -140,12 +144,12 @@ def said(*logprobs, ids=(3, 9)):
 @pytest.mark.parametrize(
     "choice",
     [
-        said(-0.5, -9999.0),  # vLLM's word for NaN
-        said(-0.5, float("nan")),
-        said(-0.5, None),
-        said(-0.5, float("-inf")),
-        said(-0.5, 0.0, ids=(3, 8)),
-        said(-0.5, ids=(3,)),
+        logprobs_answer(-0.5, -9999.0),  # vLLM's word for NaN
+        logprobs_answer(-0.5, float("nan")),
+        logprobs_answer(-0.5, None),
+        logprobs_answer(-0.5, float("-inf")),
+        logprobs_answer(-0.5, 0.0, ids=(3, 8)),
+        logprobs_answer(-0.5, ids=(3,)),
         {"logprobs": None},
         {"token_ids": None},
         {"token_ids": [3, 2**40]},
@@ -156,7 +160,7 @@ def said(*logprobs, ids=(3, 9)):
         {"weight_versions": [span("default", 0, 2)]},
     ],
 )
-def test_nonsense_is_no_turn(choice):
+def test_malformed_answers_are_refused(choice):
     with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
         read(Generate, answer(Generate, choice=choice))
 
@@ -189,7 +193,7 @@ def test_logprobs_of_fewer_tokens(dialect):
 
 @BOTH
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_turn_given_up_is_no_turn(dialect, reason):
+def test_an_aborted_turn_is_an_error(dialect, reason):
     with pytest.raises(EngineError, match=f"aborted the turn .{reason}") as e:
         read(dialect, answer(dialect, choice={"finish_reason": reason}))
     assert not isinstance(e.value, EngineNonsense)
@@ -204,8 +208,8 @@ def test_another_servers_answer(dialect, nonsense):
         read_scores(dialect(), nonsense, [1], "here")
 
 
-def scores(dialect, *found):
-    logprobs = [None, *({str(token): {"logprob": x, "rank": 1}} for token, x in found)]
+def scores(dialect, *pairs):
+    logprobs = [None, *({str(token): {"logprob": x, "rank": 1}} for token, x in pairs)]
     if dialect is Generate:
         return {"prompt_logprobs": logprobs}
     return {"choices": [{"prompt_logprobs": logprobs}]}
@@ -213,11 +217,11 @@ def scores(dialect, *found):
 
 @BOTH
 def test_scores(dialect):
-    found = scores(dialect, (6, -0.5), (4, -0.25))
-    assert read_scores(dialect(), found, [5, 6, 4], "here") == array("f", [0.0, -0.5, -0.25])
+    body = scores(dialect, (6, -0.5), (4, -0.25))
+    assert read_scores(dialect(), body, [5, 6, 4], "here") == array("f", [0.0, -0.5, -0.25])
     for row in ([5, 6, 3], [5, 6], [5, 6, 4, 4]):
         with pytest.raises(EngineNonsense):
-            read_scores(dialect(), found, row, "here")
+            read_scores(dialect(), body, row, "here")
 
 
 @pytest.mark.parametrize(
@@ -247,10 +251,10 @@ def test_stop_texts_alone_need_the_text():
 
 def test_flags():
     flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12).flags(Path("/nowhere"))
-    said = dict(pairwise(flags))
-    assert said["--logprobs-mode"] == "processed_logprobs"
-    assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.4")
-    assert said["--max-lora-rank"] == "16"  # vLLM has room for certain ranks alone
+    values = dict(pairwise(flags))
+    assert values["--logprobs-mode"] == "processed_logprobs"
+    assert (values["--tensor-parallel-size"], values["--gpu-memory-utilization"]) == ("2", "0.4")
+    assert values["--max-lora-rank"] == "16"  # vLLM has room for certain ranks alone
     assert "--enforce-eager" not in flags
     plain = VLLMLaunch("m").flags(Path("/nowhere"))
     assert "--enforce-eager" in plain and "--enable-lora" not in plain

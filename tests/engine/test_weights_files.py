@@ -25,20 +25,20 @@ def refused():
     raise AssertionError("weights that are written elsewhere are not fetched as well")
 
 
-def test_an_update_is_written_here_or_where_its_weights_are(tmp_path):
-    given = []
+def test_an_update_is_written_by_this_process_or_by_the_process_with_the_weights(tmp_path):
+    folders = []
 
     def write(folder, dtype):
-        given.append(folder)
+        folders.append(folder)
         return 44
 
     assert write_update(update(WEIGHTS.items(), 1), tmp_path) == 44
     assert tensor_names(tmp_path) == set(WEIGHTS)
     assert write_update(Update(1, refused, write=write), tmp_path) == 44
-    assert given == [tmp_path]
+    assert folders == [tmp_path]
 
 
-def test_names_are_of_all_files(tmp_path, monkeypatch):
+def test_tensor_names_come_from_all_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "FILE_BYTES", 20)
     write_update(update(WEIGHTS.items(), 1), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
@@ -54,7 +54,7 @@ def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
         check_folder_visible(Path(folder), "10.0.0.7")
 
 
-def test_weights_are_written_in_the_precision_that_is_asked_for(tmp_path):
+def test_weights_are_written_in_the_requested_precision(tmp_path):
     assert write_weights({"a": torch.arange(3.0)}.items(), tmp_path, torch.bfloat16) == 6
     (file,) = tmp_path.iterdir()
     assert load_file(file)["a"].dtype == torch.bfloat16

@@ -84,8 +84,8 @@ def packed_error(model: PreTrainedModel, half: int = 40) -> float:
         states=torch.arange(half, 3 * half),
         tokens=a,
     )
-    found = model.lm_head(hidden_states(model, packed))  # type: ignore[operator]
-    return (torch.cat(plain).log_softmax(-1) - found.log_softmax(-1)).abs().max().item()
+    logits = model.lm_head(hidden_states(model, packed))  # type: ignore[operator]
+    return (torch.cat(plain).log_softmax(-1) - logits.log_softmax(-1)).abs().max().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,12 +120,12 @@ def test_a_window_that_no_layer_has_is_no_reason_to_refuse():
     verify_packing(random_model(config))
 
 
-def test_windows_are_found_wherever_a_config_has_them():
+def test_windows_are_found_anywhere_in_a_config():
     config = CONFIG_MAPPING["llama4"]()
     config.text_config.attention_chunk_size = 8192
     config.text_config.more = {"index_topk": 2048, "windows": [512, 3, None], "window_layers": 99}
-    found = find_windows(config)
-    assert {k.removeprefix("text_config."): v for k, v in found.items()} == {
+    windows = find_windows(config)
+    assert {k.removeprefix("text_config."): v for k, v in windows.items()} == {
         "attention_chunk_size": 8192,
         "more.index_topk": 2048,
         "more.windows.0": 512,
@@ -133,7 +133,7 @@ def test_windows_are_found_wherever_a_config_has_them():
     assert not find_windows(CONFIG_MAPPING["qwen2"]())
 
 
-def test_the_copy_is_small_and_leaves_the_model_and_the_random_numbers_alone():
+def test_the_copy_is_small_and_does_not_change_the_model_or_the_random_state():
     model = random_model(config_of("qwen2", 4096))
     before, state = model.config.to_dict(), torch.get_rng_state()
     copy = with_short_windows(model)
@@ -159,13 +159,13 @@ def test_a_copy_that_cannot_be_made_is_a_refusal(monkeypatch):
         Decoder(model)
 
 
-def test_imitation_refuses_such_a_model_too(tmp_path):
+def test_sft_refuses_such_a_model_too(tmp_path):
     random_model(config_of("qwen2_moe", 4096)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"Qwen2MoeForCausalLM cannot be trained .* longer rows"):
         SFTLearner(make_sft_config(tmp_path, steps=1, overrides=["trainer.device=cpu"]))
 
 
-def test_the_proof_takes_no_longer_for_a_longer_window():
+def test_the_check_takes_no_longer_for_a_longer_window():
     def seconds(window: int) -> float:
         model = random_model(config_of("mistral", window))
         start = time.thread_time()

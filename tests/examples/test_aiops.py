@@ -43,7 +43,7 @@ def scored(sample, *answers):
 
 
 @pytest.mark.parametrize("difficulty", [0, 1, 2, 4])
-def test_the_policy_that_is_right(env, tmp_path, difficulty):
+def test_the_right_policy_gets_full_reward(env, tmp_path, difficulty):
     for row, sample in made(env, tmp_path, 25, difficulty, difficulty):
         s = scored(sample, *env.gold(row))
         assert s.reward == pytest.approx(1.1) and s.metrics["acc"] == 1
@@ -93,7 +93,7 @@ def hacks(env, truth):
     yield (THOUGHT, truth), 0
 
 
-def test_what_does_not_pay(env, tmp_path):
+def test_hacks_get_a_low_reward(env, tmp_path):
     ((_, sample),) = made(env, tmp_path)
     for answers, worth in hacks(env, sample.ground_truth):
         assert scored(sample, *answers).reward == pytest.approx(worth), answers

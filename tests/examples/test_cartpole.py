@@ -47,7 +47,7 @@ def scored(sample, policy):
     return asyncio.run(make_scorer(config.reward).score(t))
 
 
-def test_who_pushes_to_where_it_falls_keeps_the_pole_up(env, starts):
+def test_the_gold_policy_keeps_the_pole_up(env, starts):
     for sample in starts:
         s = scored(sample, env.gold)
         assert (s.reward, s.metrics["acc"], s.metrics["steps"]) == (1.0, 1.0, 50)

@@ -58,7 +58,7 @@ def test_one_wrong_answer_costs_the_outcome_and_its_own_mark(env, tmp_path):
     assert marks == pytest.approx([1 / 3, 0.0, 1 / 3])
 
 
-def test_to_say_all_numbers_is_no_answer(env, tmp_path):
+def test_listing_all_numbers_earns_nothing(env, tmp_path):
     everything = " ".join(f"#### {n}" for n in range(10))
     scored = played(env, tmp_path, lambda truth: [everything] * 3)
     # The last one counts.

@@ -95,7 +95,7 @@ def test_answers_can_hardly_be_guessed(name, difficulty):
 
 
 @pytest.mark.parametrize(("name", "difficulty"), worlds)
-def test_nothing_that_a_model_reads_beforehand_holds_the_answer(name, difficulty):
+def test_no_prompt_contains_the_answer(name, difficulty):
     for row in world(name).rows(20, 1, difficulty):
         question = row["prompt"][-1]["content"]
         words = question.replace(",", " ").replace(".", " ").replace("?", " ").split()
@@ -269,7 +269,7 @@ def test_what_a_policy_is_tested_on_is_not_what_it_trains_on(tmp_path, name, mon
     assert len(questions[1] - questions[0]) > 0.97 * len(questions[1])
 
 
-def test_the_corpus_is_what_its_maker_makes():
+def test_the_corpus_is_up_to_date():
     lines = (EXAMPLES / "passages" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == world("passages").corpus()
     towns, makers = world("passages").county()

@@ -24,12 +24,12 @@ def test_values_and_gradients_are_those_of_float32(layout, way, head):
     length = sum(layout.pieces)
     drawn = [torch.randn(1, length, h, head, generator=g) for h in (14, 2, 2, 14)]
 
-    def found(dtype):
+    def outcome(dtype):
         q, k, v, upstream = (x.to("cuda", dtype).transpose(1, 2) for x in drawn)
         qkv = [x.requires_grad_() for x in (q, k, v)]
         made = layout if way == "piece by piece" else layout.to(q.device)
         out = packed_attention(torch.nn.Identity(), *qkv, None, layout=made)[0]
         return out, *torch.autograd.grad((out * upstream.transpose(1, 2)).sum(), qkv)
 
-    for rounded, exact in zip(found(torch.bfloat16), found(torch.float32), strict=True):
+    for rounded, exact in zip(outcome(torch.bfloat16), outcome(torch.float32), strict=True):
         assert (rounded.float() - exact).norm() < 0.02 * exact.norm()

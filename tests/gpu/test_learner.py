@@ -99,23 +99,23 @@ def test_an_update_is_that_of_the_cpu(folder, batch, world):
 
     noise = apart()
     for number in (1, 2, 3):
-        found, expected = step(gpu, batch, number), step(cpu, batch, number)
+        actual, expected = step(gpu, batch, number), step(cpu, batch, number)
         for name in ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss"):
             if name in expected:
-                assert found[name] == pytest.approx(expected[name], rel=0.03, abs=2e-3), name
+                assert actual[name] == pytest.approx(expected[name], rel=0.03, abs=2e-3), name
     moved = (cpu.logprobs(batch) - batch.rollout_logprobs)[mask].abs().mean().item()
     assert apart() < 2 * noise + CLOSE * moved
     assert moved > 5 * noise  # else nothing would be shown
 
 
-def test_the_first_pass_is_the_old_policys(folder, batch):
+def test_the_first_pass_has_the_old_logprobs(folder, batch):
     """Compiled or not, with a gradient or without, packed alike: the ratio is 1 to the last bit."""
     learner = learner_on(folder, "cuda", algorithm__kl_loss_coef=0.0)
-    given = replace(
+    targets = replace(
         make_targets(batch, learner.config, None, None, None),
         old_logprobs=learner.logprobs(batch),
     )
-    assert abs(learner.update(batch, given, 1)["actor/ppo_kl"]) < 1e-3
+    assert abs(learner.update(batch, targets, 1)["actor/ppo_kl"]) < 1e-3
 
 
 def test_small_steps_are_not_lost(folder, batch):

@@ -128,7 +128,7 @@ def keys(server):
 
 async def check(server, policies, gpu, sender):
     """A policy in one bucket, another in one and in many: the server says what they say."""
-    found = []
+    scored_rows = []
     ways = [(2**30, 0), (2**30, 1), (1, 1), (100_000, 1), (100_000, 0)]
     for version, (size, policy) in enumerate(ways, 1):
         engine = SGLangEngine(
@@ -141,13 +141,13 @@ async def check(server, policies, gpu, sender):
         with closing(engine.sender):
             sent = engine.publish(update(weights(policies[policy], gpu), version))
             assert sent == sum(2 * p.numel() for p in policies[policy].parameters())
-            found.append(torch.tensor(await engine.score(ROW))[1:])
+            scored_rows.append(torch.tensor(await engine.score(ROW))[1:])
     first, other = scores(policies[0], gpu), scores(policies[1], gpu)
-    assert (found[0] - first).abs().mean() < 0.05
-    assert (found[1] - other).abs().mean() < 0.05
-    assert (found[0] - other).abs().mean() > 0.5, "a control: the policies differ"
+    assert (scored_rows[0] - first).abs().mean() < 0.05
+    assert (scored_rows[1] - other).abs().mean() < 0.05
+    assert (scored_rows[0] - other).abs().mean() > 0.5, "a control: the policies differ"
     for again, as_before in ((2, 1), (3, 1), (4, 0)):
-        assert torch.equal(found[again], found[as_before])
+        assert torch.equal(scored_rows[again], scored_rows[as_before])
 
 
 async def test_ipc(on_first, policies):
@@ -156,21 +156,21 @@ async def test_ipc(on_first, policies):
 
 def test_ipc_takes_no_memory_for_good(on_first, policies):
     control = Control(on_first.url, process=on_first, **keys(on_first))
-    held = weights(policies[0], 0)
+    tensors = weights(policies[0], 0)
     sender = IpcSender(control, bucket_bytes=100_000)
     for version in (1, 2):
-        sender.send(update(held, version))
+        sender.send(update(tensors, version))
     torch.cuda.synchronize()
     ours, (free, _) = torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
     for version in range(3, 23):
-        sender.send(update(held, version))
+        sender.send(update(tensors, version))
     assert torch.cuda.memory_allocated(0) == ours
     assert free - torch.cuda.mem_get_info(0)[0] < 2**26
     assert control.ask("/model_info")["weight_version"] == "22"
 
 
 @two_gpus
-async def test_ipc_where_the_server_counts_gpus_otherwise(on_second, policies):
+async def test_ipc_with_another_numbering_of_gpus(on_second, policies):
     await check(on_second, policies, 1, IpcSender)
 
 

@@ -23,7 +23,7 @@ class Counted:
     def __init__(self, seconds: float = 0.0, hangs: bool = False):
         self.seconds, self.hangs = seconds, hangs
         self.now = self.most = self.ever = 0
-        self.asked: list[str] = []
+        self.paths: list[str] = []
 
     async def handle(self, reader, writer):
         self.now, self.ever = self.now + 1, self.ever + 1
@@ -31,7 +31,7 @@ class Counted:
         try:
             while True:
                 line, _, _ = await read_request(reader)
-                self.asked.append(line.split()[1])
+                self.paths.append(line.split()[1])
                 await asyncio.sleep(self.seconds)
                 if not self.hangs:
                     writer.write(answer(b"1"))
@@ -48,9 +48,9 @@ async def clients(most: int, *servers: Counted):
         context = serving(server.handle)
         urls.append(await context.__aenter__())
         contexts.append(context)
-    found = [HttpClient(url) for url in urls]
-    yield found
-    for client, context in zip(found, contexts, strict=True):
+    opened = [HttpClient(url) for url in urls]
+    yield opened
+    for client, context in zip(opened, contexts, strict=True):
         await client.aclose()
         await context.__aexit__(None, None, None)
 
@@ -76,9 +76,9 @@ async def test_servers_share_the_limit():
             seen = max(seen, sum(s.now for s in servers))
             await asyncio.sleep(0.001)
 
-    async with clients(4, *servers) as found:
+    async with clients(4, *servers) as three:
         watching = asyncio.create_task(watch())
-        asks = [ask(found[i % 3]) for i in range(90)]
+        asks = [ask(three[i % 3]) for i in range(90)]
         assert await asyncio.gather(*asks) == [(200, 1)] * 90
         watching.cancel()
     assert 3 <= seen <= 4 + 1  # the server hears a moment later of a connection that was closed
@@ -145,14 +145,14 @@ async def test_an_idle_connection_makes_room():
         assert pool_of_loop().open == 1
 
 
-async def test_what_is_idle_for_long_is_closed(monkeypatch):
+async def test_a_connection_that_is_idle_for_long_is_closed(monkeypatch):
     monkeypatch.setattr(pool, "MAX_IDLE_SECONDS", 0.1)
     server = Counted(0.01)
     async with clients(10, server) as [client]:
         await asyncio.gather(*(ask(client) for _ in range(5)))
         assert server.now == pool_of_loop().open == 5
         await until(lambda: server.now == 0)
-        assert pool_of_loop().open == 0 and not pool_of_loop()._queues
+        assert pool_of_loop().open == 0 and not pool_of_loop().queues
 
 
 async def test_waiting_for_a_connection_does_not_count():
@@ -167,7 +167,7 @@ async def test_waiting_for_a_connection_does_not_count():
             await asyncio.gather(*asks)
 
 
-async def test_what_does_not_wait_counts():
+async def test_time_without_waiting_counts():
     busy, other = Counted(0.6), Counted(hangs=True)
     async with clients(1, busy, other) as [first, second]:
         waited_for = asyncio.create_task(ask(first))
@@ -185,7 +185,7 @@ async def test_what_does_not_wait_counts():
     assert time.monotonic() - began < 1.0 and limit.deadline < time.monotonic()
 
 
-async def test_a_limit_goes_on_after_the_wait():
+async def test_a_time_limit_continues_after_the_wait():
     busy, other = Counted(0.4), Counted()
     async with clients(1, busy, other) as [first, second]:
         waited_for = asyncio.create_task(ask(first))
@@ -201,7 +201,7 @@ async def test_a_limit_goes_on_after_the_wait():
         await waited_for
 
 
-async def test_who_watches_over_a_server_does_not_wait_behind_its_turns():
+async def test_health_checks_do_not_wait_behind_turns():
     server = Counted(hangs=True)
     async with clients(2, server) as [client]:
         turns = [asyncio.create_task(ask(client, "/turn", seconds=0.6)) for _ in range(6)]
@@ -213,32 +213,32 @@ async def test_who_watches_over_a_server_does_not_wait_behind_its_turns():
         await watching.aclose()
 
 
-async def test_the_wait_for_a_watchers_connection_counts(monkeypatch):
+async def test_the_wait_for_the_connection_of_a_health_check_counts(monkeypatch):
     server = Counted(hangs=True)
     async with clients(2, server) as [client]:
         watching = HttpClient(client.base_url, control=True)
         pool_of_loop(control=True).max_connections = 1
         began = time.monotonic()
         asks = [ask(watching, seconds=0.3) for _ in range(5)]
-        found = await asyncio.gather(*asks, return_exceptions=True)
-        assert all(isinstance(e, Infrastructure) for e in found)
+        results = await asyncio.gather(*asks, return_exceptions=True)
+        assert all(isinstance(e, Infrastructure) for e in results)
         assert time.monotonic() - began < 0.9
         await watching.aclose()
 
 
-async def test_it_says_who_waits():
+async def test_waiting_requests_are_listed():
     server = Counted(0.3)
     async with clients(1, server) as [client]:
         asks = [asyncio.create_task(ask(client)) for _ in range(4)]
         await asyncio.sleep(0.05)
-        [said] = waiting_requests()
-        assert said.startswith(f"3 requests to {client.base_url} wait for a free connection: 1 are")
-        assert "`ulimit -n` is" in said
+        [line] = waiting_requests()
+        assert line.startswith(f"3 requests to {client.base_url} wait for a free connection: 1 are")
+        assert "`ulimit -n` is" in line
         await asyncio.gather(*asks)
         assert waiting_requests() == []
 
 
-async def test_pages_of_the_public_web_that_wait_are_named_so():
+async def test_waiting_requests_to_the_public_web_are_listed():
     ours = pool_of_loop()
     ours.max_connections = 1
     async with ours.reserve_slot(PUBLIC_WEB):
@@ -250,15 +250,15 @@ async def test_pages_of_the_public_web_that_wait_are_named_so():
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_whoever_gives_up_leaves_the_place_to_the_next(seed):
+async def test_a_request_that_gives_up_leaves_its_connection_to_the_next(seed):
     """Cancelled while they wait, connect, or hear the answer, and late: nothing is ever lost."""
     draw = random.Random(seed)
     servers = [Counted(0.005), Counted(0.02), Counted(0.005, hangs=True)]
-    async with clients(3, *servers) as found:
+    async with clients(3, *servers) as three:
         tasks, ends = [], Counter()
         for _ in range(200):
             seconds = draw.choice([0.01, 5.0]) if draw.random() < 0.5 else 5.0
-            client = draw.choice(found[:2] if seconds == 5.0 else found)
+            client = draw.choice(three[:2] if seconds == 5.0 else three)
             tasks.append(asyncio.create_task(ask(client, seconds=seconds)))
             if draw.random() < 0.3:
                 await asyncio.sleep(draw.random() * 0.01)
@@ -269,15 +269,15 @@ async def test_whoever_gives_up_leaves_the_place_to_the_next(seed):
         assert set(ends) <= {"tuple", "CancelledError", "Infrastructure"} and ends["tuple"] > 20
         ours = pool_of_loop()
         await until(lambda: ours.open <= 3)
-        assert all(line.busy == 0 and not line.waiting for line in ours._queues.values())
-        assert await asyncio.gather(*(ask(found[0]) for _ in range(9))) == [(200, 1)] * 9
-        for client in found:
+        assert all(line.busy == 0 and not line.waiting for line in ours.queues.values())
+        assert await asyncio.gather(*(ask(three[0]) for _ in range(9))) == [(200, 1)] * 9
+        for client in three:
             await client.aclose()
         await until(lambda: ours.open == 0)
-        assert not ours._queues
+        assert not ours.queues
 
 
-async def test_a_connection_that_ends_late_takes_no_later_request_with_it():
+async def test_a_connection_that_ends_late_fails_no_later_request():
     """Its server has no line in the pool any more, and then a new one."""
     server = Counted(0.3)
     async with clients(3, server) as [client]:
@@ -286,7 +286,7 @@ async def test_a_connection_that_ends_late_takes_no_later_request_with_it():
         first.cancel()
         second = asyncio.create_task(ask(client))
         await asyncio.sleep(0.1)
-        [line] = pool_of_loop()._queues.values()
+        [line] = pool_of_loop().queues.values()
         assert line.busy == 1
         await second
 
@@ -311,7 +311,7 @@ def test_event_loops_share_the_limit(monkeypatch):
     asyncio.run(both())
 
 
-def test_a_loop_that_goes_on_can_leave_its_share(monkeypatch):
+def test_a_running_event_loop_can_release_its_share(monkeypatch):
     """Closed rollouts do so: their event loop stays."""
     monkeypatch.setattr(pool, "_pools", {})
 

@@ -18,7 +18,6 @@ from support.raw_server import Handler, answer, read_request, serving
 
 from agentrl.errors import ConfigError, EngineError, Infrastructure
 from agentrl.http import HttpClient, fetch, fetch_json
-from agentrl.http import client as client_module
 
 
 def always(data: bytes) -> Handler:
@@ -92,7 +91,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("data", "expected"), GOOD, ids=range(len(GOOD)))
 @pytest.mark.parametrize("pieces", [1, 4])
-async def test_answers_that_are_taken(data, expected, pieces):
+async def test_valid_answers(data, expected, pieces):
     """In one piece, and byte by byte; and again on the same client."""
 
     async def handler(reader, writer):
@@ -106,8 +105,8 @@ async def test_answers_that_are_taken(data, expected, pieces):
 
     async with serving(handler) as url, HttpClient(url) as client:
         for _ in range(2):
-            found = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
-            assert found == expected
+            result = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
+            assert result == expected
 
 
 async def test_an_answer_that_ends_with_its_connection():
@@ -136,17 +135,17 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("data", "said"), BAD, ids=range(len(BAD)))
-async def test_answers_that_are_not_taken(data, said):
+@pytest.mark.parametrize(("data", "message"), BAD, ids=range(len(BAD)))
+async def test_invalid_answers(data, message):
     async with serving(always(data)) as url:
-        with pytest.raises(EngineError, match=said) as e:
+        with pytest.raises(EngineError, match=message) as e:
             await get(url, error=EngineError, max_bytes=1000)
     assert f"GET {url}/x" in str(e.value)
     assert len(str(e.value)) < 400
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\n", answer(b"[1, 2]")[:-2]])
-async def test_a_connection_that_is_dropped(sent):
+async def test_a_dropped_connection(sent):
     tries = []
 
     async def handler(reader, writer):
@@ -170,7 +169,7 @@ async def test_nobody_listens():
 
 
 @pytest.mark.parametrize("now", ["0", "Thu, 01 Jan 1970 00:00:00 GMT"])
-async def test_a_busy_server_that_says_now_is_not_asked_without_end(now):
+async def test_a_busy_server_without_a_delay_is_not_retried_without_end(now):
     times = []
 
     async def handler(reader, writer):
@@ -181,8 +180,8 @@ async def test_a_busy_server_that_says_now_is_not_asked_without_end(now):
 
     async with serving(handler) as url, HttpClient(url) as client:
         deadline = time.monotonic() + 1.2
-        found = await client.request_json("GET", "/x", deadline=deadline, wait_if_busy=True)
-    assert found == (503, 0)
+        result = await client.request_json("GET", "/x", deadline=deadline, wait_if_busy=True)
+    assert result == (503, 0)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert 2 <= len(gaps) <= 3
     assert all(gap > 0.09 * 2**i for i, gap in enumerate(gaps))
@@ -241,13 +240,13 @@ async def test_a_stale_connection_is_replaced():
 
     async with serving(handler) as url, HttpClient(url) as client:
         for _ in range(3):
-            found = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
-            assert found == (200, 1)
+            result = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
+            assert result == (200, 1)
             await asyncio.sleep(0.05)
     assert len(connections) == 3
 
 
-async def test_more_than_the_answer_is_never_the_next_one():
+async def test_extra_bytes_after_an_answer_are_never_the_next_answer():
     """A server that says too much is not believed, and its connection not used again."""
 
     async def handler(reader, writer):
@@ -257,8 +256,8 @@ async def test_more_than_the_answer_is_never_the_next_one():
 
     async with serving(handler) as url, HttpClient(url) as client:
         for _ in range(3):
-            found = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
-            assert found == (200, 1)
+            result = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
+            assert result == (200, 1)
             await asyncio.sleep(0.02)
 
 
@@ -279,8 +278,8 @@ async def test_giving_up_closes_the_connection():
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        found = await client.request_json("GET", "/2", deadline=time.monotonic() + 5)
-        assert found == (200, 2)
+        result = await client.request_json("GET", "/2", deadline=time.monotonic() + 5)
+        assert result == (200, 2)
     assert len(requests) == 2
 
 
@@ -331,7 +330,7 @@ async def test_no_proxy_from_the_environment(monkeypatch):
         "",
     ],
 )
-def test_urls_that_are_none(url):
+def test_invalid_urls(url):
     with pytest.raises(ConfigError, match="not a server's URL"):
         HttpClient(url)
     with pytest.raises(ConfigError, match="not a server's URL"):
@@ -350,7 +349,7 @@ def test_a_token_that_no_header_can_hold(token):
 def test_no_path_can_add_a_line_to_a_request(path):
     client = HttpClient("http://host")
     try:
-        written = client._write("GET", path, None, None)
+        written = client.build_request("GET", path)
     except ValueError:
         return
     assert written.count(b"\r\n") == 4
@@ -375,7 +374,7 @@ async def test_a_header_of_one_request():
 @given(name=st.text(max_size=8) | st.just("x-key"), value=st.text(max_size=30))
 def test_no_header_can_add_a_line_to_a_request(name, value):
     try:
-        written = HttpClient("http://host")._write("GET", "/", None, {name: value})
+        written = HttpClient("http://host").build_request("GET", "/", headers={name: value})
     except ValueError:
         return
     head, line, *ends = written.decode("ascii").split("\r\n")[-4:]
@@ -386,15 +385,15 @@ def test_no_header_can_add_a_line_to_a_request(name, value):
 @pytest.mark.parametrize(
     "header", [("x", "a\r\nb: c"), ("x", ""), ("", "a"), ("x: y", "a"), ("x", "a b"), ("x", "ü")]
 )
-def test_headers_that_are_none(header):
+def test_invalid_headers(header):
     with pytest.raises(ValueError, match="invalid header"):
-        HttpClient("http://host")._write("GET", "/", None, dict([header]))
+        HttpClient("http://host").build_request("GET", "/", headers=dict([header]))
 
 
-async def test_from_code_that_is_not_async():
+async def test_fetch_json_works_in_synchronous_code():
     async with serving(always(answer(b"[1]"))) as url:
-        found = await asyncio.to_thread(fetch_json, url, "/x", timeout=5)
-    assert found == (200, [1])
+        result = await asyncio.to_thread(fetch_json, url, "/x", timeout=5)
+    assert result == (200, [1])
     with pytest.raises(Infrastructure):
         fetch_json("http://127.0.0.1:1", "/x", timeout=5)
 
@@ -414,13 +413,15 @@ async def test_a_timeout_is_for_the_whole_answer():
         assert time.monotonic() - start < 2
 
 
-async def test_an_answer_that_is_too_long_is_not_held(monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_FETCHED_BYTES", 10)
+async def test_an_answer_that_is_too_long_is_not_kept_in_memory():
     async with serving(always(answer(b"1" * 10))) as url:
-        assert await asyncio.to_thread(fetch, url, "/x", timeout=5) == (200, b"1" * 10)
+        assert await asyncio.to_thread(fetch, url, "/x", timeout=5, max_bytes=10) == (
+            200,
+            b"1" * 10,
+        )
     async with serving(always(answer(b"1" * 11))) as url:
         with pytest.raises(Infrastructure, match="the answer has more than"):
-            await asyncio.to_thread(fetch, url, "/x", timeout=5)
+            await asyncio.to_thread(fetch, url, "/x", timeout=5, max_bytes=10)
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")
@@ -446,8 +447,8 @@ async def test_https_is_checked(tmp_path):
     with pytest.raises(Infrastructure, match="certificate"):
         await get(url)
     async with HttpClient(url) as client:
-        assert client._server.tls is not None
-        client._server.tls.load_verify_locations(certificate)
-        found = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
-        assert found == (200, 1)
+        assert client.server.tls is not None
+        client.server.tls.load_verify_locations(certificate)
+        result = await client.request_json("GET", "/", deadline=time.monotonic() + 5)
+        assert result == (200, 1)
     server.close()

@@ -34,7 +34,7 @@ from agentrl.http.public import fetch_public, is_public, resolve
         "64:ff9b:1::1", "2002:7f00:1::", "2001::1", "2001:db8::1",
     ],
 )  # fmt: skip
-def test_what_is_not_public(address):
+def test_addresses_that_are_not_public(address):
     assert not is_public(address)
 
 
@@ -42,7 +42,7 @@ PUBLIC = ["1.1.1.1", "93.184.216.34", "168.63.129.17", "192.0.1.1", "2606:4700:4
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_what_is(address):
+def test_addresses_that_are_public(address):
     assert is_public(address)
 
 
@@ -67,17 +67,17 @@ def test_no_block_of_the_iana_registries_is_public(block):
 
 
 @pytest.mark.parametrize("inner", ["10.0.0.1", "169.254.169.254", "1.1.1.1"])
-def test_addresses_that_hold_another_are_not_public(inner):
+def test_addresses_that_embed_another_are_not_public(inner):
     """6to4, Teredo (which inverts the client's address), NAT64, and IPv4-mapped and -compatible."""
-    held = int(ipaddress.ip_address(inner))
+    number = int(ipaddress.ip_address(inner))
     holders = [
-        0x2002 << 112 | held << 80,
-        0x20010000 << 96 | held ^ 0xFFFFFFFF,
-        0x20010000 << 96 | held << 64,
-        0x64FF9B << 96 | held,
-        0x64FF9B0001 << 80 | held,
-        0xFFFF << 32 | held,
-        held,
+        0x2002 << 112 | number << 80,
+        0x20010000 << 96 | number ^ 0xFFFFFFFF,
+        0x20010000 << 96 | number << 64,
+        0x64FF9B << 96 | number,
+        0x64FF9B0001 << 80 | number,
+        0xFFFF << 32 | number,
+        number,
     ]
     assert [h for h in holders if is_public(str(ipaddress.IPv6Address(h)))] == []
 
@@ -144,17 +144,17 @@ def test_a_public_address_of_this_machine_is_refused():
     if done.stderr.startswith("unshare:") and not os.environ.get("CI"):
         pytest.skip("no network namespaces here")
     assert not done.returncode, done.stderr
-    said = done.stdout.splitlines()
-    assert said[0] == "[False, False, False, True, True]"
-    for line, host in zip(said[1:4], ("93.184.216.34", "93.184.216.35", "2606:"), strict=True):
+    lines = done.stdout.splitlines()
+    assert lines[0] == "[False, False, False, True, True]"
+    for line, host in zip(lines[1:4], ("93.184.216.34", "93.184.216.35", "2606:"), strict=True):
         assert line.startswith(f"ToolError {host}") and line.endswith("public web address")
-    assert said[4].startswith("Infrastructure a socket of this machine binds to any address")
+    assert lines[4].startswith("Infrastructure a socket of this machine binds to any address")
 
 
 @contextmanager
 def listener(*answers: bytes, host: str = "127.0.0.1") -> Iterator[tuple[int, list[bytes]]]:
     """A server on loopback: its port, and what it was asked."""
-    asked: list[bytes] = []
+    requests: list[bytes] = []
     with socket.create_server((host, 0)) as server:
         server.settimeout(20)
 
@@ -165,12 +165,12 @@ def listener(*answers: bytes, host: str = "127.0.0.1") -> Iterator[tuple[int, li
                 except OSError:
                     return
                 with connection:
-                    asked.append(connection.recv(65536))
+                    requests.append(connection.recv(65536))
                     connection.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield server.getsockname()[1], asked
+        yield server.getsockname()[1], requests
 
 
 def page(body: str, head: str = "Content-Type: text/html") -> bytes:
@@ -182,21 +182,21 @@ def redirect(place: str) -> bytes:
     return f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
 
 
-def fetched(url: str, seconds: float = 10, max_bytes: int = 1000, **given):
+def fetched(url: str, seconds: float = 10, max_bytes: int = 1000, **options):
     deadline = time.monotonic() + seconds
-    return asyncio.run(fetch_public(url, deadline=deadline, max_bytes=max_bytes, **given))
+    return asyncio.run(fetch_public(url, deadline=deadline, max_bytes=max_bytes, **options))
 
 
 def names(**addresses: list[str]):
     """A resolver that knows these names, and how often each was asked for."""
-    asked: list[str] = []
+    lookups: list[str] = []
 
     async def look_up(host: str, port: int) -> list[str]:
-        asked.append(host)
+        lookups.append(host)
         name = host.replace(".", "_")
         return addresses[name] if name in addresses else await resolve(host, port)
 
-    return look_up, asked
+    return look_up, lookups
 
 
 LOOPBACK_SPELLINGS = [
@@ -211,14 +211,14 @@ LOOPBACK_SPELLINGS = [
 
 
 @pytest.mark.parametrize("spelling", LOOPBACK_SPELLINGS)
-def test_nothing_of_this_machine_is_reached(spelling):
-    with listener(page("secret")) as (port, asked), pytest.raises(ToolError):
+def test_nothing_on_this_machine_is_reached(spelling):
+    with listener(page("secret")) as (port, requests), pytest.raises(ToolError):
         fetched(spelling.format(port=port))
-    assert asked == []
+    assert requests == []
 
 
 def test_a_redirect_to_this_machine_is_not_followed():
-    with listener(page("secret")) as (inner, asked):
+    with listener(page("secret")) as (inner, requests):
         for place in (f"http://127.0.0.1:{inner}/", f"http://metadata.test:{inner}/"):
             with listener(redirect(place), host="127.0.0.9") as (port, _):
                 look_up, _ = names(public_test=["127.0.0.9"], metadata_test=["127.0.0.1"])
@@ -229,21 +229,21 @@ def test_a_redirect_to_this_machine_is_not_followed():
                         resolve=look_up,
                         allowed=lambda a: a == "127.0.0.9",
                     )
-        assert asked == []
+        assert requests == []
 
 
 def test_a_name_that_changes_its_address_is_asked_once():
     answers = [["93.184.216.34"], ["127.0.0.1"]]
-    asked = []
+    lookups = []
 
     async def rebinding(host, port):
-        asked.append(host)
-        return answers[min(len(asked), 2) - 1]
+        lookups.append(host)
+        return answers[min(len(lookups), 2) - 1]
 
     # Goes to the first address, which nobody answers at; never to what the name says next.
     with listener(page("secret")) as (port, seen), pytest.raises(ToolError):
         fetched(f"http://changes.test:{port}/", seconds=1.0, resolve=rebinding)
-    assert asked == ["changes.test"] and seen == []
+    assert lookups == ["changes.test"] and seen == []
 
 
 def test_a_name_with_one_private_address_is_refused():
@@ -253,18 +253,18 @@ def test_a_name_with_one_private_address_is_refused():
 
 
 def test_pages_are_read_redirects_followed_and_cut():
-    look_up, asked = names(page_test=["127.0.0.1"])
+    look_up, lookups = names(page_test=["127.0.0.1"])
     everywhere = {"resolve": look_up, "allowed": lambda address: True}
     with listener(redirect("/there?x=1"), page("x" * 5000)) as (port, requests):
-        found = fetched(f"http://page.test:{port}/here#part", **everywhere)
-    assert (found.url, found.status) == (f"http://page.test:{port}/there?x=1", 200)
-    assert found.truncated and found.content == b"x" * 1000
+        fetched_page = fetched(f"http://page.test:{port}/here#part", **everywhere)
+    assert (fetched_page.url, fetched_page.status) == (f"http://page.test:{port}/there?x=1", 200)
+    assert fetched_page.truncated and fetched_page.content == b"x" * 1000
     assert requests[0].startswith(b"GET /here HTTP/1.1")
     assert f"Host: page.test:{port}".encode() in requests[0]
-    assert asked == ["page.test"] * 2
+    assert lookups == ["page.test"] * 2
 
 
-def test_what_servers_do_wrong():
+def test_faulty_servers():
     look_up, _ = names(page_test=["127.0.0.1"])
     everywhere = {"resolve": look_up, "allowed": lambda address: True}
     zipped = page("zip", "Content-Type: text/html\r\nContent-Encoding: gzip")
@@ -287,7 +287,7 @@ def test_what_servers_do_wrong():
         assert time.monotonic() - began < 3
 
 
-def test_the_shelfs_tool_shows_what_a_reader_sees(no_tools):
+def test_the_fetch_tool_shows_the_visible_text(no_tools):
     shelf = registry.load_file("shelf:fetch")
     html = (
         "<html><head><title>T</title></head><body><script>no()</script><h1>Head &amp;\n line</h1>"
@@ -334,7 +334,7 @@ HOSTILE = ["<a ", '<a b="', "<a b=' ", "<a = ", "<!--", "<![a", "<", "</", "<scr
 
 
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_the_time_of_a_page_grows_with_its_length_alone(text_of, shape):
+def test_the_time_for_a_page_is_linear_in_its_length(text_of, shape):
     for page in (shape * (1_000_000 // len(shape)), "<svg>" * 60_000 + "</div>" * 60_000):
         began = time.thread_time()
         text_of(page)
@@ -348,7 +348,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join))
-def test_no_page_is_too_broken(page):
+def test_any_broken_page_gives_text(page):
     text_of = registry.load_file("shelf:fetch").text_of
     shown = text_of(page)
     assert all(line and line == " ".join(line.split()) for line in shown.split("\n") if shown)

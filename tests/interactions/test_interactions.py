@@ -86,7 +86,7 @@ async def test_right_at_the_second_attempt():
     assert second == Reply("Correct.", 1.0, True)
 
 
-async def test_it_reads_the_last_assistant_message_and_nobody_elses():
+async def test_only_the_last_assistant_message_is_read():
     messages = [*talk("I give up"), Message("tool", "#### 12"), Message("user", "#### 12")]
     reply = await respond(Gsm8kInteraction("12"), messages, time.monotonic() + 5)
     assert reply is not None and reply.score == 0 and not reply.done
@@ -116,7 +116,7 @@ def test_a_row_without_one_has_none():
     assert build_interaction(row(interaction="")) is None
 
 
-def test_an_unknown_name_gets_the_right_ones():
+def test_the_error_for_an_unknown_name_lists_the_known_ones():
     with pytest.raises(RegistryError, match=r"'gsm8'. Did you mean 'gsm8k'"):
         build_interaction(row(interaction="gsm8"))
 
@@ -138,7 +138,7 @@ class Silent(Interaction):
         return None
 
 
-def test_the_sample_is_given_by_name(registered):
+def test_the_sample_is_passed_by_name(registered):
     class Curious(Silent):
         def __init__(self, sample, depth=1):
             self.sample, self.depth = sample, depth
@@ -222,7 +222,7 @@ class Lacking(Interaction):
         (len, "is for subclasses of Interaction, not <built-in"),
     ],
 )
-def test_what_cannot_be_an_interaction_is_refused(registered, cls, says):
+def test_classes_that_are_no_interaction_are_refused(registered, cls, says):
     with pytest.raises(RegistryError, match=says):
         interaction("odd")(cls)
     assert "odd" not in registry.interactions
@@ -248,7 +248,7 @@ class Saying(Interaction):
         return self.what
 
 
-async def test_none_ends_the_talk():
+async def test_returning_none_ends_the_conversation():
     assert await hear(Saying(None), "hello") is None
 
 
@@ -264,7 +264,7 @@ async def test_none_ends_the_talk():
         (TimeoutError("slow judge"), r"respond raised TimeoutError: slow judge"),
     ],
 )
-async def test_what_it_must_not_do_is_said(what, says):
+async def test_wrong_return_values_are_user_code_errors(what, says):
     with pytest.raises(UserCodeError, match=says):
         await hear(Saying(what), "hello")
 
@@ -303,7 +303,7 @@ class Shop(Silent):
             yield "there is no coffee. Sell tea"
 
 
-def test_the_config_gives_what_rows_leave_out(registered):
+def test_the_config_has_defaults_for_rows(registered):
     sample = registered(Shop, item="milk")
     built = build_interaction(sample, {"shop": {"url": ["u"]}, "other": {"x": 1}})
     assert isinstance(built, Shop) and (built.url, built.item) == (["u"], "milk")
@@ -343,7 +343,7 @@ def test_an_unchecked_row_is_refused_as_it_is_played(registered):
         build_interaction(registered(Shop, url="http://mine"), {})
 
 
-def test_a_plan_says_what_the_config_has_wrong(tmp_path):
+def test_a_plan_reports_mistakes_of_the_config(tmp_path):
     rows = tmp_path / "rows.jsonl"
     line = {
         "prompt": "a",
@@ -418,7 +418,7 @@ def visit(registered, engine=None, config=None, **kwargs):
     return play(sample, engine, TOKENIZER, config=config or Config())
 
 
-def test_one_that_never_ends_is_bounded(registered):
+def test_an_interaction_that_never_ends_is_bounded(registered):
     t = visit(registered, config=Config.model_validate({"rollout": {"max_turns": 5}}))
     assert (t.stop_reason, len(t.turns), CLOSED) == ("turns", 5, ["talk"])
     assert t.turn_rewards("turn") == 2.5
@@ -436,7 +436,7 @@ def test_one_that_never_ends_is_bounded(registered):
     ],
 )
 @pytest.mark.parametrize("leaves", ["quietly", "raising", "down", "exit"])
-def test_it_is_closed_after_what_it_did_and_closing_hides_nothing(
+def test_an_interaction_is_closed_after_an_error_and_closing_hides_nothing(
     registered, does, error, says, leaves, caplog
 ):
     with pytest.raises(error, match=says):
@@ -445,7 +445,7 @@ def test_it_is_closed_after_what_it_did_and_closing_hides_nothing(
     assert ("closing the interaction of row 'g'" in caplog.text) == (leaves != "quietly")
 
 
-def test_it_is_closed_where_the_time_is_over_or_the_engine_fails(registered):
+def test_an_interaction_is_closed_after_a_timeout_or_an_engine_failure(registered):
     config = Config.model_validate({"rollout": {"timeout_s": 0.1}})
     t = visit(registered, config=config, does="sleep")
     assert (t.stop_reason, CLOSED) == ("time", ["sleep"])
@@ -459,12 +459,12 @@ def test_it_is_closed_where_the_time_is_over_or_the_engine_fails(registered):
     assert CLOSED == ["talk"]
 
 
-def test_a_failing_goodbye_costs_the_episode_nothing(registered, caplog):
+def test_an_exception_in_close_does_not_change_the_episode(registered, caplog):
     t = visit(registered, does="nothing", leaves="raising")
     assert t.stop_reason == "done" and "raised ValueError: stuck door" in caplog.text
 
 
-async def test_it_is_closed_where_the_episode_is_cancelled(registered):
+async def test_an_interaction_is_closed_if_the_episode_is_cancelled(registered):
     CLOSED.clear()
     registered(Guest)
     sample = Sample(
@@ -504,7 +504,7 @@ play(row, Scripted(["Hm."], byte_tokenizer()), byte_tokenizer())
 """
 
 
-def test_it_is_closed_at_ctrl_c():
+def test_an_interaction_is_closed_at_ctrl_c():
     with ForkedPython(["-c", CTRL_C]) as p:
         assert p.read_line() == "waiting\n"
         os.kill(p.pid, signal.SIGINT)

@@ -103,7 +103,7 @@ def shown(trajectory):
 SERVICE = ("Which order?", "Which card?", "The refund is made.")
 
 
-def test_a_talk_with_a_user_behind_a_url(monkeypatch):
+def test_a_conversation_with_a_simulated_user_behind_a_url(monkeypatch):
     monkeypatch.setenv("USER_TOKEN", "s3cret")
     with serving(customer) as server:
         config = with_server(server.url, token_env="USER_TOKEN", max_tokens=33, temperature=0.5)
@@ -137,7 +137,7 @@ def test_a_talk_with_a_user_behind_a_url(monkeypatch):
     assert set(server.tokens) == {"Bearer s3cret"}
 
 
-def test_tools_are_not_its_business():
+def test_the_simulated_user_sees_no_tool_calls():
     registry.load_file("shelf:calculator")
     row = replace(ROW, tools=("calculator",))
     texts = [call("calculator", expression="6*7"), "The refund is made: 42."]
@@ -149,7 +149,7 @@ def test_tools_are_not_its_business():
     assert "tool_call" not in str(body) and "calculator" not in str(body)
 
 
-def test_thoughts_are_heard_by_nobody():
+def test_thoughts_of_both_models_are_removed():
     with serving(lambda m: f"<think>{DONE}? no</think>\n\nIt is 17.") as server:
         config = with_server(server.url, max_tokens=20)
         config = config.model_copy(
@@ -163,7 +163,7 @@ def test_thoughts_are_heard_by_nobody():
     assert t.stop_reason == "turns" and len(t.turns) == 2
 
 
-def test_a_user_who_says_nothing_more_has_gone():
+def test_an_empty_answer_of_the_user_ends_the_episode():
     with serving(lambda messages: "  ") as server:
         t = play(ROW, Scripted(["Hi"], TOKENIZER), TOKENIZER, config=with_server(server.url))
     assert t.stop_reason == "done" and len(t.turns) == 1
@@ -179,7 +179,7 @@ def test_max_turns_of_its_own():
     assert t.stop_reason == "done" and len(server.bodies) == 2
 
 
-def test_a_model_that_only_thinks_is_not_its_users_doing():
+def test_a_user_model_that_only_thinks_is_an_infrastructure_error():
     refused = pytest.raises(Infrastructure, match=r"simulated_user\.max_tokens, or turn")
     with serving(lambda messages: "<think>so long") as server, refused:
         play(ROW, Scripted(["a"], TOKENIZER), TOKENIZER, config=with_server(server.url))
@@ -217,13 +217,13 @@ def test_a_server_that_is_down_is_asked_again_then_the_episode_is_played_again()
     assert sum(attempts) >= 1
 
 
-def test_a_server_that_stays_down_stops_the_run_and_gives_nobody_0():
+def test_a_server_that_stays_down_stops_the_run_without_rewards_of_0():
     refused = pytest.raises(RunStopped, match=r"4 of 4 rollouts were dropped.*(\n.*)*status 400")
     with serving(lambda messages: 400) as server, refused:
         collect(with_server(server.url), lambda prompt, turn: "Hi")
 
 
-def test_a_slow_answer_is_the_servers_fault_and_a_spent_episode_is_not():
+def test_a_slow_answer_is_an_infrastructure_error_and_a_spent_episode_is_not():
     async def slow(messages):
         await asyncio.sleep(5)
         return "late"
@@ -265,7 +265,7 @@ def test_the_policy_plays_the_user():
     assert engine.playing == set()
 
 
-def test_its_time_and_its_room_are_the_episodes():
+def test_the_simulated_user_shares_the_budgets_of_the_episode():
     long = replace(ROW, interaction_kwargs={"goal": "x" * 3000})
     t = play(long, Scripted(["Hi", "no"], TOKENIZER, max_length=2000), TOKENIZER)
     assert t.stop_reason == "trajectory_tokens" and len(t.turns) == 1

@@ -180,7 +180,7 @@ def test_values(returned, expected, same):
 
 
 @given(st.text(), st.text())
-def test_comparing_never_raises_and_what_is_expected_is_right(a, b):
+def test_comparing_never_raises_and_expected_output_is_right(a, b):
     assert same_output(a, a) and same_value(json.dumps(a), a)
     assert same_output(a, b) in (True, False) and same_value(a, b) in (True, False)
 
@@ -239,7 +239,7 @@ def test_a_program_ends_as_an_interpreter_ends_it(way):
     assert (result["score"], result["crash"]) == (float(right), float(done.returncode != 0))
 
 
-def test_without_shares_it_is_all_or_nothing():
+def test_without_partial_credit_it_is_all_or_nothing():
     assert judge(fenced(RIGHT), fenced("print(3)"), continuous=False) == [marks(1.0), marks(0.0)]
     assert judge(RIGHT, "this is no program", truth=json.dumps(ADD)) == [
         marks(1.0),
@@ -269,7 +269,7 @@ def test_arguments_and_values_of_functions():
     assert judge(fenced(code), truth=truth) == [marks(1.0)]
 
 
-def test_the_first_ten_tests_count_and_the_rest_for_all():
+def test_the_first_ten_tests_count_for_the_share_and_all_for_the_whole():
     truth = {"inputs": [str(i) for i in range(12)], "outputs": [str(i) for i in range(12)]}
     echo = "n = int(input())\n"
     programs = ["print(n)", "print(n if n < 5 else -1)", "print(n if n < 11 else -1)"]
@@ -293,7 +293,7 @@ def test_programs_that_hang_or_crash():
     assert time.monotonic() - started < 20
 
 
-def test_the_time_for_all_tests_ends_them():
+def test_the_time_limit_for_all_tests_ends_them():
     slow = f"import time\ntime.sleep(0.4)\n{RIGHT}"
     truth = {"inputs": ["1 2"] * 10, "outputs": ["3"] * 10}
     [result] = judge(fenced(slow), truth=truth, seconds=2.0, total_seconds=3.0)
@@ -313,7 +313,7 @@ def test_the_time_for_all_tests_ends_them():
     ],
     ids=["nul", "surrogate", "brackets", "minus", "lists", "backslash", "megabyte"],
 )
-def test_text_that_breaks_the_compiler_is_the_answers_doing(text):
+def test_text_that_breaks_the_compiler_is_a_wrong_answer(text):
     assert [m["score"] for m in judge(fenced(text))] == [0.0]
 
 
@@ -371,7 +371,7 @@ HACKS = {
 
 
 @pytest.mark.parametrize("truth", [ADD, CALLED], ids=["program", "function"])
-def test_s14_a_hacked_harness_earns_nothing(truth):
+def test_a_hacked_harness_earns_nothing(truth):
     always = "class Any:\n    def __eq__(self, other): return True\n"
     ends = f"{always}def add(a, b): return Any()\n"
     results = judge(*(fenced(f"{ends}{code}") for code in HACKS.values()), truth=truth)
@@ -379,7 +379,7 @@ def test_s14_a_hacked_harness_earns_nothing(truth):
     assert dict(zip(HACKS, scores, strict=True)) == dict.fromkeys(HACKS, 0.0)
 
 
-def test_the_harness_knows_nothing_of_what_is_expected(monkeypatch):
+def test_the_harness_never_sees_the_expected_output(monkeypatch):
     """What S14 rests on: the expected outputs are nowhere in what the sandbox is given."""
     if (why := why_no_sandbox()) and not os.environ.get("CI"):
         pytest.skip(why)

@@ -234,7 +234,7 @@ def test_a_cheat_scores_what_the_honest_solution_scores(way, called):
 
 @needs_sandbox
 @pytest.mark.parametrize("attacks", [STOP_THE_HARNESS, END_ALL], ids=["its harness", "all"])
-def test_who_stops_or_ends_it_all_loses_its_own_test(attacks):
+def test_a_solution_that_stops_the_harness_fails_its_own_test(attacks):
     assert scores(attacks, seconds=1.0) == pytest.approx(dict.fromkeys(attacks, HONEST))
 
 
@@ -258,11 +258,11 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("way", UNSAFE)
-def test_what_holds_without_isolation(way, unsafe):
+def test_attacks_that_fail_without_isolation_too(way, unsafe):
     assert scores(UNSAFE[way]) == pytest.approx(dict.fromkeys(UNSAFE[way], HONEST))
 
 
-def test_without_isolation_who_ends_the_harness_loses_its_own_test(unsafe):
+def test_without_isolation_a_solution_that_ends_the_harness_fails_its_own_test(unsafe):
     assert scores(STOP_THE_HARNESS, seconds=1.0) == pytest.approx(
         dict.fromkeys(STOP_THE_HARNESS, HONEST)
     )

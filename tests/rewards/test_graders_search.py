@@ -70,12 +70,12 @@ def check(*rows: Sample) -> None:
 
 @pytest.mark.parametrize("truth", [BEATLES, "Paris", ["Paris"], ("Paris",), {"target": 3}, 3])
 @pytest.mark.parametrize("source", ["searchR1_nq", "searchR1_hotpotqa"])
-def test_truths_that_can_be_reached(source, truth):
+def test_ground_truths_that_an_answer_can_match(source, truth):
     check(row(source, truth))
 
 
 @pytest.mark.parametrize("truth", [None, "", "The", "?!", [], {"target": []}, {"answer": "Paris"}])
-def test_truths_that_nothing_could_match_are_refused(truth):
+def test_ground_truths_that_no_answer_could_match_are_refused(truth):
     with pytest.raises(DataError, match=r"row 4: the grader 'search_qa' cannot read"):
         check(row("searchR1_nq", "Paris"), row("searchR1_nq", truth, 4))
 
@@ -114,13 +114,13 @@ def test_graders_go_by_verls_names(source, name):
         ("AIME", "Known: openai/gsm8k"),
     ],
 )
-def test_what_has_no_grader_is_told_what_to_do(source, says):
+def test_a_data_source_without_a_grader_is_an_error_with_advice(source, says):
     with pytest.raises(DataError) as caught:
         check(row(source, "3", 7))
     assert str(caught.value).startswith(f"row 7: no grader for data_source {source!r}.")
     assert says in str(caught.value) and "path.py:function" in str(caught.value)
 
 
-def test_every_grader_is_there_and_its_rows_are_checked():
+def test_every_grader_exists_and_its_rows_are_checked():
     names = set(GRADERS.values())
     assert names <= set(rewards.names()) and names == {*GOLD, *PROBLEMS}

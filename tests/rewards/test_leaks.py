@@ -70,7 +70,7 @@ def test_the_ground_truth_as_it_is():
         ("What?", ""),
     ],
 )
-def test_what_is_no_leak(prompt, truth):
+def test_rows_without_a_leak(prompt, truth):
     assert of((prompt, truth)) == []
 
 
@@ -82,7 +82,7 @@ def test_a_few_chances_are_no_leak():
     assert of(*named) == []
 
 
-def test_tools_that_give_it_away():
+def test_tools_that_leak_the_answer():
     [warning] = of(
         ("3*4?", "12"), shown='{"description": "Returns \\\\boxed{12}."}'.replace("\\\\", "\\")
     )
@@ -104,7 +104,7 @@ def test_the_demo_and_gsm8k_like_rows_are_quiet():
     assert list(find_leaks(samples, lambda s: "")) == []
 
 
-def test_a_plan_says_it_once_and_goes_on(tmp_path, caplog):
+def test_a_plan_warns_about_leaks_once(tmp_path, caplog):
     file = tmp_path / "env.py"
     file.write_text(
         "from agentrl import tool\n"

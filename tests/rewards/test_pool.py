@@ -89,7 +89,7 @@ async def test_a_plain_function_leaves_the_loop_alone(scorer):
     assert [s.reward for s in await scores] == [1.0] * 20 and ticks >= 5
 
 
-async def test_what_hangs_is_late_and_in_nobodys_way(scorer, monkeypatch):
+async def test_a_reward_that_hangs_times_out_and_does_not_delay_others(scorer, monkeypatch):
     """The places are gone to others at the deadline, though the threads hang on."""
     monkeypatch.setattr("agentrl.rewards.executor.THREADS", 2)
     woken = threading.Event()
@@ -145,7 +145,7 @@ async def test_a_timeout_of_the_users_own_is_a_bug(scorer, asynchronous):
         await scorer(function="own_timeout").score(make_trajectory())
 
 
-async def test_what_waits_its_turn_is_not_late(scorer, monkeypatch):
+async def test_time_in_the_queue_does_not_count(scorer, monkeypatch):
     monkeypatch.setattr("agentrl.rewards.executor.THREADS", 1)
 
     @reward("nap")
@@ -157,7 +157,7 @@ async def test_what_waits_its_turn_is_not_late(scorer, monkeypatch):
     await asyncio.gather(*(judge.score(make_trajectory()) for _ in range(8)))
 
 
-async def test_our_quick_graders_run_where_they_are_called(scorer):
+async def test_fast_graders_run_on_the_event_loop(scorer):
     """A thread would cost more than they do."""
     judge = scorer()
     before = threading.active_count()
@@ -206,7 +206,7 @@ async def test_as_many_processes_as_reward_workers(scorer, mine, workers):
     assert len({s.metrics["pid"] for s in scored}) == workers
 
 
-async def test_lateness_may_be_the_answers_doing(scorer, mine):
+async def test_a_timeout_may_be_a_wrong_answer(scorer, mine):
     judge = scorer(function=f"{mine}:late_is_wrong", timeout_s=0.4)
     late, right = await asyncio.gather(
         judge.score(make_trajectory(("assistant", "hang"))),
@@ -216,7 +216,7 @@ async def test_lateness_may_be_the_answers_doing(scorer, mine):
     assert (right.reward, right.metrics) == (1.0, {"grader_timeout": 0.0})
 
 
-def test_what_cannot_run_in_a_process_is_refused():
+def test_rewards_that_cannot_run_in_a_process_are_refused():
     with pytest.raises(RegistryError, match="is a class: process=True is for functions"):
 
         @reward("of_a_class", process=True)
@@ -363,12 +363,12 @@ def test_mistakes_in_several_functions(several, mine, config, says):
         (["reward.functions={a: 0, b: 0}"], "all weights are 0"),
     ],
 )
-def test_what_several_functions_contradict(settings, says):
+def test_settings_that_contradict_several_functions(settings, says):
     with pytest.raises(ConfigError, match=says):
         load_config(overrides=settings)
 
 
-def test_rows_without_a_grader_are_refused_where_it_has_a_part(several):
+def test_rows_without_a_grader_are_refused_if_the_reward_includes_it(several):
     scorer = make_scorer(RewardConfig(functions={"exact": 1, "grader": 0.5}))
     with pytest.raises(UserError, match="no grader for data_source 'mine'"):
         check_graders([row(data_source="mine")], scorer)
@@ -445,7 +445,7 @@ def test_groups_are_scored_when_they_are_complete(rollouts):
     assert [s.reward for s in alone.scored] == [0.0]
 
 
-def test_a_group_is_of_those_that_survived(rollouts):
+def test_a_group_has_only_the_rollouts_that_were_not_dropped(rollouts):
     seen = []
     ranked("rank_survivors", seen)
     engine = FailingEngine(["a"], failures=3, only=lambda e: e.startswith("train-0-0-1-"))
@@ -460,7 +460,7 @@ def test_a_group_is_of_those_that_survived(rollouts):
     assert groups[0].dropped == 1
 
 
-def test_a_failed_judge_is_asked_again_and_nothing_is_played_again(rollouts):
+def test_a_failed_judge_is_retried_without_another_rollout(rollouts):
     attempts = Counter()
 
     @reward("shaky")
@@ -479,7 +479,7 @@ def test_a_failed_judge_is_asked_again_and_nothing_is_played_again(rollouts):
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_a_judge_that_stays_down_drops_and_never_zeroes(rollouts, group):
+def test_a_judge_that_stays_down_drops_rollouts_without_a_reward_of_0(rollouts, group):
     @reward("down", group=group)
     def down(one_or_more):
         raise Infrastructure("the judge is down")
@@ -511,7 +511,7 @@ def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
 
 
 @pytest.mark.load
-async def test_hostile_answers_do_not_hold_up_the_good_ones():
+async def test_hostile_answers_do_not_delay_good_ones():
     """L6: 1 000 calls, 2 workers, one in twenty hangs, crashes or eats all memory."""
     executor = RewardExecutor(RewardConfig(timeout_s=0.2, workers=2))
     bad = (

@@ -379,7 +379,7 @@ def test_a_judge_that_is_down_is_infrastructure_not_a_reward():
 
 
 @pytest.mark.parametrize("source", ["turn", "tool"])
-def test_a_nan_from_elsewhere_is_found_too(source):
+def test_a_nan_of_another_reward_source_is_caught_too(source):
     trajectory = make_trajectory(
         ("assistant", "#### 12"), turns=(turn(rewards={source: math.nan}),)
     )
@@ -432,7 +432,7 @@ def test_budget_policy(policy, stop_reason, expected, masked):
     assert scored.rewards["outcome"] == 1.0, "what was earned stays on record"
 
 
-async def test_scores_that_no_weight_uses_are_said_once(caplog):
+async def test_scores_without_a_weight_are_reported_once(caplog):
     scorer = make_scorer(RewardConfig(tool_weight=1.0))
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         for _ in range(3):
@@ -441,7 +441,7 @@ async def test_scores_that_no_weight_uses_are_said_once(caplog):
     assert "reward.turn_weight is 0" in caplog.text
 
 
-async def test_no_warning_where_there_is_nothing_to_say(caplog):
+async def test_no_warning_without_unused_scores(caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         await make_scorer(RewardConfig()).score(make_trajectory(("assistant", "#### 12")))
     assert not caplog.records

@@ -79,7 +79,7 @@ async def test_what_the_kernel_stores_for_a_program_counts_as_its_memory(attack)
 
 @needs_sandbox
 @needs_cgroup
-async def test_a_box_goes_on_after_a_program_that_took_too_much():
+async def test_a_box_works_after_a_program_that_took_too_much_memory():
     place = open_sandbox(SandboxConfig())
     box = await place.open(limits=LIMITS)
     done = await box.run(ATTACKS["sockets"])
@@ -101,7 +101,7 @@ async def test_one_process_at_its_own_limit_gets_a_memory_error_and_is_not_ended
 
 @needs_sandbox
 @needs_cgroup
-async def test_a_program_that_cannot_be_limited_is_a_fault_of_the_machine(monkeypatch):
+async def test_a_program_that_cannot_be_limited_is_an_infrastructure_error(monkeypatch):
     def refused(self, pid):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -177,14 +177,14 @@ SECOND = "31 23 0:28 / FOLDER/cg rw,nosuid - cgroup2 cgroup2 rw\n"
         ("0::/user.slice/s.scope\n", {"user.slice": "cpu\n", "user.slice/s.scope": "\n"}, []),
     ],
 )  # fmt: skip
-def test_where_cgroups_of_the_second_version_can_be_made(tmp_path, own, controllers, folders):
+def test_folders_where_cgroups_v2_can_be_made(tmp_path, own, controllers, folders):
     controllers = {f"cg/{name}": text for name, text in controllers.items()}
     proc = world(tmp_path, own, SECOND, controllers)
-    found = [parent.folder for parent in cgroup._candidates(proc)]
-    assert found == [tmp_path / "cg" / name for name in folders]
+    candidates = [parent.folder for parent in cgroup._candidates(proc)]
+    assert candidates == [tmp_path / "cg" / name for name in folders]
 
 
-def test_the_first_version_is_taken_if_it_has_the_memory(tmp_path):
+def test_cgroups_v1_is_used_if_it_has_the_memory_controller(tmp_path):
     first = "35 31 0:32 /docker/1 FOLDER/memory rw - cgroup cgroup rw,memory\n"
     other = "36 31 0:33 / FOLDER/pids rw - cgroup cgroup rw,pids\n"
     (tmp_path / "memory" / "mine").mkdir(parents=True)

@@ -99,10 +99,10 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "said"), MISTAKES, ids=range(len(MISTAKES)))
-def test_mistakes(arguments, error, said, monkeypatch):
+@pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes(arguments, error, message, monkeypatch):
     monkeypatch.delenv("AGENTRL_TOOLS_TOKEN", raising=False)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         run(*arguments)
 
 
@@ -136,9 +136,9 @@ def test_serve():
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said.startswith("1 tools at http://127.0.0.1:")
-    url = said.split()[3].rstrip(":")
+    line = process.stdout.readline()
+    assert line.startswith("1 tools at http://127.0.0.1:")
+    url = line.split()[3].rstrip(":")
     assert fetch_json(url, "/tools", timeout=5)[0] == 401
     status, answer = fetch_json(url, "/tools", token="t", timeout=5)
     assert (status, answer["tools"][0]["name"]) == (200, "calculator")

@@ -57,12 +57,12 @@ async def test_a_cancelled_wait_leaves_its_job_and_the_others():
     assert not other.done()
 
 
-async def test_waits_that_are_called_off_leave_their_jobs():
+async def test_cancelled_waits_leave_their_jobs():
     deadline, loop = Deadline(30.0), asyncio.get_running_loop()
     jobs = [loop.create_future() for _ in range(4)]
     waits: Waiters = set()
-    given = [waits, waits, waits, None]
-    tasks = [asyncio.create_task(deadline.wait(j, w)) for j, w in zip(jobs, given, strict=True)]
+    limits = [waits, waits, waits, None]
+    tasks = [asyncio.create_task(deadline.wait(j, w)) for j, w in zip(jobs, limits, strict=True)]
     await asyncio.sleep(0)
     jobs[2].set_result(None)
     assert await tasks[2] is False

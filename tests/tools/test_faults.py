@@ -17,7 +17,7 @@ import pytest
 from agentrl import registry
 from agentrl.errors import ToolServerError, UserCodeError
 from agentrl.http import HttpClient
-from agentrl.http.client import _retry_after_seconds
+from agentrl.http.client import retry_after_seconds
 from agentrl.tools import HttpToolbox, tool
 from agentrl.tools import toolbox as toolbox_module
 from agentrl.tools.serving.listen import ToolServer
@@ -158,14 +158,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-async def test_answers_that_are_none(url, key, name):
+async def test_malformed_answers_are_infrastructure_errors(url, key, name):
     """Each is a machine's failure, at once; the call that did not run may be sent again."""
-    fault, error, said = FAULTS[name]
+    fault, error, message = FAULTS[name]
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = [fault]
         began = time.monotonic()
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             await played(box, key)
         assert time.monotonic() - began < 1.0
         assert (len(proxy.calls), RAN.count(key)) == (1, 0)
@@ -173,7 +173,7 @@ async def test_answers_that_are_none(url, key, name):
 
 
 @pytest.mark.parametrize("fault", [None, b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\nhalf"])
-async def test_a_connection_that_breaks_is_tried_again_once(url, key, fault):
+async def test_a_broken_connection_is_retried_once(url, key, fault):
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = [fault]
@@ -185,7 +185,7 @@ async def test_a_connection_that_breaks_is_tried_again_once(url, key, fault):
         assert (len(proxy.calls), RAN.count(key)) == (4, 1)
 
 
-async def test_an_answer_that_is_lost_is_given_again(url, key):
+async def test_a_lost_answer_is_sent_again(url, key):
     """The tool is not idempotent, and ran: sent again, the call is not run again."""
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
@@ -213,7 +213,7 @@ async def test_an_answer_that_never_comes_costs_the_deadline(url, key, monkeypat
 
 
 @pytest.mark.parametrize("status", ["503 Busy", "429 Too Many Requests"])
-async def test_a_busy_server_is_asked_again_when_it_says(url, key, status):
+async def test_a_busy_server_is_retried_after_its_delay(url, key, status):
     async with through(url) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = [
@@ -241,7 +241,7 @@ async def test_a_slow_network_that_loses_things(url, key):
         assert len(proxy.calls) == 28
 
 
-async def test_a_busy_server_is_not_asked_beyond_the_deadline(url, key, monkeypatch):
+async def test_a_busy_server_is_not_retried_beyond_the_deadline(url, key, monkeypatch):
     monkeypatch.setattr(toolbox_module, "REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(toolbox_module, "max_answer_seconds", lambda timeout: timeout)
     async with through(url) as (proxy, box):
@@ -254,18 +254,18 @@ async def test_a_busy_server_is_not_asked_beyond_the_deadline(url, key, monkeypa
         assert len(proxy.calls) == 2
 
 
-async def test_only_who_asks_for_patience_has_to_have_it(url):
+async def test_a_busy_answer_is_returned_unless_wait_if_busy_is_set(url):
     async with through(url) as (proxy, box):
         proxy.faults = [answer("503 Busy", BUSY, "retry-after: 1")]
-        async with HttpClient(box._url) as client:
+        async with HttpClient(box.url) as client:
             began = time.monotonic()
             status, _ = await client.request_json("POST", "/calls ".strip(), {}, deadline=began + 5)
         assert (status, time.monotonic() - began < 0.5) == (503, True)
 
 
-def test_when_to_come_again():
-    assert [_retry_after_seconds(text) for text in (b"0", b" 12 ")] == [0.0, 12.0]
-    assert 50 < _retry_after_seconds(formatdate(time.time() + 60, usegmt=True).encode()) <= 60
-    assert _retry_after_seconds(formatdate(time.time() - 60, usegmt=True).encode()) == 0.0
+def test_retry_after_headers():
+    assert [retry_after_seconds(text) for text in (b"0", b" 12 ")] == [0.0, 12.0]
+    assert 50 < retry_after_seconds(formatdate(time.time() + 60, usegmt=True).encode()) <= 60
+    assert retry_after_seconds(formatdate(time.time() - 60, usegmt=True).encode()) == 0.0
     for nonsense in (b"soon", b"-1", b"1.5", b"", b"\xff", b"\xb2", b"nan"):
-        assert _retry_after_seconds(nonsense) == float("inf")
+        assert retry_after_seconds(nonsense) == float("inf")

@@ -85,14 +85,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "target", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_options_that_cannot_be_kept(options, target, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("options", "target", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_impossible_options(options, target, message):
+    with pytest.raises(UserError, match=message):
         tool(**options)(target)
     assert registry.tools.names() == []
 
 
-def test_options_that_hand_one_episode_to_another():
+def test_options_that_would_share_state_between_episodes():
     def reads(state, messages): ...
 
     with pytest.raises(
@@ -141,13 +141,13 @@ async def test_a_rate_limit_spreads_calls_and_takes_none_of_their_time(toolbox):
         began.append(time.monotonic())
         return "yes"
 
-    asked = time.monotonic()
+    start_time = time.monotonic()
     results = await run(toolbox, *[("api", {})] * 8)
     assert [r.content for r in results] == ["yes"] * 8
-    assert all(start >= asked + i / 20 for i, start in enumerate(began))
+    assert all(start >= start_time + i / 20 for i, start in enumerate(began))
 
 
-async def test_a_call_that_the_rate_limit_lets_wait_too_long(monkeypatch):
+async def test_a_call_that_waits_too_long_for_the_rate_limit(monkeypatch):
     monkeypatch.setattr(runner, "QUEUE_SECONDS", 0.3)
 
     @tool(rate_limit=5)
@@ -161,7 +161,7 @@ async def test_a_call_that_the_rate_limit_lets_wait_too_long(monkeypatch):
     await box.aclose()
 
 
-async def test_equal_arguments_get_the_equal_answer(toolbox):
+async def test_equal_arguments_share_one_result(toolbox):
     called: Counter[str] = Counter()
 
     @tool(cache=True, idempotent=True, retries=0)
@@ -189,8 +189,8 @@ async def test_equal_arguments_get_the_equal_answer(toolbox):
     assert called == {"a": 2, "b": 1, "unknown": 2}
 
 
-async def test_who_gives_up_on_a_shared_answer_leaves_it_to_the_others():
-    found = ResultCache()
+async def test_a_cancelled_caller_leaves_a_shared_result_to_the_others():
+    cache = ResultCache()
     runs = []
 
     async def find_out() -> ToolResult:
@@ -198,32 +198,32 @@ async def test_who_gives_up_on_a_shared_answer_leaves_it_to_the_others():
         await asyncio.sleep(0.05)
         return ToolResult("found")
 
-    first, second = (asyncio.create_task(found.answer(b"k", find_out)) for _ in range(2))
+    first, second = (asyncio.create_task(cache.answer(b"k", find_out)) for _ in range(2))
     await asyncio.sleep(0.01)
     first.cancel()
     assert (await second).content == "found"
-    assert (await found.answer(b"k", find_out)).seconds == 0.0
+    assert (await cache.answer(b"k", find_out)).seconds == 0.0
     assert len(runs) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000)), max_size=30))
-def test_what_is_remembered_is_bounded_and_the_longest_unused_goes(asked):
-    found = ResultCache(max_size=4000)
+def test_the_result_cache_is_bounded_and_drops_the_least_recently_used(lookups):
+    cache = ResultCache(max_size=4000)
     model: dict[bytes, int] = {}
 
     async def play():
-        for key, size in asked:
+        for key, size in lookups:
             k = b"%d" % key
 
             async def find_out(size=size) -> ToolResult:
                 return ToolResult("x" * size)
 
-            result = await found.answer(k, find_out)
+            result = await cache.answer(k, find_out)
             assert len(result.content) == model.get(k, size)
             model[k] = model.pop(k, size)
             while sum(v + 501 for v in model.values()) > 4000:
                 del model[next(iter(model))]
-            assert [*found._answers] == [*model]
+            assert [*cache._answers] == [*model]
 
     asyncio.run(play())
 
@@ -269,7 +269,7 @@ def dice():
     return {n: {"dice": {"create_kwargs": {"at": n}}} for n in ("init", "slow init", "reward")}
 
 
-async def test_an_object_a_call(toolbox, dice):
+async def test_an_object_for_each_call(toolbox, dice):
     kwargs = {"dice": {"create_kwargs": {"sides": 20}}}
     sample = row("dice", tools_kwargs=kwargs)
     await toolbox.open(sample.id, sample)
@@ -284,7 +284,7 @@ async def test_an_object_a_call(toolbox, dice):
     assert Counter(LIVES) == {"made": 3, "reward": 3, "close": 3}
 
 
-async def test_a_calls_object_is_closed_whatever_happens(toolbox, dice):
+async def test_the_object_of_a_call_is_always_closed(toolbox, dice):
     [late] = await run(toolbox, ("throw", {"how": "5"}), tools=["dice"])
     assert (late.error, late.reward, LIVES) == ("timeout", None, ["made", "close"])
     del LIVES[:]
@@ -303,7 +303,7 @@ async def test_an_object_that_is_made_too_late_is_closed(toolbox, dice):
     assert LIVES == ["made", "close"]
 
 
-async def test_who_gives_up_on_a_call_closes_its_object(dice):
+async def test_a_cancelled_call_closes_its_object(dice):
     box = LocalToolbox()
     sample = row("dice")
     await box.open(sample.id, sample)
@@ -351,7 +351,7 @@ async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
     await box.aclose()
 
 
-async def test_arguments_that_a_process_cannot_be_given_leave_its_place(monkeypatch, caplog):
+async def test_a_call_that_cannot_be_sent_to_a_process_frees_its_place(monkeypatch, caplog):
     """Whatever goes wrong is an answer, and the next call finds room."""
     registry.load_file(PROCESSES)
     monkeypatch.setattr(runner, "PROCESSES", 2)
@@ -404,7 +404,7 @@ async def test_the_text_of_an_exception_is_for_the_log(toolbox, caplog):
 
 
 @pytest.mark.parametrize("where", ["in_a_thread", "in_a_process", "on_the_loop"])
-async def test_a_call_whose_episode_ends(toolbox, tmp_path, where):
+async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path, where):
     """It has its answer at once, and its place until it really ends: no second one runs beside."""
     registry.load_file(PROCESSES)
     name, log = f"stay_{where}", tmp_path / "log"
@@ -495,14 +495,14 @@ async def test_the_row_and_the_conversation(toolbox):
             """Nothing."""
             return str(sandbox)
 
-    said = Message("assistant", "é <t>", (ToolCall("x", {"a": [1]}), ToolCall("y", {"a": 2**70})))
+    turn = Message("assistant", "é <t>", (ToolCall("x", {"a": [1]}), ToolCall("y", {"a": 2**70})))
     results = await run(
         toolbox,
         ("told", {"k": 1}),
         ("calls", {}),
         ("nothing", {"sandbox": True}),
         tools=["told", "reader"],
-        messages=[Message("user", "hi"), said],
+        messages=[Message("user", "hi"), turn],
         ground_truth="42",
     )
     assert results[0].content == "42 [('assistant', 'é <t>')]"
@@ -510,7 +510,7 @@ async def test_the_row_and_the_conversation(toolbox):
     assert results[2].content == "True"
 
 
-async def test_only_tools_that_ask_are_sent_the_conversation(url, monkeypatch):
+async def test_only_tools_with_the_parameter_get_the_conversation(url, monkeypatch):
     @tool
     def quiet() -> str:
         """Quiet."""
@@ -539,7 +539,7 @@ async def test_only_tools_that_ask_are_sent_the_conversation(url, monkeypatch):
     await box.aclose()
 
 
-async def test_the_sandbox_is_the_loops_own():
+async def test_the_sandbox_of_a_tool_is_the_current_one():
     @tool
     async def which(sandbox: Sandbox) -> str:
         """Which."""
@@ -565,7 +565,7 @@ def g_mixed(*, state: str | None = None, sample): ...
 
 
 @pytest.mark.parametrize(
-    ("function", "models", "given_"),
+    ("function", "models", "injected"),
     [
         (g_bare, ["a"], {"state", "sample", "messages", "sandbox"}),
         (g_typed, ["a"], {"state", "sample", "messages", "sandbox"}),
@@ -576,16 +576,16 @@ def g_mixed(*, state: str | None = None, sample): ...
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_whose_a_parameter_is(function, models, given_):
+def test_parameters_of_the_model_and_injected_parameters(function, models, injected):
     tool(function)
     assert parameters(function.__name__) == models
     record = registry.tools.get(function.__name__)
-    assert record.injected == given_
-    assert not any(name in record.functions[0].parameters.usage for name in given_)
-    assert {*record.spec.injected} == given_
+    assert record.injected == injected
+    assert not any(name in record.functions[0].parameters.usage for name in injected)
+    assert {*record.spec.injected} == injected
 
 
-async def test_a_schema_by_hand_may_offer_such_a_name(toolbox):
+async def test_a_handwritten_schema_may_offer_the_name_of_an_injected_parameter(toolbox):
     written = {"type": "object", "properties": {"state": {"type": "string"}}}
 
     @tool(schema={"function": {"name": "address", "parameters": written}})
@@ -625,8 +625,8 @@ BAD_JSON: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), BAD_JSON, ids=range(len(BAD_JSON)))
-async def test_what_no_tool_is_given(toolbox, arguments, said):
+@pytest.mark.parametrize(("arguments", "message"), BAD_JSON, ids=range(len(BAD_JSON)))
+async def test_arguments_that_no_tool_gets(toolbox, arguments, message):
     """H2: whoever parsed it."""
     reached = []
 
@@ -643,11 +643,11 @@ async def test_what_no_tool_is_given(toolbox, arguments, said):
     assert reached == [good]
     assert results[0].content == "ok"
     assert results[1].error == "bad_call"
-    assert said in results[1].content
+    assert message in results[1].content
     assert len(results[1].content.splitlines()) == 1
 
 
-async def test_who_speaks_to_the_server_itself_gets_no_further(url):
+async def test_direct_requests_to_the_server_are_checked_too(url):
     @tool
     def hungry(x: Any) -> str:
         """Eat."""
@@ -678,7 +678,7 @@ async def test_odd_names_of_calls(toolbox):
     assert results[-1].ok
 
 
-async def test_a_bad_call_is_said_in_one_line(toolbox):
+async def test_a_bad_call_is_logged_in_one_line(toolbox):
     tool(f)
     sample = row("f")
     await toolbox.open(sample.id, sample)
@@ -697,7 +697,7 @@ ANY = st.recursive(
 
 
 @given(st.dictionaries(st.text(), ANY))
-def test_what_passes_is_read_again_as_it_was(arguments):
+def test_encoded_arguments_are_decoded_unchanged(arguments):
     encoded = encode_arguments(ToolCall("f", arguments))
     if isinstance(encoded, bytes):
         assert json.loads(encoded, parse_constant=pytest.fail) == arguments
@@ -753,7 +753,7 @@ CRASHES = {"generator", "iterator", "deep", "rude", "big number", "reward"}
 
 
 @pytest.mark.parametrize("what", RETURNED)
-async def test_whatever_a_tool_returns_is_text_that_can_be_shown(toolbox, what):
+async def test_any_return_value_of_a_tool_becomes_text(toolbox, what):
     """H3: bounded, valid UTF-8, and the episode goes on."""
 
     @tool
@@ -789,7 +789,7 @@ async def test_whatever_a_tool_returns_is_text_that_can_be_shown(toolbox, what):
         assert "omitted ...]" in results[0].content
 
 
-async def test_an_exception_that_cannot_say_what_it_is(toolbox):
+async def test_an_exception_whose_str_raises(toolbox):
     @tool
     def rude() -> str:
         """Rude."""
@@ -852,7 +852,7 @@ class Hooked:
         """Pull."""
 
 
-def test_reserved_and_doubled_names():
+def test_reserved_and_duplicate_names():
     with pytest.raises(UserError, match="'Tree' contains itself"):
         tool(g_recursive)
     for hook in ("reward", "close"):
@@ -919,7 +919,7 @@ async def test_forty_hung_tools():
 @pytest.mark.parametrize(
     "name", ["os.system", "../../x.py", "module:attr", "/etc/passwd", "a.py:f"]
 )
-def test_rows_name_what_is_registered_and_nothing_else(name):
+def test_rows_can_name_registered_tools_only(name):
     """S10: code comes from the files of the config alone."""
     sample = replace(row(name, interaction=name, data_source=name), agent_name=name)
     with pytest.raises(UserError) as e:

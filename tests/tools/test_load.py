@@ -188,7 +188,7 @@ async def test_twice_as_much_as_it_can_take(file):
         await box.aclose()
 
 
-async def test_a_surplus_beyond_the_deadline_is_a_machines_failure(file, monkeypatch):
+async def test_calls_that_wait_beyond_the_deadline_are_infrastructure_errors(file, monkeypatch):
     from agentrl.tools import toolbox
 
     monkeypatch.setattr(toolbox, "REQUEST_SECONDS", 0.5)

@@ -136,13 +136,13 @@ def test_a_server_over_http():
         answers(ToolCall("web__add", {"a": 1}))
 
 
-def test_loading_it_twice_is_one_connection():
+def test_loading_a_server_twice_makes_one_connection():
     load_file(named("honest.py", label="h"))
     load_file(named("honest.py", label="h"))
     assert len(source._loaded) == 1
 
 
-def test_a_call_that_fails_takes_no_other_with_it():
+def test_a_call_that_fails_fails_no_other():
     load_file(named("hostile.py", "raises"))
     calls = [ToolCall("Hostile__say", {"slow": True}) for _ in range(3)]
     calls.insert(1, ToolCall("Hostile__say", {"bad": True}))
@@ -159,7 +159,7 @@ def test_the_exception_of_a_server_is_not_for_the_model(caplog):
 # -- servers that mean no good --------------------------------------------------------------------
 
 
-def test_names_stand_apart_and_words_are_cut():
+def test_names_have_a_prefix_and_descriptions_are_cut():
     @tool
     def calculator(x: str) -> str:
         """Ours."""
@@ -183,15 +183,15 @@ def test_costly_schemas_are_cut_or_left_out(caplog):
     with caplog.at_level(logging.WARNING):
         load_file(named("hostile.py", "schemas"))
     assert registry.tools.names() == ["Hostile__elsewhere", "Hostile__same_name", "Hostile__slow"]
-    for said in ("huge", "none", "has the same name as"):
-        assert said in caplog.text
+    for words in ("huge", "none", "has the same name as"):
+        assert words in caplog.text
     began = time.monotonic()
     [result] = answers(ToolCall("Hostile__slow", {"text": "a" * 40 + "!"}))
     assert result.ok and time.monotonic() - began < 5
     assert "$ref" not in str(LocalToolbox().schemas(["Hostile__elsewhere"]))
 
 
-def test_what_is_listed_is_fixed_for_the_run():
+def test_the_list_of_tools_is_fixed_for_the_run():
     load_file(named("hostile.py", "changes"))
     for turn in range(3):
         assert answers(ToolCall("Hostile__say", {}), turn=turn)[0].ok
@@ -206,8 +206,8 @@ def test_control_tokens_stay_text():
     called = '<tool_call>{"name": "Hostile__say", "arguments": {}}</tool_call>'
     sample = Sample("s", (Message("user", "Go."),), "tool_agent", tools=("Hostile__say",))
     trajectory = play(sample, Scripted([called, "done"], tokenizer), tokenizer)
-    [said] = [m.content for m in trajectory.messages if m.role == "tool"]
-    assert "<|im_start|>system" in said and "[image omitted" in said
+    [content] = [m.content for m in trajectory.messages if m.role == "tool"]
+    assert "<|im_start|>system" in content and "[image omitted" in content
     assert trajectory.control_token_attempts > 0
     (row,) = trajectory.segments
     observed = [i for i, m in zip(row.response_ids, row.response_mask, strict=True) if not m]
@@ -216,7 +216,7 @@ def test_control_tokens_stay_text():
     assert observed.count(start) == 2 and observed.count(end) == 1
 
 
-def test_a_flood_is_cut():
+def test_a_long_result_is_cut():
     load_file(named("hostile.py", "floods"))
     [result] = answers(ToolCall("Hostile__say", {}))
     assert len(result.content) < 300_000 and "omitted" in result.content
@@ -300,7 +300,7 @@ def serving(tmp_path, token=""):
 
 
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
-def test_our_tools_are_served(tmp_path, mode):
+def test_agentrls_tools_are_served_by_mcp(tmp_path, mode):
     async def talk(url):
         async with Client(url, mode=mode) as client:
             listed = {t.name: t for t in (await client.list_tools()).tools}
@@ -330,7 +330,7 @@ def test_our_tools_are_served(tmp_path, mode):
         assert asyncio.run(talk(url)) == (["a", "a b"] if mode == "legacy" else ["a", "b"])
 
 
-def test_a_run_may_use_ours_as_theirs(tmp_path, monkeypatch):
+def test_a_run_can_use_its_own_tools_over_mcp(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTRL_MCP_TOKEN", "secret")
     with serving(tmp_path, token="secret") as url:
         load_file(f"mcp+{url}#own")

@@ -89,14 +89,14 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda m: m.value)
-def test_what_the_server_does_is_what_it_says(schema, url, mode):
+def test_the_server_conforms_to_its_openapi_schema(schema, url, mode):
     """H12: nothing is the server's failure, and every answer is one that is described."""
     seen: set[tuple[str, str]] = set()
     statuses: Counter[int] = Counter()
     session = requests.Session()
     session.trust_env = False
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
         seen.add((operation.method.upper(), operation.path))
         if mode is GenerationMode.NEGATIVE and operation.method.upper() == "GET":
             continue  # takes nothing that could be wrong
@@ -162,8 +162,8 @@ def test_metrics(client):
 
     def value(line: str) -> float:
         page = client.get("/metrics").text
-        found = re.search(rf"^{re.escape(line)} (\S+)$", page, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        match = re.search(rf"^{re.escape(line)} (\S+)$", page, re.MULTILINE)
+        return float(match[1]) if match else 0.0
 
     lines = {
         'agentrl_tool_calls_total{outcome="ok",tool="echo"}': 2,

@@ -203,15 +203,15 @@ def parameters(function) -> dict[str, Any]:
     ("function", "expected"), SCHEMAS, ids=lambda v: getattr(v, "__name__", "")
 )
 def test_schemas(function, expected):
-    found = parameters(function)
-    Draft202012Validator.check_schema(found)
-    assert found == expected
+    schema = parameters(function)
+    Draft202012Validator.check_schema(schema)
+    assert schema == expected
 
 
 def test_nested_models_are_inlined_and_closed():
-    found = parameters(f_nested)
-    assert found["properties"]["place"] == PLACE
-    trip = found["properties"]["trip"]
+    schema = parameters(f_nested)
+    assert schema["properties"]["place"] == PLACE
+    trip = schema["properties"]["trip"]
     assert trip["anyOf"][0]["properties"]["stops"] == {"type": "array", "items": PLACE}
     assert trip["default"] is None
 
@@ -305,8 +305,8 @@ def test_the_function_stays_what_it_was():
 def test_arguments_arrive_typed():
     tool(f_nested)
     check = registry.tools.get("f_nested").functions[0].parameters.check
-    given_ = check({"place": {"title": "x", "unit": "fahrenheit"}})
-    assert given_ == {"place": ShardInfo(title="x", unit=Unit.F)}
+    arguments = check({"place": {"title": "x", "unit": "fahrenheit"}})
+    assert arguments == {"place": ShardInfo(title="x", unit=Unit.F)}
     tool(f_typed)
     check = registry.tools.get("f_typed").functions[0].parameters.check
     assert check({"options": {"deep": True}, "box": {"width": 2}})["box"] == Box(2)
@@ -316,7 +316,7 @@ def test_arguments_arrive_typed():
     assert check(names) == names
 
 
-def test_what_was_not_given_is_left_to_the_function():
+def test_missing_arguments_get_the_functions_defaults():
     marker = object()
 
     @tool
@@ -326,7 +326,7 @@ def test_what_was_not_given_is_left_to_the_function():
     assert registry.tools.get("f").functions[0].parameters.check({"a": 2}) == {"a": 2}
 
 
-def test_faults_are_short_and_say_what_was_expected():
+def test_errors_are_short_and_say_what_was_expected():
     def f(color: Literal["red", "blue"], n: int, deep: dict[str, list[int]] | None = None):
         """F."""
 
@@ -357,7 +357,7 @@ class Point(BaseModel):
         ({}, "'n' is required."),
     ],
 )
-def test_faults_in_the_words_of_tool_calling_data(arguments, fault):
+def test_errors_use_the_words_of_tool_calling_data(arguments, fault):
     def f(
         n: Annotated[int, Field(ge=0)],
         text: str | None = None,
@@ -373,7 +373,7 @@ def test_faults_in_the_words_of_tool_calling_data(arguments, fault):
     assert str(e.value).startswith(fault)
 
 
-def test_a_validator_of_the_users_own_is_heard():
+def test_validators_of_users_are_applied():
     def even(n: int) -> int:
         if n % 2:
             raise ValueError("must be even")
@@ -471,14 +471,14 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("define", "said"), BROKEN, ids=range(len(BROKEN)))
-def test_definitions_that_no_model_could_call(define, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("define", "message"), BROKEN, ids=range(len(BROKEN)))
+def test_definitions_that_no_model_could_call(define, message):
+    with pytest.raises(UserError, match=message):
         define()
     assert registry.tools.names() == []
 
 
-def test_what_may_take_any_argument():
+def test_functions_that_take_any_argument():
     """A constructor, a function whose schema is written by hand, and one that a decorator wraps."""
     open_schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
 

@@ -169,8 +169,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "status"), REFUSED, ids=range(len(REFUSED)))
 def test_requests_that_are_refused(url, text, status):
-    found, headers, body = send(url, text)
-    assert (found, headers["content-type"]) == (status, "application/json")
+    actual, headers, body = send(url, text)
+    assert (actual, headers["content-type"]) == (status, "application/json")
     assert "Traceback" not in body.decode()
     json.loads(body)
 
@@ -201,14 +201,14 @@ def test_a_head_that_does_not_come(url, monkeypatch):
             s.sendall(before)
             if before:
                 assert s.recv(65536).startswith(b"HTTP/1.1 200")
-            began, said = time.monotonic(), b""
+            began, answer = time.monotonic(), b""
             s.settimeout(0.05)
             for byte in itertools.cycle(request("GET", "/tools")[:-4] + b"x"):
                 with contextlib.suppress(TimeoutError):
-                    said = s.recv(65536)
+                    answer = s.recv(65536)
                     break
                 s.sendall(bytes([byte]))
-            assert said.startswith(b"HTTP/1.1 408 "), said
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
             assert time.monotonic() - began < 3.0
     assert send(url, request("GET", "/health"))[0] == 200
 
@@ -216,7 +216,7 @@ def test_a_head_that_does_not_come(url, monkeypatch):
 def endless(url: str, head: bytes, chunk: bytes, most: int) -> tuple[int, bytes]:
     """Send until it is refused: how much was taken, and what was said."""
     host, _, port = url.removeprefix("http://").partition(":")
-    sent, said = 0, b""
+    sent, answer = 0, b""
     with socket.create_connection((host, int(port)), 10) as s:
         with contextlib.suppress(ConnectionError):
             s.sendall(head)
@@ -225,11 +225,11 @@ def endless(url: str, head: bytes, chunk: bytes, most: int) -> tuple[int, bytes]
                 sent += len(chunk)
         s.settimeout(5.0)
         with contextlib.suppress(ConnectionError):
-            said = s.recv(65536)
-    return sent, said
+            answer = s.recv(65536)
+    return sent, answer
 
 
-def test_nothing_endless_is_kept():
+def test_endless_requests_are_cut_off():
     """Heads, bodies and trailers that never end are cut off, and memory stays where it is."""
     url, token, server = serve_in_background(["shelf:calculator"])
     good = request("POST", "/sessions", None, authorization=f"Bearer {token}")[:-2]
@@ -259,7 +259,7 @@ def test_nothing_endless_is_kept():
         assert resident() - before < 2**26
 
 
-def test_what_is_let_in(url):
+def test_requests_that_are_accepted(url):
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8900", "[::1]:80"):
         assert send(url, request("GET", "/tools", host=host))[0] == 200
     status, _, body = send(url, request("GET", "/health", authorization=""))
@@ -269,7 +269,7 @@ def test_what_is_let_in(url):
     assert send(url, request("DELETE", "/sessions/e"))[::2] == (200, b'{"reward":0.0}')
 
 
-async def test_the_protocol_by_hand(url):
+async def test_the_protocol_with_raw_requests(url):
     """As a driver in another language would speak it."""
     async with HttpClient(url, token=TOKEN) as client:
 
@@ -312,7 +312,7 @@ async def test_the_protocol_by_hand(url):
         assert (status, answer["error"]) == (404, "UnknownEpisode")
 
 
-async def test_what_is_sent_twice_must_be_the_same(url):
+async def test_a_repeated_request_must_be_the_same(url):
     """By the values of the JSON: the order of keys and of tools says nothing."""
 
     def post(path: str, text: str) -> tuple[int, dict]:
@@ -340,7 +340,7 @@ async def test_what_is_sent_twice_must_be_the_same(url):
         status, answer = opened(tools, other)
         assert (status, answer["error"]) == (409, "SessionConflict"), (tools, other)
     calls = '{{"turn": 0, "call_index": {}, "name": "{}", "arguments": {}}}'
-    asked = [
+    cases = [
         ("double", '{"n": 1}', ['{"n":1}'], ['{"n": true}', '{"n": 1.0}', '{"n": "1"}', "{}"]),
         (
             "fill",  # changes what it is given
@@ -349,7 +349,7 @@ async def test_what_is_sent_twice_must_be_the_same(url):
             ['{"with_": {"a": [false], "b": 1.5}}', '{"with_": {"a": [0, 0], "b": 1.5}}'],
         ),
     ]
-    for index, (name, first, same, different) in enumerate(asked):
+    for index, (name, first, same, different) in enumerate(cases):
         answer = post("/sessions/twice/calls", calls.format(index, name, first))
         assert answer[0] == 200 and answer[1]["ok"]
         for arguments in (first, *same):
@@ -397,7 +397,7 @@ async def test_openapi_describes_the_protocol(url):
 
 
 @pytest.mark.parametrize(
-    ("host", "port", "token", "said"),
+    ("host", "port", "token", "message"),
     [
         ("0.0.0.0", 0, "", "--host 0.0.0.0 lets other machines run your tools"),
         ("::", 0, "", "a token is required"),
@@ -405,8 +405,8 @@ async def test_openapi_describes_the_protocol(url):
         ("192.0.2.1", 0, "x", "cannot serve on 192.0.2.1:0"),
     ],
 )
-def test_servers_that_do_not_start(host, port, token, said):
-    with pytest.raises(UserError, match=said):
+def test_servers_that_do_not_start(host, port, token, message):
+    with pytest.raises(UserError, match=message):
         ToolServer(host, port, token, lambda: None)
 
 
@@ -440,7 +440,7 @@ async def test_a_server_in_the_background():
     server.stop()
 
 
-def test_what_a_served_tool_says_is_heard(tmp_path, caplog):
+def test_the_output_of_a_served_tool_is_logged(tmp_path, caplog):
     file = tmp_path / "talker.py"
     file.write_text("print('loading')\nfrom agentrl import tool\n")
     with serve_in_background([str(file)]).handle:
@@ -551,8 +551,8 @@ def test_importing_tools_is_light():
         "import sys; from agentrl.tools import HttpToolbox, open_toolbox, tool\n"
         "print({'fastapi', 'torch', 'starlette', 'ray', 'transformers'} & {*sys.modules})"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set()\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 async def test_the_toolbox_that_the_config_asks_for(monkeypatch):

@@ -134,13 +134,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "error", "said"), BAD)
-async def test_bad_calls_are_texts_the_model_reads(toolbox, name, arguments, error, said):
+@pytest.mark.parametrize(("name", "arguments", "error", "message"), BAD)
+async def test_bad_calls_are_texts_the_model_reads(toolbox, name, arguments, error, message):
     result = await ask(toolbox, name, arguments)
     assert (result.ok, result.error, result.reward) == (False, error, None)
-    assert said in result.content
+    assert message in result.content
     assert result.error == error and result.content.startswith("Error: ")
-    assert error != "crash" or result.content.endswith(said)  # the type, and nothing of the text
+    assert error != "crash" or result.content.endswith(message)  # the type, and nothing of the text
     assert len(result.content) <= 300
 
 
@@ -151,7 +151,7 @@ async def test_results_of_the_tools_own_making(toolbox):
     assert (await ask(toolbox, "give", {"what": "classed"})).error == "mine"
 
 
-async def test_a_flood_is_cut_in_the_middle(toolbox):
+async def test_a_long_result_is_cut_in_the_middle(toolbox):
     result = await ask(toolbox, "flood")
     assert 262_144 <= len(result.content) < 262_250
     assert "[... 37857 characters omitted ...]" in result.content
@@ -282,8 +282,8 @@ async def test_each_episode_has_its_own_objects(toolbox, zoo):
     assert await say(second, 0, "x") == ["x"]
     assert await say(first, 1, "c") == ["Error: full: 2 lines"]
     assert await say(second, 1, "y", "z") == ["x y", "x y z"]
-    [told] = await toolbox.run([ToolCall("truth", {})], first.id, 2)
-    assert told.content == "42"
+    [result] = await toolbox.run([ToolCall("truth", {})], first.id, 2)
+    assert result.content == "42"
     assert await toolbox.close(first.id) == 2.0
     assert await toolbox.close(first.id) == 2.0
     assert await toolbox.close(second.id) == 3.0
@@ -329,7 +329,7 @@ async def test_the_row_arrives_as_it_is(toolbox, zoo):
     assert await toolbox.close(episode) == 0.0
 
 
-async def test_calls_run_side_by_side_and_are_answered_in_order(toolbox):
+async def test_calls_run_concurrently_and_are_answered_in_order(toolbox):
     sample = row("nap", "async_add")
     await toolbox.open(sample.id, sample)
     naps = [0.4, 0.05, 0.3, 0.1, 0.2]
@@ -379,17 +379,17 @@ async def test_an_object_that_hangs_says_so(toolbox, zoo):
 
 
 @pytest.mark.parametrize(
-    ("at", "said"),
+    ("at", "message"),
     [
         ("init raises", "tool 'stuck': constructor: ValueError: in init"),
         ("init", "tool 'stuck': constructor took more than 0.3 s"),
     ],
 )
-async def test_a_constructor_that_fails(toolbox, zoo, at, said):
+async def test_a_constructor_that_fails(toolbox, zoo, at, message):
     """The objects made before it are closed, and not asked for a reward."""
     zoo.RELEASE.clear()
     sample = row("notebook", "stuck", tools_kwargs={"stuck": {"create_kwargs": {"at": at}}})
-    with pytest.raises(UserCodeError, match=said):
+    with pytest.raises(UserCodeError, match=message):
         await toolbox.open(sample.id, sample)
     assert await toolbox.close(sample.id) == 0.0
     assert zoo.CLOSED.count(f"notebook {sample.id}") == 1
@@ -397,20 +397,20 @@ async def test_a_constructor_that_fails(toolbox, zoo, at, said):
 
 
 @pytest.mark.parametrize(
-    ("at", "said"),
+    ("at", "message"),
     [
         ("reward raises", r"tool 'stuck': reward\(\): ValueError: in reward"),
         ("reward", r"tool 'stuck': reward\(\) took more than 0.3 s"),
         ("reward nan", r"tool 'stuck': reward\(\) returned nan, expected a finite number"),
     ],
 )
-async def test_a_reward_that_fails(toolbox, zoo, at, said):
+async def test_a_reward_that_fails(toolbox, zoo, at, message):
     """It is an error and never a 0, also when asked again; everything is closed all the same."""
     zoo.RELEASE.clear()
     sample = row("stuck", "notebook", tools_kwargs={"stuck": {"create_kwargs": {"at": at}}})
     await toolbox.open(sample.id, sample)
     for _ in range(2):
-        with pytest.raises(UserCodeError, match=said):
+        with pytest.raises(UserCodeError, match=message):
             await toolbox.close(sample.id)
     assert zoo.CLOSED.count(f"notebook {sample.id}") == 1
     assert zoo.CLOSED.count(f"stuck {sample.id}") == 1
@@ -436,7 +436,7 @@ async def test_create_kwargs_that_the_constructor_refuses(toolbox):
         await toolbox.open("other", row("note"))
 
 
-async def test_infrastructure_that_is_down_is_not_the_models_doing(toolbox):
+async def test_infrastructure_that_is_down_is_not_an_error_of_the_model(toolbox):
     with pytest.raises(ToolServerError, match="tool 'backend_down': the search index is down"):
         await ask(toolbox, "backend_down")
 
@@ -468,7 +468,7 @@ async def test_max_concurrency(toolbox, zoo):
     assert {int(r.content) for r in results} <= {1, 2}
 
 
-async def test_a_call_asked_for_again_runs_once(toolbox, zoo):
+async def test_a_repeated_request_for_a_call_runs_it_once(toolbox, zoo):
     """While it runs, and after; another call under its key is refused."""
     key, sample = uuid.uuid4().hex, row("once", "add")
     await toolbox.open(sample.id, sample)
@@ -500,7 +500,7 @@ async def test_a_bug_in_a_tool_is_logged_once(toolbox, caplog):
     assert caplog.text.count("Traceback") == 1
 
 
-async def test_hung_tools_hold_their_deadlines_and_nobody_up(toolbox, zoo):
+async def test_hung_tools_end_at_their_deadlines_and_delay_no_other(toolbox, zoo):
     zoo.RELEASE.clear()
     sample = row("hang", "add")
     await toolbox.open(sample.id, sample)
@@ -527,7 +527,7 @@ async def test_closing_while_a_call_runs(toolbox, zoo):
     assert zoo.CLOSED.count(f"notebook {sample.id}") == 1
 
 
-async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
+async def test_a_call_that_cannot_start_is_not_an_error_of_the_model(zoo, monkeypatch):
     zoo.RELEASE.clear()
     monkeypatch.setattr(runner, "THREADS", 1)
     monkeypatch.setattr(runner, "QUEUE_SECONDS", 0.2)
@@ -536,8 +536,8 @@ async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
     await box.open(sample.id, sample)
     [result] = await box.run([ToolCall("hang", {})], sample.id, 0)
     assert result.error == "timeout"
-    said = r"'add': a call could not start within 0\.2 s .*Calls that hang .* 1 of 'hang'"
-    with pytest.raises(ToolServerError, match=said):
+    message = r"'add': a call could not start within 0\.2 s .*Calls that hang .* 1 of 'hang'"
+    with pytest.raises(ToolServerError, match=message):
         await box.run([ToolCall("add", {"a": 1})], sample.id, 1)
     zoo.RELEASE.set()
     await asyncio.sleep(0.05)
@@ -547,7 +547,7 @@ async def test_no_room_is_not_the_models_doing(zoo, monkeypatch):
     await box.aclose()
 
 
-async def test_sessions_that_nobody_uses_are_closed(zoo, caplog, monkeypatch):
+async def test_unused_sessions_are_closed(zoo, caplog, monkeypatch):
     monkeypatch.setattr(session, "IDLE_SECONDS", 0.2)
     host = ToolHost()
     reaper = asyncio.create_task(host.close_idle_sessions())
@@ -588,7 +588,7 @@ def test_two_tools_with_a_function_of_the_same_name(zoo):
         LocalToolbox().schemas(["notebook", "diary"])
 
 
-async def test_a_server_that_is_not_there():
+async def test_an_unreachable_server():
     box = HttpToolbox("http://127.0.0.1:1")
     with pytest.raises(ToolServerError, match=r"GET http://127\.0\.0\.1:1/tools: "):
         await box.open("e", row("add"))

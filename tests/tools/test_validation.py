@@ -87,7 +87,7 @@ SUITE = [
 
 
 @pytest.mark.parametrize(("schema", "data", "valid"), SUITE)
-def test_cases_of_json_schemas_own_suite(schema, data, valid):
+def test_cases_of_the_json_schema_test_suite(schema, data, valid):
     assert is_valid(schema, data) == valid
 
 
@@ -101,7 +101,7 @@ TEXTS = ("", "a", "b", "ab", "a\n", "{", "}", "{e}", "a{e}", "[]", "a&b", "a-b",
 @examples(300)
 @given(st.lists(st.sampled_from(PARTS.split()), min_size=1, max_size=4).map("".join))
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_patterns_mean_what_they_mean_to_re(pattern):
+def test_patterns_match_as_in_re(pattern):
     """`regex` knows more than `re`: nothing of that changes a pattern that `re` understands."""
     try:
         known = re.compile(pattern)
@@ -172,24 +172,24 @@ def cpu_of(schema: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, floa
     began = time.thread_time()
     try:
         parameters.check_in_thread(arguments)
-        said = ""
+        error = ""
     except InvalidArguments as e:
-        said = str(e)
-    return said, time.thread_time() - began
+        error = str(e)
+    return error, time.thread_time() - began
 
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_check_ends_in_time(what):
     """Python's `re`, or jsonschema alone, would take seconds to centuries here."""
     schema, arguments = HOSTILE[what]
-    said, seconds = cpu_of(schema, arguments)
+    error, seconds = cpu_of(schema, arguments)
     size = len(str(arguments))
     assert seconds < thread_seconds(size) + 0.5
     if what == "classic":
-        assert "does not match" in said
+        assert "does not match" in error
     else:
-        assert said.startswith("validating them took too long. Use shorter and simpler")
-        assert "Expected: f(" in said
+        assert error.startswith("validating them took too long. Use shorter and simpler")
+        assert "Expected: f(" in error
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -225,7 +225,7 @@ def test_unique_items_are_linear():
     assert seconds(4_000) < 0.5
 
 
-def test_numbers_that_collide_are_no_way_around_it():
+def test_unique_items_are_linear_for_colliding_hashes():
     """hash(-1) == hash(-2): lists of these have one hash, and a set of them would be quadratic."""
     items = [[-1 - (i >> bit & 1) for bit in range(12)] for i in range(4096)]
     began = time.thread_time()
@@ -257,12 +257,12 @@ def test_long_arguments_that_are_valid_pass():
     small = {"points": arguments["points"][:10], "shares": {}}
     assert len(parameters.check(small)["points"]) == 10
     wrong = {**arguments, "shares": {str(i): -i for i in range(1000, 6000)}}
-    said = "'shares.1000' must be at least 0, got -1000; 'shares.1001' "
-    with pytest.raises(InvalidArguments, match=re.escape(said)):
+    message = "'shares.1000' must be at least 0, got -1000; 'shares.1001' "
+    with pytest.raises(InvalidArguments, match=re.escape(message)):
         parameters.check_in_thread(wrong)
 
 
-def test_only_long_arguments_leave_the_loop():
+def test_only_long_arguments_are_validated_off_the_event_loop():
     def f(text: Annotated[str, Field(pattern="^a*$")]) -> str:
         """F."""
         return ""
@@ -274,13 +274,13 @@ def test_only_long_arguments_leave_the_loop():
         parameters.check({"text": longest["text"] + "a"})
 
 
-def test_a_nest_that_python_cannot_follow():
+def test_arguments_nested_beyond_the_recursion_limit():
     wrapped: dict[str, Any] = {"$ref": "#/$defs/t"}
     for _ in range(20):
         wrapped = {"allOf": [wrapped]}
     schema = {"$defs": {"t": of(a=wrapped)}, **of(a={"$ref": "#/$defs/t"})}
-    said, _ = cpu_of(schema, nested(MAX_DEPTH - 1))
-    assert said == "they are nested too deeply. Expected: f(a: any = null)"
+    error, _ = cpu_of(schema, nested(MAX_DEPTH - 1))
+    assert error == "they are nested too deeply. Expected: f(a: any = null)"
 
 
 # -- on a server ----------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def unique(items: set[int | str]) -> str:
 
 
 @pytest.mark.load
-async def test_other_episodes_do_not_notice_it(tmp_path):
+async def test_a_slow_validation_does_not_delay_other_episodes(tmp_path):
     """A real server: hostile calls fail with a text for the model, good ones are answered."""
     file = tmp_path / "tools.py"
     file.write_text(TOOLS)
@@ -326,11 +326,11 @@ async def test_other_episodes_do_not_notice_it(tmp_path):
         working = asyncio.gather(*(box.run(hostile, e, 0) for e in episodes[1:]))
         waits = []
         while not working.done():
-            asked = time.monotonic()
+            start = time.monotonic()
             call = ToolCall("good", {"text": "x"})
             async with asyncio.timeout(15):
                 [result] = await box.run([call], episodes[0], len(waits))
-            waits.append(time.monotonic() - asked)
+            waits.append(time.monotonic() - start)
             assert result.content == "x"
         assert time.monotonic() - began < 15
         for refused, counted in working.result():
@@ -355,14 +355,14 @@ def raising(kind: type[BaseException]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (OSError, "Error: the tool failed: OSError"),
         (ToolError, "Error: postgres://root:hunter2@db"),
     ],
 )
 @pytest.mark.parametrize("length", [1, 100_000])
-async def test_a_type_that_raises_is_a_tool_that_failed(caplog, kind, said, length):
+async def test_a_type_that_raises_is_a_tool_that_failed(caplog, kind, message, length):
     def f(text, n=1):
         """F."""
 
@@ -372,7 +372,7 @@ async def test_a_type_that_raises_is_a_tool_that_failed(caplog, kind, said, leng
     await box.open("e", Sample("s", (), tools=("f",)))
     with caplog.at_level(logging.ERROR):
         [result] = await box.run([ToolCall("f", {"text": "x" * length, "n": 3})], "e", 0)
-    assert result.content == said
+    assert result.content == message
     assert ("hunter2" in caplog.text) == (kind is OSError)
     await box.aclose()
 
@@ -413,7 +413,7 @@ def test_schemas_that_are_refused(schema, why):
         parameters_from_schema(schema, "f", "here")
 
 
-def test_a_draft_at_the_root_is_left_aside():
+def test_the_schema_key_at_the_root_is_ignored():
     """Exporters write it. It would bring back that draft's own validator, without a time limit."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -425,7 +425,7 @@ def test_a_draft_at_the_root_is_left_aside():
         parameters.check_in_thread({"a": {"a": {"x": "a" * 40 + "!"}}})
 
 
-def test_words_that_are_keywords_elsewhere():
+def test_properties_named_like_keywords():
     schema = of(
         pattern={"type": "string"},
         unevaluatedItems={"const": {"$ref": "http://x", "pattern": "("}},
@@ -469,7 +469,7 @@ def test_a_look_around_pattern_in_json_schema_extra_is_searched():
         parameters.check({"x": "a"})
 
 
-def test_a_type_of_pydantics_own():
+def test_a_pydantic_type():
     def f(amount: Decimal) -> str:
         """F."""
         return ""

@@ -114,7 +114,7 @@ async def ask(box: HttpToolbox, name: str, episode: str, turn: int, **arguments)
     return result.content
 
 
-def test_where_an_episode_stays():
+def test_the_worker_of_an_episode():
     """Drivers in other languages work out the same."""
     assert [worker_number(e, 3) for e in ("a", "train-0-1", "ü")] == [0, 2, 1]
     assert {worker_number(f"e{i}", 1) for i in range(9)} == {0}
@@ -124,7 +124,7 @@ def test_where_an_episode_stays():
     assert [ShardInfo((10, 11, 12), n).other_port("a") for n in range(3)] == [0, 10, 10]
 
 
-async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file, caplog):
+async def test_episodes_stay_with_their_worker_and_a_killed_worker_is_restarted(file, caplog):
     url, token, server = serve_in_background([file], workers=2)
     with server:
         box, ids = HttpToolbox(url, token), [f"e{i}" for i in range(8)]
@@ -172,14 +172,14 @@ async def test_episodes_stay_with_their_worker_and_a_killed_one_comes_back(file,
     assert not any(map(alive, server.pids))
 
 
-def test_the_config_says_how_many(file):
+def test_the_config_sets_the_number_of_workers(file):
     config = load_config(None, ["tools.workers=2", f"files=[{file}]"])
     tokenizer = byte_tokenizer()
     engine = Scripted([call("pid"), "done"], tokenizer)
     with open_rollouts(config, engine, ChatTemplate(tokenizer), _scorer(config)) as rollouts:
         groups = rollouts.collect(_rows(4, "pid"), n=4, sampling=Sampling(), step=0)
-    said = results(groups)
-    assert len(said) == 2 and all(s.isdigit() for s in said)
+    pids = results(groups)
+    assert len(pids) == 2 and all(s.isdigit() for s in pids)
 
 
 def _scorer(config: Config):
@@ -238,7 +238,7 @@ def test_a_server_killed_in_the_middle_of_a_call_costs_no_reward(file):
         assert results(groups) == {str(second)}
 
 
-async def test_a_call_that_its_server_died_under_is_not_run_again(file, tmp_path):
+async def test_a_call_whose_server_died_is_not_run_again(file, tmp_path):
     notes = tmp_path / "notes"
     served = serve_in_background([file])
     with served.handle as server:
@@ -254,7 +254,7 @@ async def test_a_call_that_its_server_died_under_is_not_run_again(file, tmp_path
         await box.aclose()
 
 
-async def test_what_a_tool_left_running_ends_with_its_worker_and_delays_no_other(file):
+async def test_processes_that_a_tool_left_end_with_its_worker_and_delay_no_other(file):
     """It holds the output of the worker that died."""
     served = serve_in_background([file])
     with served.handle as server:
@@ -306,7 +306,7 @@ def free_pair() -> int:
     raise AssertionError("no two free ports in a row")
 
 
-def test_ports_follow_the_first(file):
+def test_ports_are_numbered_from_the_first(file):
     """Where one of them is taken, nothing is left behind."""
     port = free_pair() + 1
     cannot = pytest.raises(UserError, match=f"cannot serve on 127.0.0.1:{port}")
@@ -333,13 +333,13 @@ def serve(file: str, *options: str) -> tuple[subprocess.Popen[str], str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said.startswith("5 tools at http://"), said
-    return process, said.split()[3].rstrip(":")
+    line = process.stdout.readline()
+    assert line.startswith("5 tools at http://"), line
+    return process, line.split()[3].rstrip(":")
 
 
 @pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
-async def test_a_server_that_is_told_to_stop_ends_what_runs(file, tmp_path, options):
+async def test_a_server_that_is_stopped_ends_running_calls(file, tmp_path, options):
     """SIGTERM: no new sessions or calls, the one that runs is answered, objects are closed."""
     end, notes = tmp_path / "end", tmp_path / "notes"
     process, url = serve(file, *options)
@@ -378,7 +378,7 @@ async def test_a_server_that_is_told_to_stop_ends_what_runs(file, tmp_path, opti
 
 @pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_the_second_signal_ends_it_at_once(file, tmp_path, options, first):
+async def test_a_second_signal_ends_the_server_at_once(file, tmp_path, options, first):
     notes = tmp_path / "notes"
     process, url = serve(file, *options)
     try:
@@ -403,7 +403,7 @@ async def test_the_second_signal_ends_it_at_once(file, tmp_path, options, first)
         process.wait()
 
 
-def test_workers_end_with_who_started_them(file):
+def test_workers_end_with_their_parent(file):
     process, url = serve(file, "--workers", "2")
     _, answer = fetch_json(url, "/tools", token="t", timeout=5)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

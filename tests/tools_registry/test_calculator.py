@@ -59,7 +59,7 @@ def test_values(calculator, expression, value):
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("1/0", "division by zero"),
         ("1%0", "division by zero"),
@@ -96,11 +96,11 @@ def test_values(calculator, expression, value):
         ("f" + "(-" * 90 + "1" + ")" * 90, "cannot evaluate"),
     ],
 )
-def test_nonsense_is_told(calculator, expression, said):
+def test_invalid_expressions_are_tool_errors(calculator, expression, message):
     began = time.process_time()
     with pytest.raises(ToolError) as e:
         calculator(expression)
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert time.process_time() - began < 0.5
 
 
@@ -119,18 +119,18 @@ def test_integers_are_exact(calculator, expression):
 @given(st.integers(-(10**20), 10**20), st.integers(1, 10**20))
 def test_quotients(calculator, a, b):
     """Exact where they can be, else the nearest float."""
-    said = calculator(f"{a}/{b}")
+    answer = calculator(f"{a}/{b}")
     if a % b == 0:
-        assert said == str(a // b)
+        assert answer == str(a // b)
     else:
-        assert Fraction(said) == Fraction(a / b) or float(said) == a / b
+        assert Fraction(answer) == Fraction(a / b) or float(answer) == a / b
 
 
 @given(st.text("0123456789+-*/%(). ^e,", max_size=40) | st.text(max_size=20))
-def test_it_answers_or_refuses(calculator, expression):
+def test_any_expression_is_a_number_or_a_tool_error(calculator, expression):
     try:
-        said = calculator(expression)
+        answer = calculator(expression)
     except ToolError as e:
         assert str(e)
     else:
-        float(said)
+        float(answer)

@@ -31,16 +31,16 @@ def short():
 async def say(tool, *calls, create_kwargs=None):
     """What a model reads in answer to calls, one after another, in an episode of its own."""
     load_file(f"shelf:{tool}")
-    given = {tool: {"create_kwargs": create_kwargs or {}}}
-    sample = Sample("row", (Message("user", "Go."),), tools=(tool,), tools_kwargs=given)
+    tools_kwargs = {tool: {"create_kwargs": create_kwargs or {}}}
+    sample = Sample("row", (Message("user", "Go."),), tools=(tool,), tools_kwargs=tools_kwargs)
     box = LocalToolbox()
     await box.open("e", sample)
     try:
-        said = []
+        texts = []
         for turn, (name, arguments) in enumerate(calls):
             (result,) = await box.run([ToolCall(name, arguments)], episode_id="e", turn=turn)
-            said.append(result)
-        return said
+            texts.append(result)
+        return texts
     finally:
         await box.close("e")
         await box.aclose()
@@ -58,7 +58,7 @@ def code(*programs):
 
 
 @pytest.mark.parametrize(
-    ("done", "said"),
+    ("done", "expected"),
     [
         (Completed("12\n", "", 0), "12"),
         (Completed("", "", 0), "(no output)"),
@@ -72,8 +72,8 @@ def code(*programs):
         (Completed("", "x" * 3000, 1), "stderr:\n[...]\n" + "x" * 2000 + "\n[exit code 1]"),
     ],
 )
-def test_reports(done, said):
-    assert report(done) == said
+def test_reports(done, expected):
+    assert report(done) == expected
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_program_that_parses_still_does(program):
 
 @needs_sandbox
 async def test_python():
-    said = await texts(
+    results = await texts(
         "python",
         *code(
             "sum(n * n for n in range(10))",
@@ -154,18 +154,20 @@ async def test_python():
             "open('/etc/passwd')",
         ),
     )
-    assert said[:3] == ["285", "a\n'b'", "(no output)"]
-    assert "NameError: name 'x' is not defined" in said[3] and said[3].endswith("[exit code 1]")
-    assert "line 1" in said[3]
-    assert said[4] == "stderr:\non the way\n[exit code 3]"
-    assert "SyntaxError" in said[5]
-    assert "FileNotFoundError" in said[6]
+    assert results[:3] == ["285", "a\n'b'", "(no output)"]
+    assert "NameError: name 'x' is not defined" in results[3] and results[3].endswith(
+        "[exit code 1]"
+    )
+    assert "line 1" in results[3]
+    assert results[4] == "stderr:\non the way\n[exit code 3]"
+    assert "SyntaxError" in results[5]
+    assert "FileNotFoundError" in results[6]
 
 
 @needs_sandbox
 async def test_python_that_misbehaves():
     began = time.monotonic()
-    said = await texts(
+    results = await texts(
         "python",
         *code(
             "while True: pass",
@@ -174,15 +176,15 @@ async def test_python_that_misbehaves():
             "a = 'x' * 10**11",
         ),
     )
-    assert "timed out after 2 s" in said[0] or "CPU time" in said[0]
-    assert "too much output" in said[1] and len(said[1]) < 140_000
-    assert said[2].endswith("[crashed: SIGSEGV]")
-    assert "MemoryError" in said[3]
+    assert "timed out after 2 s" in results[0] or "CPU time" in results[0]
+    assert "too much output" in results[1] and len(results[1]) < 140_000
+    assert results[2].endswith("[crashed: SIGSEGV]")
+    assert "MemoryError" in results[3]
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("tool", ["python", "python_session"])
-async def test_programs_have_a_length(tool):
+async def test_programs_have_a_maximum_length(tool):
     if tool == "python":
         with pytest.raises(ToolError, match="has 20001 characters, maximum 20000"):
             await load_file("shelf:python").python("x" * 20_001, None)
@@ -192,7 +194,7 @@ async def test_programs_have_a_length(tool):
             await session.python("x" * 20_001)
 
 
-def test_what_is_given_is_not_shown():
+def test_injected_parameters_are_not_in_schemas():
     load_file("shelf:python")
     load_file("shelf:python_session")
     load_file("shelf:shell")
@@ -214,14 +216,14 @@ def test_what_is_given_is_not_shown():
 
 
 @needs_sandbox
-def test_over_http_it_is_the_same():
+def test_tools_work_the_same_over_http():
     """On the server that a run starts, with the run's limits."""
     files = ["shelf:python", "shelf:shell"]
     for name in files:
         load_file(name)
-    given = {"shell": {"create_kwargs": {"files": FILES}}}
+    tools_kwargs = {"shell": {"create_kwargs": {"files": FILES}}}
     tools = ("python", "shell")
-    sample = Sample("row", (Message("user", "Go."),), tools=tools, tools_kwargs=given)
+    sample = Sample("row", (Message("user", "Go."),), tools=tools, tools_kwargs=tools_kwargs)
     calls = [
         ToolCall("python", {"code": "6 * 7"}),
         ToolCall("run", {"command": "cat 'read me.txt'"}),
@@ -235,9 +237,9 @@ def test_over_http_it_is_the_same():
         return [r.content for r in results]
 
     with open_toolbox(ToolsConfig(), files, SandboxConfig(timeout_s=1.0)) as box:
-        said = asyncio.run(talk(box))
-    assert said[:2] == ["42", "hello"]
-    assert "timed out after 1 s" in said[2] or "CPU time" in said[2]
+        outputs = asyncio.run(talk(box))
+    assert outputs[:2] == ["42", "hello"]
+    assert "timed out after 1 s" in outputs[2] or "CPU time" in outputs[2]
 
 
 # -- python_session --------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_over_http_it_is_the_same():
 
 @needs_sandbox
 async def test_a_session_keeps_variables_and_files():
-    said = await texts(
+    results = await texts(
         "python_session",
         *code(
             "x = 6",
@@ -256,21 +258,21 @@ async def test_a_session_keeps_variables_and_files():
             "x, open('notes.txt').read()",
         ),
     )
-    assert said[0] == said[1] == "(no output)"
-    assert said[2] == "12"
-    assert "ZeroDivisionError" in said[4]
-    assert said[5] == "(6, 'kept')"
+    assert results[0] == results[1] == "(no output)"
+    assert results[2] == "12"
+    assert "ZeroDivisionError" in results[4]
+    assert results[5] == "(6, 'kept')"
 
 
 @needs_sandbox
-async def test_a_session_survives_what_hangs():
-    said = await texts(
+async def test_a_session_survives_code_that_hangs():
+    results = await texts(
         "python_session",
         *code("x = 1\nopen('f', 'w').write('a')", "while True: pass", "open('f').read()", "x"),
     )
-    assert "timed out" in said[1] or "CPU time" in said[1]
-    assert said[2] == "'a'"
-    assert "NameError" in said[3]
+    assert "timed out" in results[1] or "CPU time" in results[1]
+    assert results[2] == "'a'"
+    assert "NameError" in results[3]
 
 
 @needs_sandbox
@@ -288,7 +290,7 @@ FILES = {"logs/app.log": "ok\nerror: disk\nok\nerror: net\n", "read me.txt": "he
 
 @needs_sandbox
 async def test_shell():
-    said = await texts(
+    results = await texts(
         "shell",
         ("list_files", {}),
         ("run", {"command": "grep -c error logs/app.log"}),
@@ -301,11 +303,11 @@ async def test_shell():
         ("read_file", {"path": "empty"}),
         create_kwargs={"files": FILES},
     )
-    assert said[0] == "29 logs/app.log\n6 read me.txt"
-    assert said[1:5] == ["2", "hello\n", "Wrote 3 bytes to new/deep/a.txt", "ä"]
-    assert said[5] == "logs\nnew\nread me.txt\n[exit code 4]"
-    assert said[6] == "3 new/deep/a.txt"
-    assert said[7:] == ["(no output)", "(empty file)"]
+    assert results[0] == "29 logs/app.log\n6 read me.txt"
+    assert results[1:5] == ["2", "hello\n", "Wrote 3 bytes to new/deep/a.txt", "ä"]
+    assert results[5] == "logs\nnew\nread me.txt\n[exit code 4]"
+    assert results[6] == "3 new/deep/a.txt"
+    assert results[7:] == ["(no output)", "(empty file)"]
 
 
 @needs_sandbox
@@ -318,7 +320,7 @@ async def test_a_shell_without_files():
     "path",
     ["../x", "/etc/passwd", "a/../../x", "link", "folder", "nowhere", "", "a\0b", "x" * 5000],
 )
-async def test_paths_that_lead_nowhere(path):
+async def test_invalid_paths(path):
     inner = f"{path}/f" if path == "link" else path
     made, read, written = await say(
         "shell",
@@ -332,8 +334,8 @@ async def test_paths_that_lead_nowhere(path):
 
 
 @needs_sandbox
-async def test_much_is_cut():
-    said = await texts(
+async def test_long_outputs_are_cut():
+    results = await texts(
         "shell",
         ("run", {"command": "yes | head -c 100000 > big; for i in $(seq 300); do : > f$i; done"}),
         ("read_file", {"path": "big"}),
@@ -342,15 +344,15 @@ async def test_much_is_cut():
         ("run", {"command": "x" * 20_001}),
         ("write_file", {"path": "huge", "content": "y" * 200_000}),
     )
-    assert len(said[1]) < 17_000 and said[1].endswith("use `run` to read other parts]")
-    assert len(said[2].splitlines()) == 201
-    assert said[2].endswith("[more than 200 files; list a subfolder]")
-    assert len(said[3]) < 140_000
-    assert "has 20001 characters, maximum 20000" in said[4]
+    assert len(results[1]) < 17_000 and results[1].endswith("use `run` to read other parts]")
+    assert len(results[2].splitlines()) == 201
+    assert results[2].endswith("[more than 200 files; list a subfolder]")
+    assert len(results[3]) < 140_000
+    assert "has 20001 characters, maximum 20000" in results[4]
 
 
 @needs_sandbox
-async def test_a_full_folder_is_told():
+async def test_a_full_folder_is_reported():
     filled, more, after = await say(
         "shell",
         ("run", {"command": "for i in 1 2 3; do head -c 40000000 /dev/zero > full$i; done"}),

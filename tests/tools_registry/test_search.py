@@ -48,8 +48,8 @@ def test_the_best_passages_come_first(shelf):
 
 
 def test_long_passages_are_cut_and_can_be_read(shelf):
-    found = shelf.search("salt")
-    assert found.endswith(" ...") and 400 < len(found) < 420
+    results = shelf.search("salt")
+    assert results.endswith(" ...") and 400 < len(results) < 420
     assert shelf.read_passage("4") == f"[4] Long\n{PASSAGES[3]['text']}"
     assert shelf.read_passage(" [b2] ").startswith("[b2] Bears\n")
 
@@ -57,12 +57,12 @@ def test_long_passages_are_cut_and_can_be_read(shelf):
 @pytest.mark.parametrize(
     "query", ["", "   ", "zeppelin", "the of and", "?!", "\x00", "ground_truth"]
 )
-def test_nothing_is_found(shelf, query):
+def test_a_search_without_results(shelf, query):
     assert shelf.search(query) == "No passages found. Try other words."
 
 
 @given(query=st.text(max_size=60), k=st.integers(1, 10))
-def test_any_text_may_be_looked_for(tmp_path_factory, query, k):
+def test_any_text_is_a_valid_query(tmp_path_factory, query, k):
     module = load_file("shelf:search")
     if module._file is None:
         module.use_corpus(write(tmp_path_factory.mktemp("c") / "passages.jsonl", PASSAGES))
@@ -79,7 +79,7 @@ def test_what_is_refused(shelf):
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ("", "holds no passages"),
         ('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}\n', ":2: the id '1' comes twice"),
@@ -89,21 +89,21 @@ def test_what_is_refused(shelf):
         ('["1", "a"]\n', ":1: .* is no passage"),
     ],
 )
-def test_a_file_that_is_no_corpus(shelf, tmp_path, lines, said):
+def test_files_that_are_not_a_corpus(shelf, tmp_path, lines, message):
     file = tmp_path / "broken.jsonl"
     file.write_text(lines)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list(shelf.read_passages(file))
-    if ":2:" in said:
+    if ":2:" in message:
         shelf.use_corpus(file)
-        with pytest.raises(Infrastructure, match=said):
+        with pytest.raises(Infrastructure, match=message):
             shelf.search("a")
     else:
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             shelf.use_corpus(file)
 
 
-def test_where_the_corpus_is_is_asked_for(shelf, tmp_path, monkeypatch):
+def test_a_missing_corpus_is_an_error_with_advice(shelf, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"no corpus at nowhere\.jsonl"):
         shelf.use_corpus("nowhere.jsonl")
     monkeypatch.setattr(shelf, "_file", None)
@@ -125,15 +125,15 @@ def test_many_passages_at_once(shelf, tmp_path):
     many = [{"id": i, "text": " ".join(rng.choices(words, k=40))} for i in range(10_000)]
     many.append({"id": "needle", "text": "a quicksilver needle"})
     shelf.use_corpus(write(tmp_path / "many.jsonl", many))
-    said: list[str] = []
+    results: list[str] = []
     threads = [
-        threading.Thread(target=lambda: said.append(shelf.search("needle"))) for _ in range(8)
+        threading.Thread(target=lambda: results.append(shelf.search("needle"))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == ["[needle] a quicksilver needle"] * 8
+    assert results == ["[needle] a quicksilver needle"] * 8
     began = time.thread_time()
     for _ in range(50):
         shelf.search(" ".join(rng.choices(words, k=5)))

@@ -42,12 +42,12 @@ def test_the_example_of_the_docstring(name, shipped_registries, monkeypatch):
     assert result.output == re.sub("^    ", "", printed, flags=re.MULTILINE)
 
 
-def test_all_of_it_is_listed():
+def test_all_files_of_the_shelf_are_documented():
     """In the guide, by file and by what rows name; and each file stands for itself."""
     on_shelf = {p.stem for p in shelf_folder().glob("*.py")}
     assert set(SHELF) <= on_shelf
-    said = (ROOT / "docs" / "tools.md").read_text().split("## The shelf")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `shelf:(\w+)`", said, re.MULTILINE)) == on_shelf
+    section = (ROOT / "docs" / "tools.md").read_text().split("## The shelf")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `shelf:(\w+)`", section, re.MULTILINE)) == on_shelf
 
 
 @pytest.mark.parametrize("name", SHELF)
@@ -58,8 +58,8 @@ def test_rows_name_what_a_file_defines(name, shipped_registries, no_tools, monke
     load_file(f"shelf:{name}")
     names = registry.tools.names()
     assert name in names  # so that a row's unknown tool is found on the shelf
-    said = (ROOT / "docs" / "tools.md").read_text().split("## The shelf")[1].split("\n## ")[0]
-    (row,) = (line for line in said.splitlines() if line.startswith(f"| `shelf:{name}`"))
+    section = (ROOT / "docs" / "tools.md").read_text().split("## The shelf")[1].split("\n## ")[0]
+    (row,) = (line for line in section.splitlines() if line.startswith(f"| `shelf:{name}`"))
     listed = row.split("|")[2]
     assert re.findall(r"`(\w+)`", listed) == names
     functions = [f.name for n in names for f in registry.tools.get(n).functions]

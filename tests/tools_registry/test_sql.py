@@ -63,7 +63,7 @@ def test_long_answers_are_cut(sql):
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("SELECT prise FROM goods", "no such column: prise"),
         ("SELEC 1", 'near "SELEC": syntax error'),
@@ -99,11 +99,11 @@ def test_long_answers_are_cut(sql):
         ("ANALYZE", "is read-only"),
     ],
 )  # fmt: skip
-def test_nothing_else_can_be_done(sql, folder, query, said):
+def test_other_statements_are_refused(sql, folder, query, message):
     before = {f.name: f.read_bytes() for f in folder.iterdir()}
     with pytest.raises(ToolError) as e:
         sql.Sql("shop").sql(query.format(folder=folder))
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
 
 
@@ -123,7 +123,7 @@ ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) "
     ],
     ids=["endless", "sort", "set", "join", "quadratic", "like"],
 )  # fmt: skip
-def test_what_takes_too_much_is_ended(sql, query, monkeypatch):
+def test_queries_that_take_too_much_are_ended(sql, query, monkeypatch):
     monkeypatch.setattr(sql, "MAX_SECONDS", 0.3)
     monkeypatch.setattr(sql, "MEMORY", 64 * 1024 * 1024)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -182,7 +182,7 @@ def test_no_step_is_long(sql, expression, monkeypatch):
     ],
     ids=["likes", "copied", "doubled"],
 )
-def test_what_could_not_be_ended_is_refused(sql, query, monkeypatch):
+def test_queries_that_could_not_be_interrupted_are_refused(sql, query, monkeypatch):
     monkeypatch.setattr(sql, "MEMORY", 32 * 1024 * 1024)
     began = time.thread_time()
     with pytest.raises(ToolError, match=r"too complex|128 function calls|too much memory"):
@@ -221,7 +221,7 @@ def test_rows_name_databases_of_the_folder_alone(sql, folder, tmp_path):
     assert sql.Sql().file == folder / "shop.db"
 
 
-def test_where_databases_are_is_asked_for(sql, tmp_path, folder):
+def test_a_missing_folder_of_databases_is_an_error_with_advice(sql, tmp_path, folder):
     with pytest.raises(UserError, match=r"no databases in .*give a folder with files \*\.db"):
         sql.use_databases(tmp_path)
     sql._folder = None

@@ -42,8 +42,8 @@ def test_the_mean_of_the_group_is_subtracted():
     assert subtract_group_mean(rewards, of).tolist() == [0.5, -0.5, 0.5, -0.5, -1.0, 1.0]
     std = (4 * 0.25 / 3) ** 0.5
     expected = [0.5 / std, -0.5 / std, 0.5 / std, -0.5 / std, -(0.5**0.5), 0.5**0.5]
-    found = subtract_group_mean(rewards, of, by_std=True)
-    torch.testing.assert_close(found, tensor(expected), atol=1e-5, rtol=0.0)
+    actual = subtract_group_mean(rewards, of, by_std=True)
+    torch.testing.assert_close(actual, tensor(expected), atol=1e-5, rtol=0.0)
 
 
 def test_the_mean_of_the_others_is_subtracted():
@@ -99,9 +99,9 @@ def test_columns_are_compared_one_by_one(pairs, rng):
     other = torch.full_like(rewards, rng.random())
     both = torch.stack([rewards, other], 1)
     for compare in (subtract_group_mean, subtract_mean_of_others):
-        found = compare(both, of)
-        assert torch.equal(found[:, 0], compare(rewards, of))
-        assert not found[:, 1].any()
+        compared = compare(both, of)
+        assert torch.equal(compared[:, 0], compare(rewards, of))
+        assert not compared[:, 1].any()
 
 
 # --- gae ----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_gae_walks_in_the_order_of_turns():
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=150, deadline=None)
-def test_in_which_rows_turns_stand_changes_no_bit(turns, seed):
+def test_the_rows_of_turns_change_no_bit(turns, seed):
     """Turns (row, tokens) of one rollout in any rows, against one row in the order of time.
 
     Another rollout's row stands beside them, so that none may take from a neighbour.
@@ -242,10 +242,10 @@ def test_in_which_rows_turns_stand_changes_no_bit(turns, seed):
     beside = by_rows(
         other[0], other[1], torch.ones(1, 2).bool(), tensor([0]), 0.9, 0.8, torch.zeros(1)
     )
-    for found, expected, neighbour in zip(several, plain, beside, strict=True):
-        assert torch.equal(found[rows, columns], expected[0])
-        assert torch.equal(found[4, :2], neighbour[0])
-        assert not found[~mask].any()
+    for actual, expected, neighbour in zip(several, plain, beside, strict=True):
+        assert torch.equal(actual[rows, columns], expected[0])
+        assert torch.equal(actual[4, :2], neighbour[0])
+        assert not actual[~mask].any()
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 7))

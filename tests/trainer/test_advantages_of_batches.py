@@ -44,35 +44,37 @@ def world(**keys):
     return collate(groups, PAD, turn_weight=1.0), config(**keys)
 
 
-def told(batch, keys, values=None) -> list[list[float]]:
+def advantages_of(batch, keys, values=None) -> list[list[float]]:
     """The advantages of each row's three chosen tokens."""
-    found = make_targets(batch, keys, None, values, None)
-    assert not found.advantages[~batch.action_mask].any()
-    return [[round(a, 5) for a in row] for row in found.advantages[:, [0, 1, 3]].tolist()]
+    targets = make_targets(batch, keys, None, values, None)
+    assert not targets.advantages[~batch.action_mask].any()
+    return [[round(a, 5) for a in row] for row in targets.advantages[:, [0, 1, 3]].tolist()]
 
 
 def test_grpo_rloo_and_the_baseline_of_reinforce_plus_plus():
     batch, keys = world(algorithm__norm_adv_by_std=False)
     of_rollout = [[a] * 3 for a in (1.5, -1.5, 0.5, -0.5)]
-    assert told(batch, keys) == of_rollout
+    assert advantages_of(batch, keys) == of_rollout
     _, keys = world()
-    assert told(batch, keys) == [[round(a * 0.5**0.5, 5)] * 3 for a in (1, -1, 1, -1)]
+    assert advantages_of(batch, keys) == [[round(a * 0.5**0.5, 5)] * 3 for a in (1, -1, 1, -1)]
     _, keys = world(algorithm__name="rloo")
-    assert told(batch, keys) == [[a] * 3 for a in (3, -3, 1, -1)]
+    assert advantages_of(batch, keys) == [[a] * 3 for a in (3, -3, 1, -1)]
     name = "reinforce_plus_plus_baseline"
     _, keys = world(algorithm__name=name, algorithm__whiten_advantages=False)
-    assert told(batch, keys) == of_rollout
+    assert advantages_of(batch, keys) == of_rollout
     _, keys = world(algorithm__name=name)
     spread = (3 * (1.5**2 * 2 + 0.5**2 * 2) / 11) ** 0.5
-    assert told(batch, keys) == [[round(a / spread, 5)] * 3 for a in (1.5, -1.5, 0.5, -0.5)]
+    assert advantages_of(batch, keys) == [
+        [round(a / spread, 5)] * 3 for a in (1.5, -1.5, 0.5, -0.5)
+    ]
 
 
 def test_remax_compares_with_the_greedy_rollout():
     batch, keys = world(algorithm__name="remax")
     with pytest.raises(ConfigError, match="greedy rollout of each prompt, but the batch has none"):
-        told(batch, keys)
+        advantages_of(batch, keys)
     batch = replace(batch, baseline=tensor([2.0, 2.0, 1.0, 1.0]))
-    assert told(batch, keys) == [[a] * 3 for a in (1, -2, 1, 0)]
+    assert advantages_of(batch, keys) == [[a] * 3 for a in (1, -2, 1, 0)]
 
 
 def test_the_greedy_rollouts_reward_comes_from_the_group():
@@ -84,44 +86,44 @@ def test_the_greedy_rollouts_reward_comes_from_the_group():
     assert collate([with_greedy, group(one)], PAD).baseline is None
 
 
-def test_reinforce_plus_plus_hears_of_turns_at_their_tokens():
+def test_reinforce_plus_plus_gets_turn_rewards_at_their_tokens():
     name = "reinforce_plus_plus"
     batch, keys = world(
         algorithm__name=name, algorithm__gamma=0.5, algorithm__whiten_advantages=False
     )
     # Rewards of the chosen tokens: 0 1 2 | 0 0 0 | 0 1 1 | 0 0 1
     expected = [[1, 2, 2], [0, 0, 0], [0.75, 1.5, 1], [0.25, 0.5, 1]]
-    assert told(batch, keys) == expected
+    assert advantages_of(batch, keys) == expected
     _, keys = world(algorithm__name=name, algorithm__gamma=0.5)
     every = tensor(expected)
     white = (every - every.mean()) / every.std()
-    torch.testing.assert_close(tensor(told(batch, keys)), white, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(tensor(advantages_of(batch, keys)), white, atol=1e-4, rtol=0.0)
 
 
-def test_ppo_hears_of_turns_at_their_tokens():
+def test_ppo_gets_turn_rewards_at_their_tokens():
     batch, keys = world(
         algorithm__name="ppo", algorithm__gamma=0.5, algorithm__whiten_advantages=False
     )
     values = torch.where(batch.action_mask, 1.0, NAN)
-    found = make_targets(batch, keys, None, values, None)
-    assert found.returns is not None
-    assert found.returns[:, [0, 1, 3]].tolist() == [
+    targets = make_targets(batch, keys, None, values, None)
+    assert targets.returns is not None
+    assert targets.returns[:, [0, 1, 3]].tolist() == [
         [1, 2, 2],
         [0, 0, 0],
         [0.75, 1.5, 1],
         [0.25, 0.5, 1],
     ]
-    assert told(batch, keys, values)[0] == [0, 1, 1]
+    assert advantages_of(batch, keys, values)[0] == [0, 1, 1]
     with pytest.raises(UserCodeError, match="needs the values of a critic"):
-        told(batch, keys)
+        advantages_of(batch, keys)
 
 
 def test_any_estimator_can_be_whitened():
     batch, keys = world(algorithm__name="turn_rloo", algorithm__whiten_advantages=True)
-    found = make_targets(batch, keys, None, None, None).advantages
+    advantages = make_targets(batch, keys, None, None, None).advantages
     plain, _ = estimate(batch, keys.algorithm)
-    assert not torch.equal(found, plain)
-    torch.testing.assert_close(found, whiten(plain, batch.action_mask))
+    assert not torch.equal(advantages, plain)
+    torch.testing.assert_close(advantages, whiten(plain, batch.action_mask))
 
 
 def test_whitened_rewards_are_scaled_not_shifted():
@@ -132,11 +134,13 @@ def test_whitened_rewards_are_scaled_not_shifted():
         batch, plain = world(**keys)
         batch = replace(batch, baseline=torch.ones(4))
         _, scaled = world(algorithm__whiten_rewards=True, **keys)
-        expected = scale * tensor(told(batch, plain))
-        torch.testing.assert_close(tensor(told(batch, scaled)), expected, atol=1e-4, rtol=0.0)
+        expected = scale * tensor(advantages_of(batch, plain))
+        torch.testing.assert_close(
+            tensor(advantages_of(batch, scaled)), expected, atol=1e-4, rtol=0.0
+        )
 
 
-def test_a_kl_is_paid_before_anything_is_compared():
+def test_the_kl_penalty_is_applied_before_rewards_are_compared():
     """A nat at each token of the first rollout, of which it has three."""
     batch, keys = world(
         algorithm__name="rloo", algorithm__kl_reward_coef=0.5, algorithm__kl_type="k1"
@@ -144,8 +148,8 @@ def test_a_kl_is_paid_before_anything_is_compared():
     old = torch.where(batch.action_mask, -1.0, NAN)
     reference = old.clone()
     reference[0] -= 1
-    found = make_targets(batch, keys, old, None, reference).advantages
-    assert found[:, 0].tolist() == [1.5, -1.5, 1, -1]
+    advantages = make_targets(batch, keys, old, None, reference).advantages
+    assert advantages[:, 0].tolist() == [1.5, -1.5, 1, -1]
     steered = make_targets(batch, keys, old, None, reference, kl_coef=1.0).advantages
     assert steered[:, 0].tolist() == [0, 0, 1, -1]
     _, keys = world(
@@ -153,8 +157,8 @@ def test_a_kl_is_paid_before_anything_is_compared():
         algorithm__kl_reward_coef=0.5,
         algorithm__kl_type="k1",
     )
-    found = make_targets(batch, keys, old, None, reference).advantages
-    assert found[0].tolist() == [1.5, 2.0, 0, 1.5]
+    advantages = make_targets(batch, keys, old, None, reference).advantages
+    assert advantages[0].tolist() == [1.5, 2.0, 0, 1.5]
 
 
 # --- dead groups ----------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ def test_a_dead_group_is_one_whose_advantages_are_all_exactly_zero():
     assert dead_groups(batch, spoilt).tolist() == [True, False, True, True, False]
 
 
-def test_turns_that_earned_differently_are_alive_though_the_totals_are_equal():
+def test_different_turn_rewards_make_a_group_live_although_totals_are_equal():
     def rollout(first: float):
         row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]))
         return scored([row], 1.0, [turn(0, 0, 1, turn=first), turn(0, 2, 3)])
@@ -192,7 +196,7 @@ def test_turns_that_earned_differently_are_alive_though_the_totals_are_equal():
 # --- the registry ---------------------------------------------------------------------------------
 
 
-def test_what_ships_is_what_the_registry_says_does():
+def test_shipped_estimators_are_registered_by_their_names():
     kind = registry.advantage_estimators
     for name in kind.shipped:
         assert kind.get(name).__name__ == name
@@ -208,28 +212,30 @@ def test_what_ships_is_what_the_registry_says_does():
         (lambda r: (r, r[0]), r"a tensor of shape \(4,\) for the returns"),
     ],
 )
-def test_what_an_estimator_must_return_is_said(returns, wrong):
+def test_wrong_return_values_of_an_estimator_are_explained(returns, wrong):
     registry.advantage_estimator("mine")(lambda b, r, v, c: returns(r))
     batch, keys = world(algorithm__adv_estimator="mine")
-    said = f"the advantage estimator 'mine' returned {wrong}. It must return .advantages, returns"
-    with pytest.raises(UserCodeError, match=said):
+    message = (
+        f"the advantage estimator 'mine' returned {wrong}. It must return .advantages, returns"
+    )
+    with pytest.raises(UserCodeError, match=message):
         make_targets(batch, keys, None, None, None)
 
 
-def test_one_of_your_own():
+def test_a_custom_estimator():
 
     @registry.advantage_estimator("half")
     def half(batch, token_rewards, values, config):
         return torch.full_like(token_rewards, 0.5), None
 
     batch, keys = world(algorithm__adv_estimator="half", algorithm__filter_groups=True)
-    found = make_targets(batch, keys, None, None, None)
-    assert found.advantages[batch.action_mask].unique().tolist() == [0.5]
+    targets = make_targets(batch, keys, None, None, None)
+    assert targets.advantages[batch.action_mask].unique().tolist() == [0.5]
     registry.advantage_estimator("one a rollout")(lambda b, r, v, c: (b.rewards, None))
     registry.advantage_estimator("infinite")(lambda b, r, v, c: (r / 0, None))
     _, keys = world(algorithm__adv_estimator="one a rollout")
-    said = r"a tensor of shape \(4,\) for the advantages. It must .* \(B, T\) .*, here \(4, 4\)"
-    with pytest.raises(UserCodeError, match=said):
+    message = r"a tensor of shape \(4,\) for the advantages. It must .* \(B, T\) .*, here \(4, 4\)"
+    with pytest.raises(UserCodeError, match=message):
         make_targets(batch, keys, None, None, None)
     _, keys = world(algorithm__adv_estimator="infinite")
     with pytest.raises(RunStopped, match="estimator 'infinite' is not finite"):
@@ -287,8 +293,8 @@ def test_every_row_of_the_table_is_a_run(name):
     batch, _ = world()
     batch = replace(batch, baseline=torch.zeros(4))
     values = torch.zeros_like(batch.token_rewards)
-    found = make_targets(batch, c, None, values if c.algorithm.critic else None, None)
-    assert found.advantages[batch.action_mask].any() and found.weights.any()
+    targets = make_targets(batch, c, None, values if c.algorithm.critic else None, None)
+    assert targets.advantages[batch.action_mask].any() and targets.weights.any()
 
 
 def test_the_guide_has_the_table():
@@ -297,17 +303,17 @@ def test_the_guide_has_the_table():
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert [row[1].strip(" `") for row in rows] == list(ALGORITHMS)
     for row, keys in zip(rows, ALGORITHMS.values(), strict=True):
-        said = dict(re.findall(r"`algorithm\.(\w+)=([^`]+)`", row[2]))
-        assert said.keys() == keys.keys()
-        assert AlgorithmConfig.model_validate(said) == AlgorithmConfig.model_validate(keys)
+        documented = dict(re.findall(r"`algorithm\.(\w+)=([^`]+)`", row[2]))
+        assert documented.keys() == keys.keys()
+        assert AlgorithmConfig.model_validate(documented) == AlgorithmConfig.model_validate(keys)
 
 
-def test_what_an_estimator_does_not_read_is_named():
+def test_settings_that_an_estimator_does_not_read_are_named():
     def unread(**keys) -> set[str]:
         lines = without_effect(config(**{f"algorithm__{k}": v for k, v in keys.items()}))
         return {line.split("=")[0].removeprefix("algorithm.") for line in lines}
 
-    given = {"gamma": 0.5, "lam": 0.5, "norm_adv_by_std": False, "loss_scale": 9}
+    settings = {"gamma": 0.5, "lam": 0.5, "norm_adv_by_std": False, "loss_scale": 9}
     for estimator, read in (
         ("grpo", {"norm_adv_by_std"}),
         ("gae", {"gamma", "lam"}),
@@ -315,12 +321,12 @@ def test_what_an_estimator_does_not_read_is_named():
         ("rloo", set()),
         ("one_of_mine", {"gamma", "lam", "norm_adv_by_std"}),
     ):
-        assert unread(adv_estimator=estimator, **given) == given.keys() - read, estimator
+        assert unread(adv_estimator=estimator, **settings) == settings.keys() - read, estimator
     assert not unread(loss_agg_mode="seq-mean-token-sum-norm", loss_scale=9)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "turn_rloo", "reinforce_plus_plus_baseline"])
-def test_one_rollout_has_nothing_to_be_compared_with(name):
+def test_groups_of_one_rollout_are_refused(name):
     keys = {"algorithm__adv_estimator": name, "data__batch_size": 4}
     with pytest.raises(ValueError, match=f"adv_estimator={name} compares the rollouts of a prompt"):
         config(rollout__n=1, **keys)
@@ -373,12 +379,12 @@ def test_a_small_difference_of_large_rewards_is_learned_from_across_groups(name)
     torch.testing.assert_close(large.advantages, small.advantages, atol=1e-6, rtol=1e-6)
 
 
-def test_penalties_leave_a_small_difference_too():
+def test_penalties_keep_a_small_difference_of_large_rewards():
     """A KL in the reward, and rewards in units of their spread."""
     keys = config(algorithm__norm_adv_by_std=False, algorithm__kl_reward_coef=0.5)
-    _, found = targets_of(keys, pair(LARGE + 0.25, LARGE, LARGE), kl=0.1)
+    _, targets = targets_of(keys, pair(LARGE + 0.25, LARGE, LARGE), kl=0.1)
     # The tokens are 0 and 0.1, 0.2 and 0.3 nats away: 0.05 and 0.25 off the rewards.
-    assert found.advantages[:, 0].tolist() == pytest.approx([0.225, -0.225], abs=1e-6)
+    assert targets.advantages[:, 0].tolist() == pytest.approx([0.225, -0.225], abs=1e-6)
 
 
 EQUAL = pair(0.5, 0.5, greedy=0.5)
@@ -407,14 +413,14 @@ TEACHES = {
 
 
 @pytest.mark.parametrize("what", TEACHES)
-def test_whether_rewards_teach(what):
+def test_has_learning_signal(what):
     keys, groups, expected = TEACHES[what]
     keys = config(**{f"algorithm__{name}": value for name, value in keys.items()})
     batch, targets = targets_of(keys, *groups, kl=0.1)
     assert has_learning_signal(batch, keys.algorithm, targets) is expected
 
 
-def test_a_call_that_failed_teaches_where_rewards_are_equal():
+def test_a_failed_call_is_a_learning_signal_if_rewards_are_equal():
     batch, targets = targets_of(config(), EQUAL)
     assert not has_learning_signal(batch, config().algorithm, targets)
     costs = torch.where(batch.action_mask, 0.5, 0.0).double()

@@ -28,8 +28,8 @@ def weight(mode: str, *members, size: int = 0, scale: int = 5) -> list[float]:
     assert not weights[~batch.action_mask].any()
     rows = zip(weights, batch.action_mask, strict=True)
     chosen = [row[mask].unique().tolist() for row, mask in rows]
-    assert all(len(found) <= 1 for found in chosen)
-    return [found[0] if found else 0.0 for found in chosen]
+    assert all(len(values) <= 1 for values in chosen)
+    return [values[0] if values else 0.0 for values in chosen]
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def test_two_tokens_and_four(mode, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_more_rows_are_no_more_of_a_rollout(mode):
+def test_weights_count_rollouts_and_not_rows(mode):
     one = weight(mode, rollout(6), rollout(3))
     assert weight(mode, rollout(1, 3, 2), rollout(3)) == [one[0]] * 3 + [one[1]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_does_not_train_is_in_no_denominator(mode):
+def test_tokens_that_do_not_train_are_in_no_denominator(mode):
     alone = weight(mode, rollout(2), rollout(4))
     assert weight(mode, rollout(2), rollout(7, masked=True), rollout(4)) == [alone[0], 0, alone[1]]
 
 
-def test_a_rollout_that_said_nothing_still_is_one_of_those_averaged():
+def test_a_rollout_without_tokens_counts_in_the_mean():
     """Else the mean over rollouts would depend on what they did."""
     for mode in MODES[1:]:
         two = weight(mode, rollout(2), rollout(4))
@@ -87,13 +87,13 @@ def test_means_sum_to_one(seed, size, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_to_learn_from_weighs_nothing(mode):
+def test_a_batch_without_tokens_has_zero_weights(mode):
     assert weight(mode, rollout(0)) == [0.0]
     assert weight(mode, rollout(3, masked=True)) == [0.0]
 
 
 @pytest.mark.parametrize("scale, length", [(0, 40), (8, 8)])
-def test_the_norm_is_the_scale_or_the_longest_that_a_rollout_may_be(scale, length):
+def test_the_norm_is_loss_scale_or_the_maximum_length(scale, length):
     batch = collate([group(rollout(2), rollout(4))], PAD)
     keys = config(
         algorithm__name="dr_grpo", algorithm__loss_scale=scale, rollout__max_trajectory_tokens=40

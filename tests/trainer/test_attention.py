@@ -134,20 +134,20 @@ LAYOUTS = st.lists(
     st.sampled_from([(4, 2), (2, 2), (3, 1)]),
 )
 @settings(max_examples=80, deadline=None)
-def test_one_call_says_what_the_pieces_say(layout, seed, window, scale, heads):
+def test_one_packed_call_equals_one_call_for_each_piece(layout, seed, window, scale, heads):
     """Prompts of one response and of several, windows, shared keys; values and gradients."""
     g = torch.Generator().manual_seed(seed)
     length = sum(layout.pieces)
     shapes = [(1, h, length, 8) for h in (heads[0], heads[1], heads[1])]
     qkv = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
     upstream = torch.randn((1, length, heads[0], 8), generator=g, dtype=torch.float64)
-    found = []
+    outputs = []
     for how in (layout, ready(layout)):
         out = packed_attention(
             torch.nn.Identity(), *qkv, None, layout=how, scaling=scale, sliding_window=window
         )[0]
-        found.append((out, *torch.autograd.grad((upstream * out).sum(), qkv)))
-    assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+        outputs.append((out, *torch.autograd.grad((upstream * out).sum(), qkv)))
+    assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
 
 
 def test_the_keys_of_a_shared_prompt_are_copied_and_no_others():
@@ -167,16 +167,16 @@ def test_the_keys_of_a_shared_prompt_are_copied_and_no_others():
     assert s.present.all()
 
 
-def test_where_nothing_is_shared_nothing_is_copied():
+def test_without_shared_prompts_nothing_is_copied():
     at = varlen(Layout([3, 2, 4, 1], [1, 1]), CPU, kernel)
     assert at.sharing is None
     assert at.cu_q.tolist() == at.cu_k.tolist() == [0, 5, 10]
 
 
 def test_longest_sequences_are_rounded_up():
-    for longest, said in ((1, 128), (128, 128), (129, 256), (4097, 8192)):
+    for longest, expected in ((1, 128), (128, 128), (129, 256), (4097, 8192)):
         at = varlen(Layout([longest, 1, 1], [2]), CPU, kernel)
-        assert (at.max_q, at.max_k) == (said, 2 * said if longest == 128 else said)
+        assert (at.max_q, at.max_k) == (expected, 2 * expected if longest == 128 else expected)
 
 
 def test_copies_are_summed_in_float32():
@@ -193,7 +193,7 @@ def test_copies_are_summed_in_float32():
     assert x.grad[0].item() == 1 + n / 256
 
 
-def test_what_the_kernel_does_not_take_goes_piece_by_piece():
+def test_unsupported_inputs_are_computed_piece_by_piece():
     layout = Layout([2, 2, 3], [2])
     qkv = [torch.randn(1, 2, 7, 8) for _ in range(3)]
     expected = packed_attention(torch.nn.Identity(), *qkv, None, layout=layout)[0]
@@ -202,14 +202,14 @@ def test_what_the_kernel_does_not_take_goes_piece_by_piece():
         raise AssertionError
 
     half_only = Layout(layout.pieces, layout.responses, varlen(layout, CPU, never))
-    found = packed_attention(torch.nn.Identity(), *qkv, None, layout=half_only)[0]
-    assert torch.equal(found, expected)
+    out = packed_attention(torch.nn.Identity(), *qkv, None, layout=half_only)[0]
+    assert torch.equal(out, expected)
     with pytest.raises(AssertionError):
         half = [x.bfloat16() for x in qkv]
         packed_attention(torch.nn.Identity(), *half, None, layout=half_only)
 
 
-def test_under_autocast_all_is_of_one_kind():
+def test_under_autocast_all_tensors_have_one_dtype():
     layout = ready(Layout([2, 2, 3], [2]))
     q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):
@@ -303,8 +303,8 @@ def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_o
     torch._dynamo.utils.counters.clear()
     for layer in decoder.layers:
         layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
-    found = [run(ready(p)) for p in packs]
-    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    outputs = [run(ready(p)) for p in packs]
+    assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 

@@ -52,7 +52,7 @@ def test_segments_become_rows_and_rollouts_stay_rollouts():
     assert targets.advantages.tolist() == [[0.5], [0.5], [-0.5]]
 
 
-def test_turn_rewards_are_paid_where_the_turn_ends():
+def test_turn_rewards_are_at_the_last_token_of_the_turn():
     row = segment([1], ("A", [2, 3]), ("E", [4, 5]), ("A", [6, 7]))
     turns = [turn(0, 0, 2, turn=2.0, tool=1.0), turn(0, 4, 6, turn=4.0)]
     total = 1.0 + 0.5 * 6.0 + 0.25 * 1.0
@@ -62,7 +62,7 @@ def test_turn_rewards_are_paid_where_the_turn_ends():
     assert unweighted.token_rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
 
 
-def test_a_zeroed_rollout_takes_back_what_its_turns_earned():
+def test_a_zeroed_rollout_loses_its_turn_rewards():
     row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]), ("E", [5]))
     zeroed = scored([row], 0.0, [turn(0, 0, 1, turn=2.0), turn(0, 2, 3)])
     batch = collate([group(zeroed)], PAD, turn_weight=1.0)
@@ -79,7 +79,7 @@ def interleaved(reward: float, *, late: bool = False):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_rows_that_interleave_are_paid_where_the_last_turn_ends(late):
+def test_the_reward_of_interleaved_rows_is_at_the_end_of_the_last_turn(late):
     batch = collate([group(interleaved(2.0, late=late))], PAD, turn_weight=1.0)
     paid = [[0, 0, 0, 0, 0.25, 0], [0.5, 0, 1.25, 0, 0, 0]]
     if not late:
@@ -93,7 +93,7 @@ def test_rows_that_interleave_are_paid_where_the_last_turn_ends(late):
     assert unweighted.token_rewards.nonzero().tolist() == [[1, 2] if late else [0, 4]]
 
 
-def test_the_reward_is_paid_on_the_last_turn_that_sampled_a_token():
+def test_the_reward_is_at_the_last_turn_that_sampled_a_token():
     rows = [segment([1]), segment([2], ("A", [3, 4])), segment([5], ("A", [6]))]
     turns = [turn(2, 0, 1, thread=2), turn(1, 0, 2, thread=1)]
     batch = collate([group(scored(rows, 1.0, turns))], PAD)
@@ -104,7 +104,7 @@ def test_the_reward_is_paid_on_the_last_turn_that_sampled_a_token():
     assert torch.equal(again.token_rewards, batch.token_rewards)
 
 
-def test_ppo_walks_interleaved_rows_in_time():
+def test_ppo_reads_interleaved_rows_in_order_of_time():
     """As if the same tokens stood in one row; `turn` is what tells."""
     own = segment([1], ("A", [2, 3, 9, 5, 6]))
     turns = [turn(0, 0, 2), turn(0, 2, 3, turn=0.5), turn(0, 3, 5, turn=0.25)]
@@ -118,10 +118,10 @@ def test_ppo_walks_interleaved_rows_in_time():
     values[rows_at, columns] = one_values = tensor([0.1, -0.2, 0.3, 0.7, -0.4])
     keys = {"name": "ppo", "gamma": 0.9, "lam": 0.8}
     expected = targets_of(one, values=one_values[None], **keys)
-    found = targets_of(two, values=values, **keys)
-    assert found.returns is not None and expected.returns is not None
-    assert torch.equal(found.returns[rows_at, columns], expected.returns[0])
-    torch.testing.assert_close(found.advantages[rows_at, columns], expected.advantages[0])
+    targets = targets_of(two, values=values, **keys)
+    assert targets.returns is not None and expected.returns is not None
+    assert torch.equal(targets.returns[rows_at, columns], expected.returns[0])
+    torch.testing.assert_close(targets.advantages[rows_at, columns], expected.advantages[0])
 
 
 SIXTYFOURTHS = st.integers(-640, 640).map(lambda k: k / 64)
@@ -182,7 +182,7 @@ def test_a_masked_rollout_is_out_of_loss_and_baseline():
     assert targets.weights.tolist() == [[0.5, 0.0], [0.5, 0.0], [0.0, 0.0]]
 
 
-def test_what_is_not_finite_stops_the_run_and_is_named():
+def test_values_that_are_not_finite_stop_the_run_and_are_named():
     with pytest.raises(RunStopped, match="reward of episode e is nan"):
         collate([group(scored([segment([1], ("A", [2]))], float("nan")))], PAD)
     bad = segment([1], ("A", [2]), ("E", [3]))
@@ -223,7 +223,7 @@ def test_weights_hold_the_denominator_of_the_whole_mini_batch():
 # --- algorithms ---------------------------------------------------------------------------------
 
 
-def test_ppo_pays_the_kl_at_the_token_and_grpo_at_the_rollout():
+def test_ppo_subtracts_the_kl_at_the_token_and_grpo_from_the_rollout():
     rows = [scored([segment([1], ("A", [2, 3]), ("E", [4]))], r) for r in (1.0, 0.0)]
     batch = collate([group(*rows)], PAD)
     old = tensor([[-1.0, -2.0, float("nan")]] * 2)

@@ -50,16 +50,16 @@ def dead_pid() -> int:
     return child.pid
 
 
-def test_what_is_saved_is_found(tmp_path):
+def test_a_saved_checkpoint_is_found(tmp_path):
     root = tmp_path / "runs" / "demo"
     assert find_checkpoint(root, "auto") is None
     folder = save_checkpoint(root, 10, write, {"rng": [1, 2], "kl": 0.1})
     assert folder.name == "global_step_00000010"
-    found = find_checkpoint(root, "auto")
-    assert found is not None
-    assert (found.folder, found.step, found.skipped) == (folder, 10, ())
-    assert found.meta == {"rng": [1, 2], "kl": 0.1}
-    assert (found.folder / "actor" / "model.safetensors").read_bytes() == b"weights"
+    checkpoint = find_checkpoint(root, "auto")
+    assert checkpoint is not None
+    assert (checkpoint.folder, checkpoint.step, checkpoint.skipped) == (folder, 10, ())
+    assert checkpoint.meta == {"rng": [1, 2], "kl": 0.1}
+    assert (checkpoint.folder / "actor" / "model.safetensors").read_bytes() == b"weights"
     assert (root / LATEST).read_text() == "10"
     assert find_checkpoint(root, "never") is None
 
@@ -73,8 +73,8 @@ def test_the_newest_two_are_kept(tmp_path):
 def test_a_step_saved_again_replaces_the_first(tmp_path):
     save_checkpoint(tmp_path, 1, write, {"take": 1})
     save_checkpoint(tmp_path, 1, write, {"take": 2})
-    found = find_checkpoint(tmp_path, "auto")
-    assert found is not None and found.meta == {"take": 2}
+    checkpoint = find_checkpoint(tmp_path, "auto")
+    assert checkpoint is not None and checkpoint.meta == {"take": 2}
     assert names(tmp_path) == ["global_step_00000001", LATEST]
 
 
@@ -82,8 +82,8 @@ def test_names_without_padding_are_read_too(tmp_path):
     for step in (9, 10):
         save_checkpoint(tmp_path, step, write, {})
         (tmp_path / f"global_step_{step:08d}").rename(tmp_path / f"global_step_{step}")
-    found = find_checkpoint(tmp_path, "auto")
-    assert found is not None and found.step == 10
+    checkpoint = find_checkpoint(tmp_path, "auto")
+    assert checkpoint is not None and checkpoint.step == 10
 
 
 def truncate(folder: Path) -> None:
@@ -134,10 +134,10 @@ def test_a_damaged_one_is_skipped_with_the_reason(tmp_path, damage, reason):
     save_checkpoint(tmp_path, 1, write, {})
     newest = save_checkpoint(tmp_path, 2, write, {})
     damage(newest)
-    found = find_checkpoint(tmp_path, "auto")
-    assert found is not None and found.step == 1
-    assert len(found.skipped) == 1 and reason in found.skipped[0]
-    assert "global_step_00000002" in found.skipped[0]
+    checkpoint = find_checkpoint(tmp_path, "auto")
+    assert checkpoint is not None and checkpoint.step == 1
+    assert len(checkpoint.skipped) == 1 and reason in checkpoint.skipped[0]
+    assert "global_step_00000002" in checkpoint.skipped[0]
     with pytest.raises(ConfigError, match=r"trainer\.resume"):
         find_checkpoint(tmp_path, newest)
 
@@ -153,13 +153,13 @@ def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
 def test_resume_by_path(tmp_path):
     folder = save_checkpoint(tmp_path / "a", 3, write, {})
     for path in (str(folder), tmp_path / "a"):
-        found = find_checkpoint(tmp_path / "b", path)
-        assert found is not None and found.step == 3
+        checkpoint = find_checkpoint(tmp_path / "b", path)
+        assert checkpoint is not None and checkpoint.step == 3
     with pytest.raises(ConfigError, match=r"no such folder.*global_step_00000003"):
         find_checkpoint(tmp_path / "a", "global_step_9")
 
 
-def test_drop_after_forgets_the_abandoned_future(tmp_path):
+def test_drop_after_removes_later_checkpoints(tmp_path):
     for step in (10, 20):
         save_checkpoint(tmp_path, step, write, {})
     remove_later_checkpoints(tmp_path, 10)
@@ -170,7 +170,7 @@ def test_drop_after_forgets_the_abandoned_future(tmp_path):
     remove_later_checkpoints(tmp_path / "missing", 0)
 
 
-def test_recover_removes_what_the_dead_left_and_publishes_what_was_complete(tmp_path):
+def test_recover_removes_incomplete_checkpoints_and_publishes_complete_ones(tmp_path):
     pid = dead_pid()
     save_checkpoint(tmp_path, 1, write, {})
     complete = save_checkpoint(tmp_path, 2, write, {"late": True})
@@ -188,8 +188,8 @@ def test_recover_removes_what_the_dead_left_and_publishes_what_was_complete(tmp_
         "global_step_00000002",
         LATEST,
     ]
-    found = find_checkpoint(tmp_path, "auto")
-    assert found is not None and found.meta == {"late": True}
+    checkpoint = find_checkpoint(tmp_path, "auto")
+    assert checkpoint is not None and checkpoint.meta == {"late": True}
     recover(tmp_path / "missing")
 
 
@@ -248,7 +248,7 @@ def test_a_full_file_system(tmp_path):
     assert done.stdout == f"stopped ['global_step_00000001', '{LATEST}']\n" * 3
 
 
-def test_an_error_of_the_writer_is_its_own(tmp_path):
+def test_an_exception_of_the_writer_is_raised_unchanged(tmp_path):
     def broken(folder: Path) -> None:
         raise KeyError("optimizer")
 
@@ -351,24 +351,24 @@ def kill_while_saving(root: Path, kills: int, script: str = SAVERS) -> None:
     promised = leftovers = 0
     for _ in range(kills):
         print(root, file=savers.stdin, flush=True)
-        said: list[str] = []
+        lines: list[str] = []
         pid, awaited = 0, {"0"} if promised else {"0", "1"}  # it begins; the first one has saved
-        while not pid or not awaited <= {*said}:
-            said.append(savers.stdout.readline().strip())
-            if said[-1].startswith("pid "):
-                pid = int(said[-1].removeprefix("pid "))
+        while not pid or not awaited <= {*lines}:
+            lines.append(savers.stdout.readline().strip())
+            if lines[-1].startswith("pid "):
+                pid = int(lines[-1].removeprefix("pid "))
         time.sleep(rng.random() * 0.2)
         os.killpg(pid, signal.SIGKILL)
-        while said[-1] != "dead":
-            said.append(savers.stdout.readline().strip())
-        promised = max([promised, *(int(line) for line in said if line.isdigit())])
+        while lines[-1] != "dead":
+            lines.append(savers.stdout.readline().strip())
+        promised = max([promised, *(int(line) for line in lines if line.isdigit())])
         leftovers += any(root.glob(".tmp-*"))
         recover(root)
-        found = find_checkpoint(root, "auto")
-        assert found is not None, "unusable after a kill"
-        assert found.step >= promised, "a saved checkpoint was lost"
-        assert found.skipped == (), "a broken one was published"
-        assert found.meta == {"step": found.step}
+        checkpoint = find_checkpoint(root, "auto")
+        assert checkpoint is not None, "unusable after a kill"
+        assert checkpoint.step >= promised, "a saved checkpoint was lost"
+        assert checkpoint.skipped == (), "a broken one was published"
+        assert checkpoint.meta == {"step": checkpoint.step}
         assert not [name for name in names(root) if name.startswith((".tmp", ".old"))]
     savers.stdin.close()
     savers.stdout.close()
@@ -390,9 +390,9 @@ def test_sixty_random_kills_leave_none_unusable(tmp_path):
 def test_random_kills_of_two_ranks_leave_none_unusable(tmp_path):
     kill_while_saving(tmp_path, 8, RANKS)
     folder = min(tmp_path.glob("global_step_*"))  # the last one is not theirs
-    found = {"x": torch.zeros(100_000)}
-    read_state(folder / "actor", found)
-    assert set(found["x"].tolist()) == {float(folder.name[-8:])}
+    state = {"x": torch.zeros(100_000)}
+    read_state(folder / "actor", state)
+    assert set(state["x"].tolist()) == {float(folder.name[-8:])}
 
 
 @pytest.mark.slow
@@ -410,7 +410,7 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def test_one_process_a_folder(tmp_path):
+def test_a_folder_is_used_by_one_process(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -451,7 +451,7 @@ def test_a_changed_config_is_refused_with_the_difference():
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_keys_that_came_after_a_checkpoint_were_at_their_defaults(tmp_path, name):
+def test_keys_that_are_newer_than_a_checkpoint_count_as_defaults(tmp_path, name):
     config = Config.model_validate({"algorithm": {"name": name}})
     saved = config.model_dump(mode="json")
     for section, key in (("algorithm", "adv_estimator"), ("trainer", "nnodes"), ("optim", "name")):
@@ -468,14 +468,14 @@ def test_keys_that_came_after_a_checkpoint_were_at_their_defaults(tmp_path, name
         check_resumable(Checkpoint(tmp_path, 3, {"config": gone, "rows": "abc"}), config, "abc")
 
 
-def test_values_that_went_through_a_file_are_the_same():
+def test_values_read_back_from_a_file_are_equal():
     saved = {"a": {"path": "x", "modules": ["q", "v"], "policy": {}}, "b": 1.0}
     now = {"a": {"path": Path("x"), "modules": ("q", "v"), "policy": {}}, "b": 1.0}
     check_same_run(saved, now)
 
 
 @pytest.mark.parametrize("key", ["total_steps", "total_epochs"])
-def test_the_length_may_change_where_the_learning_rate_does_not_depend_on_it(key):
+def test_the_length_may_change_if_the_learning_rate_does_not_depend_on_it(key):
     steady, falls = {"optim": {"lr_final": 1.0}}, {"optim": {"lr_final": 0.3}}
     before, after = {"trainer": {key: 2}}, {"trainer": {key: 3}}
     check_same_run(steady | before, steady | after)
@@ -485,12 +485,12 @@ def test_the_length_may_change_where_the_learning_rate_does_not_depend_on_it(key
         check_same_run(falls | before, falls | after)
 
 
-def test_what_may_change_moves_no_weight():
-    told = {
+def test_keys_that_may_change_do_not_affect_weights():
+    keys = {
         k for k in CHANGEABLE_KEYS if k.split(".")[0] in ("model", "optim", "algorithm", "rollout")
     }
     # Where servers are, how they run, how the same policy goes to them, and what a pass costs.
-    assert told == {"optim.compile", "optim.offload", "optim.recompute"} | {
+    assert keys == {"optim.compile", "optim.offload", "optim.recompute"} | {
         f"rollout.{leaf}"
         for leaf in ("urls", "engines", "tensor_parallel_size", "python", "launch", "sync", "lora",
                      "gpu_memory_utilization", "sleep")

@@ -76,7 +76,7 @@ def rows_of(groups: Sequence[Group]) -> list[int]:
 LIVE, DEAD = (0.0, 1.0), (1.0, 1.0)
 
 
-def test_without_filter_a_step_is_one_round_of_whatever_comes():
+def test_without_a_filter_a_step_is_one_round_of_any_groups():
     table = Table({0: DEAD, 1: LIVE, 3: DEAD, 4: LIVE})
     played = collect(table, 6, 1, data__batch_size=3, data__shuffle=True)
     taken = RowOrder(6, 0).take(1, 3)
@@ -111,7 +111,7 @@ def test_over_sampling_keeps_the_first_live_groups_and_drops_the_rest():
     assert len(table.calls) == 1 and played.position == 5
 
 
-def test_where_too_few_live_it_learns_of_those():
+def test_with_too_few_live_groups_the_batch_is_smaller():
     table = Table({0: DEAD, 1: LIVE, 2: DEAD, 3: DEAD, 4: LIVE, 5: LIVE})
     keys = {"data__batch_size": 2, "algorithm__max_gen_batches": 2}
     played = collect(table, 6, **keys, **FILTER)
@@ -119,7 +119,7 @@ def test_where_too_few_live_it_learns_of_those():
     assert played.position == 4
 
 
-def test_where_none_lives_the_batch_is_of_dead_ones_and_it_says_so(caplog):
+def test_without_live_groups_the_batch_has_dead_groups_and_a_warning(caplog):
     table = Table(dict.fromkeys(range(6), DEAD))
     keys = {"data__batch_size": 2, "algorithm__max_gen_batches": 3}
     played = collect(table, 6, **keys, **FILTER)
@@ -128,7 +128,7 @@ def test_where_none_lives_the_batch_is_of_dead_ones_and_it_says_so(caplog):
     assert "in all of 6 groups" in caplog.text
 
 
-def test_groups_that_were_lost_are_neither_dead_nor_alive():
+def test_dropped_groups_are_neither_dead_nor_live():
     played = collect(Table({1: LIVE, 3: LIVE}), 4, data__batch_size=2, **FILTER)
     assert rows_of(played.groups) == [1, 3] and not played.evicted and played.position == 4
 
@@ -185,14 +185,14 @@ def test_exactly_the_first_live_groups_train_in_order(kinds, wanted, at_a_time, 
     ],
 )
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
-def test_a_group_is_dead_where_those_that_train_earned_exactly_the_same(estimator, rewards, lives):
+def test_a_group_is_dead_if_its_training_rollouts_have_equal_rewards(estimator, rewards, lives):
     keys = {"data__batch_size": 1, "rollout__n": 3, "algorithm__max_gen_batches": 1}
     played = collect(Table({0: rewards}), 1, algorithm__adv_estimator=estimator, **keys, **FILTER)
     assert played.metrics["training/filter_groups/live"] == lives
 
 
 @pytest.mark.parametrize(("estimator", "lives"), [("turn_rloo", True), ("rloo", False)])
-def test_turns_that_earned_otherwise_are_alive_where_turns_are_judged(estimator, lives):
+def test_different_turn_rewards_make_a_group_live_for_turn_estimators(estimator, lives):
     rewards = (rollout(1.0, turns=[1.0, 0.0]), rollout(1.0, turns=[0.0, 1.0]))
     keys = {"data__batch_size": 1, "algorithm__max_gen_batches": 1}
     played = collect(
@@ -207,7 +207,7 @@ def test_turns_that_earned_otherwise_are_alive_where_turns_are_judged(estimator,
     assert played.metrics["training/filter_groups/live"] == lives
 
 
-def test_remax_is_dead_where_all_earned_what_the_greedy_one_did():
+def test_remax_groups_are_dead_if_all_rewards_equal_the_greedy_reward():
     table = Table({0: DEAD, 1: DEAD, 2: LIVE}, greedy={0: 1.0, 1: 0.0, 2: 0.0})
     played = collect(table, 3, data__batch_size=3, algorithm__max_gen_batches=1,
                      algorithm__adv_estimator="remax", **FILTER)  # fmt: skip
@@ -217,7 +217,7 @@ def test_remax_is_dead_where_all_earned_what_the_greedy_one_did():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"algorithm__adv_estimator": "gae"}, "adv_estimator=gae"),
         ({"algorithm__adv_estimator": "reinforce_plus_plus"}, "with those of other prompts"),
@@ -228,15 +228,15 @@ def test_remax_is_dead_where_all_earned_what_the_greedy_one_did():
         ),
     ],
 )
-def test_what_cannot_be_filtered_is_refused(keys, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_contradict_a_filter_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
         config(**keys, **FILTER)
     without = {k: v for k, v in keys.items() if k.startswith("algorithm__")}
     config(**without)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({}, None),
         ({**FILTER, "algorithm__max_gen_batches": 3}, "at most 3 x 16 prompts per step"),
@@ -244,9 +244,9 @@ def test_what_cannot_be_filtered_is_refused(keys, said):
         ({"algorithm__name": "remax"}, "plus one greedy rollout per prompt"),
     ],
 )
-def test_what_a_step_plays_beside_its_batch_is_said(keys, said):
+def test_the_plan_reports_extra_rollouts_of_a_step(keys, message):
     c = config(data__train="rows.jsonl", **keys)
     plan = Plan(c, [Sample("r", (), row=0)], [], make_scorer(c.reward))
     step, *beside = describe_run(plan).partition("a step: ")[2].splitlines()
     assert step.startswith("16 prompts x 8 rollouts = 128 trajectories")
-    assert (said in beside[0]) if said else not beside
+    assert (message in beside[0]) if message else not beside

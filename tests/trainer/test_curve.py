@@ -106,7 +106,7 @@ def test_a_long_run_stays_small(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[], [(0, {})], [(3, {"critic/score/mean": None})]])
-def test_no_numbers_yet(tmp_path, steps):
+def test_a_curve_without_steps(tmp_path, steps):
     assert "no steps yet" in draw(tmp_path, steps)[1]
     write_curve(tmp_path / "missing.jsonl", tmp_path / "curve.svg")
 

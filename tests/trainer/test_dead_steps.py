@@ -16,14 +16,14 @@ def metrics(dead: bool, groups: float = 1.0, **stops: float) -> dict[str, float]
     }
 
 
-def said(caplog, steps: str, *, resumed_after: int = 0) -> list[str]:
+def warnings_of(caplog, steps: str, *, resumed_after: int = 0) -> list[str]:
     """What is said of a run whose dead steps are marked by x."""
     record = [(0, {"val-core/all/reward": 0.0})]
     record += [(k, metrics(s == "x")) for k, s in enumerate(steps[:resumed_after], 1)]
-    found = DeadSteps(record)
+    dead_steps = DeadSteps(record)
     for k, s in enumerate(steps[resumed_after:], resumed_after + 1):
-        found.add(k, metrics(s == "x"))
-    found.finish()
+        dead_steps.add(k, metrics(s == "x"))
+    dead_steps.finish()
     return [r.getMessage().split(" had no learning signal")[0] for r in caplog.records]
 
 
@@ -40,24 +40,24 @@ def said(caplog, steps: str, *, resumed_after: int = 0) -> list[str]:
         ("xxx.xxxx", ["steps 1 to 3", "steps 5 to 7", "7 of 8 steps"]),
     ],
 )
-def test_when_it_is_said(caplog, steps, expected):
-    assert said(caplog, steps) == expected
+def test_when_a_warning_is_logged(caplog, steps, expected):
+    assert warnings_of(caplog, steps) == expected
 
 
 @pytest.mark.parametrize("after", range(1, 7))
-def test_a_resumed_run_says_what_is_left_to_say(caplog, after):
-    straight = said(caplog, ".xxxx.")
+def test_a_resumed_run_repeats_no_warning(caplog, after):
+    straight = warnings_of(caplog, ".xxxx.")
     caplog.clear()
-    resumed = said(caplog, ".xxxx.", resumed_after=after)
+    resumed = warnings_of(caplog, ".xxxx.", resumed_after=after)
     assert resumed == (straight if after < 1 + MAX_DEAD_STEPS else straight[1:])
 
 
 def test_a_warning_names_dead_groups_the_stop_reason_and_the_budget_that_helps(caplog):
-    found = DeadSteps([])
+    dead_steps = DeadSteps([])
     for step in (1, 2):
-        found.add(step, metrics(True, 0.5, turns=0.25, done=0.75))
-    found.add(3, metrics(True, 0.25, turns=0.9, done=0.1))
-    found.finish()
+        dead_steps.add(step, metrics(True, 0.5, turns=0.25, done=0.75))
+    dead_steps.add(3, metrics(True, 0.25, turns=0.9, done=0.1))
+    dead_steps.finish()
     third, end = (r.getMessage() for r in caplog.records)
     assert "equal in 25% of the groups" in third
     assert "reason is 'turns' (90% of the rollouts)" in third

@@ -97,14 +97,14 @@ def folder(tmp_path):
     forget_accelerate()
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[n], expected[n]) for n in found
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[n], expected[n]) for n in actual
     )
 
 
-def moved(found: dict[str, torch.Tensor]) -> bool:
-    return all(not torch.equal(found[n], p) for n, p in tiny_model().named_parameters())
+def moved(actual: dict[str, torch.Tensor]) -> bool:
+    return all(not torch.equal(actual[n], p) for n, p in tiny_model().named_parameters())
 
 
 @pytest.mark.parametrize("variables", VARIABLES, ids=lambda v: "+".join(map("=".join, v.items())))
@@ -143,7 +143,7 @@ def test_an_accelerator_of_the_users_own_changes_no_gradient_either(folder):
     assert same(learned(folder), expected)
 
 
-def test_the_variables_are_there_again_after_the_block(monkeypatch):
+def test_the_variables_are_restored_after_the_block(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     before = dict(os.environ)
     with pytest.raises(KeyError), without_launcher_variables():
@@ -199,9 +199,9 @@ def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(f
     group = Processes(2, Weighed, folder, start="spawn")
     try:
         _, norm = one_step(folder, group)
-        found = group.weights() | {"the gradient's norm": norm}
+        actual = group.weights() | {"the gradient's norm": norm}
     finally:
         group.close()
-    assert found.keys() == expected.keys() and moved(found)
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert actual.keys() == expected.keys() and moved(actual)
+    for name in actual:
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-6, rtol=1e-5, msg=name)

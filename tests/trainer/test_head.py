@@ -59,22 +59,22 @@ def test_values_and_gradients_are_those_of_log_softmax(
         logprobs, entropies = naive(h, w, tokens, temperature)
         return logprobs, entropies if entropy else entropies.detach()
 
-    found, expected = (outcome(f, hidden, weight, (u, e)) for f in (ours, theirs))
+    actual, expected = (outcome(f, hidden, weight, (u, e)) for f in (ours, theirs))
     # Entropies near 0 are differences of numbers as large as the logits.
-    assert_close(found, expected, rtol=1e-12, atol=1e-12 * max(1.0, scale / temperature))
+    assert_close(actual, expected, rtol=1e-12, atol=1e-12 * max(1.0, scale / temperature))
 
 
 @pytest.mark.parametrize("at_once", [10**6, 64])
-def test_a_gradient_comes_to_entropy_alone(at_once):
+def test_entropy_alone_has_a_gradient(at_once):
     hidden, weight, tokens, _, e = world(0, 6, 11)
     entropy = chosen_logprobs(hidden, weight, tokens, 0.7, True, block_bytes=at_once)[1]
     expected = naive(hidden, weight, tokens, 0.7)[1]
-    found = torch.autograd.grad((e * entropy).sum(), (hidden, weight))
-    assert_close(found, torch.autograd.grad((e * expected).sum(), (hidden, weight)))
+    gradients = torch.autograd.grad((e * entropy).sum(), (hidden, weight))
+    assert_close(gradients, torch.autograd.grad((e * expected).sum(), (hidden, weight)))
 
 
 @pytest.mark.parametrize("at_once", [10**6, 64])
-def test_what_is_frozen_gets_no_gradient(at_once):
+def test_frozen_tensors_get_no_gradient(at_once):
     hidden, weight, tokens, u, _ = world(1, 6, 11)
     both = torch.autograd.grad((u * naive(hidden, weight, tokens, 1.0)[0]).sum(), (hidden, weight))
     for free, fixed, expected in ((hidden, weight, both[0]), (weight, hidden, both[1])):
@@ -110,7 +110,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_more_logits_than_a_block_are_ever_held():
+def test_no_more_logits_than_a_block_are_in_memory():
     n, vocabulary, at_once = 64, 1000, 4000
     hidden, weight, tokens, u, e = world(3, n, vocabulary)
     with Largest() as seen:
@@ -124,7 +124,7 @@ def test_no_more_logits_than_a_block_are_ever_held():
     assert seen.elements >= n * vocabulary
 
 
-def test_half_precision_is_left_to_products_only():
+def test_only_matrix_products_are_in_half_precision():
     """In bfloat16 the gradient is that of float32 up to rounding, in one block and in many."""
     hidden, weight, tokens, u, e = world(4, 32, 600, width=16, dtype=torch.float32)
     u, e = u.float(), e.float()
@@ -139,9 +139,9 @@ def test_half_precision_is_left_to_products_only():
             h, w = h.bfloat16(), w.bfloat16()
             return chosen_logprobs(h, w, tokens, 0.8, True, block_bytes=at_once)
 
-        found = outcome(half, hidden, weight, (u, e))
-        assert found[0].dtype == found[1].dtype == torch.float32
-        for a, b in zip(found, expected, strict=True):
+        actual = outcome(half, hidden, weight, (u, e))
+        assert actual[0].dtype == actual[1].dtype == torch.float32
+        for a, b in zip(actual, expected, strict=True):
             assert (a - b).norm() < 0.02 * b.norm()
 
 
@@ -153,12 +153,12 @@ def test_autocast_changes_nothing():
 
     expected = outcome(f, hidden, weight, (u, u))
     with torch.autocast("cpu", torch.bfloat16):
-        found = outcome(f, hidden, weight, (u, u))
-    assert_close(found, expected, rtol=0, atol=0)
+        actual = outcome(f, hidden, weight, (u, u))
+    assert_close(actual, expected, rtol=0, atol=0)
 
 
 @given(st.integers(0, 400_000), st.integers(0, 50_000))
-def test_blocks_hold_everything_once_and_no_more_than_they_may(n, most):
+def test_blocks_cover_everything_once_within_their_size_limit(n, most):
     blocks = _blocks(n, max(most, n // 100))
     assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
     if n:
@@ -167,7 +167,7 @@ def test_blocks_hold_everything_once_and_no_more_than_they_may(n, most):
         assert len({b.stop - b.start for b in blocks}) <= 2
 
 
-def test_compiled_it_says_the_same_and_few_programs_are_made():
+def test_compiled_results_are_equal_and_few_programs_are_compiled():
     torch._dynamo.reset()
     _compiled.cache_clear()
     torch._dynamo.utils.counters.clear()
@@ -179,10 +179,10 @@ def test_compiled_it_says_the_same_and_few_programs_are_made():
         def f(h, w, fused, tokens=tokens):
             return chosen_logprobs(h, w, tokens, 0.9, True, block_bytes=4 * 3000, fused=fused)
 
-        found, expected = (
+        actual, expected = (
             outcome(lambda h, w, x=x: f(h, w, x), hidden, weight, (u.float(), e.float()))
             for x in (True, False)
         )
-        assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Two for scores, of one row and of more; for gradients one for each width that was met.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + len(widths)

@@ -76,7 +76,7 @@ def interrupt(times=1):
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_one_signal_within_a_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
+def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
     real, calls = trainer_module.evaluate, []
 
     def evaluate(*args):
@@ -92,7 +92,7 @@ def test_one_signal_within_a_validation_loses_no_step(start, straight, tmp_path,
     assert record(tmp_path) == straight
 
 
-def test_one_signal_within_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
+def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
     real, calls = trainer_module.Learner.update, []
 
     def update(self, *args, **kwargs):
@@ -109,7 +109,7 @@ def test_one_signal_within_an_update_waits_for_its_end(start, straight, tmp_path
     assert record(tmp_path) == straight
 
 
-def test_two_signals_within_an_update_save_nothing_of_it(start, straight, tmp_path, monkeypatch):
+def test_two_signals_during_an_update_save_nothing_of_it(start, straight, tmp_path, monkeypatch):
     real, calls = trainer_module.Learner.update, []
 
     def update(self, *args, **kwargs):
@@ -127,7 +127,7 @@ def test_two_signals_within_an_update_save_nothing_of_it(start, straight, tmp_pa
     assert record(tmp_path) == straight
 
 
-def test_an_outage_saves_what_was_reached(start, straight, tmp_path, monkeypatch):
+def test_an_infrastructure_failure_saves_the_last_step(start, straight, tmp_path, monkeypatch):
     real, begun = LocalEngine.generate, []
 
     async def generate(self, *args, **kwargs):

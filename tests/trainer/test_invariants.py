@@ -48,7 +48,7 @@ KEYS = st.fixed_dictionaries(
 """Of the algorithm, beside estimator and policy loss."""
 
 
-def said_of(
+def model_outputs(
     batch: Batch, seed: int, filler: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """(B, T) each: what models and engine say of sampled tokens, which follows from the seed alone.
@@ -87,25 +87,25 @@ def update(
 ) -> tuple[Targets, dict[str, float], dict[str, Tensor]]:
     """Targets and one update of a batch, of which models say what the seed has them say."""
     c = config(**keys, data__batch_size=99)
-    said = said_of(batch, seed, filler, dtype)
+    outputs = model_outputs(batch, seed, filler, dtype)
     earned = torch.where(batch.response_mask, batch.token_rewards.to(dtype), filler)
     batch = replace(
         batch,
         response_ids=token_positions(batch),
         token_rewards=earned,
         rewards=batch.rewards.to(dtype),
-        rollout_logprobs=said["rollout"],
+        rollout_logprobs=outputs["rollout"],
         baseline=torch.arange(len(batch.rewards), dtype=dtype) / 8,
     )
     given_old = given_old or len(batch.rewards) > c.algorithm.mini_batch_size > 0
     targets = make_targets(
         batch,
         c,
-        said["old"] if given_old else None,
-        said["old_values"] if c.algorithm.critic else None,
-        said["reference"],
+        outputs["old"] if given_old else None,
+        outputs["old_values"] if c.algorithm.critic else None,
+        outputs["reference"],
     )
-    models = {name: said[name] for name in ("logprobs", "entropy", "values")}
+    models = {name: outputs[name] for name in ("logprobs", "entropy", "values")}
     return targets, *update_on_tensors(batch, targets, c, **models)
 
 
@@ -129,21 +129,21 @@ def test_observations_change_no_bit_of_what_is_learned(
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
     bare, full = batch_of(world, None), batch_of(world, random.Random(seed))
     plain, plain_metrics, plain_gradients = update(bare, keys, seed, given_old=given_old)
-    found, metrics, gradients = update(full, keys, seed, filler=filler, given_old=given_old)
+    targets, metrics, gradients = update(full, keys, seed, filler=filler, given_old=given_old)
     there, here = bare.action_mask, full.action_mask
-    rounded, exact = told(metrics)
-    plain_rounded, plain_exact = told(plain_metrics)
+    rounded, exact = split_metrics(metrics)
+    plain_rounded, plain_exact = split_metrics(plain_metrics)
     assert exact == plain_exact
     assert rounded == pytest.approx(plain_rounded, rel=1e-5)
-    assert torch.equal(found.advantages[here], plain.advantages[there])
-    assert torch.equal(found.weights[here], plain.weights[there])
+    assert torch.equal(targets.advantages[here], plain.advantages[there])
+    assert torch.equal(targets.weights[here], plain.weights[there])
     for name, gradient in gradients.items():
         assert torch.equal(gradient[here], plain_gradients[name][there]), name
         assert gradient[here].isfinite().all(), name
         assert not gradient[~here].any(), name  # NaN is true
 
 
-def told(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+def split_metrics(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Those of weights, of which a row's sum rounds as its width has it, and all others.
 
     None is there that tells tokens which follow an observation from others.
@@ -154,7 +154,7 @@ def told(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_much_is_learned_from_such_a_batch(estimator):
+def test_such_a_batch_has_large_gradients(estimator):
     """Else nothing could change it; and what is told of tokens is the mean of those that ran."""
     rows = [segment([1], ("A", [1, 1]), ("E", [2]), ("A", [1])) for _ in range(4)]
     turns = [[turn(0, 0, 2, turn=r), turn(0, 3, 4)] for r in (0.25, 1.0, 0.5, 0.75)]
@@ -164,7 +164,7 @@ def test_much_is_learned_from_such_a_batch(estimator):
     batch = collate([group(*members)], 0, turn_weight=1.0)
     keys = {"algorithm__adv_estimator": estimator, "algorithm__entropy_coef": 0.1}
     _, metrics, gradients = update(batch, keys, 0)
-    entropy = said_of(batch, 0)["entropy"][batch.action_mask].mean()
+    entropy = model_outputs(batch, 0)["entropy"][batch.action_mask].mean()
     assert metrics["actor/entropy"] == pytest.approx(entropy.item(), rel=1e-6)
     learns = ("logprobs", "entropy", "values") if estimator == "gae" else ("logprobs", "entropy")
     for name in learns:
@@ -183,18 +183,16 @@ def test_much_is_learned_from_such_a_batch(estimator):
     budget=st.integers(1, 40),
 )
 @examples(40)
-def test_how_rows_are_cut_into_micro_batches_changes_nothing(
-    loss, estimator, world, seed, keys, budget
-):
+def test_the_micro_batch_size_changes_nothing(loss, estimator, world, seed, keys, budget):
     """Neither gradients nor metrics, which are means over tokens, not over micro-batches."""
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
     batch = batch_of(world, random.Random(seed))
     _, whole, gradients = update(batch, keys, seed, dtype=torch.float64)
     keys |= {"optim__micro_batch_tokens": budget}
-    _, cut, found = update(batch, keys, seed, dtype=torch.float64)
+    _, cut, cut_gradients = update(batch, keys, seed, dtype=torch.float64)
     assert cut == pytest.approx(whole, rel=1e-12, abs=1e-12)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-13, rtol=1e-12)
+        torch.testing.assert_close(cut_gradients[name], gradient, atol=1e-13, rtol=1e-12)
 
 
 def in_rows(rng: random.Random, reward: float, rows: int) -> Scored:
@@ -212,7 +210,7 @@ def in_rows(rng: random.Random, reward: float, rows: int) -> Scored:
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "gspo"])  # which is of rows
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("mode", MODES)
-def test_baselines_and_weights_count_rollouts_however_many_rows_they_have(estimator, loss, mode):
+def test_baselines_and_weights_count_rollouts_and_not_rows(estimator, loss, mode):
     """The same turns in one row or in two, which interleave: the same gradient, token by token."""
     c = config(
         algorithm__adv_estimator=estimator,
@@ -220,7 +218,7 @@ def test_baselines_and_weights_count_rollouts_however_many_rows_they_have(estima
         algorithm__loss_agg_mode=mode,
         algorithm__tis_cap=0,
     )
-    found = []
+    by_rows = []
     for rows in (1, 2):
         rng = random.Random(0)
         members = [in_rows(rng, reward, rows) for reward in (0.0, 1.0, 0.25, 2.0)]
@@ -232,13 +230,13 @@ def test_baselines_and_weights_count_rollouts_however_many_rows_they_have(estima
         )
         batch = replace(batch, response_ids=token_positions(batch), baseline=torch.arange(4) / 8)
         targets = make_targets(batch, c, old, before if c.algorithm.critic else None, None)
-        said = {"logprobs": now, "entropy": torch.zeros_like(now), "values": values}
-        _, gradients = update_on_tensors(batch, targets, c, **said)
+        outputs = {"logprobs": now, "entropy": torch.zeros_like(now), "values": values}
+        _, gradients = update_on_tensors(batch, targets, c, **outputs)
         in_time = {n: x[mask][order.argsort()] for n, x in gradients.items()}
-        found.append(in_time)
-    assert found[0]["logprobs"].any()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-7, rtol=1e-5, msg=name)
+        by_rows.append(in_time)
+    assert by_rows[0]["logprobs"].any()
+    for name, gradient in by_rows[0].items():
+        torch.testing.assert_close(by_rows[1][name], gradient, atol=1e-7, rtol=1e-5, msg=name)
 
 
 def time_of(batch: Batch) -> Tensor:
@@ -271,7 +269,7 @@ def test_a_rollout_that_ran_out_of_its_budget_has_ended_and_is_not_bootstrapped(
 @pytest.mark.parametrize("white", ["advantages", "rewards"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_batches_of_no_token_one_and_two_are_whitened(estimator, white, count):
+def test_batches_of_zero_one_and_two_tokens_are_whitened(estimator, white, count):
     sizes = [1] * count + [0] * (3 - count)
     members = [
         scored([segment([1], ("A", [1] * n), ("E", [2]))], float(r)) for r, n in enumerate(sizes)

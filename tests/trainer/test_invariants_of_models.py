@@ -153,26 +153,26 @@ def padded(model, batch: Batch, side: str) -> Tensor:
     positions = (real.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=real, position_ids=positions).logits
-    found = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
     out = torch.zeros(batch.response_mask.shape)
     for b, (before, _) in enumerate(pads):
         start, length = before + int(batch.prompt_lengths[b]) - 1, int(batch.response_lengths[b])
-        out[b, :length] = found[b, start : start + length]
+        out[b, :length] = logprobs[b, start : start + length]
     return torch.where(batch.response_mask, out, 0.0)
 
 
-def test_a_row_says_the_same_alone_packed_and_padded_on_either_side(folder, batch):
+def test_logprobs_are_the_same_alone_packed_and_padded_on_either_side(folder, batch):
     expected = plain_logprobs(tiny_model(), batch)
     learner = Learner(folder, config(), total_steps=1)
-    for found in (
+    for logprobs in (
         learner.logprobs(batch),
         padded(tiny_model(), batch, "left"),
         padded(tiny_model(), batch, "right"),
     ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_positions_that_do_not_begin_anew_are_seen(batch):
+def test_packed_rows_need_restarted_positions(batch):
     """The control: a pack with running positions is another model."""
     policy = Policy(tiny_model(), 1.0)
     packed = pack(batch, arange(16), batch.response_mask)
@@ -184,21 +184,21 @@ def test_positions_that_do_not_begin_anew_are_seen(batch):
 
 @given(st.integers(0, 999), st.integers(0, 7), st.integers(0, 2**31))
 @examples(25)
-def test_what_a_row_says_reaches_no_other_row(seed, changed, chance):
+def test_a_row_does_not_affect_other_rows(seed, changed, chance):
     """Its response's tokens are all others: rows before it and after it keep every bit."""
     batch = collate(random_groups(seed, groups=2, n=4), 31)
     g = torch.Generator().manual_seed(chance)
     ids = batch.response_ids.clone()
     shift = torch.randint(1, VOCABULARY, ids[changed].shape, generator=g)
     ids[changed] = (ids[changed] + shift) % VOCABULARY
-    found = []
+    logprobs = []
     for some in (batch, replace(batch, response_ids=ids)):
         with torch.no_grad():
             flat = POLICY.logprobs(pack(some, arange(8), some.response_mask))[0]
-        found.append(torch.zeros(ids.shape).masked_scatter(some.response_mask, flat))
+        logprobs.append(torch.zeros(ids.shape).masked_scatter(some.response_mask, flat))
     others = arange(8) != changed
-    assert torch.equal(found[0][others], found[1][others])
-    assert not torch.equal(found[0][changed], found[1][changed])
+    assert torch.equal(logprobs[0][others], logprobs[1][others])
+    assert not torch.equal(logprobs[0][changed], logprobs[1][changed])
 
 
 # --- old, engine and reference ------------------------------------------------------------------
@@ -207,24 +207,24 @@ WAYS = [FULL, LORA, FULL | RECOMPUTE, LORA | RECOMPUTE, FULL | PPO, LORA | PPO]
 
 
 @pytest.mark.parametrize("keys", WAYS)
-def test_old_logprobs_given_or_found_make_the_same_update(folder, batch, keys):
+def test_passed_and_computed_old_logprobs_make_the_same_update(folder, batch, keys):
     """To the bit, also where layers are run twice: at the first pass every ratio is exactly 1."""
     learners = [Learner(folder, config(**keys), total_steps=1) for _ in range(2)]
-    told = []
-    for learner, asked in zip(learners, (False, True), strict=True):
-        old = learner.logprobs(batch) if asked else None
+    metrics = []
+    for learner, computes in zip(learners, (False, True), strict=True):
+        old = learner.logprobs(batch) if computes else None
         targets = make_targets(batch, learner.config, old, learner.values(batch), None)
-        told.append(learner.update(batch, targets, 1))
-    assert told[0] == told[1]
-    assert told[0]["actor/ppo_kl"] == told[0]["actor/pg_clipfrac"] == 0.0
-    assert told[0]["actor/grad_norm"] > 0
+        metrics.append(learner.update(batch, targets, 1))
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["actor/ppo_kl"] == metrics[0]["actor/pg_clipfrac"] == 0.0
+    assert metrics[0]["actor/grad_norm"] > 0
     assert same(*map(weights, learners))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("keys", [FULL, LORA])
-def test_an_engine_that_agrees_to_the_bit_weighs_nothing(folder, batch, keys, level, mode):
+def test_importance_weights_of_equal_logprobs_change_nothing(folder, batch, keys, level, mode):
     keys |= {"algorithm__kl_loss_coef": 0.1}
     learned = []
     for cap in (0.0, 1.5):
@@ -240,17 +240,17 @@ def test_an_engine_that_agrees_to_the_bit_weighs_nothing(folder, batch, keys, le
 
 
 @pytest.mark.parametrize("keys", [FULL | PPO, LORA | PPO])
-def test_beside_a_critic_the_reference_stays_what_it_was(folder, batch, keys):
+def test_the_reference_does_not_change_while_a_critic_learns(folder, batch, keys):
     """Also where policy, critic and reference are one base: it keeps its bits, and its word."""
     keys = keys | {"algorithm__kl_reward_coef": 0.1, "algorithm__ppo_epochs": 2}
     learner = Learner(folder, config(**keys), total_steps=9)
     frozen = [n for n in weights(learner) if "lora_" not in n]
 
     def digest() -> str:
-        held = weights(learner)
-        return hashlib.sha256(b"".join(held[n].numpy().tobytes() for n in frozen)).hexdigest()
+        unchanged = weights(learner)
+        return hashlib.sha256(b"".join(unchanged[n].numpy().tobytes() for n in frozen)).hexdigest()
 
-    before, held = learner.reference_logprobs(batch), digest()
+    before, unchanged = learner.reference_logprobs(batch), digest()
     assert before is not None and torch.equal(before, learner.logprobs(batch))
     for step in range(1, 4):
         old, values = learner.old_logprobs(batch), learner.values(batch)
@@ -259,4 +259,4 @@ def test_beside_a_critic_the_reference_stays_what_it_was(folder, batch, keys):
         targets = make_targets(batch, learner.config, old, values, reference)
         learner.update(batch, targets, step)
     assert not torch.equal(learner.logprobs(batch), before)
-    assert (digest() == held) == ("model__lora_rank" in keys)
+    assert (digest() == unchanged) == ("model__lora_rank" in keys)

@@ -73,48 +73,48 @@ def own(costs):
     return costs
 
 
-def is_none_of(found, *others):
-    return all((found - other).abs().max() > 1e-2 for other in others)
+def is_none_of(gradient, *others):
+    return all((gradient - other).abs().max() > 1e-2 for other in others)
 
 
 EVERY_KL = (exact_gradient(sequence_kl, THETA), held_fixed(reverse), held_fixed(forward))
 
 
-def test_the_divergences_can_be_told_apart_here():
+def test_the_divergences_differ_in_these_tests():
     sequence, token, other_way = EVERY_KL
     assert is_none_of(sequence, token, other_way, torch.zeros(12))
     assert is_none_of(token, other_way, torch.zeros(12))
 
 
-def test_in_the_loss_k1_pulls_nowhere():
-    found = expected_gradient(in_loss("k1"), THETA)
-    torch.testing.assert_close(found, torch.zeros_like(THETA), **TINY)
+def test_k1_in_the_loss_has_zero_expected_gradient():
+    gradient = expected_gradient(in_loss("k1"), THETA)
+    torch.testing.assert_close(gradient, torch.zeros_like(THETA), **TINY)
 
 
-def test_in_the_loss_k2_is_the_reverse_kl_of_tokens_with_states_held_fixed():
-    found = expected_gradient(in_loss("k2"), THETA)
-    torch.testing.assert_close(found, held_fixed(reverse), **TINY)
+def test_k2_in_the_loss_is_the_reverse_kl_of_tokens_with_fixed_states():
+    gradient = expected_gradient(in_loss("k2"), THETA)
+    torch.testing.assert_close(gradient, held_fixed(reverse), **TINY)
 
 
-def test_in_the_loss_k3_is_the_forward_kl_of_tokens_with_states_held_fixed():
-    found = expected_gradient(in_loss("k3"), THETA)
-    torch.testing.assert_close(found, held_fixed(forward), **TINY)
+def test_k3_in_the_loss_is_the_forward_kl_of_tokens_with_fixed_states():
+    gradient = expected_gradient(in_loss("k3"), THETA)
+    torch.testing.assert_close(gradient, held_fixed(forward), **TINY)
 
 
 @pytest.mark.parametrize("credit", [to_go, whole])
-def test_in_the_reward_k1_is_the_kl_of_the_sequence(credit):
-    found = expected_gradient(in_reward("k1", credit), THETA)
-    torch.testing.assert_close(found, exact_gradient(sequence_kl, THETA), **TINY)
+def test_k1_in_the_reward_is_the_kl_of_the_sequence(credit):
+    gradient = expected_gradient(in_reward("k1", credit), THETA)
+    torch.testing.assert_close(gradient, exact_gradient(sequence_kl, THETA), **TINY)
 
 
-def test_in_the_reward_without_what_comes_after_k1_is_k2_in_the_loss():
-    found = expected_gradient(in_reward("k1", own), THETA)
-    torch.testing.assert_close(found, held_fixed(reverse), **TINY)
+def test_k1_in_the_reward_without_later_tokens_is_k2_in_the_loss():
+    gradient = expected_gradient(in_reward("k1", own), THETA)
+    torch.testing.assert_close(gradient, held_fixed(reverse), **TINY)
 
 
 @pytest.mark.parametrize("name", ["k2", "k3"])
 @pytest.mark.parametrize("credit", [to_go, own])
-def test_in_the_reward_the_others_are_no_kl(name, credit):
+def test_k2_and_k3_in_the_reward_are_no_kl(name, credit):
     assert is_none_of(expected_gradient(in_reward(name, credit), THETA), *EVERY_KL)
 
 
@@ -128,21 +128,21 @@ def weighted(level):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_weights_of_whole_rows_give_the_same_off_policy(name):
     on_policy = expected_gradient(in_loss(name), THETA)
-    found = expected_gradient(in_loss(name, weighted("sequence")), THETA, sampler=OTHER)
-    torch.testing.assert_close(found, on_policy, **TINY)
+    gradient = expected_gradient(in_loss(name, weighted("sequence")), THETA, sampler=OTHER)
+    torch.testing.assert_close(gradient, on_policy, **TINY)
     assert is_none_of(expected_gradient(in_loss(name), THETA, sampler=OTHER), on_policy)
 
 
 @pytest.mark.parametrize(("name", "kl"), [("k2", reverse), ("k3", forward)])
 def test_a_tokens_own_weight_gives_its_divergence_in_the_states_that_were_visited(name, kl):
-    found = expected_gradient(in_loss(name, weighted("token")), THETA, sampler=OTHER)
-    torch.testing.assert_close(found, held_fixed(kl, visits=OTHER), **TINY)
-    assert is_none_of(found, held_fixed(kl))
+    gradient = expected_gradient(in_loss(name, weighted("token")), THETA, sampler=OTHER)
+    torch.testing.assert_close(gradient, held_fixed(kl, visits=OTHER), **TINY)
+    assert is_none_of(gradient, held_fixed(kl))
 
 
-def test_a_tokens_own_weight_is_enough_for_k1_to_pull_nowhere():
-    found = expected_gradient(in_loss("k1", weighted("token")), THETA, sampler=OTHER)
-    torch.testing.assert_close(found, torch.zeros_like(THETA), **TINY)
+def test_with_token_weights_k1_has_zero_expected_gradient():
+    gradient = expected_gradient(in_loss("k1", weighted("token")), THETA, sampler=OTHER)
+    torch.testing.assert_close(gradient, torch.zeros_like(THETA), **TINY)
 
 
 def test_off_policy_k1_in_the_reward_needs_the_weights_of_whole_rows():
@@ -151,8 +151,8 @@ def test_off_policy_k1_in_the_reward_needs_the_weights_of_whole_rows():
         return lambda log_p: weighted(level)(log_p) * free(log_p)
 
     exact = exact_gradient(sequence_kl, THETA)
-    found = expected_gradient(loss("sequence"), THETA, sampler=OTHER)
-    torch.testing.assert_close(found, exact, **TINY)
+    gradient = expected_gradient(loss("sequence"), THETA, sampler=OTHER)
+    torch.testing.assert_close(gradient, exact, **TINY)
     assert is_none_of(expected_gradient(loss("token"), THETA, sampler=OTHER), exact)
 
 
@@ -160,7 +160,7 @@ def test_off_policy_k1_in_the_reward_needs_the_weights_of_whole_rows():
 
 
 @pytest.mark.parametrize(("name", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
-def test_whose_value_is_unbiased(name, unbiased):
+def test_which_estimators_have_an_unbiased_value(name, unbiased):
     log_p = logprobs(THETA)
     value = (log_p.sum(1).exp() * ESTIMATORS[name](log_p, REFERENCE).sum(1)).sum()
     assert torch.allclose(value, sequence_kl(log_p), **TINY) == unbiased
@@ -224,7 +224,7 @@ def test_a_weight_that_was_saved_goes_on_bit_for_bit(before, after, rollouts):
     assert second.coef > 0
 
 
-def test_a_policy_that_answers_to_the_weight_ends_at_the_target():
+def test_the_kl_weight_converges_to_the_target():
     steered = controller(horizon=20)
     for _ in range(200):
         steered.update(0.5 / steered.coef, rollouts=10)
@@ -233,7 +233,7 @@ def test_a_policy_that_answers_to_the_weight_ends_at_the_target():
 
 @pytest.mark.parametrize("kl", [float("nan"), float("inf")])
 @pytest.mark.parametrize("target", [0.0, 2.0])
-def test_a_kl_that_is_no_number_stops_the_run(kl, target):
+def test_a_nan_kl_stops_the_run(kl, target):
     steered = controller(target)
     with pytest.raises(RunStopped, match="KL to the reference"):
         steered.update(kl, rollouts=10)
@@ -253,7 +253,7 @@ def test_a_horizon_in_which_a_weight_could_turn_negative_is_refused():
     assert worst.coef > 0
 
 
-def test_what_steers_nothing_is_named():
+def test_kl_controller_settings_without_effect_are_named():
     assert without_effect(load_config(None, RUN)) == [
         "algorithm.kl_target=2.0 has no effect: algorithm.kl_reward_coef is 0"
     ]

@@ -88,19 +88,19 @@ def gradient(learner: Learner, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("which", ["prompt", "response"])
-def test_a_token_that_the_model_has_not_is_named(folder, batch, which):
+def test_a_token_id_outside_the_vocabulary_is_named(folder, batch, which):
     learner = Learner(folder, config(), total_steps=1)
     ids = getattr(batch, f"{which}_ids")
     first = ids.shape[1] - int(batch.prompt_lengths[2]) if which == "prompt" else 0
     for wrong in (32, -1):
-        held = ids.clone()
-        held[2, first] = wrong
-        said = rf"token 0 of the {which} of row 2 .* is {wrong}, .* of 32 \(0 to 31\)"
-        with pytest.raises(RunStopped, match=said):
-            learner.logprobs(replace(batch, **{f"{which}_ids": held}))
+        changed = ids.clone()
+        changed[2, first] = wrong
+        message = rf"token 0 of the {which} of row 2 .* is {wrong}, .* of 32 \(0 to 31\)"
+        with pytest.raises(RunStopped, match=message):
+            learner.logprobs(replace(batch, **{f"{which}_ids": changed}))
 
 
-def test_what_fills_rows_up_is_no_token(folder, batch):
+def test_padding_ids_are_never_read_as_tokens(folder, batch):
     learner = Learner(folder, config(), total_steps=1)
     wide, tall = batch.prompt_ids.shape[1], batch.response_ids.shape[1]
     filling = torch.arange(wide) < wide - batch.prompt_lengths[:, None]
@@ -136,29 +136,29 @@ def test_a_wrong_temperature_shows_in_the_ratio(folder, batch):
     assert step(learner, batch)["training/rollout_ratio_error_mean"] > 0.1
 
 
-def test_old_logprobs_are_asked_for_only_where_the_update_cannot_find_them(folder, batch):
-    def asked(**keys) -> bool:
+def test_old_logprobs_are_computed_only_if_the_update_cannot_recompute_them(folder, batch):
+    def is_computed(**keys) -> bool:
         learner = Learner(folder, config(**keys), total_steps=1)
         return learner.old_logprobs(batch) is not None
 
-    assert not asked()
-    assert not asked(algorithm__ppo_epochs=3)
-    assert not asked(algorithm__mini_batch_size=16)
-    assert asked(algorithm__mini_batch_size=8)
-    assert asked(algorithm__kl_reward_coef=0.1)
+    assert not is_computed()
+    assert not is_computed(algorithm__ppo_epochs=3)
+    assert not is_computed(algorithm__mini_batch_size=16)
+    assert is_computed(algorithm__mini_batch_size=8)
+    assert is_computed(algorithm__kl_reward_coef=0.1)
 
 
-def test_found_old_logprobs_train_as_given_ones(folder, batch):
+def test_recomputed_old_logprobs_train_like_passed_ones(folder, batch):
     """Two epochs over one mini-batch: the first pass is the old policy's."""
-    found = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
-    given = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
-    targets = targets_of(found, batch)
-    a = found.update(batch, targets, 1)
-    b = given.update(batch, replace(targets, old_logprobs=given.logprobs(batch)), 1)
+    without = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
+    with_logprobs = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
+    targets = targets_of(without, batch)
+    a = without.update(batch, targets, 1)
+    b = with_logprobs.update(batch, replace(targets, old_logprobs=with_logprobs.logprobs(batch)), 1)
     assert a["actor/ppo_kl"] != 0.0
     assert a["actor/pg_loss"] == pytest.approx(b["actor/pg_loss"], abs=1e-6)
-    for n, w in weights(found).items():
-        torch.testing.assert_close(w, weights(given)[n], atol=1e-5, rtol=1e-4)
+    for n, w in weights(without).items():
+        torch.testing.assert_close(w, weights(with_logprobs)[n], atol=1e-5, rtol=1e-4)
 
 
 # --- the loss, against a plain one --------------------------------------------------------------
@@ -253,30 +253,28 @@ def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy, level, m
 )
 def test_micro_batches_change_neither_loss_nor_gradient(folder, batch, tmp_path, keys):
     batch = replace(batch, rollout_logprobs=batch.rollout_logprobs * 1.02)
-    found = []
+    runs = []
     for tokens in (1, 40, 16384):
         learner = Learner(folder, config(**keys, optim__micro_batch_tokens=tokens), total_steps=1)
         targets = targets_of(learner, batch)
-        if found:
-            targets = found[0][2]
+        if runs:
+            targets = runs[0][2]
         in_float64(learner.rank.policy.model)
         metrics = learner.update(batch, targets, 1)
         out = tmp_path / str(tokens)
         out.mkdir()
-        found.append((metrics, gradient(learner, out), targets))
-    for metrics, grads, _ in found[1:]:
-        assert metrics["actor/pg_loss"] == pytest.approx(found[0][0]["actor/pg_loss"], abs=1e-10)
-        assert metrics["actor/grad_norm"] == pytest.approx(
-            found[0][0]["actor/grad_norm"], abs=1e-10
-        )
+        runs.append((metrics, gradient(learner, out), targets))
+    for metrics, grads, _ in runs[1:]:
+        assert metrics["actor/pg_loss"] == pytest.approx(runs[0][0]["actor/pg_loss"], abs=1e-10)
+        assert metrics["actor/grad_norm"] == pytest.approx(runs[0][0]["actor/grad_norm"], abs=1e-10)
         for name, g in grads.items():
-            torch.testing.assert_close(g, found[0][1][name], atol=1e-10, rtol=0.0)
+            torch.testing.assert_close(g, runs[0][1][name], atol=1e-10, rtol=0.0)
 
 
 def test_nothing_outside_the_mask_is_read(folder, batch):
     """Spoil every slot of every stream that is no sampled token."""
     keys = FULL | PPO | {"algorithm__kl_loss_coef": 0.1, "algorithm__ppo_epochs": 2}
-    found = []
+    runs = []
     for filler in (0.0, NAN, 1e30):
         learner = Learner(folder, config(**keys), total_steps=1)
         targets = targets_of(learner, batch)
@@ -296,11 +294,11 @@ def test_nothing_outside_the_mask_is_read(folder, batch):
         )
         padded = replace(batch, rollout_logprobs=spoil(batch.rollout_logprobs))
         metrics = learner.update(padded, spoilt, 1)
-        found.append((metrics, weights(learner)))
-    assert all(math.isfinite(v) for v in found[0][0].values())
-    for metrics, w in found[1:]:
-        assert metrics == found[0][0]
-        assert same(w, found[0][1])
+        runs.append((metrics, weights(learner)))
+    assert all(math.isfinite(v) for v in runs[0][0].values())
+    for metrics, w in runs[1:]:
+        assert metrics == runs[0][0]
+        assert same(w, runs[0][1])
 
 
 def test_importance_weights_scale_the_policy_gradient(folder, batch):
@@ -327,7 +325,7 @@ def test_one_optimizer_step_per_mini_batch_and_epoch(folder, batch, tmp_path):
         assert {t.item() for n, t in moments.items() if n.startswith("step.")} == {6.0}
 
 
-def test_a_batch_without_signal_moves_nothing_not_even_by_momentum(folder, batch):
+def test_a_batch_without_signal_changes_no_weight_not_even_by_momentum(folder, batch):
     learner = Learner(folder, config(**FULL), total_steps=9)
     step(learner, batch)
     before = weights(learner)
@@ -385,7 +383,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
     assert all(math.isfinite(v) for v in metrics.values())
 
 
-def test_a_loss_of_ones_own_is_the_first_suspect(folder, batch):
+def test_the_error_for_a_nan_loss_names_a_custom_loss_first(folder, batch):
     policy_loss("mine")(lambda logprobs, old, a, mask, config: (logprobs * NAN, {}))
     learner = Learner(folder, config(**FULL, algorithm__policy_loss="mine"), total_steps=1)
     with pytest.raises(RunStopped, match=r"likeliest cause is your own policy loss 'mine'"):
@@ -409,7 +407,7 @@ def everything(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("keys", WAYS)
-def test_a_check_is_asked_once_before_any_weight_moves(folder, batch, tmp_path, keys):
+def test_a_check_is_called_once_before_any_weight_changes(folder, batch, tmp_path, keys):
     learner = Learner(folder, config(**keys, algorithm__ppo_epochs=2), total_steps=1)
     targets = targets_of(learner, batch)
     before, seen = everything(learner, tmp_path / "before"), []
@@ -419,16 +417,16 @@ def test_a_check_is_asked_once_before_any_weight_moves(folder, batch, tmp_path, 
         seen.append(dict(metrics))
 
     metrics = learner.update(batch, targets, 1, check)
-    (told,) = seen
-    assert told["rollout_corr/logprob_diff_mean"] < 1e-6
-    assert told.items() <= metrics.items()
+    (checked,) = seen
+    assert checked["rollout_corr/logprob_diff_mean"] < 1e-6
+    assert checked.items() <= metrics.items()
     after = everything(learner, tmp_path / "after")
     for name, weight in before.items():
         assert not torch.equal(weight, after[name]) or "lora_A" in name, name
 
 
 @pytest.mark.parametrize("keys", WAYS)
-def test_what_a_check_refuses_leaves_no_trace(folder, batch, tmp_path, keys):
+def test_a_batch_that_a_check_refuses_changes_nothing(folder, batch, tmp_path, keys):
     """The metrics and weights of the next step are those of a learner that never saw the first."""
 
     def refuse(metrics):
@@ -442,7 +440,7 @@ def test_what_a_check_refuses_leaves_no_trace(folder, batch, tmp_path, keys):
     assert same(everything(learner, tmp_path / "a"), everything(fresh, tmp_path / "b"))
 
 
-def test_a_check_is_asked_where_nothing_is_run(folder):
+def test_a_check_is_called_without_rows_to_train(folder):
     learner = Learner(folder, config(**FULL), total_steps=1)
     dead = collate(random_groups(1, groups=2, n=4, dead=[0, 1]), 31)
     seen = []
@@ -481,7 +479,7 @@ def test_the_kl_to_the_reference_starts_at_zero_and_the_reference_never_moves(fo
     def digest() -> str:
         return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in base)).hexdigest()
 
-    before, held = learner.reference_logprobs(batch), digest()
+    before, base_digest = learner.reference_logprobs(batch), digest()
     assert before is not None
     assert torch.equal(before, learner.logprobs(batch))
     single = Learner(folder, config(**(keys | {"algorithm__ppo_epochs": 1})), total_steps=9)
@@ -492,7 +490,7 @@ def test_the_kl_to_the_reference_starts_at_zero_and_the_reference_never_moves(fo
     after = learner.reference_logprobs(batch)
     assert after is not None and torch.equal(after, before)
     assert not torch.equal(learner.logprobs(batch), before)
-    assert (digest() == held) == (learner.rank.policy.peft is not None)
+    assert (digest() == base_digest) == (learner.rank.policy.peft is not None)
 
 
 def test_without_a_kl_there_is_no_reference(folder, batch):
@@ -540,7 +538,7 @@ def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize("keys", [FULL, LORA, LORA | PPO])
-def test_the_saved_folder_is_one_that_others_load(folder, batch, tmp_path, keys):
+def test_transformers_loads_the_saved_folder(folder, batch, tmp_path, keys):
     learner = Learner(folder, config(**keys), total_steps=2)
     step(learner, batch)
     learner.ranks.save_pretrained(tmp_path)
@@ -577,7 +575,7 @@ def as_peft_says(folder: Path, adapter: Path, batch: Batch) -> torch.Tensor:
     return plain_logprobs(PeftModel.from_pretrained(base, str(adapter)).eval(), batch)  # type: ignore
 
 
-def test_peft_s_old_name_for_checkpointing_is_nobody_s_concern(folder, tmp_path):
+def test_peft_logs_no_deprecation_warning_about_checkpointing(folder, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         learner = Learner(folder, config(**LORA | PPO), total_steps=1)
@@ -587,15 +585,15 @@ def test_peft_s_old_name_for_checkpointing_is_nobody_s_concern(folder, tmp_path)
 
 def test_an_engine_samples_from_the_base_with_its_adapter(folder, adapter, batch):
     expected = as_peft_says(folder, adapter, batch)
-    found = torch.zeros_like(expected)
+    scores = torch.zeros_like(expected)
     engine = LocalEngine.load(str(adapter), byte_tokenizer(), device="cpu")
     for b in range(len(expected)):
         p, r = int(batch.prompt_lengths[b]), int(batch.response_lengths[b])
         ids = [*batch.prompt_ids[b, -p:].tolist(), *batch.response_ids[b, :r].tolist()]
-        found[b, :r] = tensor(asyncio.run(engine.score(array("i", ids)))[p:])
+        scores[b, :r] = tensor(asyncio.run(engine.score(array("i", ids)))[p:])
     engine.close()
     mask = batch.response_mask
-    torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores[mask], expected[mask], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("keys", [FULL, LORA, LORA | PPO])

@@ -49,21 +49,21 @@ def test_they_are_registered_by_their_names():
         (lambda x: (-x.detach(), {}), "a loss that does not depend on `logprobs`"),
     ],
 )
-def test_what_a_policy_loss_must_return_is_said(made, wrong):
+def test_wrong_return_values_of_a_policy_loss_are_explained(made, wrong):
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: made(logprobs))
-    given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
-    said = f"the policy loss 'mine' returned {wrong}.* It must return .loss, counts.*here .1, 5."
-    with pytest.raises(UserCodeError, match=said):
-        token_losses(*given, AlgorithmConfig(policy_loss="mine"))
+    inputs = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
+    message = f"the policy loss 'mine' returned {wrong}.* It must return .loss, counts.*here .1, 5."
+    with pytest.raises(UserCodeError, match=message):
+        token_losses(*inputs, AlgorithmConfig(policy_loss="mine"))
 
 
-def test_what_a_loss_of_ones_own_raises_is_laid_at_its_door():
+def test_an_exception_of_a_custom_loss_is_a_user_code_error():
     policy_loss("mine")(lambda logprobs, old, advantages, mask, config: logprobs @ old)
-    given = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
-    said = r"the policy loss 'mine' raised RuntimeError: .*\(.*test_losses.py:\d+\)"
-    with pytest.raises(UserCodeError, match=said) as told:
-        token_losses(*given, AlgorithmConfig(policy_loss="mine"))
-    assert isinstance(told.value.__cause__, RuntimeError)
+    inputs = (RATIOS.clone().requires_grad_(), RATIOS, RATIOS, torch.ones_like(RATIOS).bool())
+    message = r"the policy loss 'mine' raised RuntimeError: .*\(.*test_losses.py:\d+\)"
+    with pytest.raises(UserCodeError, match=message) as raised:
+        token_losses(*inputs, AlgorithmConfig(policy_loss="mine"))
+    assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_a_kl_alone_may_learn():
@@ -242,22 +242,22 @@ def spoilt_rows(draw):
 @pytest.mark.parametrize("config", [CONFIG, DUAL], ids=["clip", "dual"])
 @given(spoilt_rows())
 @settings(max_examples=60, deadline=None)
-def test_what_stands_off_the_mask_changes_no_bit(name, config, world):
+def test_values_outside_the_mask_change_no_bit(name, config, world):
     clean, spoilt, mask = world
-    found = []
+    results = []
     for logprobs, old, advantages in (clean, spoilt):
         logprobs = logprobs.clone().requires_grad_()
         loss, counts = policy_losses.get(name)(logprobs, old, advantages, mask, config)
         loss.sum().backward()
         assert (loss[~mask] == 0).all() and (logprobs.grad[~mask] == 0).all()
         assert not any(count[~mask].any() for count in counts.values())
-        found.append([loss.detach(), logprobs.grad, *counts.values()])
-    for a, b in zip(*found, strict=True):
+        results.append([loss.detach(), logprobs.grad, *counts.values()])
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(("name", "elementwise"), [("vanilla", 1), ("gspo", 0), ("cispo", 1)])
-def test_which_tokens_a_loss_looks_at(name, elementwise):
+def test_which_tokens_a_loss_depends_on(name, elementwise):
     logprobs, old, advantages, mask = rows(1, 0.05)
     moved = logprobs.clone()
     moved[0, 0] += 0.1
@@ -269,7 +269,7 @@ def test_which_tokens_a_loss_looks_at(name, elementwise):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_where_in_its_row_a_token_stands_does_not_matter(name):
+def test_the_position_of_a_token_in_its_row_does_not_matter(name):
     """Nor how wide the rows are, or which others are beside them."""
     logprobs, old, advantages, mask = rows(2, 0.3)
     whole, _ = LOSSES[name](logprobs, old, advantages, mask, CONFIG)
@@ -281,13 +281,13 @@ def test_where_in_its_row_a_token_stands_does_not_matter(name):
             torch.full((1, 8), math.nan, dtype=torch.float64).index_copy(1, spots, x[i : i + 1, :n])
             for x in (logprobs, old, advantages)
         ]
-        found, _ = LOSSES[name](*spread, at, CONFIG)
-        torch.testing.assert_close(found[0, spots], whole[i, :n])
+        loss, _ = LOSSES[name](*spread, at, CONFIG)
+        torch.testing.assert_close(loss[0, spots], whole[i, :n])
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("far", [-1e9, 1e9])
-def test_broken_policies_give_finite_losses(name, far):
+def test_extreme_ratios_give_finite_losses(name, far):
     logprobs = tensor([[far, -1.0]]).requires_grad_()
     mask = torch.ones(1, 2, dtype=torch.bool)
     for sign in (1.0, -1.0):

@@ -49,7 +49,7 @@ def test_the_metrics_are_those_of_a_plain_loop(seed):
     batch = episodes()
     g = torch.Generator().manual_seed(seed)
     old = apart(batch, 0.5 * torch.randn(batch.response_ids.shape, generator=g))
-    found = mismatch_metrics(batch, old, batch.action_mask)
+    metrics = mismatch_metrics(batch, old, batch.action_mask)
 
     gaps: list[float] = []
     rollouts: dict[int, float] = defaultdict(float)
@@ -84,7 +84,7 @@ def test_the_metrics_are_those_of_a_plain_loop(seed):
         "training/rollout_ratio_error_mean": sum(abs(math.expm1(gap)) for gap in gaps) / n,
         **{f"{MEAN}/{name}": sum(far) / len(far) for name, far in by_turn.items()},
     }
-    assert expected == pytest.approx({name: found[name] for name in expected}, abs=1e-12)
+    assert expected == pytest.approx({name: metrics[name] for name in expected}, abs=1e-12)
 
 
 def test_what_is_measured_is_the_kl_of_the_engine_to_the_trainer():
@@ -93,11 +93,11 @@ def test_what_is_measured_is_the_kl_of_the_engine_to_the_trainer():
     drawn = tensor([0, 0, 0, 0, 1, 1, 2, 3])
     batch = collate([group(scored([segment([1], ("A", drawn.tolist()))], 0.0))], 31)
     batch = replace(batch, rollout_logprobs=engine.log()[drawn][None])
-    found = mismatch_metrics(batch, trainer.log()[drawn][None], batch.action_mask)
+    metrics = mismatch_metrics(batch, trainer.log()[drawn][None], batch.action_mask)
     kl = (engine * (engine / trainer).log()).sum().item()
     assert abs(kl - (trainer * (trainer / engine).log()).sum().item()) > 0.05
-    assert found["rollout_corr/kl"] == pytest.approx(kl, abs=1e-6)
-    assert found["rollout_corr/k3_kl"] == pytest.approx(kl, abs=1e-6)
+    assert metrics["rollout_corr/kl"] == pytest.approx(kl, abs=1e-6)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(kl, abs=1e-6)
 
 
 def test_effective_sample_sizes_run_from_one_to_a_single_sample():
@@ -124,27 +124,29 @@ def test_effective_sample_sizes_run_from_one_to_a_single_sample():
         ([(0, 3), (0, 6), (1, 1), (1, 4)], {"turn_2", "turn_3", "turn_4plus", "after_observation"}),
     ],
 )
-def test_a_difference_is_told_where_it_is(places, named):
+def test_differences_are_reported_by_position(places, named):
     batch = episodes()
     gaps = torch.zeros(batch.response_ids.shape)
     gaps[tuple(zip(*places, strict=True))] = 0.5
-    found = mismatch_metrics(batch, apart(batch, gaps), batch.action_mask)
-    told = {n.rpartition("/")[2] for n, far in found.items() if n.startswith(f"{MEAN}/") and far}
-    assert told == named
+    metrics = mismatch_metrics(batch, apart(batch, gaps), batch.action_mask)
+    nonzero = {
+        n.rpartition("/")[2] for n, far in metrics.items() if n.startswith(f"{MEAN}/") and far
+    }
+    assert nonzero == named
     if "after_observation" in named and len(places) == 4:
-        assert found[f"{MEAN}/after_observation"] == pytest.approx(0.5)
+        assert metrics[f"{MEAN}/after_observation"] == pytest.approx(0.5)
 
 
-def test_nothing_is_said_of_no_token_nor_of_turns_that_were_not_taken():
+def test_there_are_no_metrics_without_tokens_or_turns():
     batch = episodes()
     old = apart(batch, tensor(0.1))
     nobody = torch.zeros_like(batch.action_mask)
     assert mismatch_metrics(batch, old, nobody) == {}
     assert importance_weight_metrics(batch, old, nobody, AlgorithmConfig()) == {}
     only_short = batch.action_mask & (batch.rollout == 1)[:, None]
-    found = mismatch_metrics(batch, old, only_short)
-    assert {n for n in found if n.startswith(f"{MEAN}/")} == {f"{MEAN}/turn_1"}
-    assert found["rollout_corr/rollout_is_seq_eff_sample_size"] == 1.0
+    metrics = mismatch_metrics(batch, old, only_short)
+    assert {n for n in metrics if n.startswith(f"{MEAN}/")} == {f"{MEAN}/turn_1"}
+    assert metrics["rollout_corr/rollout_is_seq_eff_sample_size"] == 1.0
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -157,29 +159,31 @@ def test_the_shares_are_of_weights_that_the_loss_cuts(level, mode, seed):
     g = torch.Generator().manual_seed(seed)
     old = apart(batch, 0.5 * torch.randn(mask.shape, generator=g))
     config = AlgorithmConfig(tis_cap=cap, tis_level=level, tis_mode=mode)
-    found = importance_weight_metrics(batch, old, mask, config)
+    metrics = importance_weight_metrics(batch, old, mask, config)
     ratios = importance_ratios(old, batch.rollout_logprobs, mask, level)[mask]
     weights = importance_weights(ratios, cap, mode)
     cut = (weights != ratios).float().mean().item()
-    high, low = (found[f"rollout_corr/rollout_is_ratio_fraction_{x}"] for x in ("high", "low"))
+    high, low = (metrics[f"rollout_corr/rollout_is_ratio_fraction_{x}"] for x in ("high", "low"))
     assert cut == pytest.approx(high + low if mode == "mask" else high)
-    masked = found.get("rollout_corr/rollout_rs_masked_fraction")
+    masked = metrics.get("rollout_corr/rollout_rs_masked_fraction")
     assert masked == (pytest.approx(cut) if mode == "mask" else None)
-    assert found["rollout_corr/rollout_is_max"] == pytest.approx(ratios.max().item(), rel=1e-6)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(ratios.max().item(), rel=1e-6)
 
 
-def test_the_metrics_are_all_explained():
+def test_all_mismatch_metrics_are_documented():
     page = Path(__file__).parents[2] / "docs/run_folder.md"
-    said = page.read_text(encoding="utf-8").split("### Engine against trainer")[1].split("\n## ")[0]
+    section = (
+        page.read_text(encoding="utf-8").split("### Engine against trainer")[1].split("\n## ")[0]
+    )
     batch, config = episodes(), AlgorithmConfig(tis_mode="mask")
     old = apart(batch, tensor(0.1))
     names = [*mismatch_metrics(batch, old, batch.action_mask)]
     for name in [*names, *importance_weight_metrics(batch, old, batch.action_mask, config)]:
         stem, _, last = name.rpartition("_")
-        assert f"`{name}`" in said or (f"`{stem}_" in said and f"_{last}`" in said), name
+        assert f"`{name}`" in section or (f"`{stem}_" in section and f"_{last}`" in section), name
 
 
-def test_without_weights_there_are_none_to_speak_of():
+def test_without_importance_weights_there_are_no_metrics_of_them():
     batch = episodes()
     old = apart(batch, tensor(0.1))
     assert (
@@ -193,8 +197,8 @@ def test_a_logprob_that_is_not_finite_is_named_with_its_episode(bad):
     old = apart(batch, tensor(0.0))
     check_logprobs(batch, old, batch.action_mask, "trainer")
     old[2, 1] = bad
-    said = f"the trainer's logprob of response token 1 of episode bob is {bad}"
-    with pytest.raises(RunStopped, match=said):
+    message = f"the trainer's logprob of response token 1 of episode bob is {bad}"
+    with pytest.raises(RunStopped, match=message):
         check_logprobs(batch, old, batch.action_mask, "trainer")
     check_logprobs(batch, old, batch.action_mask & (batch.rollout == 0)[:, None], "trainer")
 
@@ -210,7 +214,7 @@ def test_the_guard_lets_pass_ten_times_the_reference_but_no_more():
     guard.check({})
 
 
-def test_engines_that_agree_to_the_bit_are_allowed_some_arithmetic():
+def test_the_guard_allows_rounding_after_equal_logprobs():
     guard = MismatchGuard(reference=1e-8)
     guard.check({MEAN: 0.01})
     with pytest.raises(RunStopped, match=r"the limit is 0\.01"):
@@ -225,8 +229,8 @@ def test_the_guard_names_the_worst_turn_and_the_causes():
     gaps[0, 6:9] = 0.9
     with pytest.raises(RunStopped) as stopped:
         MismatchGuard(0.009).check(mismatch_metrics(batch, apart(batch, gaps), batch.action_mask))
-    said = str(stopped.value)
-    assert "largest in turn 4 or later: 0.7" in said
-    assert "The step was not trained on" in said
+    message = str(stopped.value)
+    assert "largest in turn 4 or later: 0.7" in message
+    assert "The step was not trained on" in message
     causes = ["weights", "temperature", "another model", "option of the engine"]
-    assert sorted(causes, key=said.index) == causes
+    assert sorted(causes, key=message.index) == causes

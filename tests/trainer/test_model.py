@@ -53,7 +53,7 @@ def digest(tensors) -> str:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_the_models_own_forward_in_any_company(temperature):
+def test_logprobs_are_those_of_a_plain_forward_alone_and_in_a_batch(temperature):
     policy = Policy(tiny_model(), temperature)
     batch = collate(random_groups(0, groups=3, n=4), 31)
     expected = chosen(batch, plain_logprobs(tiny_model(), batch, temperature))
@@ -67,15 +67,15 @@ def test_logprobs_are_those_of_the_models_own_forward_in_any_company(temperature
 def test_a_rows_logprobs_do_not_depend_on_its_neighbours_tokens():
     policy = Policy(tiny_model(), 1.0)
     steady = scored([segment([1, 2], ("A", [3, 4, 5]))], 0.0)
-    found = []
+    logprobs = []
     for other in ([6, 7, 8], [9, 10, 11]):
         batch = collate([group(scored([segment(other, ("A", other))], 0.0), steady)], 31)
         with torch.no_grad():
-            found.append(policy.logprobs(rows_of(batch))[0][3:])
-    assert torch.equal(*found)
+            logprobs.append(policy.logprobs(rows_of(batch))[0][3:])
+    assert torch.equal(*logprobs)
 
 
-def test_gradients_enter_only_one_before_each_sampled_token():
+def test_only_positions_before_a_sampled_token_get_gradients():
     """One off in either direction, and tool tokens would train or sampled ones would not."""
     policy = Policy(tiny_model(layers=1), 1.0)
     batch = collate(
@@ -103,7 +103,7 @@ def test_gradients_enter_only_one_before_each_sampled_token():
     assert touched.int().tolist() == [expected]
 
 
-def test_entropy_has_a_gradient_only_where_asked_for():
+def test_entropy_has_a_gradient_only_on_request():
     policy = Policy(tiny_model(), 1.0)
     rows = rows_of(collate(random_groups(0, 1, 2), 31))
     assert not policy.logprobs(rows)[1].requires_grad
@@ -126,7 +126,7 @@ def shake(parameters) -> None:
             p.add_(0.1 * torch.randn(p.shape, generator=g))
 
 
-def test_a_fresh_adapter_is_the_base_and_off_it_stays_the_base():
+def test_a_new_adapter_changes_nothing_and_can_be_turned_off():
     plain = Policy(tiny_model(), 1.0)
     policy, learns = with_adapter()
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
@@ -143,7 +143,7 @@ def test_a_fresh_adapter_is_the_base_and_off_it_stays_the_base():
     assert trained == set(learns)
 
 
-def test_an_adapter_is_drawn_from_its_seed_and_disturbs_no_other():
+def test_the_seed_of_an_adapter_changes_no_other_random_number():
     torch.manual_seed(3)
     state = torch.get_rng_state()
     first = digest(with_adapter(seed=1)[1].values())
@@ -164,7 +164,7 @@ def test_only_the_named_modules_get_an_adapter():
 
 
 @pytest.mark.parametrize("wrong", ["lm_head", "embed_tokens", "norm", "mlp", "q_porj", "proj"])
-def test_modules_that_could_not_learn_or_be_published_get_no_adapter(wrong):
+def test_modules_that_cannot_learn_or_be_published_get_no_adapter(wrong):
     choices = "all-linear, or from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj."
     for targets in (wrong, ["q_proj", wrong]):
         with pytest.raises(ConfigError, match=f"{wrong} cannot be adapted. Choose {choices}"):
@@ -289,7 +289,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "said"),
+    ("kind", "config", "message"),
     [
         (
             LlamaForCausalLM,
@@ -299,8 +299,8 @@ SMALL = {
         (PhiForCausalLM, PhiConfig(**SMALL), "has a bias"),
     ],
 )
-def test_what_a_trial_of_a_few_tokens_would_not_show_is_refused(kind, config, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_only_long_rows_show_are_refused(kind, config, message):
+    with pytest.raises(ConfigError, match=message):
         Policy(kind(config).eval(), 1.0)
 
 
@@ -355,10 +355,10 @@ def test_an_adapter_is_loaded_as_a_plain_model(tmp_path):
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     with torch.no_grad():
         expected = policy.logprobs(rows)[0]
-        found = Policy(merged, 1.0).logprobs(rows)[0]
+        logprobs = Policy(merged, 1.0).logprobs(rows)[0]
         base = Policy(plain, 1.0).logprobs(rows)[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert (found - base).abs().max() > 0.01
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert (logprobs - base).abs().max() > 0.01
     assert load_causal_lm(path, torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -374,8 +374,8 @@ def test_an_adapter_on_an_adapter_is_loaded_too(tmp_path):
     rows = rows_of(collate(random_groups(0, 2, 2), 31))
     with torch.no_grad():
         expected = policy.logprobs(rows)[0]
-        found = Policy(load_causal_lm(tmp_path / "2", torch.float32), 1.0).logprobs(rows)[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        logprobs = Policy(load_causal_lm(tmp_path / "2", torch.float32), 1.0).logprobs(rows)[0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_without_a_base_that_it_fits_is_refused(tmp_path):

@@ -24,7 +24,7 @@ def all_rows(batch: Batch):
     return pack(batch, arange(len(batch.rollout)), batch.response_mask)
 
 
-def test_a_prompt_stands_once_before_all_responses_to_it():
+def test_a_prompt_is_packed_once_before_all_responses_to_it():
     a = scored([segment([1, 2, 3], ("A", [4, 5]), ("E", [6]), ("A", [7]))], 1.0)
     b = scored([segment([1, 2, 3], ("E", [8]), ("A", [9]))], 0.0)
     c = scored([segment([2, 3], ("A", [10]), ("E", [11]))], 0.0)
@@ -49,7 +49,7 @@ def test_a_prompt_that_begins_with_padding_ids_is_no_shorter_prompt():
 
 @given(st.integers(0, 999), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
-def test_a_micro_batch_holds_what_was_chosen_and_lays_it_out_as_rows(seed, chance):
+def test_a_micro_batch_has_the_chosen_rows(seed, chance):
     """Rows and tokens of these are left out; some rows have no chosen token."""
     batch = collate(random_groups(seed, groups=3, n=3), 31)
     g = torch.Generator().manual_seed(chance)
@@ -61,15 +61,15 @@ def test_a_micro_batch_holds_what_was_chosen_and_lays_it_out_as_rows(seed, chanc
     assert torch.equal(made.packed.tokens, batch.response_ids[rows][here])
     assert len(made.packed.states) == len(made.packed.tokens) == made.mask.sum()
     assert torch.equal(made.columns["column"], column[rows][here])
-    found = made.rows(made.columns["column"])
-    assert found.shape == made.mask.shape and not found[~made.mask].any()
+    laid_out = made.rows(made.columns["column"])
+    assert laid_out.shape == made.mask.shape and not laid_out[~made.mask].any()
     if len(rows):
         lists = [column[b][mask[b]].tolist() for b in rows.tolist()]
-        assert [r[m].tolist() for r, m in zip(found, made.mask, strict=True)] == lists
-        assert found.shape[1] == max(map(len, lists))
+        assert [r[m].tolist() for r, m in zip(laid_out, made.mask, strict=True)] == lists
+        assert laid_out.shape[1] == max(map(len, lists))
 
 
-def test_a_pass_over_no_rows_asks_nothing_and_reaches_every_weight():
+def test_a_pass_over_no_rows_has_zero_gradients_for_every_weight():
     """The other ranks wait for its gradient, which is zero."""
     batch = collate(random_groups(0, groups=1, n=2), 31)
     model = tiny_model()
@@ -84,7 +84,7 @@ def test_a_pass_over_no_rows_asks_nothing_and_reaches_every_weight():
 def test_other_rows_of_a_prompt_share_it_with_their_gradients():
     """Eight rows of one prompt, together and one by one: the same logprobs, the same gradient."""
     batch = collate(random_groups(3, groups=1, n=8), 31)
-    found = []
+    results = []
     for pieces in ([arange(8)], [tensor([b]) for b in range(8)]):
         model = in_float64(tiny_model())
         policy = Policy(model, 1.0)
@@ -93,8 +93,8 @@ def test_other_rows_of_a_prompt_share_it_with_their_gradients():
         )
         logprobs.square().sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore
-        found.append((logprobs.detach(), gradient))
-    torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
+        results.append((logprobs.detach(), gradient))
+    torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=1e-10)
 
 
 def test_a_sliding_window_is_kept():
@@ -116,8 +116,8 @@ def test_a_sliding_window_is_kept():
     batch = collate(random_groups(0, groups=2, n=3), 31)
     expected = plain_logprobs(plain, batch)
     with torch.no_grad():
-        found = Policy(packed, 1.0).logprobs(all_rows(batch))[0]
-    torch.testing.assert_close(found, expected[batch.response_mask], atol=1e-5, rtol=1e-5)
+        logprobs = Policy(packed, 1.0).logprobs(all_rows(batch))[0]
+    torch.testing.assert_close(logprobs, expected[batch.response_mask], atol=1e-5, rtol=1e-5)
 
 
 def test_the_switch_to_packed_attention_is_not_written_with_the_model(tmp_path):

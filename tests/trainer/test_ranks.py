@@ -82,10 +82,10 @@ def run(group, cfg, batch: Batch, steps: int = 2):
     return seen, learner.logprobs(batch), group.weights()
 
 
-def close(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
+def close(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=EXACT, rtol=EXACT, msg=name)
+        torch.testing.assert_close(actual[name], value, atol=EXACT, rtol=EXACT, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     assert all(any(m[f"{who}/grad_norm"] > 1e-3 for m in metrics) for who in ["actor"])
     for ranks, budget in cuts:
         other = config(**KEYS, **WORLDS[world], optim__micro_batch_tokens=budget)
-        found = run(groups[ranks], other, batch)
+        result = run(groups[ranks], other, batch)
         spread, count = groups[ranks].sharded_parameters()
         assert spread == (0 if ranks == 1 else count)
-        for mine, theirs in zip(found[0], metrics, strict=True):
+        for mine, theirs in zip(result[0], metrics, strict=True):
             close(mine, theirs)
-        torch.testing.assert_close(found[1], logprobs, atol=EXACT, rtol=0)
-        close(found[2], weights)
+        torch.testing.assert_close(result[1], logprobs, atol=EXACT, rtol=0)
+        close(result[2], weights)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -113,9 +113,9 @@ def test_the_order_of_rollouts_changes_nothing(groups, batch, ranks):
     cfg = config(**KEYS, algorithm__name="ppo")
     _, logprobs, weights = run(groups[1], cfg, batch, 1)
     order = torch.tensor([12, 13, 14, 15, 4, 7, 6, 5, 2, 0, 1, 3, 11, 10, 9, 8])
-    found = run(groups[ranks], cfg, reordered(batch, order), 1)
-    torch.testing.assert_close(found[1], logprobs[order], atol=EXACT, rtol=0)
-    close(found[2], weights)
+    result = run(groups[ranks], cfg, reordered(batch, order), 1)
+    torch.testing.assert_close(result[1], logprobs[order], atol=EXACT, rtol=0)
+    close(result[2], weights)
 
 
 def reordered(batch: Batch, order: torch.Tensor) -> Batch:

@@ -80,8 +80,8 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    said = run(command, output)
-    assert ("resuming from step 2" in said) == (killed_after == 3)
+    output_text = run(command, output)
+    assert ("resuming from step 2" in output_text) == (killed_after == 3)
     assert metrics(output) == metrics(straight)
     assert [step for step, _ in metrics(output)] == list(range(STEPS + 1))
     weights = "model/model.safetensors"
@@ -89,7 +89,7 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     assert played(output) == played(straight)
 
 
-def test_a_run_that_is_done_is_lengthened(command, tmp_path):
+def test_a_finished_run_can_be_extended(command, tmp_path):
     """As if it had been that long from the beginning, where no rate depends on the length."""
     steady = [*command, "optim.lr_final=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
     steady += ["data.batch_size=2", "rollout.n=2", "val.n=1"]
@@ -138,8 +138,8 @@ def test_every_row_is_its_conversation(straight, tiny_model):
 
 def test_a_finished_run_prints_its_result_again(command, straight):
     before = (straight / "metrics.jsonl").read_bytes()
-    said = run(command, straight)
-    assert f"done: {STEPS} steps" in said and "next:" in said
+    output_text = run(command, straight)
+    assert f"done: {STEPS} steps" in output_text and "next:" in output_text
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -151,7 +151,7 @@ def test_another_config_in_the_same_folder_is_refused(command, straight):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
+def test_one_signal_saves_and_leaves_no_process(command, tmp_path, number):
     output = tmp_path / "run"
     endless = ["trainer.total_steps=1000", "trainer.save_freq=0"]
     process = ForkedPython([*command, "--output", output, *endless], start_new_session=True)
@@ -165,8 +165,8 @@ def test_one_signal_saves_and_leaves_nothing_behind(command, tmp_path, number):
     assert "the same command resumes from there" in out
     [checkpoint] = output.glob("global_step_*")
     meta = json.loads((checkpoint / "meta.json").read_text())["meta"]
-    told = metrics(output)[-1][0] + (meta["unfinished"] is not None)
-    assert int(checkpoint.name.split("_")[-1]) == told
+    reached = metrics(output)[-1][0] + (meta["unfinished"] is not None)
+    assert int(checkpoint.name.split("_")[-1]) == reached
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 

@@ -62,7 +62,7 @@ def alone(classifier, text):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 16384])
-async def test_a_batch_says_what_each_would_alone(scorer, classifier, batch_tokens):
+async def test_scores_in_a_batch_are_those_of_each_row_alone(scorer, classifier, batch_tokens):
     judge = scorer(path=classifier[2], device="cpu", batch_tokens=batch_tokens)
     scored = await asyncio.gather(*(judge.score(make_trajectory(("assistant", t))) for t in TEXTS))
     expected = [alone(classifier, t) for t in TEXTS]
@@ -70,7 +70,7 @@ async def test_a_batch_says_what_each_would_alone(scorer, classifier, batch_toke
     assert len({round(x, 4) for x in expected}) == len(TEXTS)
 
 
-async def test_what_waits_is_scored_in_one_pass(classifier, monkeypatch):
+async def test_waiting_rows_are_scored_in_one_pass(classifier, monkeypatch):
     model = RewardModel(classifier[2], device="cpu")
     passes = []
     scores = model._scores
@@ -98,12 +98,12 @@ async def test_without_a_padding_token_rows_go_one_by_one(classifier, tmp_path):
     config = Qwen2Config.from_pretrained(tmp_path, pad_token_id=None)
     config.save_pretrained(tmp_path)
     other = RewardModel(str(tmp_path), device="cpu")
-    found = await asyncio.gather(*(other(make_trajectory(("assistant", t))) for t in TEXTS))
-    assert found == pytest.approx([alone(classifier, t) for t in TEXTS], abs=1e-5)
+    scores = await asyncio.gather(*(other(make_trajectory(("assistant", t))) for t in TEXTS))
+    assert scores == pytest.approx([alone(classifier, t) for t in TEXTS], abs=1e-5)
     await other.close()
 
 
-async def test_what_it_is_shown(classifier):
+async def test_the_input_of_a_reward_model(classifier):
     _, tokenizer, folder = classifier
     trajectory = make_trajectory(("assistant", "a"), ("user", "and?"), ("assistant", "b"))
     whole = tokenizer.decode(RewardModel(folder).ids(trajectory))
@@ -115,7 +115,7 @@ async def test_what_it_is_shown(classifier):
     )
 
 
-async def test_an_answer_cannot_praise_itself_in_a_turn_of_its_own(classifier):
+async def test_an_answer_cannot_forge_a_turn(classifier):
     _, tokenizer, folder = classifier
     model = RewardModel(folder)
     honest = model.ids(make_trajectory(("assistant", "12")))
@@ -131,7 +131,7 @@ async def test_too_long_a_conversation_loses_its_beginning(classifier):
     assert len(ids) == 512  # the model's max_position_embeddings
 
 
-def test_what_is_no_reward_model_is_refused(random_model, tmp_path):
+def test_a_model_that_is_no_reward_model_is_refused(random_model, tmp_path):
     def say(**kwargs):
         with pytest.raises(UserError) as caught:
             make_scorer(RewardConfig(function="reward_model", kwargs=kwargs))
@@ -181,7 +181,7 @@ def served(classifier):
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
-async def test_a_server_says_what_this_process_would(scorer, classifier, served, server):
+async def test_a_server_returns_the_scores_of_this_process(scorer, classifier, served, server):
     url, seen = served
     base = url if server == "sglang" else f"{url}/vllm"
     judge = scorer(path=classifier[2], url=base, server=server, model="judge")
@@ -193,9 +193,7 @@ async def test_a_server_says_what_this_process_would(scorer, classifier, served,
 
 
 @pytest.mark.parametrize(("path", "says"), [("odd", "0.2"), ("down", "status 500")])
-async def test_a_server_that_says_something_else_is_no_score(
-    scorer, classifier, served, path, says
-):
+async def test_a_malformed_answer_of_a_server_is_no_score(scorer, classifier, served, path, says):
     judge = scorer(path=classifier[2], url=f"{served[0]}/{path}")
     with pytest.raises(Infrastructure, match=says):
         await judge.score(
@@ -205,7 +203,9 @@ async def test_a_server_that_says_something_else_is_no_score(
 
 @pytest.mark.slow
 @pytest.mark.sglang
-async def test_a_real_server_says_it_up_to_a_constant(sglang_python, classifier, monkeypatch):
+async def test_a_real_server_returns_the_scores_up_to_a_constant(
+    sglang_python, classifier, monkeypatch
+):
     """SGLang's head has a bias, which no checkpoint of transformers fills."""
     server = SGLangLaunch(
         classifier[2], python=sglang_python, dtype="float32", arguments=("--is-embedding",)
@@ -213,10 +213,10 @@ async def test_a_real_server_says_it_up_to_a_constant(sglang_python, classifier,
     monkeypatch.setenv("SCORERS_TOKEN", server.token)
     model = RewardModel(classifier[2], url=server.url, token_env="SCORERS_TOKEN", timeout_s=120)
     try:
-        found = [await model(make_trajectory(("assistant", t))) for t in TEXTS]
+        scores = [await model(make_trajectory(("assistant", t))) for t in TEXTS]
     finally:
         await model.close()
         server.stop()
     expected = [alone(classifier, t) for t in TEXTS]
-    shifts = [f - e for f, e in zip(found, expected, strict=True)]
+    shifts = [f - e for f, e in zip(scores, expected, strict=True)]
     assert shifts == pytest.approx([shifts[0]] * len(TEXTS), abs=1e-4)

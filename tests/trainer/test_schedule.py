@@ -116,7 +116,7 @@ def test_ranks_wait_little_for_each_other(ranks, budget):
 
 @given(worlds(), st.integers(1, 5), st.integers(1, 150))
 @settings(max_examples=50, deadline=None)
-def test_it_follows_from_the_lengths_alone(world, ranks, budget):
+def test_the_schedule_depends_on_the_lengths_only(world, ranks, budget):
     batch, rows = world.batch(), world.rows()
     first, second = (assign_rows(batch, rows, ranks, budget) for _ in range(2))
     for mine, theirs in zip(first, second, strict=True):
@@ -146,14 +146,14 @@ def test_groups_that_do_not_divide_by_the_ranks_are_shared(ranks, groups, most):
     """Whole, the last ones would leave most ranks idle: 9 groups on 8 take as long as 16."""
     world = World(((50, (50,) * 8),) * groups, -1)
     batch, rows = world.batch(), world.rows()
-    found = loads(batch, assign_rows(batch, rows, ranks, 10_000))
-    assert max(found) <= most * groups * 450 / ranks
+    rank_loads = loads(batch, assign_rows(batch, rows, ranks, 10_000))
+    assert max(rank_loads) <= most * groups * 450 / ranks
     assert -(-groups // ranks) * 450 > most * groups * 450 / ranks
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.integers(1, 20))
 @settings(max_examples=50, deadline=None)
-def test_a_prompt_is_run_on_one_rank_where_that_is_even(ranks, each, prompt, response):
+def test_a_prompt_stays_on_one_rank_if_the_load_is_even(ranks, each, prompt, response):
     world = World(((prompt, (response,) * 4),) * (ranks * each), -1)
     batch = world.batch()
     dealt = assign_rows(batch, world.rows(), ranks, 10_000)
@@ -173,7 +173,7 @@ def test_a_lone_group_is_run_by_all_ranks():
     assert loads(batch, assign_rows(batch, world.rows(), 2, 10_000)) == [1001, 1001]
 
 
-def test_who_has_less_runs_smaller_pieces_and_only_then_empty_ones():
+def test_ranks_with_less_work_run_smaller_pieces_before_empty_ones():
     world = World(((1, (99,)), (1, (99,)), (1, (9, 9)), (1, (9, 9))), -1)
     batch = world.batch()
     dealt = assign_rows(batch, world.rows(), 3, 100)

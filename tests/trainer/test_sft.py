@@ -64,8 +64,8 @@ def folder(tmp_path_factory):
     return made / "base"
 
 
-def imitator(path, *, steps=1, fresh=False, **given):
-    config = make_sft_config(path, steps=steps, overrides=["trainer.device=cpu"], **given)
+def imitator(path, *, steps=1, fresh=False, **settings):
+    config = make_sft_config(path, steps=steps, overrides=["trainer.device=cpu"], **settings)
     return SFTLearner(config, fresh=fresh)
 
 
@@ -115,18 +115,18 @@ CALL = {
 }
 
 
-def test_the_assistant_s_tokens_and_ends_are_imitated(template, tmp_path):
+def test_the_loss_is_on_the_assistants_tokens_and_ends(template, tmp_path):
     (e,) = load(template, tmp_path, {"messages": TALK})
-    asked = [257, *b"user\nHi", END, *b"\n", 257, *b"assistant\n"]
+    prompt = [257, *b"user\nHi", END, *b"\n", 257, *b"assistant\n"]
     again = [*b"\n", 257, *b"user\n2+2", END, *b"\n", 257, *b"assistant\n"]
-    assert list(e.ids) == [*asked, *b"Yes?", END, *again, *b"4", END]
-    assert list(e.mask) == [0] * len(asked) + [1] * 5 + [0] * len(again) + [1] * 2
+    assert list(e.ids) == [*prompt, *b"Yes?", END, *again, *b"4", END]
+    assert list(e.mask) == [0] * len(prompt) + [1] * 5 + [0] * len(again) + [1] * 2
 
 
-def test_an_empty_list_of_calls_is_none(template, tmp_path):
+def test_an_empty_list_of_calls_is_no_call(template, tmp_path):
     """A column of a Parquet file has the same keys in every row."""
-    said = [{**message, "tool_calls": []} for message in TALK]
-    assert load(template, tmp_path, {"messages": said}) == load(
+    messages = [{**message, "tool_calls": []} for message in TALK]
+    assert load(template, tmp_path, {"messages": messages}) == load(
         template, tmp_path, {"messages": TALK}
     )
 
@@ -137,7 +137,7 @@ def test_a_cell_may_be_json(template, tmp_path):
     )
 
 
-def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, tmp_path):
+def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
     registry.load_file("shelf:calculator")
     made = {r.sample.agent_name: r.as_dict("train") for r in islice(rows(0), 3)}
     examples = load(template, tmp_path, *made.values(), column="gold")
@@ -150,14 +150,14 @@ def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, t
     assert mine["tool_agent"].count("|") == 3
     # What stops a react turn is imitated; the end of the turn after it is the harness's.
     assert mine["react"].count("Observation:") == 2 and mine["react"].count("|") == 1
-    said = [m["content"] for m in made["tool_agent"]["gold"] if m["role"] == "assistant"]
-    assert len(said) == 3 and mine["tool_agent"] == "".join(f"{text}|" for text in said)
+    answers = [m["content"] for m in made["tool_agent"]["gold"] if m["role"] == "assistant"]
+    assert len(answers) == 3 and mine["tool_agent"] == "".join(f"{text}|" for text in answers)
     for loop, row in made.items():
         assert mine[loop].endswith(f"#### {row['reward_model']['ground_truth']}|")
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"other": TALK}, "row 0, messages: is missing"),
         ({"messages": "[{"}, "is not JSON"),
@@ -172,8 +172,8 @@ def test_a_conversation_goes_on_from_the_prompt_as_the_loop_shows_it(template, t
         ({"messages": TALK * 30}, r"is 1,\d\d\d tokens long, more than the model's 1,000"),
     ],
 )
-def test_broken_rows_are_named(template, tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
+def test_broken_rows_are_named(template, tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
         load(template, tmp_path, row)
 
 
@@ -196,20 +196,20 @@ def marked(draw):
 
 
 @given(st.lists(marked(), min_size=1, max_size=5))
-def test_every_marked_token_is_asked_about_after_its_own_past_and_no_other_is(examples):
+def test_only_masked_tokens_are_predicted_from_their_own_prefix(examples):
     rows = make_rows(examples)
     packed = make_micro_batch(rows, torch.arange(len(examples)), rows.response_mask, {}).packed
-    asked = [(e, i) for e in examples for i, own in enumerate(e.mask) if own]
-    assert packed.tokens.tolist() == [e.ids[i] for e, i in asked]
+    masked = [(e, i) for e in examples for i, own in enumerate(e.mask) if own]
+    assert packed.tokens.tolist() == [e.ids[i] for e, i in masked]
     before = packed.states
-    assert packed.position_ids[0, before].tolist() == [i - 1 for _, i in asked]
-    assert packed.input_ids[0, before].tolist() == [e.ids[i - 1] for e, i in asked]
+    assert packed.position_ids[0, before].tolist() == [i - 1 for _, i in masked]
+    assert packed.input_ids[0, before].tolist() == [e.ids[i - 1] for e, i in masked]
 
 
 def test_logprobs_are_those_of_the_plain_model(folder):
     examples = [example(b"ab", b"cde"), example(b"f", b"gh")]
     examples.append(Example(token_array([*b"ijklm"]), token_array([0, 1, 0, 0, 1])))
-    found = score(imitator(folder), examples)
+    logprobs = score(imitator(folder), examples)
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = []
     for e in examples:
@@ -218,10 +218,10 @@ def test_logprobs_are_those_of_the_plain_model(folder):
         expected += [
             log_p[i - 1, t] for i, (t, m) in enumerate(zip(e.ids, e.mask, strict=True)) if m
         ]
-    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+    assert torch.allclose(logprobs, torch.stack(expected), atol=1e-5)
 
 
-def test_a_handful_of_traces_is_learned_by_heart(template, folder, tmp_path):
+def test_a_few_traces_are_memorized(template, folder, tmp_path):
     registry.load_file("shelf:calculator")
     made = [r.as_dict("train") for r in islice(rows(0), 3)]
     examples = load(template, tmp_path, *made, column="gold")
@@ -252,7 +252,7 @@ def test_an_adapter_learns_and_the_base_stays(folder, tmp_path):
     assert "model.safetensors" not in files
 
 
-def test_fresh_weights_depend_on_the_seed_alone(folder):
+def test_new_weights_depend_on_the_seed_only(folder):
     torch.manual_seed(5)
     one, two, other = (weights(imitator(folder, fresh=True, seed=s)) for s in (1, 1, 2))
     assert same(one, two) and not same(one, other)
@@ -270,7 +270,7 @@ def test_an_adapter_on_fresh_weights_is_saved_with_them(folder, tmp_path):
     assert not (tmp_path / "new/adapter_config.json").exists()
 
 
-def test_a_loss_that_is_no_number_stops(folder):
+def test_a_nan_loss_stops_training(folder):
     learner = imitator(folder)
     with torch.no_grad():
         next(iter(learner.rank.policy.model.parameters())).fill_(math.nan)
@@ -288,14 +288,14 @@ def test_the_learning_rate_warms_up_then_falls(folder):
     assert lr[3] == pytest.approx(1 - 0.9 / 97) and lr[-1] == pytest.approx(0.1)
 
 
-def test_the_second_moment_is_of_short_memory(folder):
+def test_beta2_is_0_95(folder):
     (optimizer,) = imitator(folder).rank.optimizers.values()
     assert optimizer._adamw.defaults["betas"] == (0.9, 0.95)
 
 
-def test_keys_of_learner_and_ranks_are_taken(folder):
-    given = ["optim.recompute=true", "optim.lr_final=0.5", "trainer.n_gpus_per_node=2"]
-    config = make_sft_config(folder, steps=10, overrides=given)
+def test_keys_of_learner_and_ranks_are_accepted(folder):
+    overrides = ["optim.recompute=true", "optim.lr_final=0.5", "trainer.n_gpus_per_node=2"]
+    config = make_sft_config(folder, steps=10, overrides=overrides)
     assert config.optim.recompute and config.optim.lr_final == 0.5
     with pytest.raises(ConfigError, match="need a cluster"):
         SFTLearner(config)
@@ -316,8 +316,8 @@ def test_defaults_depend_on_what_learns(folder):
     whole, adapter = (make_sft_config(folder, steps=10, lora_rank=r) for r in (0, 8))
     assert (whole.optim.lr, adapter.optim.lr) == (1e-5, 2e-4)
     assert adapter.model.lora_alpha == 16
-    given = make_sft_config(folder, steps=10, lora_rank=8, overrides=["model.lora_alpha=3"])
-    assert given.model.lora_alpha == 3
+    explicit = make_sft_config(folder, steps=10, lora_rank=8, overrides=["model.lora_alpha=3"])
+    assert explicit.model.lora_alpha == 3
 
 
 def test_a_process_may_change_its_device(folder, monkeypatch):
@@ -348,10 +348,17 @@ def run(*words):
 @pytest.mark.parametrize("extra", [(), ("--lora-rank", 4), ("optim.recompute=true",)])
 def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, capsys, extra):
     write_rows(tmp_path / "rows.parquet", [{"messages": TALK}] * 3)
-    given = ("--dataset", tmp_path / "rows.parquet", "--model", base, "--output", tmp_path / "new")
-    assert run(*given, "--steps", 20, "--lr", 1e-2, *extra) == 0
-    said = capsys.readouterr().out
-    assert "3 conversations" in said and "step 20/20" in said
+    options = (
+        "--dataset",
+        tmp_path / "rows.parquet",
+        "--model",
+        base,
+        "--output",
+        tmp_path / "new",
+    )
+    assert run(*options, "--steps", 20, "--lr", 1e-2, *extra) == 0
+    output = capsys.readouterr().out
+    assert "3 conversations" in output and "step 20/20" in output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     template = ChatTemplate(load_tokenizer(tmp_path / "new"))
     (e,) = load_examples(str(tmp_path / "rows.parquet"), "messages", template, 1000)[:1]
@@ -362,7 +369,7 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("--column", "gold"), "row 0, gold: is missing"),
         (("--output", "."), "--output . already exists"),
@@ -373,10 +380,10 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
         (("optim.recompute=maybe",), "optim.recompute"),
     ],
 )
-def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, said):
+def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, message):
     write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}])
     monkeypatch.chdir(tmp_path)
-    given = ("--dataset", "rows.jsonl", "--model", "base", "--output", "new")
-    assert run(*given, *change) == 1
-    assert said in capsys.readouterr().err
+    options = ("--dataset", "rows.jsonl", "--model", "base", "--output", "new")
+    assert run(*options, *change) == 1
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -127,20 +127,20 @@ def plain(folder, examples):
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run(group, folder, examples, budget=BUDGETS[0], *, fresh=False, overrides=(), **given):
+def run(group, folder, examples, budget=BUDGETS[0], *, fresh=False, overrides=(), **settings):
     """Loss, gradient (not clipped) and weights of one step."""
     overrides = ["trainer.device=cpu", "optim.max_grad_norm=1e6", *overrides]
     config = make_sft_config(
-        folder, steps=4, lr=1e-3, micro_batch_tokens=budget, overrides=overrides, **given
+        folder, steps=4, lr=1e-3, micro_batch_tokens=budget, overrides=overrides, **settings
     )
     learner = SFTLearner(config, fresh=fresh, placement=Again(group))
     return learner.train_step(examples, 1), *group.seen()
 
 
-def close(found, expected):
-    assert found.keys() == expected.keys()
+def close(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=EXACT, rtol=0, msg=name)
+        torch.testing.assert_close(actual[name], value, atol=EXACT, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,18 +149,20 @@ def test_the_gradient_is_the_plain_cross_entropy_s(groups, folder, examples, ran
     assert max(g.abs().max() for g in gradient.values()) > 1e-2
     assert len({sum(e.mask) for e in examples}) > 2  # a mean of rows' means is another loss
     for budget in BUDGETS:
-        found = run(groups[ranks], folder, examples, budget)
-        assert found[0] == pytest.approx(loss, abs=EXACT)
-        close(found[1], gradient)
+        result = run(groups[ranks], folder, examples, budget)
+        assert result[0] == pytest.approx(loss, abs=EXACT)
+        close(result[1], gradient)
 
 
 @pytest.mark.parametrize(
-    "given", [{"lora_rank": 4}, {"fresh": True}, {"overrides": ["optim.recompute=true"]}], ids=str
+    "settings",
+    [{"lora_rank": 4}, {"fresh": True}, {"overrides": ["optim.recompute=true"]}],
+    ids=str,
 )
-def test_ranks_change_nothing(groups, folder, examples, given):
-    expected = run(groups[1], folder, examples, **given)
+def test_ranks_change_nothing(groups, folder, examples, settings):
+    expected = run(groups[1], folder, examples, **settings)
     for budget in BUDGETS:
-        loss, gradient, weights = run(groups[2], folder, examples, budget, **given)
+        loss, gradient, weights = run(groups[2], folder, examples, budget, **settings)
         assert loss == pytest.approx(expected[0], abs=EXACT)
         close(gradient, expected[1])
         close(weights, expected[2])

@@ -33,12 +33,12 @@ def optim(*overrides: str) -> OptimConfig:
 @pytest.fixture
 def spread(monkeypatch) -> list[dict[str, Any]]:
     """Stands for GPUs that are not here: what `fully_shard` was asked for, module by module."""
-    asked = []
-    monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: asked.append(how))
+    calls = []
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: calls.append(how))
     monkeypatch.setattr(sharding, "_fits_gathered", lambda scorer, mesh: True)
     monkeypatch.setattr(sharding, "MIN_COMPILED_SIZE", 0)
     monkeypatch.setattr(torch, "compile", lambda function, **how: partial(_compiled, function))
-    return asked
+    return calls
 
 
 def _compiled(function, *args, **kwargs):
@@ -55,11 +55,11 @@ def on_gpus(config: OptimConfig) -> list[nn.Module]:
 
 def around(layer: nn.Module) -> list[Any]:
     """What was put around a layer's own function, the outermost first."""
-    found, run = [], layer.forward
+    wrappers, run = [], layer.forward
     while isinstance(run, partial):
-        found.append(run.func)
+        wrappers.append(run.func)
         run = run.args[0]
-    return found
+    return wrappers
 
 
 def test_a_small_model_is_not_compiled(spread, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_small_model_is_not_compiled(spread, monkeypatch):
     assert [around(layer) for layer in on_gpus(optim())] == [[]] * 2
 
 
-def test_what_is_done_to_a_layer(spread):
+def test_how_a_layer_is_sharded(spread):
     """Compiled inside of what runs it twice: else the second run would not be compiled."""
     for overrides, expected in {
         (): [_compiled],
@@ -85,7 +85,7 @@ def test_what_is_done_to_a_layer(spread):
     assert [around(layer) for layer in scorer.layers()] == [[]] * 2
 
 
-def test_what_waits_in_the_cpus_memory(spread):
+def test_what_is_offloaded_to_the_cpu(spread):
     for where, policies in {"none": 0, "optimizer": 0, "all": 3}.items():
         spread.clear()
         on_gpus(optim(f"optim.offload={where}"))
@@ -122,7 +122,7 @@ def moves(config: OptimConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_that_keeps_nothing_is_run_again(recompute):
+def test_a_checkpointed_layer_is_recomputed(recompute):
     scorer = PackedModel(tiny_model())
     ran = []
     for layer in scorer.layers():
@@ -134,7 +134,7 @@ def test_a_layer_that_keeps_nothing_is_run_again(recompute):
     assert len(ran) == 2 * (1 + recompute)
 
 
-def test_what_learns_learns_in_float32():
+def test_trainable_weights_are_float32():
     scorer = PackedModel(tiny_model().bfloat16())
     frozen = scorer.model.get_parameter("model.norm.weight").requires_grad_(False)
     head = scorer.head.weight
@@ -155,7 +155,7 @@ def test_the_rate_rises_and_then_is_linear():
     assert [learning_rate(8.0, config, 2, step) for step in (1, 2)] == [2, 4]
 
 
-def test_weights_decay_by_their_share():
+def test_weights_decay_by_the_learning_rate_times_weight_decay():
     device: Any = SimpleNamespace(
         device=torch.device("cpu"), clip_grad_norm_=lambda parameters, most: torch.tensor(1.0)
     )

@@ -111,33 +111,33 @@ def groups(folder):
 
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_four_ranks_saved_fewer_load(saved, groups, batch, world, ranks, tmp_path):
-    at, held, following = saved[world]
+def test_fewer_ranks_load_the_state_of_four(saved, groups, batch, world, ranks, tmp_path):
+    at, expected, following = saved[world]
     assert find_checkpoint(at.parent, "auto") is not None
     group, cfg = groups[ranks], config(**RATES, **WORLDS[world])
     group.begin(cfg)
     learn(group, cfg, batch, (1,))  # moments and gathered weights of its own, all to be forgotten
     group.load(at)
-    same(group.state(), held)
+    same(group.state(), expected)
     again = tmp_path / "again"
     again.mkdir()
     group.save(again)
     learn(group, cfg, batch, (3,))
-    found = group.state()
-    assert found.keys() == following.keys()
+    state = group.state()
+    assert state.keys() == following.keys()
     for name, value in following.items():
-        torch.testing.assert_close(found[name], value, atol=EXACT, rtol=EXACT, msg=name)
+        torch.testing.assert_close(state[name], value, atol=EXACT, rtol=EXACT, msg=name)
     groups[1].begin(cfg)
     groups[1].load(again)  # 4 -> 2 -> 1
-    same(groups[1].state(), held)
+    same(groups[1].state(), expected)
 
 
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    assert any(".exp_avg_sq." in name for name in found)
+def same(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert any(".exp_avg_sq." in name for name in actual)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-        assert found[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
+        assert actual[name].dtype == value.dtype, name
 
 
 def test_every_rank_writes_its_pieces_and_no_pickle(saved):
@@ -147,30 +147,30 @@ def test_every_rank_writes_its_pieces_and_no_pickle(saved):
     assert {f.suffix for f in files} == {".safetensors"}
 
 
-def test_an_adapter_lies_ready_for_peft_whoever_saved(saved, folder):
-    at, held, _ = saved["lora"]
+def test_any_number_of_ranks_saves_an_adapter_that_peft_loads(saved, folder):
+    at, state, _ = saved["lora"]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loaded = PeftModel.from_pretrained(base, str(at / ADAPTER_FOLDER), autocast_adapter_dtype=False)
-    found = {n: p for n, p in loaded.named_parameters() if "lora_" in n}
+    parameters = {n: p for n, p in loaded.named_parameters() if "lora_" in n}
     prefix = "actor.parameter."
-    ours = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
-    assert len(found) == len(ours) > 0
+    ours = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+    assert len(parameters) == len(ours) > 0
     for name, value in ours.items():
-        assert torch.equal(found[f"base_model.model.{name}"].double(), value)
+        assert torch.equal(parameters[f"base_model.model.{name}"].double(), value)
     # of the policy alone, and nothing of the base
     assert not [n for n in shapes_in(at / "actor") if "lora_" not in n or "critic" in n]
     assert not (saved["full"][0] / ADAPTER_FOLDER).exists()
 
 
 def test_a_rank_whose_disk_is_full_is_named_by_all(saved):
-    said = saved["refused"].splitlines()[-1]
-    assert said.startswith("agentrl.errors.RunStopped: rank 2 cannot write /")
-    assert said.endswith("actor: [Errno 28] No space left on device")
+    message = saved["refused"].splitlines()[-1]
+    assert message.startswith("agentrl.errors.RunStopped: rank 2 cannot write /")
+    assert message.endswith("actor: [Errno 28] No space left on device")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
-def test_it_comes_back_where_it_was(folder, batch, tmp_path, device, offload):
+def test_state_is_loaded_to_the_device_where_it_was(folder, batch, tmp_path, device, offload):
     """Weights and moments on the device, or in the CPU's memory."""
     cfg = config(**RATES, **WORLDS["lora"], trainer__device=device, optim__offload=offload)
     ranks = [Saving(folder), Saving(folder)]
@@ -181,8 +181,8 @@ def test_it_comes_back_where_it_was(folder, batch, tmp_path, device, offload):
     second.begin(cfg)
     second.load(tmp_path)
     same(second.state(), first.state())
-    held = [rank.optimizers["actor"]._moments() for rank in ranks]
-    assert [t.device for t in held[0].values()] == [t.device for t in held[1].values()]
+    moments = [rank.optimizers["actor"]._moments() for rank in ranks]
+    assert [t.device for t in moments[0].values()] == [t.device for t in moments[1].values()]
     learn(second, cfg, batch, (3,))
 
 
@@ -194,19 +194,19 @@ def test_large_states_are_cut_into_files(tmp_path, monkeypatch):
     tensors = {f"t{i}": torch.randn(i, 5) for i in range(9)} | {"step": torch.tensor(3.0)}
     write_state(tmp_path / "s", tensors)
     assert len(list((tmp_path / "s").iterdir())) == 6
-    found = {name: torch.full_like(t, -1) for name, t in tensors.items()}
-    read_state(tmp_path / "s", found)
-    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    loaded = {name: torch.full_like(t, -1) for name, t in tensors.items()}
+    read_state(tmp_path / "s", loaded)
+    assert all(torch.equal(loaded[n], t) for n, t in tensors.items())
     assert shapes_in(tmp_path / "s") == {n: tuple(t.shape) for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
-    given = {"a": (torch.randn(4, 6) * 100).to(dtype).T, "b": torch.ones(2, 0, dtype=dtype)}
-    write_state(tmp_path / "s", given)
-    found = {name: torch.zeros_like(t) for name, t in given.items()}
-    read_state(tmp_path / "s", found)
-    assert all(torch.equal(found[n], t) and found[n].dtype == dtype for n, t in given.items())
+    saved = {"a": (torch.randn(4, 6) * 100).to(dtype).T, "b": torch.ones(2, 0, dtype=dtype)}
+    write_state(tmp_path / "s", saved)
+    loaded = {name: torch.zeros_like(t) for name, t in saved.items()}
+    read_state(tmp_path / "s", loaded)
+    assert all(torch.equal(loaded[n], t) and loaded[n].dtype == dtype for n, t in saved.items())
 
 
 class Coarse(torch.Tensor):
@@ -231,14 +231,14 @@ class Coarse(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_what_is_quantised_is_written_as_numbers(tmp_path):
+def test_quantized_tensors_are_written_as_plain_tensors(tmp_path):
     codes = torch.randint(0, 100, (5, 4), dtype=torch.uint8)
     write_state(tmp_path / "s", {"m": Coarse(codes)})
     [file] = (tmp_path / "s").iterdir()
     assert torch.equal(load_file(file)["m"], codes.float() / 8)
-    found = Coarse(torch.zeros_like(codes))
-    read_state(tmp_path / "s", {"m": found})
-    assert torch.equal(found.codes, codes)
+    loaded = Coarse(torch.zeros_like(codes))
+    read_state(tmp_path / "s", {"m": loaded})
+    assert torch.equal(loaded.codes, codes)
 
 
 class Boom:
@@ -255,30 +255,30 @@ def test_a_planted_pickle_is_never_read(tmp_path, monkeypatch):
     Path("ran").unlink()  # so it would have
     for name in (".metadata", "__0_0.distcp", "optimizer.pt", "pytorch_model.bin", "a.pkl"):
         (folder / name).write_bytes(spoilt)
-    found = {"a": torch.zeros(3)}
-    read_state(folder, found)
-    assert torch.equal(found["a"], tensors["a"])
+    loaded = {"a": torch.zeros(3)}
+    read_state(folder, loaded)
+    assert torch.equal(loaded["a"], tensors["a"])
     (folder / "model.safetensors").write_bytes(spoilt)
-    for read in (lambda: read_state(folder, found), lambda: shapes_in(folder)):
+    for read in (lambda: read_state(folder, loaded), lambda: shapes_in(folder)):
         with pytest.raises(ConfigError, match=f"cannot read {folder}"):
             read()
     assert not Path("ran").exists()
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_tensors_are_named(tmp_path):
     write_state(tmp_path / "s", {"a": torch.randn(3)})
     with pytest.raises(ConfigError, match=r"cannot read .*\bb\b"):
         read_state(tmp_path / "s", {"b": torch.zeros(3)})
     assert shapes_in(tmp_path / "nothing") == {}
 
 
-def test_a_folder_that_a_rank_does_not_see_is_not_made(tmp_path):
+def test_a_rank_does_not_make_a_folder_that_it_does_not_see(tmp_path):
     with pytest.raises(RunStopped, match=r"trainer\.output must be on a file system"):
         write_state(tmp_path / "elsewhere" / "actor", {"a": torch.zeros(1)})
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_ctrl_c_while_saving_is_itself(tmp_path, monkeypatch):
+def test_ctrl_c_while_saving_is_raised_unchanged(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -287,7 +287,7 @@ def test_ctrl_c_while_saving_is_itself(tmp_path, monkeypatch):
         write_state(tmp_path / "s", {"a": torch.zeros(1)})
 
 
-def test_a_full_disk_is_told_in_words(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(state.HuggingFaceStorageWriter, "write_data", _refuse)
     with pytest.raises(RunStopped, match=r"^cannot write .*No space left on device$") as e:
         write_state(tmp_path / "s", {"a": torch.zeros(1)})
@@ -298,10 +298,10 @@ def test_a_full_disk_is_told_in_words(tmp_path, monkeypatch):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_files_of_others_are_read_if_their_names_are_right(tmp_path):
+def test_files_of_other_programs_are_read_if_the_names_match(tmp_path):
     """Plain safetensors, without places in the header: whole tensors."""
     (tmp_path / "s").mkdir()
     save_file({"a": torch.arange(4.0)}, tmp_path / "s" / "a.safetensors")
-    found = {"a": torch.zeros(4)}
-    read_state(tmp_path / "s", found)
-    assert found["a"].tolist() == [0, 1, 2, 3]
+    loaded = {"a": torch.zeros(4)}
+    read_state(tmp_path / "s", loaded)
+    assert loaded["a"].tolist() == [0, 1, 2, 3]

@@ -34,7 +34,7 @@ PAYS, ARMS = tensor([[1.0], [0.0]]), torch.ones(2, 1, dtype=torch.bool)
         (1.5, "mask", 0.0),
     ],
 )
-def test_the_bandit_learns_what_its_own_policy_would(cap, mode, gradient):
+def test_the_gradient_of_a_bandit_is_that_of_its_own_policy(cap, mode, gradient):
     logits = POLICY.clone().requires_grad_()
     log_p = logits.log_softmax(0)
     old = log_p.detach()
@@ -75,8 +75,8 @@ def surrogate(name, level, old=None):
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo"])
 @pytest.mark.parametrize(("level", "exact"), [("sequence", True), ("token", False)])
 def test_over_two_turns_only_whole_sequences_are_weighted_exactly(name, level, exact):
-    found = expected_gradient(surrogate(name, level), OLD, sampler=ENGINE_2)
-    far = (found - exact_gradient(objective, OLD)).abs().max()
+    gradient = expected_gradient(surrogate(name, level), OLD, sampler=ENGINE_2)
+    far = (gradient - exact_gradient(objective, OLD)).abs().max()
     assert far < 1e-12 if exact else far > 1e-2
 
 
@@ -88,11 +88,11 @@ def test_the_second_of_two_turns_is_exact_by_its_own_weight_where_the_first_was_
         second = log_p.view(3, 3, 2)[:, :, 1]
         return -((visits + second).exp() * REWARD.view(3, 3)).sum()
 
-    found = expected_gradient(surrogate("vanilla", "token"), OLD, sampler=ENGINE_2)
-    torch.testing.assert_close(found[3:], exact_gradient(second_turn, OLD)[3:], **TINY)
+    gradient = expected_gradient(surrogate("vanilla", "token"), OLD, sampler=ENGINE_2)
+    torch.testing.assert_close(gradient[3:], exact_gradient(second_turn, OLD)[3:], **TINY)
 
 
-def test_a_later_pass_has_the_way_from_engine_to_policy_once():
+def test_weight_times_ratio_is_the_ratio_of_policy_to_engine():
     """Weight times PPO's ratio is the ratio of the policy of now to the engine, and not more."""
     now = draw(6)
     old = logprobs(OLD)
@@ -165,7 +165,7 @@ def rows_of_tokens(draw):
 
 @given(rows_of_tokens(), st.floats(1, 16) | st.just(math.inf))
 @settings(max_examples=150, deadline=None)
-def test_weights_are_within_the_cap_or_nothing_and_carry_no_gradient(world, cap):
+def test_weights_are_within_the_cap_or_zero_and_have_no_gradient(world, cap):
     old, engine, mask = world
     old, engine = old.requires_grad_(), engine.requires_grad_()
     for level in ("token", "sequence"):
@@ -182,11 +182,11 @@ def test_weights_are_within_the_cap_or_nothing_and_carry_no_gradient(world, cap)
 
 @given(rows_of_tokens())
 @settings(max_examples=100, deadline=None)
-def test_a_row_is_weighted_by_its_own_tokens_wherever_they_stand(world):
+def test_a_row_is_weighted_by_its_own_tokens_at_any_position(world):
     old, engine, mask = world
     for level in ("token", "sequence"):
-        found = importance_ratios(old, engine, mask, level)
+        ratios = importance_ratios(old, engine, mask, level)
         for i, here in enumerate(mask):
             gaps = (old[i] - engine[i])[here]
             gaps = gaps if level == "token" else gaps.sum().expand(len(gaps))
-            torch.testing.assert_close(found[i][here], gaps.clamp(-20, 20).exp())
+            torch.testing.assert_close(ratios[i][here], gaps.clamp(-20, 20).exp())

@@ -26,7 +26,7 @@ def log(folder, first: int, last: int, resumed_step: int = -1) -> None:
     tracker.close()
 
 
-def test_one_line_a_step_as_verl_writes_them(tmp_path):
+def test_each_step_is_one_line_in_verls_format(tmp_path):
     tracker = Tracker(tmp_path / "run")
     tracker.log(0, {"val/reward/mean@1": 0.25})
     tracker.log(1, {"critic/score/mean": 0.5, "n": 3, "bad": float("nan")})
@@ -56,7 +56,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path, resumed):
 
 
 @pytest.mark.parametrize("torn", [b'{"step":6,"da', b'{"step":6,"data":{}}', b"\xff\n", b"[]\n"])
-def test_a_torn_line_is_dropped(tmp_path, torn):
+def test_an_incomplete_line_is_dropped(tmp_path, torn):
     log(tmp_path, 0, 5)
     with open(tmp_path / METRICS, "ab") as f:
         f.write(torn)
@@ -113,8 +113,8 @@ class Stillborn:
         raise PermissionError("no key")
 
 
-@pytest.mark.parametrize(("sink", "said"), [(Failing, "no server"), (Stillborn, "no key")])
-def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path, monkeypatch, sink, said):
+@pytest.mark.parametrize(("sink", "message"), [(Failing, "no server"), (Stillborn, "no key")])
+def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path, monkeypatch, sink, message):
     monkeypatch.setitem(SINKS, "tensorboard", sink)
     warnings: list[str] = []
     tracker = Tracker(tmp_path, ["tensorboard"], warn=warnings.append)
@@ -123,7 +123,7 @@ def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path, monkeypatch
     tracker.close()
     assert steps(tmp_path) == [0, 1, 2]
     assert len(warnings) == 1
-    assert warnings[0].startswith("tensorboard failed") and said in warnings[0]
+    assert warnings[0].startswith("tensorboard failed") and message in warnings[0]
 
 
 def test_wrong_trackers_are_refused_with_the_fix(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ VALIDATION = {
 }
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     with Console(out) as console:
         console.validation(0, VALIDATION)
@@ -211,7 +211,7 @@ def test_a_live_table(monkeypatch):
     assert "30/120" in last[-1] and "left" in last[-1]
 
 
-def test_the_end_says_what_came_out_and_what_to_type(tmp_path):
+def test_the_end_prints_the_result_and_the_next_commands(tmp_path):
     folder = tmp_path / "runs" / "my demo"
     folder.mkdir(parents=True)
     (folder / METRICS).write_text("")

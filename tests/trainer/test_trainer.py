@@ -110,7 +110,7 @@ def interrupted(start, output, monkeypatch, step, *overrides):
 FILTER = ("algorithm.filter_groups=true", "data.gen_batch_size=3", "algorithm.max_gen_batches=3")
 
 
-def test_a_filtered_run_that_was_stopped_goes_on_bit_for_bit(start, tmp_path, monkeypatch):
+def test_a_filtered_run_resumes_bit_for_bit(start, tmp_path, monkeypatch):
     straight = start(tmp_path / "straight", *FILTER)
     resumed = interrupted(start, tmp_path / "resumed", monkeypatch, 2, *FILTER)
     assert record(tmp_path / "resumed") == record(tmp_path / "straight")
@@ -160,22 +160,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_cannot_learn_says_so(start, tmp_path, caplog, case):
-    overrides, said, dead = CASES[case]
+def test_a_run_that_cannot_learn_logs_a_warning(start, tmp_path, caplog, case):
+    overrides, message, dead = CASES[case]
     start(tmp_path, *overrides)
     assert sum(series(tmp_path, "waste/dead_step")) == dead
     warnings = [r.getMessage() for r in caplog.records if "no learning signal" in r.getMessage()]
-    if said is None:
+    if message is None:
         assert warnings == []
         return
     third, end = warnings
     assert third.startswith("steps 1 to 3 had no learning signal (waste/dead_step): all rewards ")
     assert end.startswith(f"{STEPS} of {STEPS} steps had no learning signal (waste/dead_step): on ")
-    assert said in third and said in end
+    assert message in third and message in end
     assert "the most frequent stop reason is '" in third
 
 
-def test_a_resumed_run_says_it_once(start, tmp_path, monkeypatch, caplog):
+def test_a_resumed_run_warns_once(start, tmp_path, monkeypatch, caplog):
     interrupted(start, tmp_path, monkeypatch, 2, EQUAL)
     warnings = [r.getMessage() for r in caplog.records if "no learning signal" in r.getMessage()]
     assert [w.split(" had no")[0] for w in warnings] == [
@@ -184,7 +184,7 @@ def test_a_resumed_run_says_it_once(start, tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_the_drift_of_small_steps_goes_on_after_a_kill(start, tmp_path, monkeypatch):
+def test_the_drift_of_small_steps_is_kept_after_a_kill(start, tmp_path, monkeypatch):
     """Of steps that move the policy by less than the noise: it adds up."""
     small = ("optim.lr=1e-7", "reward.function=letters_trainer")
     start(tmp_path / "straight", *small)
@@ -224,7 +224,7 @@ def test_remax_compares_with_the_greedy_rollout(start, tmp_path, monkeypatch):
     assert len(played(tmp_path, "train")) == 8, "the greedy ones are not trained on"
 
 
-def test_while_the_critic_warms_up_the_policy_stands_still(start, tmp_path, random_model):
+def test_the_policy_does_not_change_during_critic_warmup(start, tmp_path, random_model):
     warm = ["algorithm.name=ppo", "algorithm.critic_warmup=2", "reward.function=letters_trainer"]
     before = load_file(random_model / "model.safetensors")
     more = ["trainer.total_steps=3", "trainer.save_freq=1", "optim.critic_lr=0.01"]
@@ -236,7 +236,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(start, tmp_path, rand
     assert first == 0 != second, "the critic moved"
 
 
-def test_the_weight_of_the_kl_goes_on_where_it_was(start, tmp_path, monkeypatch):
+def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
     steered = [
         "algorithm.kl_reward_coef=0.5", "algorithm.kl_target=0.02", "algorithm.kl_horizon=40",
         "algorithm.kl_type=k1", "reward.function=letters_trainer",
@@ -261,7 +261,7 @@ def test_the_weight_of_the_kl_goes_on_where_it_was(start, tmp_path, monkeypatch)
     assert len(set(coefs)) == STEPS and weighed == coefs
 
 
-def test_a_checkpoint_that_knows_no_position_goes_on_from_its_steps(start, tmp_path, monkeypatch):
+def test_a_checkpoint_without_a_data_position_resumes_by_its_steps(start, tmp_path, monkeypatch):
     real = trainer_module.save_checkpoint
 
     def older(root, step, write, meta):

@@ -37,26 +37,26 @@ def played(*earned: float, masked: bool = False):
 def credit(*members) -> list[list[float]]:
     """The advantages of each rollout's turns; both tokens of a turn have the same."""
     batch = collate([group(*members)], PAD, turn_weight=1.0)
-    found = make_targets(
+    advantages = make_targets(
         batch, config(algorithm__name="turn_rloo", rollout__n=2), None, None, None
     ).advantages
-    assert torch.equal(found[:, 0::3], found[:, 1::3])
-    assert not found[:, 2::3].any()
+    assert torch.equal(advantages[:, 0::3], advantages[:, 1::3])
+    assert not advantages[:, 2::3].any()
     return [
         [round(a, 6) for a in row[: 3 * len(m.trajectory.turns) : 3].tolist()]
-        for row, m in zip(found, members, strict=True)
+        for row, m in zip(advantages, members, strict=True)
     ]
 
 
 # --- by hand --------------------------------------------------------------------------------------
 
 
-def test_a_turn_is_compared_with_what_the_others_earned_from_there_on():
+def test_a_turn_is_compared_with_the_return_of_the_others_from_that_turn():
     # To go: 3 2 | 6 4 | 0 0
     assert credit(played(1, 2), played(2, 4), played(0, 0)) == [[0, 0], [4.5, 3], [-4.5, -3]]
 
 
-def test_a_rollout_that_ended_counts_with_nothing_to_go():
+def test_a_rollout_that_ended_counts_with_return_0():
     # To go: 3 2 5 | 1 | 4 4. The second and third turns of the first face what had ended, too.
     first, second, third = credit(played(-2, -3, 5), played(1), played(0, 4))
     assert first == [0 - 2.5, 2 - 2, 5 - 0]
@@ -64,29 +64,29 @@ def test_a_rollout_that_ended_counts_with_nothing_to_go():
     assert third == [4 - 0.5, 4 - 1]
 
 
-def test_turns_do_not_answer_for_what_was_earned_before():
+def test_earlier_rewards_do_not_count_for_a_turn():
     """The same total, but the second rollout had earned it when its second turn began."""
     assert credit(played(0, 1), played(1, 0)) == [[0, 1], [0, -1]]
 
 
-def test_masked_rollouts_are_no_peers_and_one_alone_learns_nothing():
+def test_masked_rollouts_are_not_compared_and_a_single_rollout_learns_nothing():
     assert credit(played(1, 2), played(9, 9, masked=True)) == [[0, 0], [0, 0]]
     compared = credit(played(1, 2), played(9, 9, masked=True), played(0, 1))
     assert compared == [[2, 1], [0, 0], [-2, -1]]
 
 
-def test_turns_in_several_rows_are_counted_in_time():
+def test_turns_in_several_rows_are_ordered_by_time():
     """The loop spoke, asked a sub-agent (row 1), went on in row 0: turns 0, 1, 2."""
     rows = [segment([1], ("A", [2]), ("E", [4]), ("A", [5])), segment([8], ("A", [9]))]
     turns = [turn(0, 0, 1, turn=1.0), turn(1, 0, 1, thread=1, turn=2.0), turn(0, 2, 3, turn=4.0)]
     batch = collate([group(scored(rows, 7.0, turns), played(0, 0))], PAD, turn_weight=1.0)
     assert rewards_to_go(batch, batch.token_rewards).tolist() == [[7, 6, 4], [0, 0, 0]]
     keys = config(algorithm__name="turn_rloo", rollout__n=2)
-    found = make_targets(batch, keys, None, None, None).advantages
-    assert [found[0, 0], found[1, 0], found[0, 2]] == [7, 6, 4]
+    advantages = make_targets(batch, keys, None, None, None).advantages
+    assert [advantages[0, 0], advantages[1, 0], advantages[0, 2]] == [7, 6, 4]
 
 
-def test_without_rewards_of_turns_it_is_rloo_where_all_took_as_many():
+def test_without_turn_rewards_and_with_equal_turns_it_is_rloo():
     members = [scored([segment([1], ("A", [2]), ("E", [3]), ("A", [4]))], r) for r in (1.0, 0, 0)]
     batch = collate([group(*members)], PAD)
     by_turn, by_rollout = (
@@ -173,7 +173,7 @@ def share_of_the_gradient(**keys) -> list[float]:
 EXACT = pytest.approx([1.0, 1.0], abs=1e-10)
 
 
-def test_enough_is_at_stake():
+def test_the_exact_gradient_is_not_small():
     assert len(episodes()) == 4
     assert world().truth.abs().min() > 0.1
     assert world().of_group.sum().item() == pytest.approx(1.0, abs=1e-12)
@@ -186,19 +186,19 @@ def test_leaving_one_out_has_the_true_gradient(name):
 
 def test_a_constant_scale_only_scales():
     keys = {"algorithm__loss_agg_mode": "seq-mean-token-sum-norm", "algorithm__loss_scale": 4}
-    found = share_of_the_gradient(algorithm__name="turn_rloo", **keys)
-    assert found == pytest.approx([0.25, 0.25], abs=1e-10)
+    share = share_of_the_gradient(algorithm__name="turn_rloo", **keys)
+    assert share == pytest.approx([0.25, 0.25], abs=1e-10)
 
 
-def test_a_mean_with_ones_own_reward_in_it_is_two_thirds_of_three():
-    found = share_of_the_gradient(algorithm__name="dr_grpo", algorithm__loss_scale=1)
-    assert found == pytest.approx([2 / 3, 2 / 3], abs=1e-10)
+def test_a_group_mean_of_three_has_two_thirds_of_the_gradient():
+    share = share_of_the_gradient(algorithm__name="dr_grpo", algorithm__loss_scale=1)
+    assert share == pytest.approx([2 / 3, 2 / 3], abs=1e-10)
 
 
 def test_the_return_of_a_token_has_the_true_gradient_without_whitening():
     keys = {"algorithm__loss_agg_mode": "seq-mean-token-sum"}
-    found = share_of_the_gradient(algorithm__adv_estimator="reinforce_plus_plus", **keys)
-    assert found == EXACT
+    share = share_of_the_gradient(algorithm__adv_estimator="reinforce_plus_plus", **keys)
+    assert share == EXACT
 
 
 # --- what is known to be wrong: the test must be able to say so -----------------------------------
@@ -252,14 +252,14 @@ def wrong():
 
 
 def test_turns_normalized_by_themselves_and_summed_point_the_wrong_way(wrong):
-    found = share_of_the_gradient(**wrong(normalized_and_summed))
-    assert found == pytest.approx([-0.74, -0.33], abs=0.01)
+    share = share_of_the_gradient(**wrong(normalized_and_summed))
+    assert share == pytest.approx([-0.74, -0.33], abs=0.01)
 
 
-def test_leaving_out_what_had_ended_is_biased(wrong):
+def test_leaving_out_ended_rollouts_is_biased(wrong):
     """In the first turn all are there still: only the second parameter hears of it."""
-    found = share_of_the_gradient(**wrong(only_those_still_there))
-    assert found == pytest.approx([1.0, 0.73], abs=0.01)
+    share = share_of_the_gradient(**wrong(only_those_still_there))
+    assert share == pytest.approx([1.0, 0.73], abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_leaving_out_what_had_ended_is_biased(wrong):
     ],
 )
 def test_a_mean_over_tokens_is_biased(keys, share):
-    found = share_of_the_gradient(algorithm__name="turn_rloo", **keys)
-    assert found == pytest.approx(share, abs=0.01)
+    actual = share_of_the_gradient(algorithm__name="turn_rloo", **keys)
+    assert actual == pytest.approx(share, abs=0.01)
 
 
 def test_division_by_the_std_is_biased():
     keys = {"algorithm__loss_agg_mode": "seq-mean-token-sum"}
-    found = share_of_the_gradient(algorithm__name="grpo", **keys)
-    assert found == pytest.approx([0.70, 0.40], abs=0.01)
+    share = share_of_the_gradient(algorithm__name="grpo", **keys)
+    assert share == pytest.approx([0.70, 0.40], abs=0.01)

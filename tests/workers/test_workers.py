@@ -49,7 +49,7 @@ def ended(pid: int) -> bool:
     return False
 
 
-async def test_a_function_runs_elsewhere(pool):
+async def test_a_function_runs_in_another_process(pool):
     assert await pool.call(add, 2, seconds=5) == 3
     assert await pool.call(add, 2, b=5, seconds=5) == 7
     assert await pool.call(hostile.async_echo, ToolResult("x"), seconds=5) == ToolResult("x")
@@ -59,12 +59,12 @@ async def test_a_function_runs_elsewhere(pool):
     assert await pool.call(hostile.pid, seconds=5) == there
 
 
-async def test_calls_run_side_by_side_and_wait_without_being_late(pool):
+async def test_calls_run_concurrently_and_the_queue_does_not_count(pool):
     naps = [pool.call(time.sleep, 0.3, seconds=0.9) for _ in range(6)]
     await asyncio.gather(*naps)
 
 
-def test_it_serves_one_event_loop_after_another(pool):
+def test_a_pool_serves_one_event_loop_after_another(pool):
     assert asyncio.run(pool.call(add, 3, seconds=5)) == 4
     assert asyncio.run(pool.call(add, 4, seconds=5)) == 5
 
@@ -88,7 +88,7 @@ def test_it_serves_one_event_loop_after_another(pool):
     ],
     ids=lambda v: getattr(v, "__name__", None),
 )
-async def test_what_a_function_does_is_its_callers_alone(single, function, error, says):
+async def test_a_failing_function_fails_only_its_caller(single, function, error, says):
     # A crash is found at once, whatever time there would be.
     seconds = 0.3 if error is TimeoutError else 20
     with pytest.raises(error, match=says):
@@ -96,7 +96,7 @@ async def test_what_a_function_does_is_its_callers_alone(single, function, error
     assert await single.call(add, 1, seconds=5) == 2
 
 
-async def test_who_hangs_or_dies_is_replaced_and_others_are_not(pool):
+async def test_only_a_worker_that_hangs_or_dies_is_replaced(pool):
     """The other worker, and what it has loaded, stay."""
     first = asyncio.create_task(pool.call(hostile.hang, seconds=0.8))
     await asyncio.sleep(0.2)
@@ -111,7 +111,7 @@ async def test_who_hangs_or_dies_is_replaced_and_others_are_not(pool):
     assert answers == [*range(1, 9)]
 
 
-async def test_what_a_function_started_ends_with_it(single, tmp_path):
+async def test_processes_that_a_function_started_end_with_it(single, tmp_path):
     with pytest.raises(TimeoutError):
         await single.call(hostile.hang_with_child, str(tmp_path), seconds=1)
     assert ended(int((tmp_path / "child").read_text()))
@@ -123,14 +123,14 @@ async def test_a_worker_is_recycled(single, monkeypatch):
     assert pids[0] == pids[1] != pids[2] == pids[3]
 
 
-async def test_what_it_prints_is_logged_and_bounded(single, caplog):
+async def test_output_of_a_function_is_logged_and_bounded(single, caplog):
     caplog.set_level(logging.INFO, "agentrl")
     with pytest.raises(WorkerDied, match=r"exit code 3\. Its last lines:\n[\s\S]*line 999"):
         await single.call(hostile.print_lines_and_exit, 1000, seconds=5)
     assert len(caplog.records) == 50
 
 
-async def test_a_users_file_is_loaded_there(single, tmp_path):
+async def test_a_file_of_the_user_is_loaded_in_workers(single, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import dataclass\n"
@@ -146,8 +146,8 @@ async def test_a_users_file_is_loaded_there(single, tmp_path):
 
 
 @pytest.mark.parametrize("function", [lambda: 1, partial(add, 1), "x".upper, [].append])
-def test_what_no_worker_could_find_is_refused(function):
-    with pytest.raises(ConfigError, match="at the top level of a file of its own"):
+def test_functions_that_no_worker_can_import_are_refused(function):
+    with pytest.raises(ConfigError, match="at the top level of a separate file"):
         locate_function(function)
 
 
@@ -197,7 +197,7 @@ def test_messages_are_bounded_in_time_and_size():
     process = child(echo)
     soon = time.monotonic() + 20
     process.send(b"hello", soon)
-    with pytest.raises(MessageTooLong, match="a message of 5 bytes, more than 4"):
+    with pytest.raises(MessageTooLong, match="the message has 5 bytes, more than 4"):
         process.receive(soon, max_bytes=4)
     with pytest.raises(TimeoutError):
         process.receive(time.monotonic() - 1)
@@ -215,7 +215,7 @@ def test_the_last_lines_are_kept_and_the_exit_code():
     process.stop()
 
 
-def test_a_child_that_ends_itself_is_let_go_first():
+def test_stop_waits_for_a_child_that_ends_itself_before_it_kills():
     calm = child("import sys\nsys.stdin.read()\nprint('done')", stops_at_eof=True)
     time.sleep(0.3)
     calm.stop(20)
