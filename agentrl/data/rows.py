@@ -86,7 +86,7 @@ def load_samples(
     Args:
         path: a .parquet or .jsonl file.
         default_agent_name: the loop of rows without `agent_name`.
-        check: adds the mistakes of rows that are well formed.
+        check: a function that checks the well-formed rows and adds their mistakes.
 
     Raises:
         DataError: the file cannot be read, or rows have mistakes. The message has all of them.

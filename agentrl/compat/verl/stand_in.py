@@ -111,9 +111,9 @@ def _stands_in() -> bool:
 
 
 class _Finder(Loader):
-    """Finds and loads the modules of the table; raises `UserError` for other modules of verl.
+    """Loads agentrl's stand-ins for verl's modules; raises `UserError` for other verl modules.
 
-    A module is empty. Its names are looked up when they are used.
+    A stand-in is an empty module. Its names are looked up when they are used.
     """
 
     def find_spec(
