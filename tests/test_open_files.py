@@ -125,13 +125,14 @@ def plan_of(sections: dict, *tools: str, val_rows: int = 0) -> Plan:
 def limit(monkeypatch):
     """A function that sets the limit of open files for this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(open_files, "_reserved", 0)
+    open_files.reserve(0)
 
     def set_limit(value: int) -> None:
         monkeypatch.setattr(open_files, "raise_limit", lambda: value)
         monkeypatch.setattr(open_files, "limit", lambda: value)
 
     yield set_limit
+    open_files.reserve(0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
@@ -312,7 +313,7 @@ def test_where_nothing_can_be_saved_the_cause_is_said(tmp_path, random_model):
 @pytest.fixture
 def small_server(no_tools, monkeypatch):
     """A tool server that accepts four connections."""
-    monkeypatch.setattr(open_files, "_reserved", 0)
+    open_files.reserve(0)
 
     @tool
     async def wait(seconds: float) -> str:
@@ -329,6 +330,7 @@ def small_server(no_tools, monkeypatch):
     yield server
     server.should_exit = True
     thread.join(20)
+    open_files.reserve(0)
 
 
 def test_the_tool_server_accepts_what_the_run_counts_on(no_tools, monkeypatch, limit, tmp_path):

@@ -1,7 +1,7 @@
 """A client for language models that answer with text: a judge, a simulated user.
 
-The model is behind any URL that serves OpenAI's `/chat/completions`, or it is an engine of the run.
-Callers see only `Chat`.
+The model is served at a URL with OpenAI's `/chat/completions`, or it is the run's own engine. Both
+implement the protocol `Chat`.
 """
 
 from __future__ import annotations

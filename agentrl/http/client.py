@@ -6,9 +6,9 @@ connections: 240 us of CPU per request; this client: 80 us). So a connection (`p
 `asyncio.Protocol` in front of httptools' parser, and a request is one write. Code that is not async
 makes few requests: `fetch` uses httpx.
 
-Callers may rely on this: every request has a deadline that covers everything except the wait for a
-free connection (`pool.py`), which depends on what else this process does; the size of answers is
-limited; no proxy is taken from the environment, no redirect is followed, and no encoding but
+Guarantees: every request has a deadline that covers everything except the wait for a free
+connection (`pool.py`), whose length depends on other requests of this process; the size of answers
+is limited; no proxy is taken from the environment, no redirect is followed, and no encoding but
 identity is accepted. An error below HTTP is raised as `Infrastructure`. An answer of the server is
 returned, whatever its status.
 """
@@ -45,11 +45,11 @@ MAX_ANSWER_BYTES = 16 * 2**20
 BUSY_STATUSES = (429, 503)
 """Statuses that may come with `Retry-After`."""
 MIN_PAUSE = 0.1
-"""The shortest time in seconds before a busy server is asked again, even if it says "now". It
-doubles each time, up to 1."""
+"""The shortest time in seconds before a request to a busy server is repeated, even if `Retry-After`
+is 0. It doubles with each repetition, up to 1."""
 
 MAX_FETCHED_BYTES = 64 * 2**20
-"""The longest answer of `fetch`: descriptions of a server are longer than answers to a rollout."""
+"""The longest answer of `fetch`, in bytes. A server's description of itself may be long."""
 
 NOT_PRINTABLE = re.compile(r"[^\x21-\x7e]")
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
@@ -96,9 +96,9 @@ class HttpClient:
     Args:
         base_url: scheme, host, port and optionally a path that is put before each request's path.
         token: sent as `Authorization: Bearer`, if not empty.
-        error: raised if the server is unreachable or its answer is invalid.
+        error: the exception to raise if the server is unreachable or its answer is invalid.
         max_bytes: the longest answer to accept.
-        control: for health checks and aborts, which are few and short. They have their own
+        control: True for health checks and aborts, which are few and short. They have their own
             connections, and the wait for such a connection counts against their deadlines.
 
     Raises:
@@ -119,7 +119,7 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        self._server = Server(url.hostname or "", port, default_tls() if secure else None)
+        self.server = Server(url.hostname or "", port, default_tls() if secure else None)
         self._control = control
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
@@ -147,10 +147,10 @@ class HttpClient:
             body: anything that orjson can serialize; None sends no body.
             deadline: `time.monotonic()` seconds at which to give up, connecting included. The time
                 that the request waits for a free connection is added to it.
-            retries: how often to send it again after the connection failed. Only for a request that
-                may be handled twice. A request that reached its deadline is not sent again.
+            retries: how often to send the request again after the connection failed. Use 0 unless
+                the server may handle the request twice. After the deadline, nothing is sent again.
             wait_if_busy: if the server is busy (429, 503) and sends Retry-After, wait and send the
-                request again, unless that is after the deadline.
+                request again, unless the wait would exceed the deadline.
             headers: additional headers of this request.
 
         Raises:
@@ -159,18 +159,18 @@ class HttpClient:
             ValueError: the path or a header contains characters that are not allowed there.
             TypeError: the body cannot be written as JSON.
         """
-        request = self._write(method, path, body, headers)
+        request = self.build_request(method, path, body, headers)
         where = f"{method} {self.base_url}{path}"
         try:
             async with TimeLimit(deadline - time.monotonic()) as limit:
                 status, answer, retry_after = await self._send_with_retries(request, retries)
                 min_pause = MIN_PAUSE
                 while wait_if_busy and status in BUSY_STATUSES and retry_after:
-                    seconds = max(_retry_after_seconds(retry_after), min_pause)
+                    seconds = max(retry_after_seconds(retry_after), min_pause)
                     min_pause = min(2 * min_pause, 1.0)
                     if seconds > limit.deadline - time.monotonic():
                         break
-                    # Clients that got the same time do not all come at the same time.
+                    # Jitter: clients with the same Retry-After must not all retry at once.
                     await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
                     status, answer, retry_after = await self._send_with_retries(request, retries)
         except TimeoutError:
@@ -185,7 +185,7 @@ class HttpClient:
 
     async def aclose(self) -> None:
         """Close the idle connections to the server, also those that other clients opened."""
-        pool_of_loop(control=self._control).close_idle(self._server)
+        pool_of_loop(control=self._control).close_idle(self.server)
 
     async def __aenter__(self) -> Self:
         return self
@@ -195,8 +195,19 @@ class HttpClient:
     ) -> None:
         await self.aclose()
 
-    def _write(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> bytes:
-        """Return the bytes of the request."""
+    def build_request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Return the bytes of a request. The arguments are those of `request_json`.
+
+        Raises:
+            ValueError: the path or a header contains characters that are not allowed there.
+            TypeError: the body cannot be written as JSON.
+        """
         target = self._prefix + path
         if NOT_PRINTABLE.search(target) or not target.startswith("/"):
             raise ValueError(f"invalid path: {target!r}")
@@ -225,7 +236,7 @@ class HttpClient:
     async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """Send the request once, on an idle connection or a new one."""
         pool = pool_of_loop(control=self._control)
-        lease = await pool.acquire(self._server)
+        lease = await pool.acquire(self.server)
         try:
             connection = lease.connection or await pool.connect(lease)
             return await connection.exchange(request, self._max_bytes)
@@ -233,7 +244,7 @@ class HttpClient:
             pool.release(lease)
 
 
-def _retry_after_seconds(header: bytes) -> float:
+def retry_after_seconds(header: bytes) -> float:
     """Return the seconds that a `Retry-After` header asks to wait; infinite if it is invalid."""
     text = header.decode("latin-1").strip()
     if text.isascii() and text.isdigit():
@@ -279,10 +290,12 @@ def fetch(
     token: str = "",
     error: type[Infrastructure] = Infrastructure,
     timeout: float,
+    max_bytes: int = MAX_FETCHED_BYTES,
 ) -> tuple[int, bytes]:
     """Send one request as `fetch_json` does, and return the answer's bytes.
 
-    It uses httpx, because callers make few such requests.
+    It uses httpx, because callers make few such requests. `max_bytes` is the longest answer to
+    accept.
 
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.
@@ -304,8 +317,8 @@ def fetch(
         ):
             for piece in answer.iter_bytes():  # The timeout of httpx is for each piece.
                 content += piece
-                if len(content) > MAX_FETCHED_BYTES:
-                    raise error(f"{where}: the answer has more than {MAX_FETCHED_BYTES} bytes")
+                if len(content) > max_bytes:
+                    raise error(f"{where}: the answer has more than {max_bytes} bytes")
                 if time.monotonic() > end:
                     raise error(f"{where}: no complete answer within {timeout:g} s")
     except httpx.HTTPError as e:

@@ -65,7 +65,7 @@ class _Answer:
         self.keep_alive = False
         self.retry_after = b""
         self._parser = httptools.HttpResponseParser(self)
-        self._left = max_bytes
+        self._bytes_left = max_bytes
         self._body: list[bytes] = []
         self._has_length = False
         self._headers_seen = False
@@ -89,7 +89,8 @@ class _Answer:
     def end(self, error: Exception | None) -> None:
         """Handle the end of the connection.
 
-        It ends an answer that did not announce its length.
+        It completes an answer without a length. Any other answer is then incomplete, which is an
+        error.
         """
         if self._headers_seen and not self._has_length and error is None:
             self.on_message_complete()
@@ -121,8 +122,8 @@ class _Answer:
         self._headers_seen = self._parser.get_status_code() >= 200
 
     def on_body(self, body: bytes) -> None:
-        self._left -= len(body)
-        if self._left < 0:
+        self._bytes_left -= len(body)
+        if self._bytes_left < 0:
             raise InvalidAnswer("the answer is longer than this client accepts")
         self._body.append(body)
 
@@ -198,7 +199,7 @@ class Server(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the name of the server for messages: its URL, if it has no `name`."""
+        """The name of the server in messages: `name`, or else the URL."""
         return self.name or f"http{'s' if self.tls else ''}://{self.host}:{self.port}"
 
 
@@ -212,12 +213,12 @@ def default_tls() -> ssl.SSLContext:
 class ConnectionLease:
     """The right to use one connection; `connection` is None until it is opened."""
 
-    queue: _ServerQueue
+    queue: ServerQueue
     connection: HttpConnection | None
 
 
 @dataclass(slots=True, eq=False)
-class _ServerQueue:
+class ServerQueue:
     """The connections to one server, and the requests that wait for a connection."""
 
     server: Server
@@ -240,7 +241,8 @@ class ConnectionPool:
         self.max_connections = max_connections
         self._paused_time_limits = nullcontext if control else paused_time_limits
         self._open = self._waiters = 0
-        self._queues: dict[Server, _ServerQueue] = {}
+        self.queues: dict[Server, ServerQueue] = {}
+        """The queue of each server that has a connection or a request."""
         self._tickets = itertools.count()
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -251,9 +253,9 @@ class ConnectionPool:
 
     async def acquire(self, server: Server) -> ConnectionLease:
         """Wait for a lease for one request; the caller returns it with `release`."""
-        queue = self._queues.get(server)
+        queue = self.queues.get(server)
         if queue is None:
-            queue = self._queues[server] = _ServerQueue(server)
+            queue = self.queues[server] = ServerQueue(server)
         # A later request does not overtake the requests that wait.
         lease = None if queue.waiting else self._try_lease(queue)
         return lease or await self._wait(queue)
@@ -299,14 +301,14 @@ class ConnectionPool:
 
     def close_idle(self, server: Server | None = None) -> None:
         """Close the idle connections to a server, or all of them."""
-        for queue in [*self._queues.values()]:
+        for queue in [*self.queues.values()]:
             if server in (None, queue.server):
                 for connection in queue.idle:
                     connection.close()
 
     def report(self) -> Iterator[str]:
         """Yield one line for each server that requests wait for. Callable from any thread."""
-        for queue in [*self._queues.values()]:
+        for queue in [*self.queues.values()]:
             if queue.waiting:
                 server = queue.server.label
                 yield (
@@ -317,12 +319,12 @@ class ConnectionPool:
 
     # -- internals ---------------------------------------------------------------------------------
 
-    def _try_lease(self, queue: _ServerQueue) -> ConnectionLease | None:
+    def _try_lease(self, queue: ServerQueue) -> ConnectionLease | None:
         """Return a lease of an idle connection or of a new one; None if no connection is free."""
         if queue.busy >= MAX_CONNECTIONS_TO_SERVER:
             return None
         while queue.idle:
-            # The connection that was used last is the likeliest to be open still.
+            # The connection that was used last is the most likely to be still open.
             connection = queue.idle.pop()
             if connection.usable and connection.idle_since > time.monotonic() - MAX_IDLE_SECONDS:
                 queue.busy += 1
@@ -334,7 +336,7 @@ class ConnectionPool:
             return ConnectionLease(queue, None)
         return None
 
-    async def _wait(self, queue: _ServerQueue) -> ConnectionLease:
+    async def _wait(self, queue: ServerQueue) -> ConnectionLease:
         future: asyncio.Future[ConnectionLease] = asyncio.get_running_loop().create_future()
         waiter = next(self._tickets), future
         queue.waiting.append(waiter)
@@ -357,7 +359,7 @@ class ConnectionPool:
         """Give free connections to the requests that wait."""
         while queues := [
             queue
-            for queue in self._queues.values()
+            for queue in self.queues.values()
             if queue.waiting and queue.busy < MAX_CONNECTIONS_TO_SERVER
         ]:
             queue = min(queues, key=lambda queue: (queue.busy, queue.waiting[0][0]))
@@ -376,15 +378,15 @@ class ConnectionPool:
             queue.waiting.popleft()
             future.set_result(lease)
 
-    def _make_room(self, wanted: int) -> None:
-        """Close the connections that have been idle longest, one for each request that waits."""
-        idle = [c for queue in self._queues.values() for c in queue.idle]
-        left = sorted((c for c in idle if c.usable), key=lambda c: c.idle_since)
-        closing = len(idle) - len(left)
-        for connection in left[: max(wanted - closing, 0)]:
+    def _make_room(self, count: int) -> None:
+        """Close the `count` connections that have been idle longest, for requests that wait."""
+        idle = [c for queue in self.queues.values() for c in queue.idle]
+        usable = sorted((c for c in idle if c.usable), key=lambda c: c.idle_since)
+        closing = len(idle) - len(usable)
+        for connection in usable[: max(count - closing, 0)]:
             connection.close()
 
-    def _on_lost(self, queue: _ServerQueue, connection: HttpConnection) -> None:
+    def _on_lost(self, queue: ServerQueue, connection: HttpConnection) -> None:
         """Stop counting a connection that has ended, and serve the requests that wait."""
         self._open -= 1
         if connection in queue.idle:
@@ -394,22 +396,22 @@ class ConnectionPool:
 
     def _close_expired(self) -> None:
         """Close connections that have been idle too long; run again later if any are left."""
-        idle = [c for queue in self._queues.values() for c in queue.idle if c.usable]
+        idle = [c for queue in self.queues.values() for c in queue.idle if c.usable]
         oldest = time.monotonic() - MAX_IDLE_SECONDS
-        old = [c for c in idle if c.idle_since <= oldest]
-        for connection in old:
+        expired = [c for c in idle if c.idle_since <= oldest]
+        for connection in expired:
             connection.close()
-        self._sweep = self._schedule_sweep() if len(old) < len(idle) else None
+        self._sweep = self._schedule_sweep() if len(expired) < len(idle) else None
 
     def _schedule_sweep(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(MAX_IDLE_SECONDS / 4, self._close_expired)
 
-    def _drop_if_empty(self, queue: _ServerQueue) -> None:
+    def _drop_if_empty(self, queue: ServerQueue) -> None:
         """Drop the queue of a server that has no connections and no requests."""
-        empty = not (queue.busy or queue.idle or queue.waiting)
+        is_empty = not (queue.busy or queue.idle or queue.waiting)
         # A connection may end after its queue was dropped and the server has a new queue.
-        if empty and self._queues.get(queue.server) is queue:
-            del self._queues[queue.server]
+        if is_empty and self.queues.get(queue.server) is queue:
+            del self.queues[queue.server]
 
 
 _pools: dict[asyncio.AbstractEventLoop, tuple[ConnectionPool, ConnectionPool]] = {}
@@ -426,7 +428,9 @@ def pool_of_loop(*, control: bool = False) -> ConnectionPool:
 
 
 def leave_pool() -> None:
-    """Close the running event loop's idle connections, and leave its share of the limit to others.
+    """Close the idle connections of the running event loop, and drop its pool.
+
+    The other event loops divide the limit among themselves.
 
     Later requests of this loop get a new pool.
     """
@@ -492,7 +496,7 @@ class TimeLimit:
 
     @property
     def deadline(self) -> float:
-        """Return when it ends, in `time.monotonic()` seconds. A pause makes it later."""
+        """The `time.monotonic()` seconds at which the limit ends. A pause makes it later."""
         return self._deadline + (time.monotonic() - self._since if self._waits else 0.0)
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Fetch pages of the public web for a model, which may request any address.
+"""Fetch pages of the public web for a model. The model may write any URL.
 
 A URL that a model wrote must not reach this machine, its network, or the metadata service of a
 cloud (server-side request forgery). So a host name is resolved once, every address of it is
@@ -30,7 +30,7 @@ MAX_URL = 2048
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host name for a port."""
 
-_NOT_THE_WEB = [
+_BLOCKED_NETWORKS = [
     ipaddress.ip_network(block)
     for block in (
         # The IANA IPv4 special-purpose address registry. Oracle's metadata service is 192.0.0.192.
@@ -39,9 +39,9 @@ _NOT_THE_WEB = [
         *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15"),
         *("198.51.100.0/24", "203.0.113.0/24", "240.0.0.0/4"),
         "224.0.0.0/4",  # multicast
-        "168.63.129.16/32",  # Azure answers each virtual machine about itself at this address
+        "168.63.129.16/32",  # the metadata service of Azure
         # The rows of the IANA IPv6 special-purpose address registry that lie in _IPV6_UNICAST.
-        # Addresses of Teredo (in 2001::/23) and 6to4 (2002::/16) lead to an IPv4 address they hold.
+        # Addresses of Teredo (in 2001::/23) and 6to4 (2002::/16) contain an IPv4 address.
         *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
     )
 ]
@@ -75,17 +75,17 @@ def is_public(address: str) -> bool:
     The blocks are listed here because `ipaddress.is_global` differs between versions of Python.
 
     Raises:
-        Infrastructure: sockets of this machine bind to any address, so its own addresses are
-            unknown.
+        Infrastructure: sockets of this machine bind to any address, so it is unknown which
+            addresses are its own.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6 and ip not in _IPV6_UNICAST:
         return False
-    return not any(ip in block for block in _NOT_THE_WEB) and not _is_own(ip)
+    return not any(ip in block for block in _BLOCKED_NETWORKS) and not _is_own(ip)
 
 
 def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether this machine has the address now: a socket binds to own addresses only.
+    """Return whether this machine has an address: a socket can bind only to such addresses.
 
     Raises:
         Infrastructure: sockets of this machine bind to any address.
@@ -106,7 +106,7 @@ def _can_bind(address: str) -> bool:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError as e:
-        # Any other error says nothing about the address. It then counts as this machine's own.
+        # After any other error it is unknown, so the address is treated as this machine's own.
         return e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
 
@@ -133,7 +133,7 @@ async def fetch_public(
         deadline: `time.monotonic()` seconds at which to give up, redirects included.
         max_bytes: the number of bytes of the answer to read.
         resolve: returns the addresses of a host name.
-        allowed: returns whether an address may be connected to.
+        allowed: returns whether connections to an address are allowed.
 
     Raises:
         ToolError: the address is not allowed, or there is no answer. The model reads the message.
@@ -164,7 +164,7 @@ async def _get(
         raise ToolError(f"host not found: {host[:100]!r}") from None
     except (OSError, UnicodeError):
         raise ToolError(f"host not found: {host[:100]!r}") from None
-    # All must be allowed: a name with one public and one private address is an attack.
+    # All addresses must be allowed: a name with a public and a private address is an attack.
     if not addresses or not all(map(allowed, addresses)):
         raise ToolError(f"{host[:100]} is not a public web address")
     address = addresses[0]

@@ -82,10 +82,10 @@ class Toolbox(ABC):
 
         Calls that share a class tool's object or the episode's `state` run one after another, in
         order. A mistake of the model is a result, never an exception. In an episode that is not
-        open, every call is a mistake.
+        open, every call returns the error `unknown_tool`.
 
         Args:
-            calls: as parsed. A call with an `error` gets a result without being run.
+            calls: the calls of the parser. A call with an `error` gets a result without being run.
             episode_id: an open episode, or one whose row has no tools.
             turn: a number that this episode has not used before. A call that is sent again is
                 recognized by its turn and position.
@@ -137,7 +137,7 @@ class Toolbox(ABC):
 
     @abstractmethod
     def _serial_groups(self, episode_id: str) -> dict[str, str] | None:
-        """Return `serial_groups_of` the tools of an episode; None if there are none to call."""
+        """Return the result of `serial_groups_of` for an episode; None if it is not open."""
 
     @abstractmethod
     async def _call(
@@ -188,7 +188,7 @@ class _OpenEpisode(NamedTuple):
     seconds: float
     """Timeout of a call."""
     message_readers: Collection[str]
-    """The functions whose calls carry the conversation."""
+    """The names of the functions whose calls contain the conversation."""
 
 
 _NOT_OPEN = _OpenEpisode(None, 0.0, ())
@@ -204,7 +204,7 @@ class HttpToolbox(Toolbox):
 
     def __init__(self, url: str, token: str = ""):
         self.where = f"at {url}"
-        self._url, self._token = url, token
+        self.url, self._token = url, token
         self._workers = [self._client(url)]
         """One client per worker of the server, by number."""
         self._specs: Registry[ToolSpec] | None = None
@@ -219,12 +219,12 @@ class HttpToolbox(Toolbox):
         if self._specs is None:
             try:
                 status, answer = fetch_json(
-                    self._url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
+                    self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
                 )
                 self._specs = self._read_tool_list(_check_answer(status, answer))
             except ToolServerError as e:
                 raise ConfigError(
-                    f"no tool server at {self._url} ({e}). Start one with `agentrl tools serve"
+                    f"no tool server at {self.url} ({e}). Start one with `agentrl tools serve"
                     " FILE...`, or set tools.transport=http to let the run start its own."
                 ) from None
         return schemas_of([self._specs.get(n) for n in dict.fromkeys(names)])
@@ -296,7 +296,7 @@ class HttpToolbox(Toolbox):
             return ToolResult(**answer)
         except TypeError:
             raise ToolServerError(
-                f"{self._url} did not answer with a tool result: {answer!r}"
+                f"{self.url} did not answer with a tool result: {answer!r}"
             ) from None
 
     async def _request(
@@ -320,11 +320,11 @@ class HttpToolbox(Toolbox):
             ports = [int(port) for port in answer.get("workers", ())]
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
-                f"{self._url} did not answer with a list of tools: {answer!r}"
+                f"{self.url} did not answer with a list of tools: {answer!r}"
             ) from None
-        url = urlsplit(self._url)
+        url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
-        urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self._url]
+        urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]
         self._workers = [self._client(url) for url in urls]
         return specs
 
