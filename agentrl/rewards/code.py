@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError, DataError, SandboxError
 from agentrl.rewards.base import reward
 from agentrl.rewards.code_tests import Tests, read_tests, same_output, same_value
 from agentrl.sandbox import Completed
-from agentrl.sandbox.box import GONE
+from agentrl.sandbox.box import TERMINATED_NOTE
 from agentrl.workers import PerLoop
 
 FIRST = 10
@@ -130,11 +130,11 @@ class Code:
             )
             if completed.stdout.startswith(READY):
                 ended += _endings(completed, next_tests)
-            elif completed.stderr == GONE and at_once > 1:
+            elif completed.stderr == TERMINATED_NOTE and at_once > 1:
                 # The program ended the sandbox, so the harness's reports are lost. From here on,
                 # each test has its own sandbox and cannot destroy the report of another test.
                 at_once = 1
-            elif completed.stderr == GONE:
+            elif completed.stderr == TERMINATED_NOTE:
                 ended.append("time" if completed.ended_by == "time" else "crash")
             elif completed.ended_by == "time" and remaining < START_SECONDS:
                 return ended + ["time"] * (count - len(ended))

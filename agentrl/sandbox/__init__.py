@@ -1,6 +1,6 @@
 """Isolation of code that a model wrote: it runs without network, files and privileges.
 
-If it cannot be isolated, it does not run.
+If the code cannot be isolated, it is not run.
 
 Example::
 

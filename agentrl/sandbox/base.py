@@ -1,8 +1,8 @@
-"""The interface of a sandbox, which runs code that a model wrote, and what all backends share.
+"""The interface of a sandbox, which runs code that a model wrote, and code that all backends share.
 
 Sandbox    runs programs: slots, limits, checks of files
-Limits     what a program may use
-Completed  how a program ended
+Limits     the resources of a program
+Completed  the result of a program
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.sandbox.box import Box
 
 SLOT_SECONDS = 60.0
-"""How long a program waits for a free slot. If it takes longer, the machine is overloaded."""
+"""The longest time that a program waits for a free slot. After that, the machine is overloaded."""
 MAX_BOXES = 1024
 FILES_OF_PROGRAM, FILES_OF_BOX = 12, 6
 """Descriptors that this process needs for a program and for an open box: pipes and files."""
@@ -45,7 +45,7 @@ class Limits:
     """Address space of each process, in MiB. `sandbox/cgroup.py` limits the memory of all together.
     """
     disk_mb: int = 64
-    """MiB that it may write in total, and in one file."""
+    """MiB that the program may write in total, and into one file."""
     processes: int = 64
     open_files: int = 256
     output_bytes: int = 65_536
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """How a program ended and what it printed. The text can be encoded and stored."""
+    """The exit code and the output of a program. The text can be encoded and stored."""
 
     stdout: str
     stderr: str
@@ -67,7 +67,7 @@ class Completed:
 
     @property
     def ok(self) -> bool:
-        """True if it exited with code 0."""
+        """True if the program exited with code 0."""
         return self.exit_code == 0 and not self.ended_by
 
 
@@ -114,15 +114,15 @@ class Sandbox(ABC):
         Args:
             code: the program. The interpreter gets it as a file.
             language: the language of the program.
-            stdin: its standard input.
-            files: the files in its folder, by relative path.
-            limits: by default those of the section `sandbox`.
-            init: run it as process 1 of its PID namespace, if the backend creates one per program
-                (bubblewrap does). No process that it starts can then kill or stop it.
+            stdin: the standard input of the program.
+            files: the files in the program's folder, by relative path.
+            limits: the limits of the program; by default those of the section `sandbox`.
+            init: run the program as process 1 of a PID namespace, if the backend creates one for
+                each program (bubblewrap does). Then no process that it starts can kill or stop it.
 
         Raises:
-            SandboxError: it could not be run in isolation. This is a failure of the infrastructure,
-                never of the program.
+            SandboxError: the program could not be run in isolation. This is a failure of the
+                infrastructure, never of the program.
         """
         limits = limits or self._limits
         program = Program(code, language, stdin, check_files(files, limits), limits, init)
@@ -131,7 +131,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _run(self, program: Program) -> Completed:
-        """Run a program that has a slot."""
+        """Run a program. The caller holds a slot for it."""
 
     @abstractmethod
     async def open(
@@ -140,7 +140,7 @@ class Sandbox(ABC):
         """Open a box, which stays open between programs. `limits.seconds` applies to each program.
 
         Raises:
-            SandboxError: no box can be opened, or the backend has none.
+            SandboxError: no box can be opened, or the backend does not support boxes.
         """
 
     @abstractmethod
@@ -214,7 +214,7 @@ def clean_output(content: bytes) -> str:
 
 
 def shorten_output(content: bytes, max_bytes: int) -> bytes:
-    """Cut long output in the middle, and write how many bytes are omitted."""
+    """Remove the middle of long output, and insert the number of omitted bytes."""
     if len(content) <= max_bytes:
         return content
     head, tail = content[: max_bytes - max_bytes // 2], content[len(content) - max_bytes // 2 :]

@@ -1,7 +1,7 @@
 """A box: a sandbox that stays open for an episode. A driver inside executes requests.
 
 LocalSandbox    opens boxes on this machine
-Box             what tools use; it starts a new driver if one is lost
+Box             the interface for tools; it starts a new driver if a driver is lost
 Driver          the connection to one driver
 """
 
@@ -45,15 +45,15 @@ INSIDE = Path(__file__).parent / "inside"
 PROGRAMS = {n: (INSIDE / n).read_bytes() for n in ("driver.py", "scratch.py", "cells.py")}
 START_SECONDS = 30.0
 GRACE_SECONDS = 10.0
-"""How long the driver may take to answer, in addition to the program's time."""
+"""The time that the driver has to answer, in addition to the program's time."""
 MAX_ANSWER = 128 * 2**20
 DRIVER_OUTPUT_BYTES = 4096
-"""How much of the driver's (or bwrap's) own output is kept."""
-LOST = "\n[the Python interpreter was restarted: variables are lost, files are kept]\n"
-GONE = "\n[the sandbox was terminated: variables and files are lost]\n"
-NEW = "\n[this ran in a new sandbox: earlier variables and files are lost]\n"
+"""The number of bytes that are kept of the output of the driver itself (or of bwrap)."""
+RESTARTED_NOTE = "\n[the Python interpreter was restarted: variables are lost, files are kept]\n"
+TERMINATED_NOTE = "\n[the sandbox was terminated: variables and files are lost]\n"
+NEW_SANDBOX_NOTE = "\n[this ran in a new sandbox: earlier variables and files are lost]\n"
 TRIES = 3
-"""How often a request is tried that no driver has begun."""
+"""The maximum number of attempts of a request that no driver has begun."""
 _CHUNK = 65_536
 
 T = TypeVar("T")
@@ -65,24 +65,30 @@ class BoxLost(SandboxError):
     """The driver of a box is lost. The request may or may not have begun."""
 
     def __init__(self, why: str, *, began: bool, timed_out: bool = False):
-        """Store whether the request was sent, and whether its answer timed out."""
+        """Create the error.
+
+        Args:
+            why: the message.
+            began: whether the request was sent.
+            timed_out: whether the answer did not arrive in time.
+        """
         super().__init__(why)
         self.began, self.timed_out = began, timed_out
 
 
 class DriverProcess(Protocol):
-    """The process of a driver, whatever isolates it."""
+    """The process of a driver. Each local backend has its own implementation."""
 
     process: subprocess.Popen[bytes]
-    """It has pipes for stdin, stdout and stderr."""
+    """The process, with pipes for stdin, stdout and stderr."""
     fault: str
-    """Why this machine ended it before the driver started; "" if it did not."""
+    """Why agentrl killed the process before the driver started; "" if it did not."""
 
     def kill(self) -> None:
-        """Kill it and all processes that it started."""
+        """Kill the process and all processes that it started."""
         ...
 
-    async def wait_until_gone(self) -> bool:
+    async def wait_until_ended(self) -> bool:
         """Wait until all its processes have ended; return False if they did not end in time."""
         ...
 
@@ -146,7 +152,7 @@ class LocalSandbox(Sandbox):
         """Start a driver with these files in its folder."""
 
     async def _begin(self, driver: Driver) -> Driver:
-        """Wait until a driver answers, and keep track of it until it is closed."""
+        """Wait until a driver answers. It is in `_boxes` until it is closed."""
         self.drivers.add(driver)
         driver.resources.callback(self.drivers.discard, driver)
         try:
@@ -160,13 +166,13 @@ class LocalSandbox(Sandbox):
 class Box:
     """A sandbox for one episode, with one interpreter and one scratch folder.
 
-    Calls run one after another. If the driver is lost, the box starts a new one with its first
-    files. An error would drop the rollout as a machine failure, and a policy could learn to drop
-    rollouts that go badly.
+    Calls run one after another. If the driver is lost, the box starts a new driver with the initial
+    files. An error would be an infrastructure failure and drop the rollout. Then a policy could
+    learn to drop rollouts with a low reward.
     """
 
     def __init__(self, driver: Driver, restart: Callable[[], Awaitable[Driver]]):
-        """Take over a driver.
+        """Create a box with a driver that runs.
 
         Args:
             driver: the first driver.
@@ -175,7 +181,7 @@ class Box:
         self.driver, self._restart = driver, restart
         self._lock = asyncio.Lock()
         self._was_replaced = False
-        """True if the next program must be told that the driver is a new one."""
+        """True if the next result must contain a note that the driver is new."""
         self._closed = False
 
     async def run(
@@ -188,18 +194,18 @@ class Box:
     ) -> Completed:
         """Run code. Python keeps its variables; each bash call starts in the same folder.
 
-        A program that exceeds its time is killed; the variables are lost and the files stay. If the
-        program ends the whole box, the result is "signal" or "time", and the next call runs in a
-        new box with the first files.
+        A program that exceeds its time is killed; the variables are lost and the files are kept. If
+        the program kills the driver, `ended_by` is "signal" or "time", and the next call runs in a
+        new driver with the initial files.
 
         Args:
             code: the program.
             language: the language of the program.
-            stdin: its standard input.
-            seconds: its time limit. By default that of the box.
+            stdin: the standard input of the program.
+            seconds: the time limit; by default that of the box.
 
         Raises:
-            SandboxError: the box is closed, or it was lost and no other can be opened.
+            SandboxError: the box is closed, or its driver was lost and no other can be started.
         """
         request = {"do": "cell", "code": clean_input(code), "stdin": clean_input(stdin)}
         if language == "bash":
@@ -207,14 +213,14 @@ class Box:
         done = await self._with_driver(lambda driver: driver.run(request, seconds))
         if self._was_replaced:
             self._was_replaced = False
-            done = replace(done, stderr=done.stderr + NEW)
+            done = replace(done, stderr=done.stderr + NEW_SANDBOX_NOTE)
         return done
 
     async def read(self, path: str, max_bytes: int = 65_536) -> bytes:
         """Read a file of the scratch folder.
 
         Raises:
-            FileNotFoundError, IsADirectoryError: as for any file.
+            FileNotFoundError, IsADirectoryError: as `open` does.
             PermissionError: the path leads out of the folder, possibly through a link.
         """
         answer = await self._with_driver(
@@ -238,10 +244,10 @@ class Box:
         await self.driver.aclose()
 
     async def _with_driver(self, send: Callable[[Driver], Awaitable[T]]) -> T:
-        """Send a request to a driver that runs, and return its answer.
+        """Send a request to a running driver, and return its answer.
 
         Raises:
-            SandboxError: no other driver can be started, or new drivers are lost at once.
+            SandboxError: no new driver can be started, or the new drivers are lost at once.
         """
         for _ in range(TRIES - 1):
             try:
@@ -274,14 +280,14 @@ class Driver:
         slot: Slot,
         resources: ExitStack,
     ):
-        """Take over a driver that was started.
+        """Connect to a driver that was started.
 
         Args:
             process: the driver's process. It reads requests from stdin and answers on stdout.
-            limits: `seconds` applies to programs without their own limit.
+            limits: the limits of programs; `seconds` is the default.
             folder: the scratch folder, as programs see it.
             slot: holds a slot for a program.
-            resources: closed when all processes have ended.
+            resources: the resources to close when all processes have ended.
         """
         self.process, self._limits, self.folder = process, limits, Path(folder)
         self._slot, self.resources = slot, resources
@@ -317,17 +323,17 @@ class Driver:
     async def run(self, request: Mapping[str, Any], seconds: float | None = None) -> Completed:
         """Let the driver run a program.
 
-        If the driver is lost during the program, the program is taken as the cause, and this is how
-        the program ended. As a machine failure it would undo the earlier work of the model.
+        If the driver is lost during the program, the program is treated as the cause: the result is
+        a program that was killed. An infrastructure failure would discard the whole rollout.
 
         Raises:
             BoxLost: the driver was lost before the program began.
         """
         seconds = self._limits.seconds if seconds is None else seconds
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             async with self._slot():
-                began = time.monotonic()
+                start = time.monotonic()
                 answer = await self._request(
                     {**request, "seconds": seconds}, seconds + GRACE_SECONDS
                 )
@@ -336,8 +342,8 @@ class Driver:
                 raise
             log.warning("a program terminated its sandbox: %s", e)
             why = "time" if e.timed_out else "signal"
-            took = round(time.monotonic() - began, 4)
-            return Completed("", GONE, -signal.SIGKILL, why, took)
+            seconds_run = round(time.monotonic() - start, 4)
+            return Completed("", TERMINATED_NOTE, -signal.SIGKILL, why, seconds_run)
         stdout, stderr = (
             clean_output(shorten_output(base64.b64decode(answer[name]), self._limits.output_bytes))
             for name in ("stdout", "stderr")
@@ -346,7 +352,7 @@ class Driver:
         if not why and code < 0:
             why = "cpu" if -code == signal.SIGXCPU else "signal"
         if answer["lost"]:
-            stderr += LOST
+            stderr += RESTARTED_NOTE
         return Completed(stdout, stderr, code, why, round(answer["seconds"], 4))
 
     async def file_request(self, do: str, path: str, **request: Any) -> dict[str, Any]:
@@ -368,7 +374,7 @@ class Driver:
             _close(self._writer.transport)
         self.process.kill()
         try:
-            if not await self.process.wait_until_gone():
+            if not await self.process.wait_until_ended():
                 raise SandboxError("the processes of a box did not end after they were killed")
         finally:
             self.resources.close()
@@ -449,9 +455,9 @@ class Capture:
 
         Args:
             pipe: the reading end, which is closed with this object.
-            max_bytes: how much to keep. A little more is stored, to know that something was
-                omitted.
-            on_overflow: called once when there is more. Everything after that is discarded.
+            max_bytes: the number of bytes to keep. A little more is stored, so that an overflow can
+                be detected.
+            on_overflow: called once when there are more bytes. All later bytes are discarded.
         """
         assert pipe is not None
         os.set_blocking(pipe.fileno(), False)
@@ -479,21 +485,21 @@ class Capture:
         self.close()
 
     def _read(self) -> bool:
-        """Read once and return whether there was something."""
-        read = self._pipe.read(_CHUNK)
-        if read is None:  # the pipe is empty
+        """Read once, and return whether the pipe contained data."""
+        data = self._pipe.read(_CHUNK)
+        if data is None:  # the pipe is empty
             return False
-        if not read:
+        if not data:
             self.close()
         elif not self._has_overflowed:
-            self.content += read
+            self.content += data
             if len(self.content) > self._max_bytes:
                 self._has_overflowed = True
                 self._on_overflow()
-        return bool(read)
+        return bool(data)
 
 
 def _close(transport: asyncio.BaseTransport) -> None:
-    """Close a pipe unless it is closing already."""
+    """Close a transport, unless it is already closing."""
     if not transport.is_closing():
         transport.close()

@@ -1,4 +1,4 @@
-"""Runs programs in namespaces with bubblewrap: without network, files and privileges.
+"""Run programs in namespaces with bubblewrap: without network, files and privileges.
 
 Each program has its own file system (/usr read-only, a small writable /tmp), an empty network, no
 capabilities, a filter of system calls, rlimits, a cgroup if one can be created, and its own user id
@@ -43,9 +43,9 @@ from agentrl.sandbox.namespace import (
 from agentrl.sandbox.uids import dedicated_user
 
 SETUP_SECONDS = 30.0
-"""How long bwrap may take to create namespaces. If it takes longer, the machine is the cause."""
+"""The longest time for bwrap to create namespaces. A longer time is the fault of the machine."""
 END_SECONDS = 10.0
-"""How long a killed namespace may take to end. With many processes the kernel needs seconds."""
+"""The longest time for a killed namespace to end. With many processes the kernel needs seconds."""
 PROGRAMS_FOLDER = "/agentrl"
 """The folder of the driver's files, inside the namespace."""
 
@@ -63,12 +63,12 @@ class Bubblewrap(LocalSandbox):
             options = bwrap_options(python, limits, inherited, program.files, scripts, uid)
             command = [] if program.init else ["sh", "-c", SHELL, "sh"]
             command += [*rlimit_command(limits), *program.interpreter_command(python), script]
-            read = (
+            stdin_fd = (
                 inherited.add(stdin.encode("utf-8", "surrogatepass"))
                 if stdin
                 else subprocess.DEVNULL
             )
-            return await _run([options, command], inherited, read, limits, cgroup)
+            return await _run([options, command], inherited, stdin_fd, limits, cgroup)
 
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
         python, programs = (
@@ -99,10 +99,10 @@ async def _run(
     limits: Limits,
     cgroup: Cgroup | None,
 ) -> Completed:
-    """Run a bwrap command to its end, and check that no process is left.
+    """Run a bwrap command to its end, and check that all processes have ended.
 
     Raises:
-        SandboxError: the program did not start, or a process is left.
+        SandboxError: the program did not start, or some processes did not end.
     """
     loop = asyncio.get_running_loop()
     timers = [loop.call_later(SETUP_SECONDS, lambda: child.kill())]
@@ -124,7 +124,7 @@ async def _run(
         for timer in timers:
             timer.cancel()
         child.kill()
-        has_ended = await child.wait_until_gone()
+        has_ended = await child.wait_until_ended()
         for output in outputs:
             output.drain()
     if not has_ended:
@@ -139,7 +139,7 @@ async def _run(
 
 
 def _exit_status(child: Child, limits: Limits) -> tuple[int, EndedBy]:
-    """Return the exit code and what ended the program. In a shell, a signal N is 128 + N."""
+    """Return the exit code and the cause of the end. A shell reports a signal N as 128 + N."""
     if child.killed_by:
         return -signal.SIGKILL, child.killed_by
     code = child.exit_code or 0
@@ -157,9 +157,9 @@ class Child:
     """A bwrap process and its namespace."""
 
     killed_by: EndedBy = ""
-    """The limit that was the reason of `kill`."""
+    """The limit because of which `kill` was called."""
     fault: str = ""
-    """Why this machine ended it before the program began; "" if it did not."""
+    """Why agentrl killed bwrap before the program began; "" if it did not."""
 
     def __init__(
         self,
@@ -173,10 +173,11 @@ class Child:
 
         Args:
             command: bwrap with its options, and the command that it runs.
-            inherited: the descriptors that it inherits. Ours are closed.
+            inherited: the descriptors that bwrap inherits. Those of this process are closed.
             stdin: a descriptor, or `subprocess.PIPE`.
-            cgroup: for all processes in the namespace, but not for bwrap itself. If bwrap were
-                killed for the memory of its program, the machine would seem to be the cause.
+            cgroup: the cgroup of all processes in the namespace, without bwrap itself. If the
+                kernel killed bwrap for the memory of its program, this would look like an
+                infrastructure failure.
             on_begin: called when the namespace exists.
         """
         self._loop = asyncio.get_running_loop()
@@ -187,18 +188,18 @@ class Child:
         """A descriptor of process 1 of the namespace; -1 if there is none."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.began = 0.0
-        """When the namespace began to exist, on the clock `time.monotonic`; 0 before."""
+        """The `time.monotonic()` seconds at which the namespace was created; 0 before."""
         self.exit_code: int | None = None
         """The exit code, as a shell reports it. None if the program did not start or was killed."""
         self.cpu_seconds = 0.0
         options, program = command
-        ours, status = os.pipe()
-        self._status = os.fdopen(ours, "rb", 0)
+        status_reader, status = os.pipe()
+        self._status = os.fdopen(status_reader, "rb", 0)
         options += ["--json-status-fd", str(inherited.take(status))]
         self._gate = ExitStack()
         if cgroup is not None:  # bwrap starts the program when this pipe is closed
-            gate, ours = os.pipe()
-            self._gate.callback(os.close, ours)
+            gate, gate_writer = os.pipe()
+            self._gate.callback(os.close, gate_writer)
             options += ["--block-fd", str(inherited.take(gate))]
         try:
             self.process = subprocess.Popen(
@@ -228,7 +229,7 @@ class Child:
             elif self.process.returncode is None:
                 self.process.kill()
 
-    async def wait_until_gone(self) -> bool:
+    async def wait_until_ended(self) -> bool:
         """Wait until all processes have ended; return False if they did not end in time."""
         try:
             async with asyncio.timeout(END_SECONDS):
@@ -263,10 +264,10 @@ class Child:
         return True
 
     def _read_status(self) -> None:
-        read = self._status.read(4096)
-        if read is None:  # the pipe is empty
+        data = self._status.read(4096)
+        if data is None:  # the pipe is empty
             return
-        self._status_text += read
+        self._status_text += data
         *lines, self._status_text = self._status_text.split(b"\n")
         for line in lines:
             entry = json.loads(line)
@@ -277,7 +278,7 @@ class Child:
                 self._limit_memory(entry["child-pid"])
                 self._on_begin()
             self.exit_code = entry.get("exit-code", self.exit_code)
-        if not read:
+        if not data:
             self._close_status()
 
     def _limit_memory(self, init: int) -> None:

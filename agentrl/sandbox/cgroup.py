@@ -22,25 +22,26 @@ from agentrl.sandbox.base import Limits
 
 EXTRA_MB = 64
 """MiB in addition to `Limits.memory_mb` and `disk_mb`, for /dev/shm, the interpreters and the
-kernel's memory per process. So a single process at its own limit gets a MemoryError and is not
-killed."""
+kernel's memory per process. So a single process that reaches its own limit gets a MemoryError and
+is not killed."""
 _NAME = re.compile(r"agentrl-(\d+)-[0-9a-f]{16}")
-"""`agentrl-`, the id of the process that created it, and a random number. The id alone could also
-be that of an earlier process, or of one in a container that shares the folder."""
+"""`agentrl-`, the id of the process that created the cgroup, and a random number. The id alone is
+not
+unique: an earlier process, or a process in a container with the same folder, may have had it."""
 ORPHAN_SECONDS = 60.0
-"""An empty cgroup of a process that is not visible here is removed only after this time: it may
-belong to a container and be about to get its first process."""
+"""The age after which an empty cgroup is removed if its creator is not visible here. A younger one
+may belong to a container that has not yet moved a process into it."""
 _pending_removal: set[Path] = set()
 """Cgroups that could not be removed yet, because a process in them was still ending."""
 
 
 class Parent(NamedTuple):
-    """A cgroup in which this process may create others, and the names of the files for limits."""
+    """A cgroup in which this process may create cgroups, and the names of the files for limits."""
 
     folder: Path
     limit: str
     more: Mapping[str, str]
-    """Further files, which may be missing, and what to write there; "" stands for the limit."""
+    """The contents of further files, which may be missing; "" is replaced by the limit."""
 
 
 class Cgroup:
@@ -50,11 +51,11 @@ class Cgroup:
         """Create the cgroup.
 
         Args:
-            parent: the cgroup above it.
+            parent: the parent cgroup.
             limit: the memory limit in bytes.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the cgroup cannot be created.
         """
         _remove_pending()
         self.folder = parent.folder / f"agentrl-{os.getpid()}-{secrets.token_hex(8)}"
@@ -69,10 +70,10 @@ class Cgroup:
             raise
 
     def add(self, pid: int) -> None:
-        """Move a process into the cgroup. Processes that it starts later are in it too.
+        """Move a process into the cgroup. Processes that it starts later are in the cgroup as well.
 
         Raises:
-            OSError: it is not permitted, or the process has ended.
+            OSError: this is not permitted, or the process has ended.
         """
         (self.folder / "cgroup.procs").write_text(str(pid))
 
@@ -138,26 +139,28 @@ def _candidates(process: Path = Path("/proc/self")) -> Iterator[Parent]:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:
         return
-    own = {tuple(names.split(",")): path for _, names, path in (x.split(":", 2) for x in lines)}
+    own_paths = {
+        tuple(names.split(",")): path for _, names, path in (x.split(":", 2) for x in lines)
+    }
     for mount in mounts:
         before, _, after = mount.partition(" - ")
         root, point = before.split(" ")[3:5]
         kind, _, options = after.split(" ")
-        for names, path in own.items():
-            first = kind == "cgroup" and "memory" in names and "memory" in options.split(",")
-            if not first and not (kind == "cgroup2" and names == ("",)):
+        for names, path in own_paths.items():
+            is_v1 = kind == "cgroup" and "memory" in names and "memory" in options.split(",")
+            if not is_v1 and not (kind == "cgroup2" and names == ("",)):
                 continue
             top = Path(point)
             folder = top / path.removeprefix(root).lstrip("/")
             folder = folder if folder.is_dir() else top
-            if first:
+            if is_v1:
                 more = {"memory.memsw.limit_in_bytes": "", "memory.kmem.tcp.limit_in_bytes": ""}
                 yield Parent(folder, "memory.limit_in_bytes", more)
                 continue
-            for above in [folder.parent] * (folder != top) + [folder]:
+            for parent in [folder.parent] * (folder != top) + [folder]:
                 with suppress(OSError):
-                    if "memory" in (above / "cgroup.subtree_control").read_text().split():
-                        yield Parent(above, "memory.max", {"memory.swap.max": "0"})
+                    if "memory" in (parent / "cgroup.subtree_control").read_text().split():
+                        yield Parent(parent, "memory.max", {"memory.swap.max": "0"})
 
 
 def _remove_pending() -> None:

@@ -1,6 +1,6 @@
-"""Runs programs on a SandboxFusion server over HTTP (github.com/bytedance/SandboxFusion).
+"""Run programs on a SandboxFusion server over HTTP (github.com/bytedance/SandboxFusion).
 
-That server is responsible for their isolation.
+The server is responsible for their isolation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.sandbox.base import (
 )
 
 ANSWER_SECONDS = 60.0
-"""How long the server may take to answer, in addition to the program's time."""
+"""The time that the server has to answer, in addition to the program's time."""
 
 
 class SandboxFusion(Sandbox):
@@ -37,7 +37,7 @@ class SandboxFusion(Sandbox):
         self._client = HttpClient(config.backend, error=SandboxError)
 
     async def _run(self, program: Program) -> Completed:
-        """Run a program. Of the limits, the server knows only time and memory."""
+        """Run a program. The server supports only the limits of time and memory."""
         limits = program.limits
         files = {n: base64.b64encode(c).decode("ascii") for n, c in program.files.items()}
         request = {
@@ -49,11 +49,11 @@ class SandboxFusion(Sandbox):
             "memory_limit_MB": limits.memory_mb,
         }
         deadline = time.monotonic() + limits.seconds + ANSWER_SECONDS
-        # Not sent again after a broken connection: the program may be running.
+        # The request is not repeated after a broken connection, because the program may be running.
         status, answer = await self._client.request_json(
             "POST", "/run_code", request, deadline=deadline
         )
-        return self._completed(status, answer, limits)
+        return self._read_result(status, answer, limits)
 
     async def open(
         self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
@@ -68,19 +68,19 @@ class SandboxFusion(Sandbox):
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    def _completed(self, status: int, answer: Any, limits: Limits) -> Completed:
+    def _read_result(self, status: int, answer: Any, limits: Limits) -> Completed:
         """Return the result of a program.
 
         Raises:
             SandboxError: the server reports an error of its own.
         """
-        ran = answer.get("run_result") if isinstance(answer, dict) else None
+        result = answer.get("run_result") if isinstance(answer, dict) else None
         succeeded = status == 200 and answer.get("status") in ("Success", "Failed")
-        if not succeeded or not isinstance(ran, dict):
+        if not succeeded or not isinstance(result, dict):
             message = (answer.get("message") if isinstance(answer, dict) else "") or answer
             raise SandboxError(f"{self.name}: status {status}: {str(message)[:500]}")
-        timed_out = ran.get("status") == "TimeLimitExceeded"
-        code = -9 if timed_out else ran.get("return_code")
+        timed_out = result.get("status") == "TimeLimitExceeded"
+        code = -9 if timed_out else result.get("return_code")
         if not isinstance(code, int):
             raise SandboxError(f"{self.name}: a program ended with return_code={code!r}")
         # A signal N is -N in Python and 128 + N in a shell.
@@ -89,9 +89,11 @@ class SandboxFusion(Sandbox):
         stdout, stderr = (
             clean_output(
                 shorten_output(
-                    (ran.get(name) or "").encode("utf-8", "replace"), limits.output_bytes
+                    (result.get(name) or "").encode("utf-8", "replace"), limits.output_bytes
                 )
             )
             for name in ("stdout", "stderr")
         )
-        return Completed(stdout, stderr, code, ended_by, round(ran.get("execution_time") or 0.0, 4))
+        return Completed(
+            stdout, stderr, code, ended_by, round(result.get("execution_time") or 0.0, 4)
+        )

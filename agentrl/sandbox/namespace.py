@@ -32,9 +32,9 @@ SHELL = '"$@"; exit $?'
 
 
 class InheritedFiles(ExitStack):
-    """Contents that a program inherits as descriptors. They exist in memory only.
+    """Files in memory that a program inherits as open descriptors.
 
-    `close` closes our descriptors, after the program has inherited its own.
+    `close` closes the descriptors of this process, after the program has inherited its copies.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ def bwrap_options(
     Args:
         python: the interpreter, which is mounted.
         limits: the sizes of the writable folders.
-        inherited: gets the contents.
+        inherited: the contents of files are added to it.
         files: the files in the program's folder.
         scripts: read-only files, by their absolute path in the namespace.
-        uid: run as this user; None keeps ours.
+        uid: the user id of the program; None for that of this process.
 
     Raises:
         SandboxError: bwrap or the interpreter does not exist.
@@ -152,7 +152,7 @@ def python_folders(python: str) -> list[Path]:
         python: `sandbox.python`.
 
     Raises:
-        SandboxError: it does not exist, or its folder contains more than Python.
+        SandboxError: the interpreter does not exist, or its folder contains more than Python.
     """
     path = Path(os.path.abspath(python))
     if not os.access(path, os.X_OK) or path.is_dir():
@@ -161,7 +161,7 @@ def python_folders(python: str) -> list[Path]:
             " /usr/bin/python3 (Debian, Ubuntu: apt-get install python3)"
         )
     folders: list[Path] = []
-    # Every link on the path: the python of an environment links to that of its installation,
+    # Follow every link: the python of an environment is a link to that of the installation,
     # possibly through another environment.
     while True:
         folder = path.parent.parent
@@ -219,7 +219,7 @@ seccomp=unconfined --security-opt systempaths=unconfined (or a profile that allo
 with namespaces, mount, pivot_root); Kubernetes: securityContext.seccompProfile Unconfined,
 procMount Unmasked. On a machine without containers, user namespaces are off: sysctl
 user.max_user_namespaces, kernel.unprivileged_userns_clone"""
-# Parts of bwrap's messages, and what helps. The first match counts.
+# Parts of bwrap's messages, and the remedies. The first match counts.
 _FIXES = (
     ("setting up uid map: Permission denied", _APPARMOR),
     ("RTM_NEWADDR", _APPARMOR),
@@ -237,10 +237,10 @@ _FIXES = (
 
 
 def explain_failure(output: str) -> str:
-    """Return a message about a failure of bwrap, with what helps.
+    """Return a message about a failure of bwrap, with a remedy.
 
     Args:
-        output: what bwrap printed.
+        output: the output of bwrap.
     """
     output = output.strip() or "it printed nothing"
     fix = next((fix for words, fix in _FIXES if words in output), "")

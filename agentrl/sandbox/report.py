@@ -1,4 +1,4 @@
-"""The text that a model reads about a program that it wrote: its output, and how it ended."""
+"""Write the text that a model reads about a program that it wrote: the output and the end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A seccomp filter: the system calls that no program in a sandbox may make.
 
-It lists what is denied, because a model may write any program: calls that reach other namespaces or
-processes, large parts of the kernel that such programs do not need, memory that no limit counts,
-and objects that outlive their processes. Each of them returns EPERM. Namespaces and rlimits bound
-all other calls.
+The filter is a list of denied calls and not of allowed ones, because a model may write any program.
+It denies calls that reach other namespaces or processes, calls into large parts of the kernel that
+such programs do not need, calls for memory that no limit counts, and calls that create objects that
+outlive their processes. A denied call returns EPERM. Namespaces and rlimits bound all other calls.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cache
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`. That of the first argument is its low half; each takes 8 bytes.
-"""
+"""Offsets in `struct seccomp_data`: the number of the call, the architecture, and the low half of
+the first argument. Each argument takes 8 bytes."""
 
 _FAMILIES = (1, 2, 10)
 """The allowed socket families (unix, inet, inet6). The network namespace has only a loopback.
@@ -69,8 +69,9 @@ _MACHINES = {
     "aarch64": (0xC00000B7, 220, 198),
 }
 _CLONE3 = 435
-# The number of a call, and how many of its first arguments must be 0, which means the caller.
-# Otherwise a program could take files or CPU time from process 1, which runs as the same user.
+# For each call, its number and how many of its first arguments must be 0, so that the call concerns
+# the calling process. Otherwise a program could limit the files or the CPU time of process 1, which
+# runs as the same user.
 _SELF_ONLY = {
     "x86_64": {
         "setpriority": (141, 2), "sched_setparam": (142, 1), "sched_setscheduler": (144, 1),

@@ -80,9 +80,9 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
 
 
 def probe(config: SandboxConfig) -> str:
-    """Run a real program. Return "" if it works, else why it does not, and what to do.
+    """Run a test program. Return "" if it works, else a message with the cause and the remedy.
 
-    This blocks for a fraction of a second.
+    This function blocks for a fraction of a second.
     """
     results: list[str] = []
     # In a thread, because the caller may already run an event loop.

@@ -1,4 +1,4 @@
-"""Reserves a user id for each program, if this process is root.
+"""Reserve a user id for each program, if this process is root.
 
 The kernel counts the processes of a user, not those of a sandbox, and processes of one user may
 signal each other. With a shared id, a program that forks without end would starve the others. For
@@ -25,8 +25,8 @@ FOLDER = Path("/run/agentrl/uids")
 """Contains a file for each id, which is locked by the process that uses the id."""
 COUNT = 4096
 BASES = (2_000_000_000, 61_184)
-"""The first ids of two ranges. Usually no user has those of the first. The second is for containers
-with only 65,536 ids, where systemd would use them for temporary services."""
+"""The first ids of two ranges. Usually no user has an id of the first range. The second range is
+for containers with only 65,536 ids; systemd uses these ids for temporary services."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Uids:
         self._lock = threading.Lock()
 
     def take(self) -> Lease:
-        """Return an id that no process uses.
+        """Reserve an id that no process uses, and return it.
 
         Raises:
             SandboxError: all ids are in use, or the folder of lock files cannot be created.
@@ -80,7 +80,7 @@ class Uids:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            if not has_processes(uid):  # else processes of a killed run still use it
+            if not has_processes(uid):  # otherwise processes of a killed run still use the id
                 return Lease(uid, fd)
             os.close(fd)
         raise SandboxError(f"all {count} user ids for programs are in use (see {self._folder})")
@@ -104,12 +104,12 @@ def _base() -> int:
 
 def has_processes(uid: int) -> bool:
     """Return whether a process on this machine runs as this user."""
-    ours = f"\nUid:\t{uid}\t"
+    uid_line = f"\nUid:\t{uid}\t"
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             # The owner of the /proc folder is not reliable: for non-dumpable processes it is root.
             try:
-                if ours in Path(entry.path, "status").read_text():
+                if uid_line in Path(entry.path, "status").read_text():
                     return True
             except OSError:  # the process ended meanwhile
                 continue
@@ -127,12 +127,12 @@ def dedicated_user() -> Iterator[int | None]:
         yield None
         return
     lease = process_uids.take()
-    clean = False
+    succeeded = False
     try:
         yield lease.uid
-        clean = True
+        succeeded = True
     finally:
-        if clean or not has_processes(lease.uid):
+        if succeeded or not has_processes(lease.uid):
             process_uids.release(lease)
         else:
             log.warning(

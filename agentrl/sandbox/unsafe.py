@@ -1,4 +1,4 @@
-"""Runs programs as the current user, without isolation, where nothing else is possible.
+"""Run programs as the current user without isolation, for machines that allow nothing else.
 
 Programs get their own folder, environment and limits, and the driver ends all processes that they
 start. But they can read all files of this user, use the network and kill this process.
@@ -53,13 +53,13 @@ class UnsafeSubprocess(LocalSandbox):
             )
             script.write_bytes(program.code.encode("utf-8", "surrogatepass"))
             argv = [*program.interpreter_command(self._config.python), str(script)]
-            order = {
+            request = {
                 "do": "script",
                 "argv": argv,
                 "code": None,
                 "stdin": clean_input(program.stdin),
             }
-            return await driver.run(order)
+            return await driver.run(request)
         finally:
             await driver.aclose()
 
@@ -94,7 +94,7 @@ def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
 
 
 class _Process:
-    """The process of a driver. It ends all that it started when its input ends."""
+    """The process of a driver. When its input ends, it kills all programs that it started."""
 
     fault = ""
 
@@ -110,12 +110,12 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """Do nothing: its input has ended, so it ends all programs and itself.
+        """Do nothing: the driver's input has ended, so it kills all programs and exits.
 
-        SIGKILL would leave the programs.
+        After a SIGKILL of the driver, the programs would continue to run.
         """
 
-    async def wait_until_gone(self) -> bool:
+    async def wait_until_ended(self) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 while self.process.poll() is None:

@@ -1,4 +1,4 @@
-"""Helpers to test your own environment without a model, a GPU or a network.
+"""Helpers for tests of your own environment, without a model, a GPU or a network.
 
 In a test file, or once in conftest.py::
 

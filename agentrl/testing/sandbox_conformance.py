@@ -41,7 +41,7 @@ class Check:
 
     name: str
     run: Run
-    """Run the check; it raises `AssertionError` with the result of the backend."""
+    """Runs the check on a sandbox. Raises `AssertionError` if the backend does not meet it."""
     isolating: bool = False
     """True if it tests the isolation from this machine."""
     boxes: bool = False
@@ -56,7 +56,7 @@ CHECKS: list[Check] = []
 def check(
     isolating: bool = False, boxes: bool = False, limits: bool = False
 ) -> Callable[[Run], Run]:
-    """Add a check with the name of its function."""
+    """Add a check of a sandbox; the check has the name of the decorated function."""
 
     def add(run: Run) -> Run:
         name = getattr(run, "__name__", "").removeprefix("_")
@@ -67,7 +67,7 @@ def check(
 
 
 def box_check(isolating: bool = False, **options: Any) -> Callable[[RunInBox], RunInBox]:
-    """Add a check of a box that is opened with these options."""
+    """Add a check of a box that `Sandbox.open` opens with these options."""
 
     def add(run: RunInBox) -> RunInBox:
         async def open_and_run(s: Sandbox) -> None:
@@ -88,13 +88,15 @@ async def run_ok(sandbox: Sandbox | Box, code: str, **kwargs: Any) -> str:
     return done.stdout
 
 
-async def prints(sandbox: Sandbox | Box, code: str, expected: str = "", **kwargs: Any) -> None:
-    """Run a program that must succeed and print exactly this."""
+async def check_output(
+    sandbox: Sandbox | Box, code: str, expected: str = "", **kwargs: Any
+) -> None:
+    """Run a program that must succeed and print exactly `expected`."""
     text = await run_ok(sandbox, code, **kwargs)
     assert text == expected, text
 
 
-# Boxes: what is kept, what is lost, and who controls them.
+# Boxes: their variables and files, and the driver that controls them.
 
 
 @box_check()
@@ -215,8 +217,8 @@ for name in ("mem", "environ", "fd/0", "maps"):
 try: os.listdir("/proc/1/fd"); print("listed")
 except OSError: pass
 """
-    await prints(box, code)
-    await prints(box, "kill -INT 1; sleep 0.1", language="bash")
+    await check_output(box, code)
+    await check_output(box, "kill -INT 1; sleep 0.1", language="bash")
     assert await run_ok(box, "print('still here')") == "still here\n"
 
 
@@ -239,13 +241,13 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 os.setpriority(os.PRIO_PROCESS, 0, 5)
 os.sched_setaffinity(0, os.sched_getaffinity(0))
 """
-    await prints(box, code)
+    await check_output(box, code)
     assert await run_ok(box, "print('still here')") == "still here\n"
 
 
 @box_check()
 async def _a_program_that_kills_its_box_gets_a_result(box: Box) -> None:
-    """It must not count as an infrastructure failure, which would retry the episode."""
+    """This must not count as an infrastructure failure, because the episode would be retried."""
     for number in (9, 2):
         await box.run(f"import os; os.kill(os.getppid(), {number})")
         await box.run(f"kill -{number} $PPID", language="bash")
@@ -304,28 +306,28 @@ async def _a_closed_box_is_closed(s: Sandbox) -> None:
     raise AssertionError("a closed box ran a program")
 
 
-# Isolation: what programs must not reach.
+# Isolation: things that programs must not reach.
 
 
 @check(isolating=True)
 async def _files_of_this_machine_are_hidden(s: Sandbox) -> None:
-    with tempfile.NamedTemporaryFile(delete=False) as ours:
-        ours.write(b"ours")
-    os.chmod(ours.name, 0o666)
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"secret")
+    os.chmod(file.name, 0o666)
     try:
-        paths = ["/etc/passwd", "/etc/shadow", "/root", "/home", "/var", "/sys", ours.name,
+        paths = ["/etc/passwd", "/etc/shadow", "/root", "/home", "/var", "/sys", file.name,
                  str(Path.home()), "/proc/1/environ", "/proc/1/root/etc/passwd", "/dev/mem",
                  "/dev/kvm", "/dev/sda", "/run"]  # fmt: skip
         code = f"""
 import os
 for path in {paths!r}:
-    try: found = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read()
+    try: content = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read()
     except OSError: continue
-    if found and b"PATH=" not in found: print(path, found[:80])
+    if content and b"PATH=" not in content: print(path, content[:80])
 """
-        await prints(s, code)
+        await check_output(s, code)
     finally:
-        os.unlink(ours.name)
+        os.unlink(file.name)
 
 
 @check(isolating=True)
@@ -333,11 +335,11 @@ async def _no_ipc_objects_can_be_created(s: Sandbox) -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None)
-for made in (libc.semget(77, 1, 0o1600), libc.shmget(77, 4096, 0o1600), libc.msgget(77, 0o1600),
+for handle in (libc.semget(77, 1, 0o1600), libc.shmget(77, 4096, 0o1600), libc.msgget(77, 0o1600),
              libc.mq_open(b"/left", 0o102, 0o600, None)):
-    if made >= 0: print("made", made)
+    if handle >= 0: print("created", handle)
 """
-    await prints(s, code)
+    await check_output(s, code)
 
 
 @check(isolating=True)
@@ -356,7 +358,7 @@ for target in ["/usr/lib/x", "/etc/x"]:
 try: os.link("/usr/bin/env", "hard"); print("linked")
 except OSError: pass
 """
-    await prints(s, code)
+    await check_output(s, code)
 
 
 @check(isolating=True)
@@ -371,31 +373,31 @@ async def _no_network(s: Sandbox) -> None:
     unix.listen()
     code = f"""
 import socket
-def tried(what, connect):
+def attempt(name, connect):
     try: connect()
     except OSError: return
-    print("connected", what)
+    print("connected", name)
 for host in ("127.0.0.1", "::1", "1.1.1.1"):
-    tried(host, lambda: socket.create_connection((host, {tcp.getsockname()[1]}), 2))
+    attempt(host, lambda: socket.create_connection((host, {tcp.getsockname()[1]}), 2))
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 try: s.sendto(b"x", ("127.0.0.1", {udp.getsockname()[1]}))
 except OSError: pass
-tried("unix", lambda: socket.socket(socket.AF_UNIX).connect({abstract!r}))
+attempt("unix", lambda: socket.socket(socket.AF_UNIX).connect({abstract!r}))
 for family in (16, 17, 38, 40):
     for kind in (1, 2, 3):
-        tried(family, lambda: socket.socket(family, kind))
-tried("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
-tried("name", lambda: socket.getaddrinfo("example.com", 80))
+        attempt(family, lambda: socket.socket(family, kind))
+attempt("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
+attempt("name", lambda: socket.getaddrinfo("example.com", 80))
 """
     try:
-        await prints(s, code)
-        for ours in (tcp, udp, unix):
-            ours.settimeout(0.1)
+        await check_output(s, code)
+        for server in (tcp, udp, unix):
+            server.settimeout(0.1)
         with suppress(TimeoutError):
             assert not udp.recv(10)
     finally:
-        for ours in (tcp, udp, unix):
-            ours.close()
+        for server in (tcp, udp, unix):
+            server.close()
 
 
 @check(isolating=True)
@@ -409,7 +411,7 @@ for number in (0, 9):
     except OSError: pass
 """
     if os.getpid() > 100:  # a process in the sandbox may have such a small number itself
-        await prints(s, code)
+        await check_output(s, code)
 
 
 @check(isolating=True)
@@ -445,7 +447,7 @@ numbers = {  # bpf, keyctl, perf_event_open, userfaultfd, memfd_create, shmget
 for number in [*numbers[platform.machine()], 425, 430, 435]:  # io_uring, fsopen, clone3
     if libc.syscall(number, 0, 4096, 0, 0, 0, 0) >= 0: print("did", number)
 """
-    await prints(s, code)
+    await check_output(s, code)
 
 
 @check(isolating=True)
@@ -473,7 +475,7 @@ for path in ("/dev/tty", "/dev/console", "/dev/stdin"):
         with open(path, "rb") as f: fcntl.ioctl(f, 0x5412, b"x"); print("typed into", path)
     except OSError: pass
 """
-    await prints(s, code)
+    await check_output(s, code)
 
 
 @check(isolating=True)
@@ -543,9 +545,9 @@ except OSError as e: print(type(e).__name__)
 @check(limits=True)
 async def _open_files_are_bounded(s: Sandbox) -> None:
     code = """
-held = []
+files = []
 try:
-    while len(held) < 5000: held.append(open("/dev/null"))
+    while len(files) < 5000: files.append(open("/dev/null"))
     print("all")
 except OSError as e: print(e.strerror)
 """
@@ -697,7 +699,7 @@ async def _output_before_the_end_is_kept(s: Sandbox) -> None:
 
 @check()
 async def _children_end_with_their_program(s: Sandbox) -> None:
-    """This includes processes in a session of their own that keep the output open."""
+    """Processes in a session of their own that keep the output open must end as well."""
     code = """
 import os, sys, time
 if os.fork() == 0:
@@ -707,10 +709,10 @@ if os.fork() == 0:
 print("done", flush=True)
 os._exit(0)
 """
-    began = asyncio.get_running_loop().time()
+    start = asyncio.get_running_loop().time()
     done = await s.run(code, limits=Limits(seconds=30))
     assert done.stdout == "done\n" and done.exit_code == 0, done
-    assert asyncio.get_running_loop().time() - began < 15
+    assert asyncio.get_running_loop().time() - start < 15
 
 
 @check()

@@ -74,10 +74,10 @@ CHAT_TEMPLATE = chatml(HERMES)
 
 @cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: 256 bytes, then `SPECIAL` (256-258), then `TAGS` (259-262).
+    """Return a tokenizer whose ids are 256 bytes, then `SPECIAL` (256-258) and `TAGS` (259-262).
 
     `<|im_end|>` is the EOS token, `<|endoftext|>` the padding token. All callers in a process share
-    one object, so change a copy and not this one.
+    one object. To change it, copy it first.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE

@@ -1,7 +1,7 @@
-"""Runs pieces of Python code one after another in one interpreter, so that variables persist.
+"""Run pieces of Python code one after another in one interpreter, so that variables persist.
 
-The value of a last expression is printed, as in a notebook. This is an ordinary process of the box:
-nothing that it reports is trusted.
+If the last statement is an expression, its value is printed, as in a notebook. This is an ordinary
+process of the box, so the driver trusts nothing that it reports.
 """
 
 import ast

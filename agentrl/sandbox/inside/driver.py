@@ -1,9 +1,9 @@
-"""The driver of a box: runs programs inside the box and ends those that take too long.
+"""The driver of a box: it runs programs inside the box and kills programs that take too long.
 
-It is process 1 of a PID namespace, or the subreaper of its programs (`unsafe-subprocess`). Requests
-and answers are JSON after four bytes of length, on descriptors that programs do not inherit. The
-driver is not dumpable, so programs cannot look into it. As process 1 it cannot be killed by them.
-All programs are stopped between requests, so that none uses CPU time.
+The driver is process 1 of a PID namespace, or the subreaper of its programs (`unsafe-subprocess`).
+Requests and answers are JSON after four bytes of length, on descriptors that programs do not
+inherit. The driver is not dumpable, so programs cannot read its memory. As process 1, it cannot be
+killed by programs. Between requests, all programs are stopped, so that they use no CPU time.
 """
 
 import base64
@@ -65,7 +65,7 @@ class Driver:
         """Serve requests until the input ends."""
         while True:
             request = self._read_request()
-            if request["do"] == "stop":  # it arrived after the end of what it should stop
+            if request["do"] == "stop":  # the program that it should stop has already ended
                 continue
             try:
                 self._signal_all(signal.SIGCONT)
@@ -185,7 +185,7 @@ class Driver:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        # Moved to high numbers first, so that they do not overwrite each other.
+        # Copy them to high numbers first, so that they do not overwrite each other.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100) for fd in fds]
         if stdin is not None:
             os.dup2(stdin, 0)
@@ -210,12 +210,12 @@ class Driver:
 
     def _watch(self, pid, seconds, out, err, send=(-1, b""), done=(-1, b"")):
         """Wait until a program ends or reports that it is done, and read its output."""
-        began = time.monotonic()
+        start = time.monotonic()
         output = {out: bytearray(), err: bytearray()}
         waiting, to_send = {out, err}, send[1]
-        ended_by, code, finished = "", None, bytearray()
+        ended_by, code, report = "", None, bytearray()
         while code is None and not ended_by:
-            remaining = began + seconds - time.monotonic()
+            remaining = start + seconds - time.monotonic()
             if remaining <= 0:
                 ended_by = "time"
                 break
@@ -231,19 +231,19 @@ class Driver:
                     self._read_request()  # "stop", or the end of the input
                     ended_by = "time"
                 elif fd == done[0]:
-                    _read_into(fd, finished)
+                    _read_into(fd, report)
                     # A program may write to this pipe too, but it does not know the mark.
-                    _, mark, after = finished.rpartition(done[1])
+                    _, mark, after = report.rpartition(done[1])
                     if mark and len(after) >= 4:
                         code = struct.unpack("<i", after[:4])[0]
-                    del finished[: -2 * len(done[1])]
+                    del report[: -2 * len(done[1])]
             if writable:
                 with suppress(BlockingIOError, BrokenPipeError):
                     to_send = to_send[os.write(send[0], to_send) :]
             self._reap()
             if code is None and pid in self.statuses:
                 code = self.statuses[pid]
-        took = time.monotonic() - began
+        seconds_run = time.monotonic() - start
         if not ended_by:
             for fd in waiting:
                 while len(output[fd]) <= self.settings["output_bytes"] and _read_into(
@@ -255,7 +255,7 @@ class Driver:
             "stderr": to_base64(bytes(output[err]).replace(SCRIPT.encode() + b": ", b"bash: ")),
             "exit_code": -signal.SIGKILL if ended_by else code,
             "ended_by": ended_by,
-            "seconds": took,
+            "seconds": seconds_run,
             "lost": False,
         }
 
@@ -274,7 +274,7 @@ class Driver:
             if pid in self.children:
                 self.statuses[pid] = code
 
-    def _below(self, keep=0):
+    def _descendants(self, keep=0):
         """Return the pid and state of all descendants, without `keep` and its descendants."""
         parents, states = {}, {}
         for name in os.listdir("/proc"):
@@ -285,23 +285,25 @@ class Driver:
                 except OSError:
                     continue
                 parents[int(name)], states[int(name)] = int(parent), state
-        mine, states_below = os.getpid(), {}
+        own_pid, states_below = os.getpid(), {}
         for pid in parents:
-            at = pid
-            while at not in (0, mine, keep or -1):
-                at = parents.get(at, 0)
-            if at == mine and pid != mine:
+            ancestor = pid
+            while ancestor not in (0, own_pid, keep or -1):
+                ancestor = parents.get(ancestor, 0)
+            if ancestor == own_pid and pid != own_pid:
                 states_below[pid] = states[pid]
         return states_below
 
     def _signal_all(self, number):
-        for pid in self._below():
+        for pid in self._descendants():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _freeze(self):
         for _ in range(20):
-            running = [pid for pid, state in self._below().items() if state not in (b"T", b"Z")]
+            running = [
+                pid for pid, state in self._descendants().items() if state not in (b"T", b"Z")
+            ]
             if not running:
                 return
             for pid in running:
@@ -312,10 +314,10 @@ class Driver:
     def _end_all(self, keep=0):
         """Kill all programs, except for `keep` and its descendants."""
         for attempt in range(1000):
-            remaining = [pid for pid, state in self._below(keep).items() if state != b"Z"]
+            remaining = [pid for pid, state in self._descendants(keep).items() if state != b"Z"]
             if not remaining:
                 break
-            # Stopped first: otherwise a program that forks stays ahead of the kills.
+            # Stop all of them first: otherwise a program could fork faster than it is killed.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in remaining:
                     with suppress(ProcessLookupError):
@@ -326,7 +328,7 @@ class Driver:
 
 
 def _read_into(fd, buffer):
-    """Read once and return whether there was something."""
+    """Read once, and return whether there was data."""
     try:
         read = os.read(fd, CHUNK)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Reads and writes the scratch folder of a box from inside. No path leads out of it."""
+"""Read and write the scratch folder of a box, inside the box. No path can leave the folder."""
 
 import ctypes
 import errno
@@ -15,7 +15,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_all(fd, data):
-    """Write all the data; block until it is done."""
+    """Write all the data. Blocks until the last byte is written."""
     while data:
         data = data[os.write(fd, data) :]
 
@@ -87,12 +87,12 @@ class Scratch:
     def _make_folders(self, path):
         parts = [part for part in path.split("/") if part not in ("", ".")][:-1]
         for depth in range(len(parts)):
-            above = self._open("/".join(parts[:depth]) or ".", os.O_PATH | os.O_DIRECTORY)
+            parent = self._open("/".join(parts[:depth]) or ".", os.O_PATH | os.O_DIRECTORY)
             try:
                 with suppress(FileExistsError):
-                    os.mkdir(parts[depth], dir_fd=above)
+                    os.mkdir(parts[depth], dir_fd=parent)
             finally:
-                os.close(above)
+                os.close(parent)
 
 
 def _check_regular_file(fd):
