@@ -483,7 +483,7 @@ def render_first_prompts(plan: Plan, template: ChatTemplate) -> str:
 
 
 def _opening(sample: Sample, toolbox: LocalToolbox) -> tuple[Sequence[Message], Schemas]:
-    """Return the first messages of a row's episodes, and the tool schemas that they show."""
+    """Return the first messages of a row's episodes, and the schemas that the template shows."""
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     with user_code(f"agent loop {loop.name!r}: its opening"):
         return loop.opening(sample, toolbox.schemas(sample.tools))

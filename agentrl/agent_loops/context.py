@@ -149,7 +149,9 @@ class Context:
                     f" {message.content[:60]!r}"
                 )
         if not messages or messages[-1].role == "assistant":
-            raise UserCodeError("ep.branch: the last message must be one to answer (user, tool)")
+            raise UserCodeError(
+                "ep.branch: the last message must be a user or tool message"
+            )
         self.messages = list(messages)
         self._pending.clear()
         self._is_edited = True

@@ -308,11 +308,11 @@ class Episode:
             ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
 
         Args:
-            messages: the new history. The last message is the one to answer. Assistant messages
-                must be this episode's own; the new row contains the tokens that were sampled.
+            messages: the new history. The last message must be a user or tool message. Assistant
+                messages must be from this episode; the new row contains their sampled tokens.
 
         Raises:
-            UserCodeError: an assistant message is not this episode's own, or is the last one.
+            UserCodeError: an assistant message is not from this episode, or is the last message.
         """
         self._attempt.check()
         self._require_idle("branch")

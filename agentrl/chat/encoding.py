@@ -508,7 +508,7 @@ def _to_ascii_pattern(pattern: str) -> str:
     """Return a pattern with ASCII characters in place of Unicode classes.
 
     Raises:
-        KeyError: if the pattern has a class that is not in the table.
+        KeyError: if the pattern has a class that is not in `_ASCII`.
     """
     within = False
 

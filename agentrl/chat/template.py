@@ -410,9 +410,9 @@ class ChatTemplate:
     def _parts_of_prompt(
         self, messages: Sequence[Message], schemas: Schemas
     ) -> tuple[TemplateParts, int]:
-        """Return the parts of a prompt and the number of control tokens in its schemas, cached.
+        """Return the parts of a prompt and the number of control tokens in its schemas.
 
-        The date is part of the key, because templates may write it.
+        The result is cached. The date is part of the cache key, because templates may write it.
         """
         texts = tuple([m.content if m.role == "assistant" else "" for m in messages])
         key = (tuple([m.role for m in messages]), texts, _key_of(schemas), date.today())

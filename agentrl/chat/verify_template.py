@@ -121,7 +121,7 @@ MESSAGE_FORMS = tuple(MessageForm(as_text, no) for no in ("", None) for as_text 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The status of one kind of turns in one shape."""
+    """The result of verifying a template for one kind of turns in one shape of conversation."""
 
     status: Status
     reason: str = ""
@@ -130,7 +130,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The status of a shape."""
+    """The result of verifying a template for one shape of conversation."""
 
     shape: str
     status: Status
@@ -409,7 +409,7 @@ class _Verifier:
         return outcome
 
     def _same(self, actual: Sequence[int], expected: Sequence[int]) -> bool:
-        """Return whether two rows, or their texts, are equal; their ids may differ."""
+        """Return whether two rows of ids decode to the same text."""
         decode = self.template.decode
         return list(actual) == list(expected) or decode(actual) == decode(expected)
 
@@ -476,7 +476,7 @@ class _Verifier:
         return ids
 
     def _shared(self, before: str, text: str) -> int:
-        """Return the length of the common prefix of two texts, in whole control tokens."""
+        """Return the length of the common prefix of two texts, without part of a control token."""
         if text.startswith(before):
             return len(before)
         return self.template.encoder.shared_length(before, text)
@@ -495,9 +495,9 @@ class _Verifier:
         """
         thinking, begins_thought = self.template.thinking, self._begins_thought(prompt)
         if begins_thought and not kind.thought and not continues:
-            raise _NotWritten("the prompt has begun a thought")
+            raise _NotWritten("the prompt begins a thought, and the turn has none")
         if PROBE_THOUGHT in shown and not begins_thought and not continues:
-            raise _NotWritten("the prompt has begun a turn without a thought")
+            raise _NotWritten("the prompt begins a turn without a thought, and the turn has one")
         if PROBE_THOUGHT in shown or not kind.thought:
             return shown
         head, end, rest = shown.partition(thinking.end)

@@ -109,7 +109,7 @@ def _describe_error(error: BaseException) -> tuple[str, str, str, bytes]:
 
 
 def main() -> None:
-    """Serve the parent at the other end of the socket."""
+    """Run the functions that the parent process sends, until this process is killed."""
     channel = take_channel()
     faulthandler.enable()
     sys.argv = [""]

@@ -142,7 +142,7 @@ class ChildProcess:
         """
         (size,) = struct.unpack("<I", self._receive_exactly(4, deadline))
         if size > max_bytes:
-            raise MessageTooLong(f"a message of {size} bytes, more than {max_bytes}")
+            raise MessageTooLong(f"the message has {size} bytes, more than {max_bytes}")
         return self._receive_exactly(size, deadline)
 
     def terminate(self) -> None:

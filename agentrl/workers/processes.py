@@ -221,8 +221,8 @@ def locate_function(function: Callable[..., Any]) -> tuple[str, str, str]:
         target = getattr(target, part, None)
     if not callable(target) or inspect.ismethod(function) or module == "__main__":
         raise ConfigError(
-            f"{name or repr(function)} of {module or 'nowhere'} cannot run in a worker process,"
-            " which looks for it by its name. Define it at the top level of a file of its own"
+            f"{name or repr(function)} (module {module or 'unknown'}) cannot run in a worker"
+            " process, which imports it by its name. Define it at the top level of a separate file"
         )
     file = str(getattr(home, "__file__", ""))
     return (file if module.startswith("agentrl_user_") else ""), module, name

@@ -229,7 +229,7 @@ def test_rewards_that_cannot_run_in_a_process_are_refused():
     @reward("within", process=True)
     def within(trajectory): ...
 
-    with pytest.raises(ConfigError, match="at the top level of a file of its own"):
+    with pytest.raises(ConfigError, match="at the top level of a separate file"):
         make_scorer(RewardConfig(function="within"))
 
 

@@ -161,7 +161,7 @@ class ForeignParser:
         self.process = self._start()
 
     def _wait_ready(self) -> None:
-        """Wait until the parser is imported."""
+        """Wait until the child process has imported the parser."""
         if self._ready:
             return
         try:

@@ -119,7 +119,7 @@ class _ArgumentsParser:
         """Yield once for each item between brackets, at the start of the item."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         self._expect(opening)
         if not self.text.startswith(closing, self.position):
             while True:

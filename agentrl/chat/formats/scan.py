@@ -97,7 +97,7 @@ def invalid_call_at(
     name: str = "",
     read: int = 0,
 ) -> tuple[list[ToolCall], int]:
-    """Return the error of an invalid call and the index of its end, as a `CallsReader` does.
+    """Return the error of an invalid call as a list, and the index of the call's end.
 
     Args:
         text: one assistant turn.

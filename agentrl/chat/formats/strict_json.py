@@ -140,7 +140,7 @@ def _count_keys(values: Iterable[Any], depth: int) -> float:
             continue
         if kind is dict or kind is list:
             if depth == MAX_DEPTH:
-                raise ValueError(f"nested deeper than {MAX_DEPTH}")
+                raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
             if kind is dict:
                 keys += len(value)
                 value = value.values()
