@@ -152,7 +152,7 @@ class BareLoop:
 
     @property
     def cacheable(self) -> float:
-        """Return the share of later prompts that the server can have cached.
+        """Return the share of each prompt after the first that the server can have cached.
 
         This is the previous turn without the last sampled token, which the model has not read yet.
         """

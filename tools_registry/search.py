@@ -1,7 +1,7 @@
 r"""Searches passages of a local file by their words (BM25).
 
-The environment variable AGENTRL_SEARCH_CORPUS names the file. A dataset row cannot name it. Or call
-`use_corpus` in a file of your own:
+The environment variable AGENTRL_SEARCH_CORPUS names the file, or your own file calls `use_corpus`.
+A dataset row cannot name it.
 
     from agentrl.registry import load_file
 
@@ -62,7 +62,7 @@ class Index:
         """Read and index a file.
 
         Raises:
-            DataError: it cannot be read, or a line is not a passage.
+            DataError: the file cannot be read, or a line is not a passage.
         """
         self.passages = list(read_passages(file))
         self.by_id = {p.id: p for p in self.passages}
@@ -105,7 +105,7 @@ def read_passages(file: Path) -> Iterator[Passage]:
     """Yield the passages of a file in order.
 
     Raises:
-        DataError: it cannot be read, or a line is not a passage. The message names the line.
+        DataError: the file cannot be read, or a line is not a passage. The message names the line.
     """
     ids = set()
     try:

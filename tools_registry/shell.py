@@ -85,11 +85,11 @@ class Shell:
             path: the folder to list
         """
         find = f"find {shlex.quote('./' + path)} -type f -printf '%s %p\\n'"
-        done = await self._bash(f"{find} | head -n {MAX_FILES + 1} | sort -k 2")
-        sized = (line.partition(" ") for line in done.stdout.splitlines())
+        completed = await self._bash(f"{find} | head -n {MAX_FILES + 1} | sort -k 2")
+        sized = (line.partition(" ") for line in completed.stdout.splitlines())
         lines = [f"{size} {posixpath.normpath(file)}" for size, _, file in sized]
         if not lines:
-            return report(done) if done.stderr else "(no files)"
+            return report(completed) if completed.stderr else "(no files)"
         if len(lines) > MAX_FILES:
             lines[MAX_FILES:] = [f"[more than {MAX_FILES} files; list a subfolder]"]
         return "\n".join(lines)

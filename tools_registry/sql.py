@@ -1,7 +1,7 @@
 r"""Runs read-only SQL queries on SQLite databases, with bounded time, memory and output.
 
-The environment variable AGENTRL_SQL_DATABASES names the folder of the databases. Or call
-`use_databases` in a file of your own:
+The environment variable AGENTRL_SQL_DATABASES names the folder of the databases, or your own file
+calls `use_databases`:
 
     from agentrl.registry import load_file
 

@@ -3,8 +3,8 @@
     python examples/aiops/env.py data/aiops_train.jsonl --rows 512 --seed 1 --difficulty 2
 
 In the first turn the assistant reasons, in the second it writes JSON only. The service with the
-most errors is usually not the faulty one: other services wait for that and log timeouts. The
-difficulty is the number of services that wait.
+most errors is usually not the faulty one: other services wait for the faulty service and log
+timeouts. The difficulty is the number of services that wait.
 """
 
 from __future__ import annotations

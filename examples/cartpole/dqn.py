@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 
 def train(steps: int, seed: int = 0, log: int = 5_000) -> list[tuple[int, float]]:
-    """Train. Return pairs of a step and the mean length of the last 20 episodes."""
+    """Train a Q-network. Return pairs of a step and the mean length of the last 20 episodes."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     chance = np.random.default_rng(seed)

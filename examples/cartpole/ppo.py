@@ -44,7 +44,11 @@ def advantages(rewards: Tensor, values: Tensor, ends: Tensor, last: Tensor) -> T
 
 
 def train(steps: int, seed: int = 0, log: int = 10) -> list[tuple[int, float]]:
-    """Train. Return pairs of a step and the mean length of the last 100 episodes."""
+    """Train the actor and the critic.
+
+    Returns:
+        Pairs of a step and the mean length of the last 100 episodes.
+    """
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     envs = gymnasium.make_vec("CartPole-v1", ENVS, vectorization_mode="sync",

@@ -2,9 +2,9 @@
 
     python examples/log_detective/env.py data/logs.jsonl --rows 256 --seed 1 --difficulty 2
 
-Every row has its own logs, of three services that forward requests. The difficulty is what must be
-combined: 1 counts lines of one file, 2 compares users over all files, 3 follows requests from one
-file into another.
+Every row has its own logs, of three services that forward requests. The difficulty is the
+kind of question: 1 counts lines of one file, 2 compares users over all files, 3 follows requests
+from one file into another.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/number_puzzles/env.py data/puzzles.jsonl --rows 256 --seed 1 --difficulty 2
 
-The difficulty is what a program must do: 1 sums with one loop, 2 searches with a function, 3 does
-two searches and combines them, with the tool `python_session`, which keeps variables.
+The difficulty is the kind of program: 1 sums with one loop, 2 searches with a function, 3 does two
+searches and combines them, with the tool `python_session`, which keeps variables.
 """
 
 from __future__ import annotations
