@@ -160,7 +160,7 @@ GOOD = written("add", '{"a": 1}')
         ("x" * (MAX_TEXT + 1), [f"more than {MAX_TEXT} characters"]),
     ],
 )
-async def test_what_a_foreign_parser_finds_and_loses(fake, text, expected):
+async def test_calls_of_a_foreign_parser_and_calls_that_it_drops(fake, text, expected):
     calls = await fake(text, SCHEMAS)
     assert len(calls) == len(expected), calls
     for parsed, want in zip(calls, expected, strict=True):
@@ -170,7 +170,7 @@ async def test_what_a_foreign_parser_finds_and_loses(fake, text, expected):
             assert parsed == want
 
 
-async def test_what_a_foreign_parser_raises_is_for_the_log_and_not_for_the_model(on_path, caplog):
+async def test_exceptions_of_a_foreign_parser_are_logged_and_hidden_from_the_model(on_path, caplog):
     with ForeignParser("sglang:fake") as parse:
         for text in ("RAISE", "RAISE"):
             (call,) = await parse(text, SCHEMAS)
@@ -179,7 +179,7 @@ async def test_what_a_foreign_parser_raises_is_for_the_log_and_not_for_the_model
     assert "IndexError: of its own" in record.message
 
 
-async def test_what_is_lost_is_told_without_an_opening_tag_too(on_path):
+async def test_a_dropped_call_without_an_opening_tag_is_reported(on_path):
     with ForeignParser("sglang:no_token") as parse:
         assert "1 of 1" in (await parse(written("rm", "{}"), SCHEMAS))[0].error
         assert await parse(GOOD + written("run", "{}"), SCHEMAS) == [ADD, ToolCall("run", {})]
@@ -194,7 +194,7 @@ async def test_what_is_lost_is_told_without_an_opening_tag_too(on_path):
         ("HUGE" + GOOD, "bytes"),
     ],
 )
-async def test_a_text_that_ends_the_parser_ends_only_itself(fake, bad, error):
+async def test_a_text_that_crashes_the_parser_fails_alone(fake, bad, error):
     before = fake.process
     gap, last, over = 0.0, time.monotonic(), False
 
@@ -214,7 +214,7 @@ async def test_a_text_that_ends_the_parser_ends_only_itself(fake, bad, error):
     assert not before.running and fake.process is not before
 
 
-async def test_a_parser_killed_from_outside_is_no_fault_of_the_text(fake):
+async def test_a_parser_killed_from_outside_is_restarted(fake):
     os.kill(fake.process.pid, signal.SIGKILL)
     assert fake.process.wait(10)
     assert await fake(GOOD, SCHEMAS) == [ADD]
@@ -273,7 +273,7 @@ def runs(pid):
         return False
 
 
-def test_what_cannot_work_is_said_at_once(on_path):
+def test_unusable_parsers_are_refused_at_once(on_path):
     with pytest.raises(UserError, match="no parser 'x'; it has: fake, no_token"):
         ForeignParser("sglang:x")
     with pytest.raises(UserError, match="unknown format 'vllm:x'"):
@@ -330,7 +330,7 @@ async def test_the_parser_runs_in_the_environment_that_has_it(
         assert await parse(GOOD, SCHEMAS) == [ADD], "it was started again"
 
 
-async def test_of_a_run_it_is_the_python_of_its_servers(tmp_path, without_sglang):
+async def test_a_run_uses_the_python_of_its_servers_for_the_parser(tmp_path, without_sglang):
     config = Config.model_validate(
         {"rollout": {"tool_format": "sglang:fake", "python": other_python(tmp_path)}}
     )

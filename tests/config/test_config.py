@@ -112,13 +112,13 @@ def test_overrides(override, path, value):
     assert load_config(None, [override]).value(path) == value
 
 
-def test_null_and_nothing_set_the_default_again():
+def test_null_and_an_empty_value_restore_the_default():
     config = load_config(None, ["rollout.n=4", "rollout.n=null", "data.val=x", "data.val="])
     assert config.rollout.n == 8 and config.data.val == ""
     assert load_config(None, [], {"rollout.n": None}).rollout.n == 8
 
 
-def test_keys_of_the_users_own_are_merged(tmp_path):
+def test_free_keys_of_users_are_merged(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("reward:\n  kwargs: {a.b: 1, c: {d: null}}\n")
     config = load_config(str(path), ["reward.kwargs.e=2"])
@@ -175,7 +175,7 @@ def test_diff_against_another_config():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("rollout.temprature=1", "unknown key. Did you mean rollout.temperature?"),
         ("rolout.n=1", "unknown key. Did you mean rollout.n or val.n?"),
@@ -289,13 +289,13 @@ def test_diff_against_another_config():
         ),
     ],
 )
-def test_a_mistake_says_what_is_allowed(override, said):
+def test_an_error_lists_the_allowed_values(override, message):
     (mistake,) = mistakes(override)
-    assert said in mistake
+    assert message in mistake
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["algorithm.kl_loss_coef=.1", "algorithm.kl_reward_coef=.2"],
@@ -316,15 +316,15 @@ def test_a_mistake_says_what_is_allowed(override, said):
         (["reward.outcome_weight=0"], "all rewards are 0"),
     ],
 )
-def test_contradictions(overrides, said):
+def test_contradictions(overrides, message):
     (mistake,) = mistakes(*overrides)
-    assert said in mistake
+    assert message in mistake
     with pytest.raises(ValidationError):
         Config(rollout=RolloutConfig(n=1))
 
 
 @pytest.mark.parametrize(
-    ("yaml", "said"),
+    ("yaml", "message"),
     [
         ("optim: {lr: 1", "run.yaml:1: YAML syntax"),
         ("optim:\n\tlr: 1", "run.yaml:2: YAML syntax"),
@@ -347,11 +347,11 @@ def test_contradictions(overrides, said):
         ),
     ],
 )
-def test_mistakes_in_yaml_name_the_line(tmp_path, yaml, said):
-    assert said in mistakes(yaml=yaml, tmp=tmp_path)[0]
+def test_mistakes_in_yaml_name_the_line(tmp_path, yaml, message):
+    assert message in mistakes(yaml=yaml, tmp=tmp_path)[0]
 
 
-def test_a_file_that_is_not_there_or_not_text(tmp_path):
+def test_a_config_file_that_is_missing_or_not_text(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.yaml: cannot be read"):
         load_config(str(tmp_path / "run.yaml"))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
@@ -359,11 +359,11 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path):
         load_config(str(tmp_path / "bytes"))
 
 
-def test_every_mistake_at_once(tmp_path):
+def test_all_mistakes_are_reported_at_once(tmp_path):
     yaml = "optim:\n  lr: fast\n  lr: faster\nactor_rollout_ref:\n  rollout: {n: 5}\n"
     overrides = ["rolout.n=1", "rollout.n=0", "foo", "val.temperature=0", "val.n=2"]
-    found = mistakes(*overrides, yaml=yaml, flags={"data.train": {}}, tmp=tmp_path)
-    assert [line.partition(":" if "twice" in line else ")")[0] for line in found] == [
+    lines = mistakes(*overrides, yaml=yaml, flags={"data.train": {}}, tmp=tmp_path)
+    assert [line.partition(":" if "twice" in line else ")")[0] for line in lines] == [
         "run.yaml",
         "'foo' is not of the form section.key=value",
         "actor_rollout_ref.rollout.n=5 (run.yaml:5",
@@ -376,7 +376,7 @@ def test_every_mistake_at_once(tmp_path):
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), max_size=4))
-def test_no_text_is_a_traceback(overrides):
+def test_no_override_raises_another_exception(overrides):
     try:
         load_config(None, overrides)
     except ConfigError as e:
@@ -384,7 +384,7 @@ def test_no_text_is_a_traceback(overrides):
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-def test_no_yaml_is_a_traceback(tmp_path_factory, text):
+def test_no_yaml_raises_another_exception(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("run") / "run.yaml"
     path.write_text(text, encoding="utf-8")
     try:
@@ -394,20 +394,20 @@ def test_no_yaml_is_a_traceback(tmp_path_factory, text):
 
 
 @pytest.mark.parametrize("path", FIELDS)
-def test_every_key_refuses_nonsense_with_a_word_on_what_it_takes(path):
+def test_every_key_refuses_wrong_values_and_names_its_type(path):
     (mistake,) = mistakes(flags={path: [{"no": {"such": "value"}}]})
     assert allowed(FIELDS[path]) in mistake
 
 
-def test_verls_names_are_no_names_of_ours():
+def test_verls_keys_are_not_agentrls_keys():
     """A word on them would never be said."""
     assert not VERL_KEYS.keys() & FIELDS.keys()
 
 
-def test_what_verls_names_are_here_exists():
-    for said in VERL_KEYS.values():
-        for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", said):
-            assert path in FIELDS or path == "path.py", said
+def test_the_keys_that_replace_verls_keys_exist():
+    for advice in VERL_KEYS.values():
+        for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", advice):
+            assert path in FIELDS or path == "path.py", advice
 
 
 # -- what does nothing --------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_settings_without_effect_are_named():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "words"),
     [
         ([], ["turns get no rewards"]),
         (["reward.turn_weight=1"], []),
@@ -450,10 +450,10 @@ def test_settings_without_effect_are_named():
         (["algorithm.name=grpo", "optim.lr_warmup_steps=2", "trainer.total_steps=3"], []),
     ],
 )
-def test_what_a_run_may_not_mean(overrides, said):
-    found = list(doubtful(load_config(None, ["algorithm.name=turn_rloo", *overrides])))
-    assert len(found) == len(said)
-    assert all(word in note for word, note in zip(said, found, strict=True))
+def test_doubtful_settings_are_noted(overrides, words):
+    notes = list(doubtful(load_config(None, ["algorithm.name=turn_rloo", *overrides])))
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -465,11 +465,11 @@ def test_what_a_run_may_not_mean(overrides, said):
         ("auto", 0, []),
     ],
 )
-def test_what_of_the_optimizer_does_nothing(device, steps, idle):
+def test_optimizer_settings_without_effect_are_noted(device, steps, idle):
     keys = ["optim.lr_warmup_steps=1", "optim.lr_final=.1", "optim.compile=never"]
     run = ["optim.offload=all", f"trainer.device={device}", f"trainer.total_steps={steps}"]
-    said = without_effect(load_config(None, [*keys, *run]))
-    assert [line.partition(" has no effect: ")[0] for line in said] == idle
+    notes = without_effect(load_config(None, [*keys, *run]))
+    assert [line.partition(" has no effect: ")[0] for line in notes] == idle
 
 
 @pytest.mark.parametrize(
@@ -482,12 +482,12 @@ def test_what_of_the_optimizer_does_nothing(device, steps, idle):
         ("vllm", "[http://a:1]", ""),  # which takes a seed with each request
     ],
 )
-def test_where_deterministic_does_nothing(name, where, reason):
+def test_deterministic_without_effect_is_noted(name, where, reason):
     config = load_config(
         None, [f"rollout.name={name}", f"rollout.urls={where}", "rollout.deterministic=true"]
     )
-    said = [note for note in without_effect(config) if "deterministic" in note]
-    assert said == ([f"rollout.deterministic=true has no effect: {reason}"] if reason else [])
+    notes = [note for note in without_effect(config) if "deterministic" in note]
+    assert notes == ([f"rollout.deterministic=true has no effect: {reason}"] if reason else [])
 
 
 # -- documentation ------------------------------------------------------------------------------
@@ -519,10 +519,10 @@ def test_another_algorithm_after_a_runs_own_config(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(saved.resolved_yaml())
     assert load_config(str(file)).algorithm == saved.algorithm
-    found = load_config(str(file), ["algorithm.name=ppo", "algorithm.lam=.9"]).algorithm
+    algorithm = load_config(str(file), ["algorithm.name=ppo", "algorithm.lam=.9"]).algorithm
     direct = ["algorithm.name=ppo", *had, "algorithm.lam=.9"]
-    assert found == load_config(None, direct).algorithm
-    assert found.critic and found.whiten_advantages and not found.filter_groups
+    assert algorithm == load_config(None, direct).algorithm
+    assert algorithm.critic and algorithm.whiten_advantages and not algorithm.filter_groups
 
 
 def test_the_files_of_rewards_are_known():
@@ -532,8 +532,11 @@ def test_the_files_of_rewards_are_known():
     assert RewardConfig(function="exact").files == []
 
 
-def test_arguments_of_interactions_by_dots():
-    given = ["interaction.kwargs.simulated_user.url=http://x", "interaction.kwargs.gym={envs: [a]}"]
+def test_arguments_of_interactions_by_dotted_keys():
+    overrides = [
+        "interaction.kwargs.simulated_user.url=http://x",
+        "interaction.kwargs.gym={envs: [a]}",
+    ]
     more = "interaction.kwargs.simulated_user.model=m"
-    kwargs = load_config(None, [*given, more]).interaction.kwargs
+    kwargs = load_config(None, [*overrides, more]).interaction.kwargs
     assert kwargs == {"simulated_user": {"url": "http://x", "model": "m"}, "gym": {"envs": ["a"]}}

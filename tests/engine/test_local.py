@@ -142,7 +142,7 @@ async def play(
     async def one(i: int) -> tuple[array[int], list[Generation]]:
         plan = random.Random(i)
         row = tokens(plan.randint(3, 40), seed=i // 4)
-        said = []
+        answers = []
         for t in range(plan.randint(1, turns)):
             if pause:
                 await asyncio.sleep(pause.random() * 0.02)
@@ -150,14 +150,14 @@ async def play(
                 temperature=temperature, max_tokens=plan.randint(1, 25), stop_ids=(END, 7, 8, 9)
             )
             answer = await ask(engine, row, sampling, episode_id=f"{tag}{i}", seed=100 * i + t)
-            said.append(answer)
+            answers.append(answer)
             row.extend(answer.token_ids)
             if plan.random() < 0.8:
                 row.extend(tokens(plan.randint(1, 20), seed=1000 * i + t))
         if pause:
             await asyncio.sleep(pause.random() * 0.02)
         engine.end(f"{tag}{i}")
-        return row, said
+        return row, answers
 
     todo = list(range(episodes))
     if order:
@@ -167,7 +167,7 @@ async def play(
 
 
 def bits(played: list[tuple[array[int], list[Generation]]]) -> list[tuple[bytes, list[bytes]]]:
-    return [(row.tobytes(), [g.logprobs.tobytes() for g in said]) for row, said in played]
+    return [(row.tobytes(), [g.logprobs.tobytes() for g in answers]) for row, answers in played]
 
 
 def plain_logprobs(model, row: Sequence[int], temperature: float = 1.0) -> np.ndarray:
@@ -188,9 +188,9 @@ async def test_logprobs_are_those_of_a_full_forward(temperature: float, determin
     with running(deterministic=deterministic) as engine:
         played = await play(engine, 16, 4, temperature=temperature)
     model, off, turns = random_model(), [], 0
-    for row, said in played:
+    for row, answers in played:
         full = plain_logprobs(model, row, temperature)
-        for answer in said:
+        for answer in answers:
             turns += 1
             at = answer.prompt_tokens
             off += list(full[at : at + len(answer.token_ids)] - np.array(answer.logprobs))
@@ -226,9 +226,9 @@ async def test_greedy_equals_generate():
 )
 async def test_other_decoders(model):
     with running(model) as engine:
-        for row, said in await play(engine, 4, 2):
+        for row, answers in await play(engine, 4, 2):
             full = plain_logprobs(model, row)
-            for answer in said:
+            for answer in answers:
                 at = answer.prompt_tokens
                 np.testing.assert_allclose(
                     full[at : at + len(answer.token_ids)], answer.logprobs, atol=1e-5
@@ -348,7 +348,7 @@ async def test_a_stop_string_ends_the_turn_and_is_kept():
         (): text[1:],
     }
     with running(babbler(text)) as engine:
-        for i, (stop, said) in enumerate(cases.items()):
+        for i, (stop, expected) in enumerate(cases.items()):
             engine.begin(f"{i}")
             answer = await ask(
                 engine,
@@ -357,7 +357,7 @@ async def test_a_stop_string_ends_the_turn_and_is_kept():
                 episode_id=f"{i}",
             )
             engine.end(f"{i}")
-            assert TOKENIZER.decode(list(answer.token_ids)) == said
+            assert TOKENIZER.decode(list(answer.token_ids)) == expected
             assert answer.finish_reason == "stop"
 
 
@@ -375,7 +375,7 @@ async def test_a_stop_string_in_the_prompt_does_not_count():
     assert answer.finish_reason == "length"
 
 
-async def test_a_row_ends_at_the_models_longest():
+async def test_a_row_ends_at_the_models_maximum_length():
     with running(random_model(max_position_embeddings=64)) as engine:
         assert engine.max_length == 64
         engine.begin("e")
@@ -392,7 +392,7 @@ async def test_a_row_ends_at_the_models_longest():
 # -- the draw --------------------------------------------------------------------------------------
 
 
-def test_uniforms_are_fixed_for_ever():
+def test_the_random_numbers_of_a_seed_never_change():
     u = uniforms(np.array([0, 0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 0, 7]))
     assert [f"{x:.9f}" for x in u] == FIXED
     many = uniforms(np.arange(200_000, dtype=np.uint64) // 1000, np.arange(200_000) % 1000)
@@ -450,7 +450,7 @@ def test_top_k_and_top_p_narrow_the_support_and_nothing_else(logits, temperature
     np.testing.assert_allclose(logprobs, logp[drawn], atol=1e-4)
 
 
-def test_rows_are_sampled_each_their_own_way():
+def test_each_row_has_its_own_sampling_parameters():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).repeat(5, 1)
     drawn, logprobs = sample(
         logits,
@@ -468,7 +468,7 @@ def test_rows_are_sampled_each_their_own_way():
 # -- determinism -----------------------------------------------------------------------------------
 
 
-async def test_slow_tools_change_no_bit():
+async def test_the_speed_of_tools_changes_no_bit():
     runs = []
     for attempt in range(3):
         with running() as engine:
@@ -495,13 +495,13 @@ async def test_fewer_slots_than_episodes(slots: int):
     assert runs[0] == runs[1]
 
 
-async def test_waves_follow_each_other_without_a_trace():
+async def test_repeated_batches_give_the_same_bits():
     with running() as engine:
         waves = [bits(await play(engine, tag=f"{i}-")) for i in range(3)]
     assert waves[0] == waves[1] == waves[2]
 
 
-async def test_turns_join_as_they_come_without_determinism():
+async def test_without_determinism_turns_start_at_once():
     """An episode that keeps everybody waiting holds up nobody."""
     with running(deterministic=False) as engine:
         engine.begin("silent")
@@ -637,7 +637,7 @@ async def test_an_episode_asks_again_while_its_cancelled_turn_is_being_sampled(
 
 
 @pytest.mark.parametrize("how", ["end", "close", "deadline"])
-async def test_a_turn_asked_for_after_a_cancelled_one_is_answered_whatever_comes(how: str):
+async def test_a_turn_after_a_cancelled_one_is_always_answered(how: str):
     model = random_model(max_position_embeddings=100_000)
     with running(model) as engine:
         engine.begin("a")
@@ -666,13 +666,13 @@ async def test_a_turn_that_was_cancelled_before_it_joined_changes_no_bit():
         with running() as engine:
 
             async def one(episode_id: str, length: int) -> list[Generation]:
-                row, said = tokens(length), []
+                row, turns = tokens(length), []
                 for turn in range(2):
                     sampling = Sampling(max_tokens=5 + length)
-                    said.append(await ask(engine, row, sampling, episode_id=episode_id, seed=turn))
-                    row.extend(said[-1].token_ids)
+                    turns.append(await ask(engine, row, sampling, episode_id=episode_id, seed=turn))
+                    row.extend(turns[-1].token_ids)
                 engine.end(episode_id)
-                return said
+                return turns
 
             for episode_id in "abc":
                 engine.begin(episode_id)
@@ -712,7 +712,7 @@ async def test_a_deadline_passes_while_decoding():
 
 
 @pytest.mark.parametrize("slots", [1, 4, 256])
-async def test_one_that_hangs_holds_up_the_others_for_a_while_only(slots: int, caplog):
+async def test_an_idle_episode_delays_the_others_for_a_limited_time(slots: int, caplog):
     """An episode goes silent after its first turn; the others play three, within 10 s."""
     sampling = Sampling(max_tokens=12)
     with running(patience=0.2, slots=slots) as engine:
@@ -753,7 +753,7 @@ async def test_one_that_hangs_holds_up_the_others_for_a_while_only(slots: int, c
         assert bits(await play(engine)) == after  # the next wave is exact again
 
 
-async def test_patience_begins_when_somebody_is_kept_waiting(caplog):
+async def test_patience_begins_when_another_episode_waits(caplog):
     with running(patience=0.3) as engine:
         engine.begin("a")
         engine.begin("b")
@@ -772,7 +772,7 @@ BAD_STOPS = [("",), ("x", ""), (None,), "ab"]
 
 
 @pytest.mark.parametrize("stop", BAD_STOPS, ids=repr)
-async def test_a_stop_that_is_none_is_refused(stop):
+async def test_an_invalid_stop_is_refused(stop):
     with running() as engine:
         engine.begin("a")
         with pytest.raises(UserError, match=r"episode 'a': stop=.*non-empty strings") as refused:
@@ -793,7 +793,7 @@ async def test_a_stop_that_is_none_is_refused(stop):
     ids=repr,
 )
 @pytest.mark.parametrize("company", [0, 3])
-async def test_a_request_that_breaks_fails_alone(bad: dict, company: int):
+async def test_an_exception_in_a_request_fails_that_request_only(bad: dict, company: int):
     prompts = [tokens(7, seed=i) for i in range(4)]
     sampling = Sampling(max_tokens=10)
     with running() as engine:
@@ -809,14 +809,14 @@ async def test_a_request_that_breaks_fails_alone(bad: dict, company: int):
     assert again.token_ids == calm.token_ids and again.logprobs == calm.logprobs
 
 
-async def test_a_score_that_breaks_fails_alone():
+async def test_an_exception_in_a_score_fails_that_score_only():
     with running() as engine:
         with pytest.raises(EngineError, match="cannot score: TypeError"):
             await engine.score(tokens(5), temperature="warm")  # type: ignore[arg-type]
         assert len(await engine.score(tokens(5))) == 5
 
 
-async def test_closing_fails_what_is_in_flight():
+async def test_closing_fails_requests_in_flight():
     model = random_model(max_position_embeddings=100_000)
     engine = LocalEngine(model, TOKENIZER, deterministic=True)
     engine.begin("a")
@@ -833,7 +833,7 @@ async def test_closing_fails_what_is_in_flight():
     engine.end("a")
 
 
-async def test_a_broken_model_fails_every_caller_and_stays_down():
+async def test_a_broken_model_fails_every_later_request():
     model = random_model()
     with running(model) as engine:
         engine.begin("a")
@@ -850,7 +850,7 @@ async def test_a_broken_model_fails_every_caller_and_stays_down():
             engine.begin("c")
 
 
-async def test_nan_logits_fail_the_episode_and_leave_no_trace():
+async def test_nan_logits_fail_their_episode_only():
     poison = 77
     model = random_model(tie_word_embeddings=False)
     with torch.no_grad():
@@ -945,7 +945,7 @@ def test_publish_refuses_what_does_not_fit():
             engine.publish(update([("model.norm.weight", torch.zeros(3))], 1))
 
 
-async def test_turns_stand_still_while_weights_are_replaced():
+async def test_turns_pause_while_weights_are_replaced():
     with running() as engine:
         engine.begin("e")
         task = asyncio.create_task(ask(engine, tokens(5), Sampling(max_tokens=300), episode_id="e"))

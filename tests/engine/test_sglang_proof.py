@@ -22,27 +22,27 @@ class Server:
 
     def __init__(self, *, by_name=True, by_checksum=False, dtype=torch.float32):
         self.by_name, self.by_checksum, self.dtype = by_name, by_checksum, dtype
-        self.held = {}
-        self.asked = []
+        self.weights = {}
+        self.requests = []
 
     def load(self, weights):
-        self.held |= {name: t.to(self.dtype) for name, t in weights}
+        self.weights |= {name: t.to(self.dtype) for name, t in weights}
 
     def attempt(self, path, body):
-        self.asked.append((path, body))
+        self.requests.append((path, body))
         if path == "/get_weights_by_name":
             if not self.by_name:
                 return 400, b'{"error": {"message": "Get parameter by name failed"}}'
-            tensor = self.held[body["name"]].float()
+            tensor = self.weights[body["name"]].float()
             return 200, orjson.dumps(tensor.tolist()[: body["truncate_size"]])
         assert (path, body) == ("/weights_checker", {"action": "checksum"})
         if not self.by_checksum:
             return 400, b'{"success": false, "message": "no GPU"}'
-        sums = [t.double().sum().item() for t in self.held.values()]
+        sums = [t.double().sum().item() for t in self.weights.values()]
         return 200, orjson.dumps({"success": True, "per_engine_checksum": str(sums)})
 
     def names(self):
-        return [body["name"] for path, body in self.asked if path == "/get_weights_by_name"]
+        return [body["name"] for path, body in self.requests if path == "/get_weights_by_name"]
 
 
 def weights(seed=0, dtype=torch.float32):
@@ -59,15 +59,15 @@ def weights(seed=0, dtype=torch.float32):
 
 
 def proof(server):
-    found = WeightsChecker(server)  # type: ignore[arg-type]
-    found.record_first()
-    return found
+    checker = WeightsChecker(server)  # type: ignore[arg-type]
+    checker.record_first()
+    return checker
 
 
-def publish(server, found, version, sent, arrives=None):
+def publish(server, checker, version, sent, arrives=None):
     """Send some weights, of which others arrive."""
     server.load((sent if arrives is None else arrives).items())
-    found.check(update(sent.items(), version))
+    checker.check(update(sent.items(), version))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -75,29 +75,29 @@ def publish(server, found, version, sent, arrives=None):
 
 @pytest.mark.parametrize("there", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("here", [torch.float32, BF16])
-def test_what_was_sent_is_proven_in_the_servers_precision(here, there):
+def test_weights_are_checked_in_the_servers_precision(here, there):
     server = Server(dtype=there)
-    found = proof(server)
+    checker = proof(server)
     for version in range(3):
-        publish(server, found, version, weights(version, here))
+        publish(server, checker, version, weights(version, here))
     assert len(server.names()) == 9 and len(set(server.names())) == 3
     assert not any(part in name for name in server.names() for part in NOT_COMPARED)
 
 
-def test_merged_lora_is_proven_by_what_was_sent_of_it():
+def test_merged_lora_is_checked_by_the_sent_tensors():
     server = Server()
     server.load(weights().items())
-    found = proof(server)
+    checker = proof(server)
     adapted = {n: t for n, t in weights(1).items() if n.endswith("q_proj.weight")}
-    publish(server, found, 1, adapted)
+    publish(server, checker, 1, adapted)
     assert server.names() == [*adapted]
 
 
 @pytest.mark.parametrize("fault", ["nothing", "the last", "one number", "another shape"])
 def test_other_values_are_refused(fault):
     server = Server(dtype=BF16)
-    found = proof(server)
-    publish(server, found, 1, weights(1))
+    checker = proof(server)
+    publish(server, checker, 1, weights(1))
     sent = weights(2)
     arrives = {"nothing": {}, "the last": weights(1)}.get(fault, dict(sent))
     for name, tensor in arrives.items():
@@ -107,10 +107,10 @@ def test_other_values_are_refused(fault):
         if fault == "another shape":
             arrives[name] = tensor[..., :-1]
     with pytest.raises(EngineError, match=r"http://server: version 2 .* another model\.\w+"):
-        publish(server, found, 2, sent, arrives)
+        publish(server, checker, 2, sent, arrives)
 
 
-def test_what_lies_after_the_first_rows_is_not_seen_here():
+def test_changes_after_the_first_rows_are_not_detected():
     """Which is why there is a canary."""
     server = Server()
     sent = weights()
@@ -123,9 +123,9 @@ def test_what_lies_after_the_first_rows_is_not_seen_here():
 
 def test_a_server_of_another_family_is_asked_once():
     server = Server(by_name=False)
-    found = proof(server)
-    publish(server, found, 1, weights(1))
-    publish(server, found, 2, weights(2), weights(1))
+    checker = proof(server)
+    publish(server, checker, 1, weights(1))
+    publish(server, checker, 2, weights(2), weights(1))
     assert len(server.names()) == 1
 
 
@@ -139,40 +139,40 @@ def by_checksum():
 
 
 def test_a_checksum_changes_with_the_weights_and_with_nothing_else():
-    server, found = by_checksum()
+    server, checker = by_checksum()
     for version, seed in enumerate([0, 1, 1, 2, 0]):
-        publish(server, found, version, weights(seed))
+        publish(server, checker, version, weights(seed))
 
 
 def test_weights_that_did_not_arrive():
-    server, found = by_checksum()
-    publish(server, found, 1, weights(1))
+    server, checker = by_checksum()
+    publish(server, checker, 1, weights(1))
     with pytest.raises(EngineError, match=r"version 2 .* but the server's are as they were"):
-        publish(server, found, 2, weights(2), {})
+        publish(server, checker, 2, weights(2), {})
 
 
 def test_weights_that_changed_by_themselves():
-    server, found = by_checksum()
-    publish(server, found, 1, weights(1))
+    server, checker = by_checksum()
+    publish(server, checker, 1, weights(1))
     with pytest.raises(EngineError, match=r"version 2 .* but the server's have changed"):
-        publish(server, found, 2, weights(1), weights(2))
+        publish(server, checker, 2, weights(1), weights(2))
 
 
 def test_one_number_of_one_tensor_counts():
-    server, found = by_checksum()
+    server, checker = by_checksum()
     sent = weights(1, BF16)
-    publish(server, found, 1, sent)
+    publish(server, checker, 1, sent)
     sent["model.norm.weight"] = sent["model.norm.weight"].clone()
     sent["model.norm.weight"][3] *= 2
     with pytest.raises(EngineError, match="as they were"):
-        publish(server, found, 2, sent, {})
+        publish(server, checker, 2, sent, {})
 
 
-def test_no_checksum_is_asked_for_twice_where_there_is_none():
+def test_a_server_without_checksums_is_asked_once():
     server = Server(by_name=False)
-    found = proof(server)
+    checker = proof(server)
     for version in range(3):
-        publish(server, found, version, weights(version), {})
+        publish(server, checker, version, weights(version), {})
     assert [path for path, _ in server.asked].count("/weights_checker") == 1
 
 
@@ -181,7 +181,7 @@ def test_no_checksum_is_asked_for_twice_where_there_is_none():
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_a_llama_server_proves_its_weights(sglang_python, random_model, tmp_path):
+def test_weights_of_a_real_llama_server_are_checked(sglang_python, random_model, tmp_path):
     vocabulary = AutoConfig.from_pretrained(random_model).vocab_size
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -218,8 +218,8 @@ def test_a_llama_server_proves_its_weights(sglang_python, random_model, tmp_path
             engine.publish(update(sent, version))
         control = Control(server.url, key=server.token, admin_key=server.admin_token)
         for name, tensor in sent:  # what is never compared is what the server gives wrongly
-            held = control.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
-            same = torch.equal(torch.tensor(held), tensor[:ROWS])
+            rows = control.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
+            same = torch.equal(torch.tensor(rows), tensor[:ROWS])
             assert same or any(part in name for part in NOT_COMPARED), name
         send = engine.sender.send
         engine.sender.send = lambda u: send(update([("lm_head.weight", sent[0][1])], u.version))

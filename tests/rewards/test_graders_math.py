@@ -118,12 +118,12 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("a", "b"), SAME)
-def test_spellings_of_one_answer(a, b):
+def test_equivalent_spellings_of_an_answer(a, b):
     assert same_text(a, b) and same_text(b, a)
 
 
 @pytest.mark.parametrize(("a", "b"), DIFFERENT)
-def test_what_is_not_the_same(a, b):
+def test_different_answers(a, b):
     assert not same_text(a, b)
 
 
@@ -289,12 +289,12 @@ PARTS = st.sampled_from(
 
 
 @given(st.lists(PARTS).map("".join) | st.text(), st.lists(PARTS).map("".join))
-def test_the_kind_of_an_answer_is_its_own_and_never_raises(a, b):
+def test_kinds_of_answers(a, b):
     assert not is_other_kind(a, a)
     assert is_other_kind(a, b) == is_other_kind(b, a)
 
 
-def test_algebra_without_an_end_is_killed_and_worth_nothing(monkeypatch):
+def test_algebra_that_does_not_end_is_killed_and_scores_0(monkeypatch):
     hangs, after = r"\boxed{\binom{100000000}{50000000}}", (r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
 
     async def judged(grader):
@@ -308,7 +308,7 @@ def test_algebra_without_an_end_is_killed_and_worth_nothing(monkeypatch):
     assert right == {"score": 1.0, "acc": 1.0, "grader_timeout": 0.0}
 
 
-def test_a_graders_death_is_no_score():
+def test_the_death_of_a_grader_is_no_score():
     from support import hostile_functions
 
     grader = math.Math()
@@ -325,7 +325,7 @@ def test_a_graders_death_is_no_score():
         asyncio.run(judged())
 
 
-def test_without_math_verify_it_is_said_before_anything_runs(monkeypatch):
+def test_a_missing_math_verify_is_reported_before_the_run(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "agentrl.rewards.math_algebra", None)
@@ -334,7 +334,7 @@ def test_without_math_verify_it_is_said_before_anything_runs(monkeypatch):
     make_scorer(RewardConfig(function="math", kwargs={"verify": False}))
 
 
-def test_math_verify_says_nothing_of_its_deadlines(caplog):
+def test_math_verify_logs_nothing_about_its_deadlines(caplog):
     with caplog.at_level(logging.WARNING):
         assert math_algebra.equivalent("1/2", "0.5")
     assert not caplog.records
@@ -359,7 +359,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", [HOSTILE[k] for k in HOSTILE if k not in ("spaces", "code")])
-def test_the_worst_is_refused_before_it_begins(text):
+def test_the_hardest_expressions_are_refused_at_once(text):
     started = time.thread_time()
     assert is_too_hard(text)
     assert time.thread_time() - started < 0.1
@@ -378,13 +378,13 @@ def test_the_worst_is_refused_before_it_begins(text):
         "12345",
     ],
 )
-def test_what_people_write_is_not_refused(text):
+def test_ordinary_expressions_are_not_refused(text):
     assert not is_too_hard(text)
 
 
 @pytest.mark.slow
 @pytest.mark.load
-def test_h8_hostile_answers_and_truths(capsys):
+def test_hostile_answers_and_truths(capsys):
     slow = [r"\binom{100000000}{50000000}", "(x+1)^{9999}", "(((9^9)^{99})^{999})^{9999}"]
 
     async def judged():
@@ -448,7 +448,7 @@ def test_math_dapo(text, truth, score, pred):
         (r"\boxed{34}" + " " * 91, -1.0),
     ],
 )
-def test_math_dapo_by_the_box_alone(text, score):
+def test_math_dapo_reads_the_box_only(text, score):
     assert dapo(text, "34", strict_box_verify=True)["score"] == score
 
 
@@ -468,19 +468,19 @@ def check(*rows: Sample, **kwargs: Any) -> None:
     "truth", [r"\frac{3}{4}", "x=5", r"\text{east}", "(1,2)", 12, 12.0, "9^{9^9}"]
 )
 @pytest.mark.parametrize("source", ["lighteval/MATH", "HuggingFaceH4/MATH-500"])
-def test_truths_of_math_that_can_be_reached(source, truth):
+def test_ground_truths_of_math_that_an_answer_can_match(source, truth):
     check(row(source, truth), verify=False)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("truth", ["34", 34, 34.0, r"\frac{1}{2}"])
-def test_truths_of_aime_that_can_be_reached(strict, truth):
+def test_ground_truths_of_aime_that_an_answer_can_match(strict, truth):
     check(row("aime2024", truth), row("math", truth), strict_box_verify=strict)
 
 
 @pytest.mark.parametrize("source", ["lighteval/MATH", "math_dapo", "aime25"])
 @pytest.mark.parametrize("truth", [None, "", "$", ["3"], {"a": 1}, True, "}3{", r"so \boxed{3}"])
-def test_truths_that_nothing_could_match_are_refused(source, truth):
+def test_ground_truths_that_no_answer_could_match_are_refused(source, truth):
     if source != "lighteval/MATH" and truth in ("}3{", r"so \boxed{3}"):
         return  # text like any other
     with pytest.raises(DataError, match=r"rows? 4.*cannot read ground_truth="):

@@ -111,7 +111,7 @@ async def test_points_become_a_share(judge, model):
     assert user["role"] == "user"
 
 
-async def test_what_it_may_see(judge, model):
+async def test_the_parts_of_the_conversation_that_a_judge_sees(judge, model):
     trajectory = make_trajectory(("assistant", "a"), ("tool", "7"), ("assistant", "b"))
     expected = {
         "final_text": "b",
@@ -166,7 +166,7 @@ async def test_answers_that_can_be_read(judge, model, reply):
     ],
     ids=lambda v: v[:20],
 )
-async def test_what_cannot_be_read_is_asked_once_more_and_is_the_lowest_score(
+async def test_an_unreadable_answer_is_retried_once_and_gets_the_lowest_score(
     judge, model, caplog, reply, problem
 ):
     """Were it dropped, the policy would learn to confuse its judge."""
@@ -196,7 +196,7 @@ async def test_a_judge_that_is_slow_is_no_score(judge, model):
 
 
 @pytest.mark.parametrize("refusal", [400, 413, 422, None])
-async def test_what_a_judge_refuses_to_judge_is_the_lowest_score(judge, model, refusal):
+async def test_a_refusal_of_the_judge_is_the_lowest_score(judge, model, refusal):
     """Too long for it, filtered, or thought about for all of its tokens: by the policy's doing."""
     model.rule = lambda messages: '{"score": 9}' if "good" in str(messages[1]) else refusal
     scorer = judge()
@@ -295,7 +295,7 @@ async def test_a_policy_forges_no_tool_result(judge, model, name, text):
     assert "`tool` is the result of a tool call" in model.requests[0][0]["content"]
 
 
-async def test_a_code_that_was_seen_is_of_no_use(judge, model):
+async def test_each_request_has_another_code(judge, model):
     """Each request has another, even where one message alone is another."""
     scorer = judge(show="conversation")
 
@@ -315,7 +315,7 @@ async def test_a_code_that_was_seen_is_of_no_use(judge, model):
 @given(
     st.lists(st.tuples(st.sampled_from(["assistant", "tool"]), st.text()), max_size=4), st.text()
 )
-def test_whatever_is_shown_is_found_as_it_was(conversation, truth):
+def test_fenced_parts_are_read_back_unchanged(conversation, truth):
     data = {"TASK": (), "RIGHT ANSWER": (("", truth),), "ANSWER": tuple(conversation)}
     code = _code(data)
     shown = [{}, {"content": _fenced(data, code)}]
@@ -325,7 +325,7 @@ def test_whatever_is_shown_is_found_as_it_was(conversation, truth):
 
 
 @given(st.text())
-def test_reading_never_fails_otherwise(text):
+def test_reading_an_answer_never_raises_another_exception(text):
     with contextlib.suppress(ValueError):
         assert isinstance(_json(text), dict)
 
@@ -353,7 +353,7 @@ async def test_answers_are_scored_against_each_other(judge, model):
     assert sorted(v for k, v in shown.items() if k.startswith("ANSWER ")) == ["a", "aa", "aaaa"]
 
 
-async def test_no_rollout_stands_first_more_often(judge, model):
+async def test_the_order_of_compared_answers_is_random(judge, model):
     model.rule = by_length
     first = set()
     scorer = judge("judge_group")
@@ -388,7 +388,7 @@ async def test_a_comparison_that_cannot_be_read(judge, model, scores):
         ({"url": "http://x/v1", "scale": 0}, "scale=0 must be at least 1"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_asked(kwargs, says):
+def test_mistakes_are_reported_before_any_request(kwargs, says):
     with pytest.raises(ConfigError) as caught:
         make_scorer(RewardConfig(function="judge", kwargs=kwargs))
     assert says in str(caught.value)

@@ -87,14 +87,14 @@ def env(tmp_path, monkeypatch):
     return file, marks
 
 
-def said(marks: Path) -> list[str]:
+def marks_of(marks: Path) -> list[str]:
     return marks.read_text().split()
 
 
 def wait_for(marks: Path, word: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while word not in said(marks):
-        assert time.monotonic() < deadline, f"no {word!r} in {said(marks)}"
+    while word not in marks_of(marks):
+        assert time.monotonic() < deadline, f"no {word!r} in {marks_of(marks)}"
         time.sleep(0.05)
 
 
@@ -130,18 +130,18 @@ def test_an_object_is_closed_however_its_episode_ends(env, transport):
             marks.write_text("")
             sample = Sample("r", (Message("user", "hi"),), agent_name=loop, tools=("lease",))
             rollouts.collect([sample], n=1, sampling=Sampling(), step=0)
-            return said(marks)
+            return marks_of(marks)
 
         assert play("ends") == ["made", "reward", "close"]
         with pytest.raises(RunStopped, match="a bug"):
             play("fails")
-        assert said(marks) == ["made", "reward", "close"]
+        assert marks_of(marks) == ["made", "reward", "close"]
         # A budget: the episode ends with its reason, and is scored.
         assert play("works") == ["made", "work", "reward", "close"]
         engine.down = True
         with pytest.raises(RunStopped, match="down"):
             play("ends")
-        assert said(marks) == ["made", "reward", "close"] * 3
+        assert marks_of(marks) == ["made", "reward", "close"] * 3
 
 
 RUN = """
@@ -186,7 +186,7 @@ def test_ctrl_c_closes_what_is_open(env, transport):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert output.count("Traceback") == output.count("KeyboardInterrupt\n") == 1
-    assert said(env[1]) == ["made", "work", "reward", "close"]
+    assert marks_of(env[1]) == ["made", "work", "reward", "close"]
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_ctrl_c_on_the_command_line(env, transport):
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "Traceback" not in output
-    assert said(env[1]) == ["made", "work", "reward", "close"]
+    assert marks_of(env[1]) == ["made", "work", "reward", "close"]
 
 
 DEAF = """
@@ -261,4 +261,4 @@ def test_the_runs_own_server_closes_what_a_killed_run_left_open(env):
     process.kill()
     process.communicate(timeout=30)
     wait_for(env[1], "close", 30)
-    assert said(env[1]) == ["made", "work", "close"]
+    assert marks_of(env[1]) == ["made", "work", "close"]

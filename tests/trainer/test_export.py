@@ -56,8 +56,8 @@ def lora(random_model, batch, tmp_path_factory):
 
 
 def says_the_same(model, learner, batch) -> None:
-    found = plain_logprobs(model.eval(), batch)
-    torch.testing.assert_close(found, learner.logprobs(batch), **CLOSE)
+    logprobs = plain_logprobs(model.eval(), batch)
+    torch.testing.assert_close(logprobs, learner.logprobs(batch), **CLOSE)
 
 
 def has_the_tokenizer(out: Path, base: Path) -> None:
@@ -149,7 +149,7 @@ def test_nothing_is_overwritten(full, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path, full):
+def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path, full):
     (tmp_path / "empty").mkdir()
     for name, why in (("none", "no such folder"), ("empty", r"no meta\.json in it")):
         with pytest.raises(ConfigError, match=f"{name} is not a checkpoint: {why}"):
@@ -165,7 +165,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path, full):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_that_moved_is_asked_for(random_model, batch, tmp_path, monkeypatch):
+def test_a_base_model_that_moved_must_be_named(random_model, batch, tmp_path, monkeypatch):
     shutil.copytree(random_model, tmp_path / "base")
     root, learner = trained(tmp_path / "run", tmp_path / "base", batch, LORA)
     (tmp_path / "base").rename(tmp_path / "moved")
@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_nothing(full, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
+def run_export(monkeypatch, capsys):
     def run(*words):
         with pytest.raises(SystemExit) as ended:
             main(["export", *map(str, words)])
@@ -218,28 +218,28 @@ def said(monkeypatch, capsys):
     return run
 
 
-def test_the_command(said, lora, random_model, tmp_path):
+def test_the_command(run_export, lora, random_model, tmp_path):
     root, _ = lora
-    told = said(root, tmp_path / "a")
-    assert told == f"{tmp_path / 'a'}: an adapter for {random_model}, trained for 1 steps\n"
-    told = said(root, tmp_path / "b", "--merge", "--dtype", "bfloat16")
-    assert told == f"{tmp_path / 'b'}: a model, trained for 1 steps\n"
+    output = run_export(root, tmp_path / "a")
+    assert output == f"{tmp_path / 'a'}: an adapter for {random_model}, trained for 1 steps\n"
+    output = run_export(root, tmp_path / "b", "--merge", "--dtype", "bfloat16")
+    assert output == f"{tmp_path / 'b'}: a model, trained for 1 steps\n"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert said(root, tmp_path / "a").startswith("error: ")
+    assert run_export(root, tmp_path / "a").startswith("error: ")
 
 
-def test_what_does_nothing_is_noted(said, lora, full, tmp_path):
-    told = said(lora[0], tmp_path / "a", "--dtype", "bfloat16")
-    assert "note: --dtype bfloat16 has no effect without --merge" in told
-    told = said(full[0], tmp_path / "b", "--merge", "--dtype", "bfloat16")
-    assert "note: --merge has no effect: there is no adapter" in told and "--dtype" not in told
+def test_options_without_effect_are_noted(run_export, lora, full, tmp_path):
+    output = run_export(lora[0], tmp_path / "a", "--dtype", "bfloat16")
+    assert "note: --dtype bfloat16 has no effect without --merge" in output
+    output = run_export(full[0], tmp_path / "b", "--merge", "--dtype", "bfloat16")
+    assert "note: --merge has no effect: there is no adapter" in output and "--dtype" not in output
 
 
-def test_a_damaged_checkpoint_is_skipped_aloud(said, full, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_with_a_note(run_export, full, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(full[0], run)
     shutil.copytree(run / "global_step_00000001", run / "global_step_00000002")
     (run / "global_step_00000002" / "meta.json").unlink()
-    first, second = said(run, tmp_path / "out").splitlines()
+    first, second = run_export(run, tmp_path / "out").splitlines()
     assert first.startswith("skipped: ") and "global_step_00000002 is incomplete" in first
     assert second.endswith("a model, trained for 1 steps")
