@@ -1,7 +1,7 @@
-"""Computes how many file descriptors tools need, and how many connections a tool server accepts.
+"""Compute how many file descriptors tools need, and how many connections a tool server accepts.
 
-A tool server uses 3/4 of the descriptors that programs and worker processes leave for connections.
-The rest is for files and connections that its tools open.
+Of the descriptors that programs and worker processes do not need, a tool server uses 3/4 for
+connections. The others are for files and connections that its tools open.
 """
 
 from __future__ import annotations

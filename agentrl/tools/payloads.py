@@ -1,7 +1,7 @@
 """The payloads of a tool call: its arguments, which are validated, and its result, which is text.
 
-Tool calls come from agentrl's parsers, from an inference engine or from an agent loop. Whatever
-wrote them, no tool receives NaN, an infinity, a lone surrogate, an integer beyond 64 bits or a list
+Tool calls come from agentrl's parsers, from an inference engine or from an agent loop. In all
+cases, no tool receives NaN, an infinity, a lone surrogate, an integer beyond 64 bits or a list
 that is nested a thousand levels deep. Such values break HTTP, a tokenizer or a database later, so
 `encode_arguments` refuses them with a message for the model.
 
@@ -9,8 +9,8 @@ The JSON schema that the model sees decides which arguments are valid (`Paramete
 check accepts simple arguments, and `validation.Validator` checks all others. The pydantic model of
 the signature then converts valid arguments to the annotated types, such as an Enum.
 
-What a tool returns or raises becomes the text that the model reads. This text can be encoded,
-stored and sent: it has no lone surrogates, no NUL and at most `MAX_CHARACTERS` characters.
+The return value or exception of a tool becomes the text that the model reads. This text can be
+encoded, stored and sent: it has no lone surrogates, no NUL and at most `MAX_CHARACTERS` characters.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def encode_arguments(call: ToolCall) -> bytes | ToolResult:
 
 
 def find_json_fault(encoded: bytes, arguments: dict[str, Any]) -> ToolResult | None:
-    """Return an error result if arguments that could be encoded are not valid JSON, else None.
+    """Return an error result if arguments that orjson could encode are not valid JSON, else None.
 
     Args:
         encoded: JSON bytes that contain the arguments.
         arguments: the same arguments as Python objects.
     """
-    # orjson writes NaN as null. Without a null, and with few brackets, there is nothing to search.
+    # orjson writes NaN as null. Without a null and with few brackets, the arguments are valid.
     if b"null" in encoded or encoded.count(b"{") + encoded.count(b"[") > MAX_DEPTH:
         problem = _find_json_problem(arguments)
         if problem:
@@ -132,7 +132,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _find_json_problem(arguments: dict[str, Any]) -> str:
-    """Return what is not valid JSON in arguments that orjson could encode, or an empty string."""
+    """Describe the part of arguments that is not valid JSON; return "" if there is none."""
     values: list[Any] = [arguments]
     depth = 0
     while values:
@@ -194,7 +194,7 @@ class Parameters:
     usage: str
     """The signature in one line, for error messages: `search(query: string, k: integer = 3)`."""
     fast_validate: Callable[[Mapping[str, Any]], bool]
-    """Returns True only for valid arguments; see `make_fast_validator`."""
+    """Returns True only if arguments are valid; see `make_fast_validator`."""
     validator: Validator
     model: type[BaseModel] | None
     """Converts valid arguments to the annotated types. None if the user wrote the schema."""
@@ -215,7 +215,7 @@ class Parameters:
         return self._validate(arguments, LOOP_SECONDS)
 
     def check_in_thread(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Do the same as `check`, with a limit of CPU time that depends on the arguments' size.
+        """Validate arguments as `check` does. The limit of CPU time depends on their size.
 
         Raises:
             InvalidArguments: they do not match the schema.
@@ -286,7 +286,7 @@ def _describe_fault(error: ValidationError) -> str:
 
 
 def _describe_type(schema: Any) -> str:
-    """Describe the values that a schema allows in a few words; return "" if words cannot do it."""
+    """Describe the values that a schema allows; return "" if a few words are not enough."""
     if "enum" in schema:
         return f"one of {', '.join(orjson.dumps(v).decode() for v in schema['enum'])}"
     if choices := schema.get("anyOf"):
@@ -303,7 +303,7 @@ def _describe_type(schema: Any) -> str:
 
 
 def _has_type(value: Any, schema: Any) -> bool:
-    """Return whether a value has the type of a schema, so that its contents are wrong."""
+    """Return whether a value has the type that a schema requires."""
     name = schema.get("type") if isinstance(schema, Mapping) else None
     return type(value) in _TYPES.get(str(name), {dict, list})
 
@@ -321,9 +321,9 @@ def _with_path(path: str, message: str) -> str:
 def make_fast_validator(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
     """Return a function that is True only for arguments that match the schema.
 
-    Most calls pass the strings, numbers and booleans that the function declares, and a general
-    validator takes longer to see this than the rest of the call takes. The fast check knows a few
-    types. If it returns False, the arguments may still be valid: the validator decides.
+    Most calls pass the strings, numbers and booleans that the function declares. A general
+    validator would take longer than the rest of the call. The fast check supports only a few types.
+    If it returns False, the arguments may still be valid: the validator decides.
 
     Args:
         schema: a valid JSON schema of an object.
@@ -354,6 +354,7 @@ class _FastRule(NamedTuple):
     types: frozenset[type] = frozenset()
     """All values of exactly these types match."""
     words: frozenset[str] = frozenset()
+    """These strings match."""
     items: frozenset[type] = frozenset()
     """Lists match if all their items have exactly these types. No list matches if this is empty."""
 
@@ -380,10 +381,10 @@ def _fast_rule(schema: Any) -> _FastRule:
 
 
 def call_and_convert(target: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function and convert what it returns to a result, in the same thread.
+    """Call a function and convert its return value to a result, in the same thread.
 
-    Converting a very long value takes time that the event loop must not spend. A `str` and an
-    awaitable are returned as they are.
+    The conversion of a very long value would block the event loop. A `str` and an awaitable are
+    returned unchanged.
     """
     value = target(**arguments)
     return value if type(value) is str or inspect.isawaitable(value) else to_result(value)
@@ -392,9 +393,9 @@ def call_and_convert(target: Callable[..., Any], /, **arguments: Any) -> Any:
 def to_result(value: Any) -> ToolResult:
     """Return the result of a call that returned `value`.
 
-    A string stays as it is. None becomes an empty string, bytes are decoded, and numbers are
-    written with `str`. Everything else is written as JSON, or with `str` if JSON cannot hold it. Of
-    a `ToolResult`, the content is converted in the same way.
+    A string stays unchanged. None becomes an empty string, bytes are decoded, and numbers are
+    converted with `str`. Everything else is converted to JSON, or with `str` if JSON does not
+    support it. The content of a `ToolResult` is converted in the same way.
 
     Raises:
         TypeError: the reward of a `ToolResult` is not a finite number, or the value is a generator,
@@ -430,11 +431,11 @@ def unknown_tool(name: str, offered: Collection[str]) -> ToolResult:
 
 
 def describe_for_model(error: BaseException) -> str:
-    """Return the description of an exception that a model may read: its type.
+    """Return the type of an exception, the only part of it that a model may read.
 
     The message of an exception is for the log only: it may contain a path, an address or a
-    password. Tools raise `ToolError` for messages to the model. How a worker process ended is
-    described by agentrl itself, so the model may read it.
+    password. Tools raise `ToolError` for messages to the model. The message of `WorkerDied` is
+    included, because agentrl itself writes it.
     """
     if isinstance(error, WorkerError):
         return error.kind
@@ -459,7 +460,7 @@ def exception_text(error: BaseException) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text to `limit` characters. The middle is removed, because both ends say more."""
+    """Cut a text to `limit` characters by removing its middle."""
     if len(text) <= limit:
         return text
     half = (limit - 5) // 2
@@ -476,9 +477,9 @@ def clean(text: str) -> str:
 
 
 def is_storable(text: str) -> bool:
-    """Return whether a text can be stored: it has no character of `_UNSTORABLE`.
+    """Return whether a text has no character of `_UNSTORABLE`, so that it can be stored.
 
-    This is a hundred times faster than the regular expression.
+    This function is a hundred times faster than the regular expression.
     """
     try:
         text.encode()
@@ -516,7 +517,7 @@ def _to_text(value: Any) -> str:
 
 
 def _decode(value: bytes) -> str:
-    """Decode bytes. Of very long bytes only the ends are decoded, which bounds the memory.
+    """Decode bytes. If they are very long, decode only both ends, to bound the memory.
 
     A character has at most four bytes, so both ends are long enough.
     """

@@ -1,4 +1,4 @@
-"""Runs single tool calls: queueing, deadlines, retries, caching, and a result in every case.
+"""Run single tool calls, with queues, deadlines, retries and a cache.
 
     Runner         runs the calls of all sessions of a process
       Executors    where calls run: event loop, threads, processes; with their limits
@@ -50,15 +50,28 @@ CHECK_THREADS = 4
 """Threads for slow validation of arguments. Few, because they compete with the event loop for
 Python's lock (the GIL)."""
 QUEUE_SECONDS = 30.0
-"""How long a call may wait to start. If it takes longer, the machine is overloaded."""
+"""The longest time that a call waits to start. After that, the machine is overloaded."""
 MAX_CACHE_CHARACTERS = 2**26
-"""Limit of one tool's cached arguments and results, in characters. The least recently used go
-first."""
+"""Limit of one tool's cached arguments and results, in characters. The least recently used ones are
+dropped first."""
 _OVERHEAD = 500
 """Approximate memory of a cache entry without its texts, in bytes."""
 
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Limits of the calls of a process."""
+
+    threads: int = THREADS
+    """The number of threads in which plain functions run."""
+    processes: int = PROCESSES
+    """The number of worker processes, for functions with `process=True`."""
+    queue_seconds: float = QUEUE_SECONDS
+    """The longest time that a call waits to start."""
+
+
 Waiters = set[asyncio.Future[bool]]
-"""The futures of calls that are being waited for; `cancel_waiters` ends all of these waits."""
+"""The futures on which callers wait for running calls. `cancel_waiters` ends these waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +92,9 @@ class Call:
     tool: Tool
     function: ToolFunction
     arguments: Mapping[str, Any]
-    """By name. They are valid, except for `check_in_thread`, which validates them."""
+    """The arguments by name. `Runner.check_in_thread` validates them; elsewhere they are valid."""
     waiters: Waiters
-    """The waiters of the episode. When they are cancelled, the call is abandoned."""
+    """The waiters of the episode. If they are cancelled, the call is abandoned."""
 
 
 class Runner:
@@ -90,11 +103,17 @@ class Runner:
     Args:
         on_call_end: called after each call with the function's name, the seconds that it waited to
             start and the seconds that it ran.
+        limits: the numbers of threads and processes, and the longest wait for one.
     """
 
-    def __init__(self, on_call_end: Callable[[str, float, float], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_call_end: Callable[[str, float, float], None] | None = None,
+        limits: CallLimits = CallLimits(),
+    ) -> None:
         self._on_call_end = on_call_end
-        self._executors = Executors()
+        self._queue_seconds = limits.queue_seconds
+        self._executors = Executors(limits)
         self._checks = Threads(CHECK_THREADS)
         self._deadline = functools.cache(Deadline)
         """Calls with the same timeout share a `Deadline`."""
@@ -115,12 +134,12 @@ class Runner:
         tool, parameters = call.tool, call.function.parameters
         check = functools.partial(parameters.check_in_thread, dict(call.arguments))
         try:
-            async with asyncio.timeout(QUEUE_SECONDS):
+            async with asyncio.timeout(self._queue_seconds):
                 job = await self._checks.start(check)
         except TimeoutError:
             raise ToolServerError(
-                f"tool {tool.name!r}: a call waited {QUEUE_SECONDS:g} s for one of {CHECK_THREADS}"
-                " validation threads"
+                f"tool {tool.name!r}: a call waited {self._queue_seconds:g} s for one of"
+                f" {CHECK_THREADS} validation threads"
             ) from None
         if await self._deadline(tool.timeout).wait(job, call.waiters):
             raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
@@ -166,7 +185,7 @@ class Runner:
         if instance is None:
             return await self._answer(call, tool.target)
         try:
-            async with asyncio.timeout(QUEUE_SECONDS):
+            async with asyncio.timeout(self._queue_seconds):
                 await instance.lock.acquire()
         except TimeoutError:
             raise self._executors.overload_error(tool) from None
@@ -208,12 +227,12 @@ class Runner:
             method = getattr(instance.value, call.function.attribute)
             result = await self._answer(call, method, instance)
             if "reward" in tool.hooks and instance.hanging_call is None:
-                earned = await self.reward(tool, instance)
-                result = replace(result, reward=(result.reward or 0.0) + earned)
+                reward = await self.reward(tool, instance)
+                result = replace(result, reward=(result.reward or 0.0) + reward)
             return result
         finally:
             # The object is closed even if the caller is cancelled.
-            await asyncio.shield(self._own(self.close_object(tool, instance)))
+            await asyncio.shield(self._run_in_background(self.close_object(tool, instance)))
 
     async def make(self, tool: Tool, arguments: Mapping[str, Any]) -> Instance:
         """Create an object of a class tool.
@@ -240,7 +259,7 @@ class Runner:
         return float(reward)
 
     async def close_object(self, tool: Tool, instance: Instance) -> None:
-        """Call an object's `close()`. An error is logged, not raised: no caller can handle it."""
+        """Call an object's `close()`. An error is logged, because no caller can handle it."""
         if "close" in tool.hooks:
             try:
                 await self._hook(tool, instance.value.close, {}, "close()")
@@ -253,35 +272,37 @@ class Runner:
         self._checks.close()
 
     async def _hook(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], what: str
+        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], hook_name: str
     ) -> Any:
         """Call a constructor, `reward` or `close`, and return its result.
 
         Raises:
-            UserCodeError: it raised, or took longer than the tool's timeout.
-            ToolServerError: it could not start in time, or raised `Infrastructure`.
+            UserCodeError: the function raised, or took longer than the tool's timeout.
+            ToolServerError: the function could not start in time, or raised `Infrastructure`.
         """
         outcome = await self._outcome(tool, functools.partial(target, **arguments))
         if outcome is None:
-            raise UserCodeError(f"tool {tool.name!r}: {what} took more than {tool.timeout:g} s")
+            raise UserCodeError(
+                f"tool {tool.name!r}: {hook_name} took more than {tool.timeout:g} s"
+            )
         value, error = outcome
         if error is not None:
             kind = ToolServerError if isinstance(error, Infrastructure) else UserCodeError
-            raise kind(f"tool {tool.name!r}: {what}: {describe_for_log(error)}") from error
+            raise kind(f"tool {tool.name!r}: {hook_name}: {describe_for_log(error)}") from error
         return value
 
     async def _answer(
         self, call: Call, target: Callable[..., Any], instance: Instance | None = None
     ) -> ToolResult:
         if not (call.function.is_async or call.tool.process):
-            # The result is converted to text in the thread: a very long one would block the event
-            # loop.
+            # The result is converted to text in the thread, because the conversion of a very long
+            # one would block the event loop.
             target = functools.partial(call_and_convert, target)
         bound = functools.partial(target, **call.arguments)
         return self._result(call.tool, await self._outcome(call.tool, bound, call, instance))
 
     def _result(self, tool: Tool, outcome: Outcome | None) -> ToolResult:
-        """Return the result for what a call returned or raised; None stands for a timeout."""
+        """Return the result of a call from its outcome; the outcome None is a timeout."""
         if outcome is None:
             return error_result("timeout", f"the tool timed out after {tool.timeout:g} s")
         value, error = outcome
@@ -304,10 +325,10 @@ class Runner:
         call: Call | None = None,
         instance: Instance | None = None,
     ) -> Outcome | None:
-        """Run a function and return what it returned or raised; None if its deadline passed.
+        """Run a function and return its outcome; None if its deadline passed.
 
         Args:
-            tool: its timeout and limits apply, and its retries for calls of the model.
+            tool: the tool, whose timeout and limits apply. Its retries apply to calls of the model.
             bound: a function, constructor, `reward` or `close`, with its arguments.
             call: the call of the model; None if agentrl itself calls the function.
             instance: the object, if the function is a method.
@@ -316,8 +337,8 @@ class Runner:
         retries, waiters = (tool.retries, call.waiters) if call else (0, None)
         queued_at = time.monotonic()
         job = await self._executors.start(tool, bound, tool.timeout, is_async)
-        began = time.monotonic()
-        deadline = began + tool.timeout
+        start_time = time.monotonic()
+        deadline = start_time + tool.timeout
         # The process pool kills the worker at the deadline; its clock does not count the start.
         extra = START_SECONDS if tool.process else 0.0
         wait = self._deadline(tool.timeout + extra).wait
@@ -325,11 +346,11 @@ class Runner:
         try:
             while True:
                 try:
-                    is_off = await wait(job, waiters)
+                    is_cancelled = await wait(job, waiters)
                 finally:
                     if not job.done():
                         self._abandon(tool, bound, job, instance)
-                if is_off:
+                if is_cancelled:
                     raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
                 if not job.done():
                     return None
@@ -356,7 +377,9 @@ class Runner:
                 wait = Deadline(deadline - time.monotonic() + extra).wait
         finally:
             if self._on_call_end is not None and call is not None:
-                self._on_call_end(call.function.name, began - queued_at, time.monotonic() - began)
+                self._on_call_end(
+                    call.function.name, start_time - queued_at, time.monotonic() - start_time
+                )
 
     def _abandon(
         self,
@@ -379,9 +402,9 @@ class Runner:
     def _close_late(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
         """Close an object whose constructor returned after its deadline."""
         if not job.cancelled() and job.result()[1] is None:
-            self._own(self.close_object(tool, Instance(job.result()[0])))
+            self._run_in_background(self.close_object(tool, Instance(job.result()[0])))
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
@@ -395,30 +418,31 @@ class Runner:
         """
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         worker = isinstance(error, WorkerError | WorkerDied)
-        what = exception_text(error) if worker else describe_for_log(error)
+        description = exception_text(error) if worker else describe_for_log(error)
         if (tool.name, kind) in self._logged:
-            log.debug("tool %r failed again: %s", tool.name, what)
+            log.debug("tool %r failed again: %s", tool.name, description)
         else:
             self._logged.add((tool.name, kind))
             log.error(
                 "tool %r failed (logged once per tool and type): %s",
                 tool.name,
-                what,
+                description,
                 exc_info=error,
             )
 
 
 class Executors:
-    """Where the calls of a process run: event loop, threads and worker processes.
+    """The event loop, threads and worker processes in which the calls of a process run.
 
     Belongs to one event loop.
     """
 
-    def __init__(self) -> None:
-        self._threads = Threads(THREADS)
-        self._processes = Processes(PROCESSES)
+    def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
+        self._threads = Threads(limits.threads)
+        self._processes = Processes(limits.processes)
         self._gates: dict[str, asyncio.Semaphore] = {}
-        self._workers = asyncio.Semaphore(PROCESSES)
+        self._workers = asyncio.Semaphore(limits.processes)
         self._rate_limits: dict[str, RateLimit] = {}
         self._hanging: Counter[str] = Counter()
 
@@ -428,27 +452,27 @@ class Executors:
         """Start a function as soon as the limits allow it.
 
         Args:
-            tool: its limits apply.
+            tool: the tool, whose limits apply.
             bound: the tool, its constructor or one of its methods, with arguments by name.
-            seconds: after which a worker process is killed. Not used for the event loop and
-                threads.
+            seconds: the time after which a worker process is killed. Not used for the event loop
+                and threads.
             is_async: whether the function is a coroutine function.
 
         Raises:
-            ToolServerError: it could not start within `QUEUE_SECONDS`.
+            ToolServerError: the function could not start within `CallLimits.queue_seconds`.
         """
         limited = tool.max_concurrency or tool.rate_limit or tool.process
         is_free = not limited and (is_async or self._threads.has_room)  # true for most calls
-        gate = None
+        gate, seconds_to_start = None, self._limits.queue_seconds
         try:
-            async with contextlib.nullcontext() if is_free else asyncio.timeout(QUEUE_SECONDS):
+            async with contextlib.nullcontext() if is_free else asyncio.timeout(seconds_to_start):
                 if tool.max_concurrency:
                     new = asyncio.Semaphore(tool.max_concurrency)
                     await self._gates.setdefault(tool.name, new).acquire()
                     gate = self._gates[tool.name]
                 if tool.rate_limit:
                     rate_limit = self._rate_limits.setdefault(tool.name, RateLimit(tool.rate_limit))
-                    await rate_limit.wait(QUEUE_SECONDS)
+                    await rate_limit.wait(seconds_to_start)
                 if tool.process:
                     await self._workers.acquire()
                     # Only the job itself may raise after this line: the end of the job releases the
@@ -478,9 +502,9 @@ class Executors:
 
     def overload_error(self, tool: Tool) -> ToolServerError:
         """Return the error for a call that could not start in time."""
-        limits = [f"{THREADS} threads"]
+        limits = [f"{self._limits.threads} threads"]
         if tool.process:
-            limits = [f"{PROCESSES} processes"]
+            limits = [f"{self._limits.processes} processes"]
         if tool.max_concurrency:
             limits.append(f"max_concurrency={tool.max_concurrency}")
         if tool.rate_limit:
@@ -491,7 +515,7 @@ class Executors:
             " of the tool, or process=True"
         )
         return ToolServerError(
-            f"tool {tool.name!r}: a call could not start within {QUEUE_SECONDS:g} s"
+            f"tool {tool.name!r}: a call could not start within {self._limits.queue_seconds:g} s"
             f" ({', '.join(limits)}){hung}"
         )
 
@@ -502,7 +526,10 @@ class Executors:
 
 
 async def run_catching(function: Callable[[], Awaitable[Any]]) -> Outcome:
-    """Return what an async function returns or raises. A SystemExit would stop the event loop."""
+    """Run an async function and return its outcome.
+
+    Every exception is caught, because a `SystemExit` would stop the event loop.
+    """
     try:
         return await function(), None
     except asyncio.CancelledError as e:
@@ -529,8 +556,8 @@ class RateLimit:
         """Wait for the next free start time and use it.
 
         Raises:
-            TimeoutError: the start time is more than `at_most` seconds away. Raised at once, and
-                the start time stays free.
+            TimeoutError: the start time is more than `at_most` seconds away. This error is raised
+                at once, and the start time stays free.
         """
         now = time.monotonic()
         moment = max(now, self._next)
@@ -554,11 +581,10 @@ def cancel_waiters(waiters: Waiters) -> None:
 
 
 class Deadline:
-    """Waits for jobs with one timeout, with a single timer. Belongs to one event loop.
+    """One timer for all waits with the same timeout. Belongs to one event loop.
 
-    Nearly every call ends long before its deadline. A timer per call is set and cancelled for
-    nothing, and costs more than running an async tool. Here all waits with the same timeout share a
-    timer.
+    Nearly every call ends long before its deadline. To set and cancel a timer for each call costs
+    more than running an async tool.
 
     Args:
         seconds: the timeout of each wait.
@@ -576,7 +602,7 @@ class Deadline:
         `job.done()` tells whether the job is done.
 
         Args:
-            job: it continues to run, however the wait ends.
+            job: the job. It continues to run even if the wait ends first.
             waiters: the wait is added to this set, so that `cancel_waiters` can end it.
 
         Returns:

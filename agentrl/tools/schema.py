@@ -1,18 +1,18 @@
-"""Derives the schema that the model sees, and the check of arguments, from a Python signature.
+"""Derive the schema that the model sees, and the validation of arguments, from a signature.
 
 Each function has one pydantic model. Its JSON schema is cleaned, because chat templates print it as
 it is. The model sees this schema, and a validator is compiled from it: see
 `agentrl.tools.payloads`.
 
-agentrl fills parameters with these names. No model sees them:
+agentrl itself passes parameters with these names, and the model does not see them:
 
     state      a dictionary of the episode, shared by all its tools that have the parameter
     sample     the dataset row
     messages   the conversation so far, read-only
     sandbox    runs code that a model wrote
 
-If such a parameter has another type, it is an ordinary one that the model fills: `state: str` of a
-postal address.
+A parameter with such a name and another type is an ordinary parameter that the model fills, such as
+`state: str` of a postal address.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def describe_function(
     """
     where = f"the tool function {name!r} ({locate(function)})"
     docs = docstring_parser.parse(inspect.getdoc(function) or "")
-    about = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
-    every = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
-    parameters = [p for p in every if p.name not in excluded]
+    descriptions = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
+    all_parameters = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
+    parameters = [p for p in all_parameters if p.name not in excluded]
     try:
         hints = _evaluate_annotations(function, {p.name for p in parameters})
     except (NameError, TypeError, SyntaxError) as e:
@@ -93,8 +93,8 @@ def describe_function(
         # `schema`.
         default = ... if parameter.default is parameter.empty else parameter.default
         field_options: dict[str, Any] = {}
-        if about.get(parameter.name) and not _has_description(annotation):
-            field_options = {"description": about[parameter.name]}
+        if descriptions.get(parameter.name) and not _has_description(annotation):
+            field_options = {"description": descriptions[parameter.name]}
         field = Field(default, alias=parameter.name, **field_options)
         fields[f"p{len(fields)}"] = (annotation, field)
     try:
@@ -166,13 +166,13 @@ def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -
 
 
 class _SchemaGenerator(GenerateJsonSchema):
-    """Leaves defaults that JSON cannot hold out of the schema, without a warning."""
+    """A schema generator that leaves out defaults that JSON does not support, without a warning."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
 
 def _evaluate_annotations(function: Any, names: Collection[str]) -> dict[str, Any]:
-    """Evaluate the annotations of some parameters only: others may not be importable."""
+    """Return the types of some parameters. The annotations of others are not evaluated."""
     function = inspect.unwrap(function)
     annotations = {k: v for k, v in function.__annotations__.items() if k in names}
     holder = types.SimpleNamespace(__annotations__=annotations)
@@ -199,8 +199,8 @@ def _clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...],
                 f"{where}: the type {ref!r} contains itself, and chat templates print schemas"
                 " without references. Use a string, or a type with a fixed depth."
             )
-        beside = {k: v for k, v in schema.items() if k != "$ref"}
-        return _clean_schema({**defs[ref], **beside}, defs, (*within, ref), where)
+        siblings = {k: v for k, v in schema.items() if k != "$ref"}
+        return _clean_schema({**defs[ref], **siblings}, defs, (*within, ref), where)
     clean: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("title", "$defs", "discriminator"):
@@ -235,7 +235,7 @@ def _type(schema: Any) -> str:
     return str(schema.get("type", "any"))
 
 
-# -- what agentrl gives ---------------------------------------------------------------------------
+# -- parameters that agentrl fills ----------------------------------------------------------------
 
 CALL_PARAMETERS = ("state", "sample", "messages", "sandbox")
 CONSTRUCTOR_PARAMETERS = ("state", "sample", "sandbox")
@@ -275,7 +275,7 @@ def _annotation(function: Callable[..., Any], name: str) -> Any:
     try:
         return _evaluate_annotations(code, {name}).get(name, Any)
     except (NameError, TypeError, SyntaxError, AttributeError):
-        # Imported under TYPE_CHECKING only: no schema could be made of it either.
+        # For example, the type is imported under TYPE_CHECKING only.
         return Any
 
 

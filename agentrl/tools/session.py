@@ -6,8 +6,8 @@
       Runner       runs one call: queue, deadline, and a result in every case
 
 A call is identified by (episode, turn, index). If it is sent twice, it runs once, and both requests
-get the same result. The calls of one object run one after another. Each object is created, asked
-for its reward and closed exactly once, also after errors.
+get the same result. The calls of one object run one after another. Each object is created once, its
+`reward()` is called once, and it is closed once, also after errors.
 
 A tool server may have several worker processes, each on its own port. A client computes which
 worker serves an episode (`worker_number`). A proxy in front of them would add a hop to every call,
@@ -29,7 +29,14 @@ from agentrl import sandbox
 from agentrl.errors import ToolServerError
 from agentrl.registry import tools
 from agentrl.tools.payloads import canonical_json, storable_messages, unknown_tool
-from agentrl.tools.runner import QUEUE_SECONDS, Call, Instance, Runner, Waiters, cancel_waiters
+from agentrl.tools.runner import (
+    Call,
+    CallLimits,
+    Instance,
+    Runner,
+    Waiters,
+    cancel_waiters,
+)
 from agentrl.tools.tool import Tool, schemas_of, serial_groups_of
 from agentrl.tools.validation import SlowCheck
 from agentrl.trajectory import Message, Sample, ToolResult
@@ -37,9 +44,9 @@ from agentrl.trajectory import Message, Sample, ToolResult
 log = logging.getLogger("agentrl.tools")
 
 IDLE_SECONDS = 1800.0
-"""A session that was not used for this long is closed: its trainer was killed."""
+"""A session that was not used for this time is closed, because its trainer was probably killed."""
 GRACE_SECONDS = 5.0
-"""How long closing an object waits for a call that still runs."""
+"""The time that closing an object waits for a call that still runs."""
 MAX_CLOSED_EPISODES = 10_000
 """How many closed episodes are remembered, so that their reward can be requested again."""
 MAX_CALLS = 1024
@@ -141,9 +148,9 @@ class ToolSession:
 
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         for tool in self._classes:
-            own = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
+            arguments = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
             injected = self._injected_values(tool.constructor_injected)
-            self._constructor_arguments[tool.name] = {**own, **injected}
+            self._constructor_arguments[tool.name] = {**arguments, **injected}
         for tool in self._classes:
             if tool.stateful:
                 instance = await self._runner.make(tool, self._constructor_arguments[tool.name])
@@ -223,21 +230,21 @@ class ToolSession:
             values = {**values, **self._injected_values(function.injected, messages)}
         # A cached call may also serve other episodes, so the end of this one does not cancel it.
         call = Call(tool, function, values, set() if tool.cache else self._waiters)
-        began = time.monotonic()
+        start = time.monotonic()
         if tool.cache:
             result = await runner.cached_result(tool, encoded, lambda: runner.call(call, None))
         elif tool.scope == "call":
             result = await runner.call_once(call, self._constructor_arguments[tool.name])
         else:
             result = await runner.call(call, self._instances.get(tool.name))
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
 
     async def close(self, with_reward: bool = True) -> float:
-        """Get the reward of every object, close the objects, and return the sum of the rewards.
+        """Call `reward()` of every object, close the objects, and return the sum of the rewards.
 
         Args:
-            with_reward: False if nobody needs the reward; then no `reward()` is called.
+            with_reward: whether to call `reward()`. If false, the result is 0.
         """
         if self._opening is not None:
             await asyncio.wait((self._opening,))
@@ -272,6 +279,8 @@ class ToolHost:
         on_call_end: see `Runner`.
         shard: which of the server's workers this process is.
         max_calls: limit of concurrent calls, see `enter`.
+        limits: see `Runner`.
+        idle_seconds: `close_idle_sessions` closes a session that was not used for this time.
     """
 
     def __init__(
@@ -280,6 +289,8 @@ class ToolHost:
         *,
         shard: ShardInfo = ShardInfo(),
         max_calls: float = math.inf,
+        limits: CallLimits = CallLimits(),
+        idle_seconds: float = IDLE_SECONDS,
     ):
         self.shard = shard
         self.calls_in_flight = 0
@@ -287,7 +298,8 @@ class ToolHost:
         self.is_draining = False
         """True if this process is stopping: new sessions and calls are refused."""
         self._max_calls = max_calls
-        self._runner = Runner(on_call_end)
+        self._idle_seconds = idle_seconds
+        self._runner = Runner(on_call_end, limits)
         self._sessions: dict[str, ToolSession] = {}
         self._closings: dict[str, asyncio.Task[float]] = {}
 
@@ -373,7 +385,7 @@ class ToolHost:
 
         Args:
             episode_id: an episode that is open or was closed.
-            with_reward: False if nobody needs the reward.
+            with_reward: whether to call `reward()`. If false, the result is 0.
 
         Raises:
             UnknownEpisode: it was never opened, or was closed long ago.
@@ -393,8 +405,8 @@ class ToolHost:
     async def close_idle_sessions(self) -> None:
         """Close sessions that are not used any more. Runs until it is cancelled."""
         while True:
-            await asyncio.sleep(min(IDLE_SECONDS / 4, 60.0))
-            oldest = time.monotonic() - IDLE_SECONDS
+            await asyncio.sleep(min(self._idle_seconds / 4, 60.0))
+            oldest = time.monotonic() - self._idle_seconds
             idle = [
                 s.episode_id
                 for s in self._sessions.values()
@@ -411,8 +423,3 @@ class ToolHost:
         running = [c for c in self._closings.values() if not c.done()]
         await asyncio.gather(*running, return_exceptions=True)
         self._runner.close()
-
-
-def max_answer_seconds(timeout: float) -> float:
-    """Return the longest time until a call is answered, for a tool with this timeout."""
-    return 2 * QUEUE_SECONDS + timeout

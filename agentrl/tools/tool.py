@@ -1,7 +1,7 @@
 """`@tool` registers a function, or a class with one object per episode, as a tool.
 
-A function stays the plain function that it was. What agentrl knows about it is stored in a frozen
-`Tool` in the registry. A dataset row lists tools by name. One tool may offer several functions to
+The decorator returns the function unchanged. The registry stores the properties of the tool in a
+frozen `Tool`. A dataset row lists tools by name. One tool may offer several functions to
 the model:
 
     @tool function    one function, with the name of the tool
@@ -47,14 +47,14 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """The description of a tool for those who call it but do not run it."""
+    """The description of a tool for a client, which calls the tool but does not run it."""
 
     name: str
     """The name that a dataset row lists."""
     schemas: Sequence[dict[str, Any]]
     """OpenAI function schemas of the functions that the model may call."""
     timeout: float
-    """How long a call may run, in seconds."""
+    """The time limit of a call, in seconds."""
     stateful: bool
     """True if the calls of an episode share an object. Then they run one after another."""
     injected: Sequence[str] = ()
@@ -97,20 +97,20 @@ class Tool:
     """How long a call may take, in seconds. Also the limit of a constructor, `reward` and `close`.
     """
     idempotent: bool = False
-    """Running a call twice has the same effect as running it once."""
+    """True if running a call twice has the same effect as running it once."""
     retries: int = 0
     """How often a failed call is repeated within its timeout. A call that raises `ToolError` is
-    not."""
+    never repeated."""
     max_concurrency: int = 0
     """Limit of concurrent calls of all episodes in a process; 0 means no limit."""
     rate_limit: float = 0.0
     """Limit of calls per second of all episodes in a process; 0 means no limit."""
     cache: bool = False
-    """Calls with equal arguments share one result, in all episodes of a process."""
+    """True if calls with equal arguments share one result, in all episodes of a process."""
     scope: Scope = "episode"
-    """How long an object of a class tool lives."""
+    """The lifetime of an object of a class tool: an episode or one call."""
     process: bool = False
-    """The function runs in a worker process, which is killed at the deadline."""
+    """True if the function runs in a worker process, which is killed at the deadline."""
     hooks: tuple[str, ...] = ()
     """The hooks that a class tool has: some of `reward` and `close`."""
     constructor_injected: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Tool:
 
     @property
     def spec(self) -> ToolSpec:
-        """The description of the tool for those who call it."""
+        """The description of the tool for clients."""
         # A call that creates an object and closes it may use the timeout of each of these steps.
         steps = 4 if self.is_class and self.scope == "call" else 1
         return ToolSpec(
@@ -182,8 +182,8 @@ def schemas_of(specs: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 def serial_groups_of(specs: Sequence[ToolSpec]) -> dict[str, str]:
     """Return the serial group of each function. Calls of one group run one after another.
 
-    Functions are in a group because they share the object of a class tool or the episode's `state`
-    (group ""). So the calls of a turn have the same results in every run.
+    The functions of a group share the object of a class tool or the episode's `state` (group "").
+    Because of the order, the calls of a turn have the same results in every run.
     """
     return {
         function: "" if "state" in spec.injected else spec.name
@@ -426,7 +426,7 @@ def _snake_case(name: str) -> str:
 
 
 def _option_problems(tool: Tool) -> Iterator[str]:
-    """Yield what is wrong with the options of a tool."""
+    """Yield a message for each wrong option of a tool."""
     if not 0 < tool.timeout < math.inf:
         yield f"timeout={tool.timeout} must be greater than 0 seconds"
     if tool.retries < 0:
@@ -449,18 +449,17 @@ def _option_problems(tool: Tool) -> Iterator[str]:
             yield "cache=True is for functions: an object's answers depend on its earlier calls"
         elif not tool.idempotent:
             yield "cache=True skips repeated calls: set idempotent=True if this is harmless"
-        of_episode = sorted(tool.injected - {"sandbox"})
-        if of_episode and not tool.is_class:
+        episode_parameters = sorted(tool.injected - {"sandbox"})
+        if episode_parameters and not tool.is_class:
             yield (
                 f"cache=True shares results between episodes, but the function takes"
-                f" {' and '.join(of_episode)}"
+                f" {' and '.join(episode_parameters)}"
             )
     if tool.process:
         if tool.is_class:
             yield "process=True is for functions: an object lives in this process"
         elif "." in tool.target.__qualname__ or tool.target.__module__ == "__main__":
-            # Its module is still being imported, so the name cannot be looked up here, only
-            # checked.
+            # The module is still being imported, so only the form of the name can be checked here.
             yield (
                 "process=True needs a function that the worker can import by its name: define it at"
                 " the top level of a file"

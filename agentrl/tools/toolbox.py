@@ -29,12 +29,12 @@ from agentrl.errors import (
 from agentrl.http import HttpClient, fetch_json
 from agentrl.registry import Registry, tools
 from agentrl.tools.payloads import encode_arguments, storable_messages, unknown_tool
+from agentrl.tools.runner import QUEUE_SECONDS, CallLimits
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.session import (
     GRACE_SECONDS,
     ToolHost,
     UnknownEpisode,
-    max_answer_seconds,
     worker_number,
 )
 from agentrl.tools.tool import ToolSpec, schemas_of, serial_groups_of
@@ -147,12 +147,16 @@ class Toolbox(ABC):
 
 
 class LocalToolbox(Toolbox):
-    """Runs the registered tools in this process."""
+    """Runs the registered tools in this process.
+
+    Args:
+        limits: the numbers of threads and processes, and the longest wait for one.
+    """
 
     where = "in this process"
 
-    def __init__(self) -> None:
-        self._host = ToolHost()
+    def __init__(self, limits: CallLimits = CallLimits()) -> None:
+        self._host = ToolHost(limits=limits)
 
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return schemas_of([tools.get(n).spec for n in dict.fromkeys(names)])
@@ -200,11 +204,22 @@ class HttpToolbox(Toolbox):
     Args:
         url: the URL of the server, e.g. `http://127.0.0.1:8900`.
         token: the bearer token; "" if the server asks for none.
+        request_seconds: the timeout of requests that run no code of a tool.
+        queue_seconds: the longest time that a call waits on the server. It may wait twice: for a
+            thread that validates its arguments, and to start.
     """
 
-    def __init__(self, url: str, token: str = ""):
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        request_seconds: float = REQUEST_SECONDS,
+        queue_seconds: float = QUEUE_SECONDS,
+    ):
         self.where = f"at {url}"
         self.url, self._token = url, token
+        self._request_seconds, self._queue_seconds = request_seconds, queue_seconds
         self._workers = [self._client(url)]
         """One client per worker of the server, by number."""
         self._specs: Registry[ToolSpec] | None = None
@@ -232,7 +247,7 @@ class HttpToolbox(Toolbox):
     async def open(self, episode_id: str, sample: Sample) -> None:
         if self._specs is None:
             self._specs = self._read_tool_list(
-                await self._request("GET", "/tools", None, REQUEST_SECONDS, "")
+                await self._request("GET", "/tools", None, self._request_seconds, "")
             )
         specs = [self._specs.get(n) for n in dict.fromkeys(sample.tools)]
         body = {
@@ -240,7 +255,8 @@ class HttpToolbox(Toolbox):
             "sample": sample if any(s.wants_row for s in specs) else {"tools": sample.tools},
             "create_kwargs": create_kwargs_of(sample),
         }
-        seconds = REQUEST_SECONDS + sum(max_answer_seconds(s.timeout) for s in specs if s.stateful)
+        opening = sum(self._call_seconds(s) for s in specs if s.stateful)
+        seconds = self._request_seconds + opening
         try:
             await self._request("POST", "/sessions", body, seconds, episode_id)
         except TypeError as e:
@@ -248,15 +264,15 @@ class HttpToolbox(Toolbox):
                 f"row {sample.row} (id {sample.id!r}) has values that JSON cannot hold, so it"
                 f" cannot be sent to its tools: {e}"
             ) from e
-        longest = max((max_answer_seconds(s.timeout) for s in specs), default=0.0)
+        longest = max(map(self._call_seconds, specs), default=0.0)
         message_readers = {f for s in specs if "messages" in s.injected for f in s.functions}
         self._episodes[episode_id] = _OpenEpisode(
-            serial_groups_of(specs), REQUEST_SECONDS + longest, message_readers
+            serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"
-        seconds = self._episodes.get(episode_id, _NOT_OPEN).seconds or REQUEST_SECONDS
+        seconds = self._episodes.get(episode_id, _NOT_OPEN).seconds or self._request_seconds
         try:
             seconds = GRACE_SECONDS + 2 * seconds
             answer = await self._request("DELETE", path, None, seconds, episode_id)
@@ -269,6 +285,10 @@ class HttpToolbox(Toolbox):
         finally:
             self._episodes.pop(episode_id, None)
         return float(answer["reward"])
+
+    def _call_seconds(self, spec: ToolSpec) -> float:
+        """Return the longest time until the server answers a call of a tool."""
+        return 2 * self._queue_seconds + spec.timeout
 
     async def aclose(self) -> None:
         await asyncio.gather(*map(self.close, list(self._episodes)), return_exceptions=True)

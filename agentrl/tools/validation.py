@@ -1,4 +1,4 @@
-"""Validates arguments against a JSON schema in bounded time.
+"""Validate arguments against a JSON schema in bounded time.
 
 A model writes the arguments, and the cost of patterns, unions and references in a schema can grow
 exponentially with them. So every keyword checks the clock, patterns are matched by the package
@@ -63,7 +63,7 @@ class Validator:
         schema: the schema of an object. Its references must point into itself.
 
     Raises:
-        ValueError: it is not such a schema, or its cost cannot be bounded.
+        ValueError: the schema is not valid, or the cost of validation cannot be bounded.
     """
 
     def __init__(self, schema: Mapping[str, Any]):
@@ -129,7 +129,7 @@ def subschemas(schema: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
 
 
 def _refuse_unbounded(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError if a schema has keywords whose cost the keywords below do not bound."""
+    """Raise ValueError if a schema has keywords whose cost this module does not bound."""
     resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
     for _, inner in subschemas(schema):
         for key in ("unevaluatedItems", "unevaluatedProperties"):
@@ -162,10 +162,10 @@ class _Clock(threading.local):
     end = 0.0
     """The time limit, on the clock `time.thread_time`."""
     pause = math.inf
-    """When validation next sleeps to let other threads run."""
+    """The time of the next sleep, which lets other threads run, on the same clock."""
     keywords = 0
-    """Number of keywords so far. Reading the clock costs as much as a cheap keyword, so not each
-    reads it."""
+    """The number of keywords that were checked. Reading the clock costs as much as a cheap keyword,
+    so only every 16th keyword reads it."""
 
 
 _clock = _Clock()
@@ -207,7 +207,7 @@ _BRACE = re.compile(r"\\[pPN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?!\d*,?
 
 
 @functools.lru_cache(1024)
-def _compiled(pattern: str) -> regex.Pattern[str]:
+def _compile(pattern: str) -> regex.Pattern[str]:
     # The package `regex` reads "a{e}" as a fuzzy match. In a schema the braces are literal.
     return regex.compile(_BRACE.sub(lambda m: r"\{" if m[0] == "{" else m[0], pattern))
 
@@ -217,7 +217,7 @@ def _has_match(pattern: str, text: str) -> bool:
     seconds_left = _time_left()
     try:
         # `concurrent` releases Python's lock during the search.
-        return _compiled(pattern).search(text, timeout=seconds_left, concurrent=True) is not None
+        return _compile(pattern).search(text, timeout=seconds_left, concurrent=True) is not None
     except (TimeoutError, MemoryError):
         raise SlowCheck from None
 
@@ -243,11 +243,11 @@ def _additional_properties(
 ) -> Iterator[ValidationError]:
     if not validator.is_type(instance, "object"):
         return
-    known, patterns = schema.get("properties", {}), schema.get("patternProperties", ())
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", ())
     extras = [
         name
         for name in instance
-        if name not in known and not any(_has_match(pattern, name) for pattern in patterns)
+        if name not in properties and not any(_has_match(pattern, name) for pattern in patterns)
     ]
     if validator.is_type(value, "object"):
         for name in extras:
@@ -262,15 +262,15 @@ def _unique_items(
 ) -> Iterator[ValidationError]:
     if not value or not validator.is_type(instance, "array"):
         return
-    seen: set[str] = set()
+    texts: set[str] = set()
     for item in instance:
         _time_left()
         # JSON text is hashed, not the value: an attacker can choose numbers whose hashes collide.
         text = json.dumps(_canonical(item), sort_keys=True)
-        if text in seen:
+        if text in texts:
             yield ValidationError(f"{instance!r} has non-unique elements")
             return
-        seen.add(text)
+        texts.add(text)
 
 
 def _canonical(value: Any) -> Any:
@@ -323,4 +323,4 @@ _FORMATS = FormatChecker(formats=())
 
 @_FORMATS.checks("regex", raises=regex.error)
 def _is_pattern(pattern: object) -> bool:
-    return not isinstance(pattern, str) or bool(_compiled(pattern))
+    return not isinstance(pattern, str) or bool(_compile(pattern))

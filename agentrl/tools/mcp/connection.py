@@ -97,7 +97,7 @@ class McpConnection:
     # -- in the connection's own loop -------------------------------------------------------------
 
     async def _list(self) -> tuple[str, list[ListedTool]]:
-        link = await self._connected()
+        link = await self._connect()
         tools: list[ListedTool] = []
         cursor: str | None = None
         while len(tools) <= MAX_TOOLS:
@@ -110,7 +110,7 @@ class McpConnection:
         return (info.name if info else ""), tools
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        link = await self._connected()
+        link = await self._connect()
         result = await self._request(link, link.client.call_tool(name, arguments))
         text = _text_of(result)
         if result.is_error:
@@ -136,7 +136,7 @@ class McpConnection:
             await self._disconnect(link)
             raise ToolServerError(f"{self._address.shown}: {type(e).__name__}: {e}") from e
 
-    async def _connected(self) -> _OpenClient:
+    async def _connect(self) -> _OpenClient:
         async with self._lock:
             if self._link is None or self._link.owner.done():
                 ready: asyncio.Future[Client] = self._loop.create_future()
@@ -188,7 +188,7 @@ class McpConnection:
 
 
 async def _is_alive(link: _OpenClient) -> bool:
-    """Return whether the server still answers."""
+    """Return whether the MCP server still answers requests."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await link.client.list_tools(cache_mode="bypass")

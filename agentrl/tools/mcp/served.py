@@ -1,8 +1,8 @@
-"""Serves the registered tools to MCP clients: `agentrl tools serve --mcp`.
+"""Serve the registered tools to MCP clients: `agentrl tools serve --mcp`.
 
 The endpoint is /mcp of the tool server, behind the same guard. Each MCP session has one episode per
-tool. A class tool is created by its first call and closed when it was idle for long. Clients
-without a session (protocol version 2026-07-28 has none) get a new episode for every call.
+tool. The first call creates the object of a class tool, which is closed after it was idle for long.
+Clients without a session (protocol version 2026-07-28 has none) get a new episode for every call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class McpEndpoint:
     def __init__(self, host: ToolHost):
         self._host = host
         specs = [tools.get(name).spec for name in tools.names() if _is_usable_without_row(name)]
-        self._to_mcp_tool = [_to_mcp_tool(schema["function"]) for schema in schemas_of(specs)]
+        self._mcp_tools = [_to_mcp_tool(schema["function"]) for schema in schemas_of(specs)]
         self._owners = {f: spec.name for spec in specs for f in spec.functions}
         self._turns = itertools.count()
         server = Server(
@@ -67,7 +67,7 @@ class McpEndpoint:
             yield
 
     async def _list(self, context: Any, params: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=self._to_mcp_tool)
+        return types.ListToolsResult(tools=self._mcp_tools)
 
     async def _call(
         self, context: Any, params: types.CallToolRequestParams
@@ -96,9 +96,9 @@ class McpEndpoint:
             if not owner:
                 return unknown_tool(name, self._owners)
             await self._host.open(episode, Sample("mcp", (), tools=(owner,)), {})
-            encoded = encode_arguments(ToolCall(name, arguments))
-            if isinstance(encoded, ToolResult):
-                return encoded
+            json_arguments = encode_arguments(ToolCall(name, arguments))
+            if isinstance(json_arguments, ToolResult):
+                return json_arguments
             session = self._host.session(episode)
             return await session.call(next(self._turns), 0, name, arguments)
         finally:

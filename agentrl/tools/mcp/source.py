@@ -1,4 +1,4 @@
-"""Registers the tools of an MCP server: `--file mcp+http://HOST/PATH`, `mcp+stdio:COMMAND`.
+"""Register the tools of an MCP server: `--file mcp+http://HOST/PATH`, `mcp+stdio:COMMAND`.
 
     mcp+http://127.0.0.1:8000/mcp            streamable HTTP; also mcp+https://
     mcp+stdio:python -m my_server --flag     a program that is started; messages go through pipes
@@ -52,7 +52,7 @@ _EXPECTED = "mcp+http://HOST/PATH, mcp+https://HOST/PATH or mcp+stdio:COMMAND AR
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 _loaded: dict[str, Any] = {}
-"""Connections by name. A process opens one per name, however often the name is loaded."""
+"""Connections by name. A name that is loaded again uses the same connection."""
 
 
 def load(name: str) -> None:
@@ -101,7 +101,7 @@ def _caller(
     return remote
 
 
-# -- where it is ----------------------------------------------------------------------------------
+# -- the address of a server -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _label(name: str, label: str) -> str:
     return label
 
 
-# -- what it specs -------------------------------------------------------------------------------
+# -- the tools of a server -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class ListedTool:
 
 
 def functions_of(listing: Iterable[ListedTool], prefix: str, where: str) -> dict[str, ToolFunction]:
-    """Convert listed tools to functions for the registry, by the server's own name.
+    """Convert listed tools to functions for the registry. The keys are the server's own names.
 
     Surplus tools, and tools without a usable schema, are left out with a warning.
 
@@ -209,7 +209,7 @@ def _safe_parameters(schema: Any, name: str, where: str) -> Parameters:
     """Return the parameters for a schema without expensive keywords.
 
     Raises:
-        UserError: why the schema cannot be used.
+        UserError: the schema cannot be used. The message says why.
     """
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise UserError("its schema is not the schema of an object")

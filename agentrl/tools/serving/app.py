@@ -8,7 +8,7 @@
     GET    /metrics                   metrics of each tool for Prometheus
 
 Every request may be sent twice: (episode, turn, call_index) identifies a call. The answer to a call
-is a `ToolResult` with status 200, also if it tells the model of a mistake. Other statuses carry
+is a `ToolResult` with status 200, also if the model made a mistake. Other statuses carry
 `{"error": class, "message": text}`. 4xx means that the request is wrong, 503 that the server cannot
 answer. A 503 with `Retry-After` may be sent again. One worker serves an episode (`worker_number`);
 other workers answer with 421.
@@ -56,7 +56,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
 CALLS = "/sessions/{episode_id:path}/calls"
 
-# -- what is sent ---------------------------------------------------------------------------------
+# -- requests and responses -----------------------------------------------------------------------
 
 
 class OpenRequest(BaseModel):
@@ -82,7 +82,7 @@ class CallRequest(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Why the request failed."""
+    """The error of a request that failed."""
 
     error: str
     """The class of the error: an exception of agentrl, `BadRequest` or `Refused`."""
@@ -146,10 +146,12 @@ class ToolMetrics:
         prometheus.disable_created_metrics()
         self._registry = prometheus.CollectorRegistry()
         labels: Any = {"labelnames": ["tool"], "registry": self._registry, "buckets": SECONDS}
-        queued = prometheus.Histogram(
+        queue_time = prometheus.Histogram(
             "agentrl_tool_queue_seconds", "Time a call waited to start", **labels
         )
-        ran = prometheus.Histogram("agentrl_tool_execute_seconds", "Time a call ran", **labels)
+        execution_time = prometheus.Histogram(
+            "agentrl_tool_execute_seconds", "Time a call ran", **labels
+        )
         calls = prometheus.Counter(
             "agentrl_tool_calls",
             "Calls by outcome",
@@ -163,14 +165,16 @@ class ToolMetrics:
             "agentrl_tool_calls_in_flight", "Calls in flight", registry=self._registry
         )
         # Looking up a metric by its labels costs more than incrementing it.
-        self._of_tool = functools.cache(lambda tool: (queued.labels(tool), ran.labels(tool)))
+        self._of_tool = functools.cache(
+            lambda tool: (queue_time.labels(tool), execution_time.labels(tool))
+        )
         self._calls = functools.cache(calls.labels)
 
-    def observe_call(self, tool: str, queued: float, took: float) -> None:
+    def observe_call(self, tool: str, queue_seconds: float, execution_seconds: float) -> None:
         """Record the seconds that a call waited to start, and the seconds that it ran."""
         queue_histogram, execute_histogram = self._of_tool(tool)
-        queue_histogram.observe(queued)
-        execute_histogram.observe(took)
+        queue_histogram.observe(queue_seconds)
+        execute_histogram.observe(execution_seconds)
 
     def count_result(self, tool: str, outcome: str) -> None:
         """Count a call by its outcome.
@@ -205,7 +209,7 @@ def create_app(
     """
     mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
     # The guard checks the token. This declares it in the OpenAPI document.
-    secured = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if token else []
+    security = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if token else []
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -229,7 +233,7 @@ def create_app(
         return {
             "response_model": answer,
             "response_description": answer.__doc__ if answer else "Text",
-            "dependencies": [] if anybody else secured,
+            "dependencies": [] if anybody else security,
             "responses": {
                 status: {"model": ErrorResponse, "description": STATUS_TEXTS[status]}
                 for status in sorted((*always, *statuses))
@@ -317,8 +321,8 @@ def create_app(
 
     @app.exception_handler(AgentRLError)
     async def handle_agentrl_error(_: Request, e: AgentRLError) -> Response:
-        later = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
-        return error_response(_status(e), type(e).__name__, str(e), later)
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
+        return error_response(_status(e), type(e).__name__, str(e), headers)
 
     @app.exception_handler(ValidationError)
     async def handle_validation_error(_: Request, e: ValidationError) -> Response:

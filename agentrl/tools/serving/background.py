@@ -1,4 +1,4 @@
-"""Runs a tool server in child processes, and restarts a process that dies.
+"""Run a tool server in child processes, and restart a process that dies.
 
     Workers    a server: one or several processes; each episode is served by one of them
       Worker   one of these processes, and its restarts
@@ -8,8 +8,8 @@ the same port, and requests that arrive during the restart wait. The sessions of
 lost, and their episodes are played again.
 
 A worker receives one message with its settings, such as files and token. They are not in its
-arguments or environment, which other users could read. It answers that it serves, or why it cannot.
-It stops at the end of its standard input. Its output is logged here.
+arguments or environment, which other users could read. The worker replies that it serves, or why it
+cannot. It stops at the end of its standard input. This process logs its output.
 """
 
 from __future__ import annotations
@@ -226,9 +226,9 @@ class Worker:
                 too_often = (
                     len(self._deaths) == RESTARTS and self._deaths[0] > now - RESTARTS_WITHIN_S
                 )
-                what = "too often to be restarted" if too_often else "and is restarted"
+                consequence = "too often to be restarted" if too_often else "and is restarted"
                 message = f"the tool server ended by itself, code {process.exit_code}"
-                log.error("%s, %s%s", message, what, _last_lines(process))
+                log.error("%s, %s%s", message, consequence, _last_lines(process))
                 if not too_often:
                     process.stop()
                     self.process = self._start()

@@ -1,4 +1,4 @@
-"""Binds the sockets of agentrl's servers: on loopback, or elsewhere if there is a token."""
+"""Bind the sockets of agentrl's servers: on loopback, or on any address if there is a token."""
 
 from __future__ import annotations
 

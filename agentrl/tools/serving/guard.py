@@ -1,8 +1,8 @@
 """Access control of a server that runs code: only the training run may use it.
 
-A request needs a known Host header (a web page whose name resolves to this machine sends another),
-no Origin header (web pages send one), the bearer token, the content type JSON (forms cannot send
-it), and a body of bounded length that arrives in bounded time.
+A request needs a known Host header (DNS rebinding uses another one), no Origin header (web pages
+send one), the bearer token, the content type JSON (HTML forms cannot send it), and a body of
+bounded length that arrives in bounded time.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Guard:
             raise _Refused(403, f"unknown host name {host!r}")
         if b"origin" in headers:
             raise _Refused(403, "requests of web pages are not allowed")
-        sent, expected = headers.get(b"authorization", b""), self._authorization
-        if expected and path != "/health" and not hmac.compare_digest(sent, expected):
+        actual, expected = headers.get(b"authorization", b""), self._authorization
+        if expected and path != "/health" and not hmac.compare_digest(actual, expected):
             raise _Refused(401, "the bearer token is missing or wrong")
 
 
@@ -118,10 +118,10 @@ async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) ->
 
 def _replay(body: bytes, rest: Receive) -> Receive:
     """Return a `receive` that delivers the body, then waits for the client to disconnect."""
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
-        return whole.pop() if whole else await rest()
+        return messages.pop() if messages else await rest()
 
     return receive
 

@@ -31,7 +31,7 @@ MAX_HEAD = 2**16
 MAX_REQUEST = 2 * MAX_SESSION_BODY
 """Limit of a request in bytes, including the framing of chunks. Its body has its own limits."""
 DRAIN_SECONDS = 10.0
-"""How long a server that is stopping waits for running calls."""
+"""The time that a server that is stopping waits for running calls."""
 END_SECONDS = 18.0
 """How long the shutdown may take after that: 5 s for connections, 10 s for sessions, and a reserve.
 """
@@ -77,7 +77,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close a connection without a request. If there is none, answer this one with 503."""
+        """Close an idle connection. If there is none, answer the requests of this one with 503."""
         for other in self.connections:
             if isinstance(other, BoundedHttpProtocol) and other._is_idle:
                 other.transport.close()
@@ -114,9 +114,9 @@ def _reserve_descriptors() -> int:
     """
     programs = descriptors_of_tools(tools.get(name) for name in tools.names())
     open_files.reserve(programs)
-    accepted = connections_accepted(open_files.left_for_connections())
-    open_files.reserve(programs + accepted)
-    return accepted
+    max_connections = connections_accepted(open_files.left_for_connections())
+    open_files.reserve(programs + max_connections)
+    return max_connections
 
 
 class ToolServer(uvicorn.Server):
@@ -202,7 +202,7 @@ class ToolServer(uvicorn.Server):
 
     def _end_in_time(self, sig: int) -> None:
         if not self._has_ended.wait(DRAIN_SECONDS + END_SECONDS):
-            log.error("a tool does not end although it was cancelled: the tool server exits now")
+            log.error("a tool did not end after it was cancelled: the tool server exits now")
             os._exit(128 + sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
