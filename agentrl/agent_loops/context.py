@@ -149,9 +149,7 @@ class Context:
                     f" {message.content[:60]!r}"
                 )
         if not messages or messages[-1].role == "assistant":
-            raise UserCodeError(
-                "ep.branch: the last message must be a user or tool message"
-            )
+            raise UserCodeError("ep.branch: the last message must be a user or tool message")
         self.messages = list(messages)
         self._pending.clear()
         self._is_edited = True

@@ -527,7 +527,7 @@ def _require_order(shown: str, text: bool, calls: int) -> None:
     if text and PROBE_TEXT not in shown:
         raise _NotShown("the chat template does not show a text before a call")
     if text and calls and -1 < shown.find(PROBE_ARGUMENT) < shown.find(PROBE_TEXT):
-        raise _NotShown("the chat template shows the text before a call after the call")
+        raise _NotShown("the chat template moves the text before a call to a place after the call")
 
 
 def _verdict(shape: Shape, outcomes: Mapping[str, Outcome]) -> Verdict:

@@ -107,8 +107,8 @@ def bwrap_options(
 def rlimit_command(limits: Limits) -> list[str]:
     """Return the command that sets the limits of each process.
 
-    It runs inside the namespace, where only the program's processes are counted. One more is
-    allowed for process 1.
+    The command runs inside the namespace, where only the program's processes are counted. The limit
+    of processes is higher by one, because process 1 is counted as well.
     """
     return [
         "/usr/bin/prlimit", f"--cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}",
@@ -129,7 +129,7 @@ def _program(name: str) -> str:
 
 @cache
 def _mounts(python: str) -> Sequence[str]:
-    """Return the options that mount the folders of this machine that a program needs, read-only."""
+    """Return the options that mount the folders that a program needs, read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         path = Path(name)

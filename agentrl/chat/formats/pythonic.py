@@ -219,7 +219,7 @@ def read_literal(text: str, position: int) -> tuple[Any, int]:
 
 
 def _end_of_closing(text: str, position: int, bracket: str) -> int:
-    """Return the end of the closing bracket at a position, or 0 if there is other text."""
+    """Return the index after the closing bracket at `position`; 0 if there is no such bracket."""
     close = _CLOSE.match(text, position)
     return close.end() if close and close[0][-1] == bracket else 0
 
