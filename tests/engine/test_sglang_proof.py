@@ -106,7 +106,7 @@ def test_other_values_are_refused(fault):
             arrives[name].view(-1)[0] *= 1.01
         if fault == "another shape":
             arrives[name] = tensor[..., :-1]
-    with pytest.raises(EngineError, match=r"http://server: version 2 .* another model\.\w+"):
+    with pytest.raises(EngineError, match=r"http://server: version 2 .* other values of model\.\w+"):
         publish(server, checker, 2, sent, arrives)
 
 
@@ -173,7 +173,7 @@ def test_a_server_without_checksums_is_asked_once():
     checker = proof(server)
     for version in range(3):
         publish(server, checker, version, weights(version), {})
-    assert [path for path, _ in server.asked].count("/weights_checker") == 1
+    assert [path for path, _ in server.requests].count("/weights_checker") == 1
 
 
 # -- a real server ---------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ async def test_first_in_first_out():
     server = Counted(0.002)
     async with clients(2, server) as [client]:
         await asyncio.gather(*(ask(client, f"/{i}") for i in range(40)))
-    assert server.asked == [f"/{i}" for i in range(40)]
+    assert server.paths == [f"/{i}" for i in range(40)]
 
 
 async def test_a_tool_call_does_not_wait_behind_all_turns():
