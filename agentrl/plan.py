@@ -151,7 +151,7 @@ def make_plan(config: Config) -> Plan:
 def _programs(plan: Plan) -> list[str]:
     """Return the tools and rewards of the rows that run programs in this machine's sandbox.
 
-    With `tools.url`, the tools run programs in the sandbox of that server and are not returned.
+    With `tools.url`, the tools use the sandbox of that server, so they are left out.
     """
     names = {name for sample in plan.samples for name in sample.tools}
     tools = [

@@ -275,7 +275,7 @@ def _pattern(tokens: dict[str, tuple[bool, bool]]) -> regex.Pattern[str]:
     """Return a pattern of tokens, the longest first.
 
     Args:
-        tokens: by text, whether a token absorbs the white space before it and after it.
+        tokens: for the text of each token, whether it absorbs white space before and after it.
     """
     texts = sorted(tokens, key=len, reverse=True)
     joined = "|".join(

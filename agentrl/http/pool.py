@@ -89,8 +89,8 @@ class _Answer:
     def end(self, error: Exception | None) -> None:
         """Handle the end of the connection.
 
-        It completes an answer without a length. Any other answer is then incomplete, which is an
-        error.
+        If the server did not announce the length of its answer, the answer is complete now. Otherwise
+        the answer is incomplete, and its future gets an exception.
         """
         if self._headers_seen and not self._has_length and error is None:
             self.on_message_complete()

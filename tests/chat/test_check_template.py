@@ -369,7 +369,7 @@ def test_a_text_that_is_rendered_after_its_call_is_reported():
     verdicts = {v.shape: v for v in verify_tokenizer(family_tokenizer("gemma4"), ends("gemma4"))}
     one = verdicts["one tool"]
     assert one.status == "append-only" and one.kinds["text + call"] == "unsupported"
-    assert "shows the text before a call after the call" in one.detail
+    assert "moves the text before a call to a place after the call" in one.detail
 
 
 def test_a_long_result_is_cut_before_it_is_shown():
