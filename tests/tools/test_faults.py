@@ -19,7 +19,6 @@ from agentrl.errors import ToolServerError, UserCodeError
 from agentrl.http import HttpClient
 from agentrl.http.client import retry_after_seconds
 from agentrl.tools import HttpToolbox, tool
-from agentrl.tools import toolbox as toolbox_module
 from agentrl.tools.serving.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
 
@@ -104,10 +103,11 @@ class Proxy:
 
 
 @contextlib.asynccontextmanager
-async def through(url: str) -> AsyncIterator[tuple[Proxy, HttpToolbox]]:
+async def through(url: str, **timeouts: float) -> AsyncIterator[tuple[Proxy, HttpToolbox]]:
     proxy = Proxy(url)
     server = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
-    box = HttpToolbox(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN)
+    port = server.sockets[0].getsockname()[1]
+    box = HttpToolbox(f"http://127.0.0.1:{port}", TOKEN, **timeouts)
     try:
         yield proxy, box
     finally:
@@ -198,11 +198,9 @@ async def test_a_lost_answer_is_sent_again(url, key):
         assert (len(proxy.calls), RAN.count(key)) == (5, 2)
 
 
-async def test_an_answer_that_never_comes_costs_the_deadline(url, key, monkeypatch):
+async def test_an_answer_that_never_comes_costs_the_deadline(url, key):
     """To a tenth; and it is not sent again after it."""
-    monkeypatch.setattr(toolbox_module, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox_module, "max_answer_seconds", lambda timeout: timeout)
-    async with through(url) as (proxy, box):
+    async with through(url, request_seconds=0.5, queue_seconds=0.0) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = ["never"]
         began = time.monotonic()
@@ -241,10 +239,8 @@ async def test_a_slow_network_that_loses_things(url, key):
         assert len(proxy.calls) == 28
 
 
-async def test_a_busy_server_is_not_retried_beyond_the_deadline(url, key, monkeypatch):
-    monkeypatch.setattr(toolbox_module, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox_module, "max_answer_seconds", lambda timeout: timeout)
-    async with through(url) as (proxy, box):
+async def test_a_busy_server_is_not_retried_beyond_the_deadline(url, key):
+    async with through(url, request_seconds=0.5, queue_seconds=0.0) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = [answer("503 Busy", BUSY, "retry-after: 1")] * 9
         began = time.monotonic()

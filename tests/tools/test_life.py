@@ -29,9 +29,9 @@ from agentrl.http import HttpClient
 from agentrl.rewards.scorer import check_graders, make_scorer
 from agentrl.sandbox import Sandbox
 from agentrl.testing import byte_tokenizer
-from agentrl.tools import HttpToolbox, LocalToolbox, runner, tool
+from agentrl.tools import HttpToolbox, LocalToolbox, tool
 from agentrl.tools.payloads import MAX_DEPTH, encode_arguments
-from agentrl.tools.runner import ResultCache
+from agentrl.tools.runner import CallLimits, ResultCache
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
 PROCESSES = str(Path(__file__).parents[1] / "support" / "tool_processes.py")
@@ -147,15 +147,13 @@ async def test_a_rate_limit_spreads_calls_and_takes_none_of_their_time(toolbox):
     assert all(start >= start_time + i / 20 for i, start in enumerate(began))
 
 
-async def test_a_call_that_waits_too_long_for_the_rate_limit(monkeypatch):
-    monkeypatch.setattr(runner, "QUEUE_SECONDS", 0.3)
-
+async def test_a_call_that_waits_too_long_for_the_rate_limit():
     @tool(rate_limit=5)
     def api() -> str:
         """Ask."""
         return "yes"
 
-    box = LocalToolbox()
+    box = LocalToolbox(CallLimits(queue_seconds=0.3))
     with pytest.raises(ToolServerError, match=r"could not start within .*rate_limit=5"):
         await run(box, *[("api", {})] * 4)
     await box.aclose()
@@ -351,12 +349,10 @@ async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
     await box.aclose()
 
 
-async def test_a_call_that_cannot_be_sent_to_a_process_frees_its_place(monkeypatch, caplog):
+async def test_a_call_that_cannot_be_sent_to_a_process_frees_its_place(caplog):
     """Whatever goes wrong is an answer, and the next call finds room."""
     registry.load_file(PROCESSES)
-    monkeypatch.setattr(runner, "PROCESSES", 2)
-    monkeypatch.setattr(runner, "QUEUE_SECONDS", 5.0)
-    box = LocalToolbox()
+    box = LocalToolbox(CallLimits(processes=2, queue_seconds=5.0))
     wrong = await run(box, *[("offers_too_much", {"n": 1})] * 3)
     assert [r.error for r in wrong] == ["crash"] * 3
     assert wrong[0].content == "Error: the tool failed: TypeError"

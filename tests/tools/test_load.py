@@ -31,6 +31,11 @@ async def wait(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "waited"
 
+@tool(timeout=0.1)
+async def answer() -> str:
+    """Answer at once."""
+    return "answered"
+
 @tool
 def block(seconds: float) -> str:
     """Hold a thread."""
@@ -188,20 +193,16 @@ async def test_twice_as_much_as_it_can_take(file):
         await box.aclose()
 
 
-async def test_calls_that_wait_beyond_the_deadline_are_infrastructure_errors(file, monkeypatch):
-    from agentrl.tools import toolbox
-
-    monkeypatch.setattr(toolbox, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(toolbox, "max_answer_seconds", lambda timeout: 0.0)
+async def test_calls_that_wait_beyond_the_deadline_are_infrastructure_errors(file):
     url, token, server = serve_in_background([file], max_calls=1)
     with server:
-        box, ids = await opened(url, token, 2)
-        monkeypatch.setattr(toolbox, "max_answer_seconds", lambda timeout: 60.0)
-        long_box, [first, _] = await opened(url, token, 2)
-        running = asyncio.create_task(long_box.run([ToolCall("block", {"seconds": 1.0})], first, 0))
+        box = HttpToolbox(url, token, request_seconds=0.5, queue_seconds=0.0)
+        await box.open("impatient", Sample("s", (), tools=("answer",)))
+        long_box, [first] = await opened(url, token, 1)
+        running = asyncio.create_task(long_box.run([ToolCall("block", {"seconds": 1.5})], first, 0))
         await asyncio.sleep(0.3)
         with pytest.raises(ToolServerError, match="has 1 calls in flight, which is its maximum"):
-            await box.run([ToolCall("wait", {"seconds": 0.0})], ids[1], 0)
+            await box.run([ToolCall("answer", {})], "impatient", 0)
         [result] = await running
         assert result.content == "held"
         await box.aclose()

@@ -26,7 +26,8 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.http import HttpClient
-from agentrl.tools import HttpToolbox, LocalToolbox, runner, session, tool
+from agentrl.tools import HttpToolbox, LocalToolbox, tool
+from agentrl.tools.runner import CallLimits
 from agentrl.tools.session import ToolHost, UnknownEpisode
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
 
@@ -527,11 +528,9 @@ async def test_closing_while_a_call_runs(toolbox, zoo):
     assert zoo.CLOSED.count(f"notebook {sample.id}") == 1
 
 
-async def test_a_call_that_cannot_start_is_not_an_error_of_the_model(zoo, monkeypatch):
+async def test_a_call_that_cannot_start_is_not_an_error_of_the_model(zoo):
     zoo.RELEASE.clear()
-    monkeypatch.setattr(runner, "THREADS", 1)
-    monkeypatch.setattr(runner, "QUEUE_SECONDS", 0.2)
-    box = LocalToolbox()
+    box = LocalToolbox(CallLimits(threads=1, queue_seconds=0.2))
     sample = row("hang", "add")
     await box.open(sample.id, sample)
     [result] = await box.run([ToolCall("hang", {})], sample.id, 0)
@@ -547,9 +546,8 @@ async def test_a_call_that_cannot_start_is_not_an_error_of_the_model(zoo, monkey
     await box.aclose()
 
 
-async def test_unused_sessions_are_closed(zoo, caplog, monkeypatch):
-    monkeypatch.setattr(session, "IDLE_SECONDS", 0.2)
-    host = ToolHost()
+async def test_unused_sessions_are_closed(zoo, caplog):
+    host = ToolHost(idle_seconds=0.2)
     reaper = asyncio.create_task(host.close_idle_sessions())
     sample = row("notebook", "nap")
     await host.open("left", sample, {})
