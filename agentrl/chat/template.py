@@ -324,7 +324,7 @@ class ChatTemplate:
         return self.encoder.decode_plain(ids)
 
     def count_control_tokens(self, message: Message, is_from_row: bool = False) -> int:
-        """Return the number of control tokens in a message that it must not contain.
+        """Count the control tokens in a message, except those that the message may contain.
 
         Args:
             message: a message that is not the assistant's.

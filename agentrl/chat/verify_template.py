@@ -308,7 +308,7 @@ class _Verifier:
         return _Script(shape.system, rounds, shape.calls)
 
     def _outcomes(self, script: _Script) -> dict[str, Outcome]:
-        """Return the outcome of each kind that a model can write, by its description."""
+        """Return the outcome of each kind of turns that a model can write, by kind."""
         outcomes = {}
         for kind in TURN_KINDS:
             if (kind.text or script.calls) and not (kind.thought and self.ends_thoughts):
@@ -504,7 +504,9 @@ class _Verifier:
         if continues and end and PROBE_TEXT not in head and PROBE_ARGUMENT not in head:
             return f"{head}{PROBE_THOUGHT}{end}{rest}"  # the template writes an empty thought
         if not begins_thought and not self.begins_thoughts:
-            raise _ThoughtNotShown("the chat template does not show the thought of such a turn")
+            raise _ThoughtNotShown(
+                "the chat template does not show the thought of a turn of this kind"
+            )
         answer = shown.removeprefix(thinking.old_turn_prefix)
         # If the template does not trim the empty lines before the answer, it shows them later.
         gap = thinking.gap if thinking.trims and not answer.startswith(thinking.gap) else ""

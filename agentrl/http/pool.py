@@ -89,8 +89,8 @@ class _Answer:
     def end(self, error: Exception | None) -> None:
         """Handle the end of the connection.
 
-        If the server did not announce the length of its answer, the answer is complete now. Otherwise
-        the answer is incomplete, and its future gets an exception.
+        If the server did not announce the length of its answer, the answer is complete now.
+        Otherwise the answer is incomplete, and its future gets an exception.
         """
         if self._headers_seen and not self._has_length and error is None:
             self.on_message_complete()
@@ -230,7 +230,7 @@ class ServerQueue:
 
 
 class ConnectionPool:
-    """At most `max_connections` connections. Belongs to one event loop.
+    """A pool of at most `max_connections` connections. Belongs to one event loop.
 
     Args:
         max_connections: includes idle connections and connections that are being opened.

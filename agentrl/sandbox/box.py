@@ -359,8 +359,8 @@ class Driver:
         """Let the driver read or write a file.
 
         Raises:
-            OSError: the file cannot be read or written. PermissionError if the path leads out of the
-                folder.
+            OSError: the file cannot be read or written.
+            PermissionError: the path leads out of the folder.
         """
         return await self._request(
             {"do": do, "path": self._relative_path(path), **request}, GRACE_SECONDS
