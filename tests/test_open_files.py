@@ -57,22 +57,22 @@ def over_http(
 @pytest.mark.load
 def test_2048_rollouts_under_the_usual_limit(tmp_path):
     """Engine and tools over HTTP: all are played at the first try, and stored."""
-    found = over_http(tmp_path, 1024, 256, 8, 0.2, timeout=20.0)
-    print(found)
-    assert found["rollouts"] == found["stored"] == found["rewards"] == 2048
-    assert (found["dropped"], found["turns"]) == (0, 4096)
-    assert found["stops"] == {"done": 2048} and found["tries"] == {"": 2048}
-    assert found["open at most"] < 1024 == found["limit"]
-    assert found["turns at once"] > 256
+    report = over_http(tmp_path, 1024, 256, 8, 0.2, timeout=20.0)
+    print(report)
+    assert report["rollouts"] == report["stored"] == report["rewards"] == 2048
+    assert (report["dropped"], report["turns"]) == (0, 4096)
+    assert report["stops"] == {"done": 2048} and report["tries"] == {"": 2048}
+    assert report["open at most"] < 1024 == report["limit"]
+    assert report["turns at once"] > 256
 
 
 @pytest.mark.load
 def test_waiting_for_a_connection_ends_no_episode(tmp_path):
     """128 episodes of two turns of 0.5 s share 14 connections. Each may take 8 s, without waits."""
-    found = over_http(tmp_path, 142, 16, 8, 0.5, timeout=8.0)
-    print(found)
-    assert found["stops"] == {"done": 128} and found["tries"] == {"": 128}
-    assert found["seconds"] > 8.0 and found["turns at once"] <= 14
+    report = over_http(tmp_path, 142, 16, 8, 0.5, timeout=8.0)
+    print(report)
+    assert report["stops"] == {"done": 128} and report["tries"] == {"": 128}
+    assert report["seconds"] > 8.0 and report["turns at once"] <= 14
 
 
 ROW = {
@@ -85,7 +85,7 @@ ROW = {
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_limit_that_is_too_low_is_said_at_once(tmp_path, command):
+def test_a_limit_that_is_too_low_is_reported_at_once(tmp_path, command):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps(ROW) + "\n") * 256)
     options = ["--dataset", str(rows), "--model", "tiny", "--file", "shelf:calculator"]
@@ -141,7 +141,7 @@ BIG = {"data": {"train": "t", "val": "v", "batch_size": 256}, "rollout": {"n": 8
 
 def needed_by(plan: Plan, limit) -> int:
     """The lowest limit under which a plan is not refused."""
-    low, high, found = 1, 10**5, 0
+    low, high, needed = 1, 10**5, 0
     while low < high:
         middle = (low + high) // 2
         limit(middle)
@@ -150,12 +150,12 @@ def needed_by(plan: Plan, limit) -> int:
             high = middle
         except ConfigError as e:
             low = middle + 1
-            found = parts_of(str(e))
-    assert found == low, "it names another number than it needs"
+            needed = parts_of(str(e))
+    assert needed == low, "it names another number than it needs"
     return low
 
 
-def test_what_a_run_needs(limit):
+def test_the_number_of_descriptors_that_a_run_needs(limit):
     registry.load_file("shelf:calculator")
     registry.load_file("shelf:python_session")
     here = 128 + 4 * 2  # two workers for rewards
@@ -172,8 +172,8 @@ def test_what_a_run_needs(limit):
         "validation plays more at once"
     )
     boxes = {**in_process, "data": few["data"], "sandbox": {"slots": 301}}
-    found = needed_by(plan_of(boxes, "python_session"), limit)
-    assert found == here + 12 * 301 + 6 * 16, "the section of the plan, not the settings until now"
+    needed = needed_by(plan_of(boxes, "python_session"), limit)
+    assert needed == here + 12 * 301 + 6 * 16, "the section of the plan, not the settings until now"
 
 
 def refusal(plan: Plan) -> str:
@@ -186,9 +186,9 @@ def test_the_advice_has_an_effect(limit):
     remote = {**BIG, "rollout": {"name": "sglang", "n": 8}}
     here = 128 + 4 * 2
     limit(here + 100)
-    said = refusal(plan_of(remote))
-    assert "the run needs 392:" in said and "sandbox.slots" not in said
-    assert "play fewer than 101 rollouts at once (data.batch_size or rollout.n)" in said
+    message = refusal(plan_of(remote))
+    assert "the run needs 392:" in message and "sandbox.slots" not in message
+    assert "play fewer than 101 rollouts at once (data.batch_size or rollout.n)" in message
     few = {**remote, "rollout": {"name": "sglang", "n": 2}}
     capacity.check_open_files(plan_of({**few, "data": {**BIG["data"], "batch_size": 50}}))
     refusal(plan_of({**few, "data": {**BIG["data"], "batch_size": 51}}))
@@ -198,18 +198,18 @@ def test_the_advice_has_an_effect(limit):
     programs = {"data": {**BIG["data"], "batch_size": 1}, "rollout": {"n": 2},
         "sandbox": {"slots": 100}, "tools": {"transport": "in_process"}}  # fmt: skip
     limit(here + 12 + 6 * 2)
-    said = refusal(plan_of(programs, "python_session"))
-    assert "lower sandbox.slots" in said and "play fewer" not in said
+    message = refusal(plan_of(programs, "python_session"))
+    assert "lower sandbox.slots" in message and "play fewer" not in message
     capacity.check_open_files(plan_of({**programs, "sandbox": {"slots": 1}}, "python_session"))
 
 
-def test_rollouts_that_share_connections_are_told(limit):
+def test_rollouts_that_share_connections_are_reported(limit):
     plan = plan_of({**BIG, "rollout": {"name": "sglang", "n": 8}})
     limit(1024)
-    said = capacity.shared_connections(plan)
-    assert "2048 rollouts at once (data.batch_size=256 x rollout.n=8)" in said
-    assert "share 888 connections (hard limit of `ulimit -n`: 1024)" in said
-    assert "does not count against time limits" in said
+    note = capacity.shared_connections(plan)
+    assert "2048 rollouts at once (data.batch_size=256 x rollout.n=8)" in note
+    assert "share 888 connections (hard limit of `ulimit -n`: 1024)" in note
+    assert "does not count against time limits" in note
     limit(10**5)
     assert "share at most 1024 connections to each server." in capacity.shared_connections(plan)
     few = {**BIG, "rollout": {"name": "sglang", "n": 4}}
@@ -294,17 +294,17 @@ def run_that_leaks(folder: Path, model: Path, **environment: str):
 
 def test_a_run_without_descriptors_saves_and_says_why(tmp_path, random_model):
     """The second step's trajectories cannot be written; the first step is not lost."""
-    said = run_that_leaks(tmp_path, random_model)
-    assert "saved after step 1; the same command resumes from there" in said
+    output = run_that_leaks(tmp_path, random_model)
+    assert "saved after step 1; the same command resumes from there" in output
     assert (tmp_path / "run" / "global_step_00000001" / "meta.json").exists()
 
 
-def test_where_nothing_can_be_saved_the_cause_is_said(tmp_path, random_model):
+def test_if_nothing_can_be_saved_the_cause_is_reported(tmp_path, random_model):
     """A thread takes the descriptors that become free, unless the checkpoint is quicker."""
-    said = run_that_leaks(tmp_path, random_model, TAKE_WITHOUT_END="1")
+    output = run_that_leaks(tmp_path, random_model, TAKE_WITHOUT_END="1")
     outcomes = ("saved after step 1", "could not be saved", "cannot be read", "nothing was saved")
-    at = [said.rindex(outcome) for outcome in outcomes if outcome in said]
-    assert at and said.index("cannot write the trajectories") < min(at)
+    at = [output.rindex(outcome) for outcome in outcomes if outcome in output]
+    assert at and output.index("cannot write the trajectories") < min(at)
 
 
 # -- the tool server ------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def small_server(no_tools, monkeypatch):
     open_files.reserve(0)
 
 
-def test_the_tool_server_accepts_what_the_run_counts_on(no_tools, monkeypatch, limit, tmp_path):
+def test_the_tool_server_accepts_the_connections_of_the_run(no_tools, monkeypatch, limit, tmp_path):
     """Under the limit that a run needs, each process of its tool server accepts enough."""
     monkeypatch.setattr(open_files, "_open_at_start", 1)
     monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 0)
@@ -359,14 +359,14 @@ async def test_the_tool_server_closes_idle_connections_first(small_server):
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         return writer
 
-    held = [await one() for _ in range(20)]
+    connections = [await one() for _ in range(20)]
     await asyncio.sleep(0.1)
     assert len(small_server.server_state.connections) <= 5
-    for writer in held:
+    for writer in connections:
         writer.close()
 
 
-async def test_the_tool_server_tells_who_is_too_many_to_come_again(small_server):
+async def test_the_tool_server_asks_clients_above_its_limit_to_retry(small_server):
     box = HttpToolbox(small_server.url)
     sample = Sample("s", (), tools=("wait",))
     await box.open("e", sample)
