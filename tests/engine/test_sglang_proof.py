@@ -106,7 +106,7 @@ def test_other_values_are_refused(fault):
             arrives[name].view(-1)[0] *= 1.01
         if fault == "another shape":
             arrives[name] = tensor[..., :-1]
-    with pytest.raises(EngineError, match=r"http://server: version 2 .* other values of model\.\w+"):
+    with pytest.raises(EngineError, match=r"server: version 2 .* other values of model\.\w+"):
         publish(server, checker, 2, sent, arrives)
 
 
