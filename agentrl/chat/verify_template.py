@@ -219,7 +219,7 @@ class _RenderOnce(Renderer):
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """A shape as messages."""
+    """The messages of a probe conversation of one shape, without the assistant turns."""
 
     system: bool
     rounds: Sequence[tuple[Sequence[str], Sequence[dict[str, Any]]]]
@@ -291,7 +291,7 @@ class _Verifier:
         return bool(thought) and self.template.thinking.end not in before
 
     def _script(self, shape: Shape) -> _Script:
-        """Return a shape as messages. Tool results are truncated as in an episode."""
+        """Return the messages of a shape. Tool results are truncated as in an episode."""
         encode, decode = self.template.encode, self.template.decode
         rounds = []
         for n, after in enumerate(shape.after):
