@@ -5,10 +5,10 @@
       Deadline     a shared timer for all calls with the same timeout
       ResultCache  cached results of one tool
 
-An async function runs on the event loop. A plain function or method runs in one of `THREADS` daemon
-threads. A function with `process=True` runs in one of `PROCESSES` worker processes. The time in the
-queue does not count as the call's time. A call that waits too long in the queue fails with an
-infrastructure error, because an overloaded machine is not the model's mistake.
+An async function runs on the event loop. A plain function or method runs in a daemon thread. A
+function with `process=True` runs in a worker process. `CallLimits` has the numbers of both. The
+time in the queue does not count as the call's time. A call that waits too long in the queue fails
+with an infrastructure error, because an overloaded machine is not the model's mistake.
 """
 
 from __future__ import annotations

@@ -66,14 +66,15 @@ class Processes:
     if this process is killed.
     """
 
-    def __init__(self, count: int, *, memory_mb: int = 2048):
+    def __init__(self, count: int, *, memory_mb: int = 2048, max_calls: int = MAX_CALLS):
         """Create the pool; start no process yet.
 
         Args:
             count: the largest number of processes.
             memory_mb: MiB of address space that each process may use.
+            max_calls: the number of calls after which a process is replaced.
         """
-        self._count = count
+        self._count, self._max_calls = count, max_calls
         self._memory_mb = memory_mb
         # Last in, first out: no more processes are started than there are calls at once.
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
@@ -139,7 +140,7 @@ class Processes:
                 worker = _Worker(self._memory_mb)
             self._running.add(worker)
             succeeded, value = worker.run(job, seconds)
-            is_reusable = worker.calls < MAX_CALLS and not self._closed
+            is_reusable = worker.calls < self._max_calls and not self._closed
         finally:
             if worker is not None:
                 self._running.discard(worker)

@@ -261,12 +261,10 @@ def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monke
     monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
     sender = NcclSender(control, backend="gloo")
     manage = control.manage
-    monkeypatch.setattr(
-        control, "manage", lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
-    )
+    control.manage = lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
     error = quickly(lambda: sender.send(update(weights(model), 90)))
     assert "/init_weights_update_group" in str(error)
-    monkeypatch.undo()
+    control.manage = manage
     sender.send(update(weights(model), 91))
     assert control.ask("/model_info")["weight_version"] == "91"
     sender.close()
@@ -285,7 +283,7 @@ def test_a_server_that_answers_without_the_broadcast_does_not_hang_the_sender(
     def elsewhere(path, body, **k):
         return manage("/no_such_endpoint", body, **k)
 
-    monkeypatch.setattr(control, "manage", elsewhere)
+    control.manage = elsewhere
     error = quickly(lambda: sender.send(update(weights(model), 96)))
     assert "/no_such_endpoint: status" in str(error)
     assert sender.group is None

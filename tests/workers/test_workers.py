@@ -117,9 +117,10 @@ async def test_processes_that_a_function_started_end_with_it(single, tmp_path):
     assert ended(int((tmp_path / "child").read_text()))
 
 
-async def test_a_worker_is_recycled(single, monkeypatch):
-    monkeypatch.setattr("agentrl.workers.processes.MAX_CALLS", 2)
-    pids = [await single.call(hostile.pid, seconds=5) for _ in range(4)]
+async def test_a_worker_is_recycled():
+    pool = Processes(1, memory_mb=512, max_calls=2)
+    pids = [await pool.call(hostile.pid, seconds=5) for _ in range(4)]
+    pool.close()
     assert pids[0] == pids[1] != pids[2] == pids[3]
 
 
