@@ -339,7 +339,7 @@ def test_a_rank_that_raises_ends_the_ranks_that_wait_for_it(doomed):
 
 def test_a_bug_names_its_rank_and_shows_its_line(one):
     group = WorkerGroup(Adder, one)
-    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raising: raised KeyError: 'x'") as e:
+    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raise_on: raised KeyError: 'x'") as e:
         group.raise_on(0, "x")
     assert "raise UserError" in str(e.value.__cause__), "the line that raised"
     assert re.search(r"'x' \(\S+adder\.py:\d+: raise UserError.*\)$", str(e.value))
