@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +63,8 @@ def read_config(
 
     Args:
         config: a YAML file.
-        overrides: texts such as `optim.lr=1e-5`.
+        overrides: texts such as `optim.lr=1e-5`. The first may be a config of verl's, which is
+            translated; the translation is printed.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
@@ -72,18 +74,60 @@ def read_config(
     from agentrl.config.load import flag_of
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
-    layers = (
-        str(config) if config else None,
-        overrides or [],
-        {keys[name]: value for name, value in flags.items() if value},
-    )
-    loaded = load_config(*layers)
+    flag_values = {keys[name]: value for name, value in flags.items() if value}
+    if verls := _verl_config(config, overrides or []):
+        from agentrl.compat.verl.config import translate
+
+        translation = translate(verls, (overrides or [])[1:])
+        load = partial(
+            load_config,
+            flags=flag_values,
+            translated=translation.settings,
+            mistakes=translation.mistakes,
+        )
+        loaded = load()
+        typer.echo(
+            f"{verls} is translated from verl's keys to agentrl's.\n{translation.report()}\n"
+        )
+    else:
+        load = partial(load_config, str(config) if config else None, overrides or [], flag_values)
+        loaded = load()
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
-        loaded = load_config(*layers, preset=tiny_settings(loaded))
+        loaded = load(preset=tiny_settings(loaded))
     _check_rows_and_model(loaded)
     return loaded
+
+
+def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
+    """Return the path of a config of verl's that the command line names; "" if it names none.
+
+    Raises:
+        ConfigError: the file is missing or has agentrl's keys, or verl's file is that of --config.
+    """
+    from agentrl.compat.verl.hydra import is_verl_config
+    from agentrl.errors import ConfigError
+
+    first = overrides[0] if overrides else ""
+    path = first if first.endswith((".yaml", ".yml")) and "=" not in first else ""
+    if config and not path and is_verl_config(str(config)):
+        raise ConfigError(
+            f"--config {config}: this is a config of verl's. Give it without --config, then it is"
+            f" translated: agentrl train {config}"
+        )
+    if not path:
+        return ""
+    if config:
+        raise ConfigError(f"{path} and --config {config}: give one of them")
+    if not Path(path).is_file():
+        raise ConfigError(f"no such file: {path}")
+    if not is_verl_config(path):
+        raise ConfigError(
+            f"{path} is not a config of verl's (it has no actor_rollout_ref). If it has agentrl's"
+            f" keys, use --config {path}"
+        )
+    return path
 
 
 def resolve_model(path: str, say: Callable[[str], None] = print) -> str:

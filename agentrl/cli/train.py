@@ -54,6 +54,8 @@ def train(
 
         agentrl train -c run.yaml rollout.n=16 algorithm.name=ppo
 
+        agentrl train verl.yaml data.train_files=rows.parquet
+
         agentrl train --dataset rows.jsonl --model Qwen/Qwen2.5-0.5B-Instruct -f my_tools.py
     """
     settings = read_config(

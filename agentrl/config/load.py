@@ -21,6 +21,9 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     preset: Mapping[str, Any] | None = None,
+    *,
+    translated: Sequence[Setting] = (),
+    mistakes: Sequence[str] = (),
 ) -> Config:
     """Build a run's config.
 
@@ -29,14 +32,16 @@ def load_config(
         overrides: texts such as `optim.lr=1e-5`, which override the file.
         flags: values by dotted key, which override the overrides. None: the flag is not set.
         preset: values by dotted key, which replace defaults: the settings of a model preset.
+        translated: settings from a config of another project, which the overrides override.
+        mistakes: mistakes that are known already, to be reported with the others.
 
     Raises:
         ConfigError: it lists all mistakes, each with its source, its value and the allowed values.
     """
-    mistakes: list[str] = []
+    mistakes = [*mistakes]
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
     settings = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
-    settings += read_overrides(overrides, mistakes)
+    settings += [*translated, *read_overrides(overrides, mistakes)]
     for path, value in (flags or {}).items():
         settings.append(Setting(path, value, flag_of(path) or "argument"))
     settings = _without_other_algorithm(settings)

@@ -108,7 +108,7 @@ def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
     settings = []
     for text in texts:
         path, equals, value = text.partition("=")
-        path = path.strip().removeprefix("+")
+        path = path.strip().lstrip("+")
         if path.startswith("~"):
             mistakes.append(
                 f"{text}: keys cannot be removed. Write {path[1:]}=null for the default"

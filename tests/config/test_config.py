@@ -228,12 +228,12 @@ def test_diff_against_another_config():
         ),
         ("actor_rollout_ref.rollout.n=5", "this is verl's name. Use rollout.n"),
         (
-            "actor_rollout_ref.model.use_liger=true",
+            "actor_rollout_ref.model.no_such=true",
             "this is verl's name, and agentrl has no such setting",
         ),
         (
             "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left",
-            "this is verl's name. Use tools.truncate: head (verl's left), tail (right) or middle",
+            "this is verl's name. Use tools.truncate: head, tail or middle, the part that is kept",
         ),
         ("data.apply_chat_template_kwargs=x", "this is verl's name. Use model.template_kwargs"),
         (

@@ -103,11 +103,11 @@ class SandboxFusionTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, None, None]:
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run a program and return its output.
 
         Raises:
             SandboxError: the sandbox does not work.
         """
         done = await sandbox.current().run(str(parameters.get("code", "")))
-        return ToolResponse(text=report(done)), None, None
+        return ToolResponse(text=report(done)), 0.0, {}

@@ -1,0 +1,519 @@
+"""Translate a config of verl's to agentrl's keys, and report what could not be translated.
+
+What the config does not set has verl's default (`keys.yaml`), not agentrl's, unless it concerns the
+machine: GPUs, memory, engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.compat.verl.hydra import read_config, resolve
+from agentrl.compat.verl.keys import (
+    CHANGED,
+    DEFAULTS,
+    REFUSED,
+    RENAMED,
+    SHARED,
+    UNNEEDED,
+    VALUES,
+    explain_key,
+    known_key,
+)
+from agentrl.config import FIELDS
+from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.registry import agent_loops, did_you_mean
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+MAX_SHOWN = 150
+"""The maximum length of a setting in messages, in characters."""
+_ESTIMATOR = "algorithm.adv_estimator"
+CHARACTERS_PER_TOKEN = 4
+"""The assumed length of a token of a tool's result."""
+
+ESTIMATORS = {
+    "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo",
+    "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline", "remax": "remax",
+}  # fmt: skip
+"""`algorithm.name` for each of verl's advantage estimators that agentrl has."""
+OTHER_ESTIMATORS = (
+    "opo", "grpo_passk", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
+"""verl's other advantage estimators. Any other name is one of the user's own."""
+LOSSES = ("vanilla", "gspo", "cispo")
+KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+TOOL_FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss", "qwen3_coder": "qwen3_coder"}
+
+
+@dataclass
+class Translation:
+    """A translated config."""
+
+    settings: list[Setting] = field(default_factory=list)
+    """The settings in agentrl's keys."""
+    taken: list[str] = field(default_factory=list)
+    """Lines on settings with the same meaning."""
+    changed: list[str] = field(default_factory=list)
+    """Lines on settings with another meaning."""
+    dropped: list[str] = field(default_factory=list)
+    """Lines on settings without a counterpart."""
+    defaults: list[str] = field(default_factory=list)
+    """agentrl's settings that stand for verl's defaults."""
+    mistakes: list[str] = field(default_factory=list)
+    """What must be changed before the config can be translated."""
+
+    def report(self) -> str:
+        """Return the lines under headings."""
+        parts = {
+            "taken": self.taken,
+            "changed": self.changed,
+            "no counterpart": self.dropped,
+            "verl's defaults, which the config does not set": self.defaults,
+        }
+        return "\n".join(
+            f"{title}:\n" + "".join(f"  {line}\n" for line in lines)
+            for title, lines in parts.items()
+            if lines
+        ).rstrip()
+
+
+def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
+    """Translate a config of verl's.
+
+    Args:
+        file: the YAML file, for Hydra.
+        overrides: texts `a.b.c=1`, which override the file: verl's keys, or agentrl's own.
+    """
+    done = Translation()
+    given = read_config(file, done.mistakes)
+    verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
+    own: list[Setting] = []
+    for setting in read_overrides(overrides, done.mistakes):
+        path = setting.path
+        is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
+        if not is_verls:
+            own.append(setting)
+            # Values that are computed from it should agree with it.
+            path = verls_key.get(path, "")
+        if is_verls or (path and path not in VALUES):
+            given[path] = replace(setting, path=path)
+    _Translator(resolve(given, done.mistakes), done).run()
+    done.settings += own
+    return done
+
+
+class _Translator:
+    """Translates the settings of one config."""
+
+    def __init__(self, given: Mapping[str, Setting], done: Translation):
+        self.given = {path: s for path, s in given.items() if s.value is not None}
+        self.done = done
+        self._dropped: dict[str, list[str]] = {}
+
+    def run(self) -> None:
+        for path in self.given:
+            self._check(path)
+        for path in [*self.given, *(p for p in DEFAULTS if p not in self.given)]:
+            if self.value(path) == {}:
+                continue
+            above = known_key(path)
+            if above in RENAMED:
+                self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
+            elif path in SHARED and path not in (_ESTIMATOR, "trainer.logger"):
+                self.take(path, self.value(path), path)
+        for part in _PARTS:
+            part(self)
+        for text, paths in self._dropped.items():
+            self.done.dropped.append(f"{', '.join(paths)}: {text}")
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        """Return verl's value of a key: that of the config, or verl's default."""
+        return self.given[path].value if path in self.given else DEFAULTS.get(path)
+
+    def value(self, path: str) -> Any:
+        """Return agentrl's value of a key that differs in its spelling only."""
+        value = self.get(path)
+        own = VALUES.get(path, {})
+        value = own.get(value, value) if isinstance(value, bool | int | str) else value
+        if isinstance(value, str) and value.startswith("~"):
+            value = str(Path(value).expanduser())
+        return value
+
+    def first(self, *paths: str) -> str:
+        """Return the first of these keys that the config sets, or "": verl has moved some keys."""
+        return next((path for path in paths if path in self.given), "")
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def take(self, ours: str, value: Any, *verls: str) -> None:
+        """Set a key of agentrl's that means the same."""
+        self._set(ours, value, verls, self.done.taken, "")
+
+    def change(self, ours: str, value: Any, why: str, *verls: str) -> None:
+        """Set a key of agentrl's whose meaning differs."""
+        self._set(ours, value, verls, self.done.changed, f": {why}")
+
+    def drop(self, path: str, why: str) -> None:
+        """Report a key of the config that has no counterpart."""
+        if path not in self.given:
+            return
+        above = known_key(path)
+        lines = self._dropped.setdefault(why, [])
+        line = _shown(self.given[path]) if above in (path, "") else f"{above}.*"
+        if line not in lines:
+            lines.append(line)
+
+    def refuse(self, path: str, why: str) -> None:
+        """Report a key that would silently change what is learned."""
+        setting = self.given.get(path) or Setting(path, self.get(path), "verl's default")
+        end = "" if why.endswith((".", "?")) else "."
+        self.done.mistakes.append(
+            f"{_shown(setting)} ({setting.source}): {why}{end} {path}=null leaves it out"
+        )
+
+    def _set(self, ours: str, value: Any, verls: Sequence[str], lines: list[str], why: str) -> None:
+        given = [self.given[path] for path in verls if path in self.given]
+        source = given[0].source if given else "verl's default"
+        self.done.settings.append(Setting(ours, value, source))
+        line = assignment(ours, value)
+        if given:
+            origin = ", ".join(map(_shown, given))
+            lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
+        elif value != FIELDS[ours].get_default(call_default_factory=True):
+            self.done.defaults.append(f"{line}{why}")
+
+    # -- keys without a counterpart ---------------------------------------------------------------
+
+    def _check(self, path: str) -> None:
+        """Report a key of the config that no part of the translation reads."""
+        above, value = known_key(path), self.get(path)
+        if path in SHARED or above in RENAMED or path in CHANGED:
+            return
+        if above in REFUSED and path.startswith("critic.") and self.get(_ESTIMATOR) != "gae":
+            self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
+        elif above in REFUSED:
+            same = [self._same(v) for v in REFUSED[above]["same"]]
+            if value not in same or isinstance(value, bool) not in map(_is_bool, same):
+                self.refuse(path, REFUSED[above]["text"])
+        elif above in UNNEEDED or above in CHANGED:
+            if value not in (None, False, {}, []):
+                self.drop(path, (UNNEEDED | CHANGED)[above])
+        elif path.startswith("hydra."):
+            self.drop(path, "settings of Hydra itself")
+        else:
+            close = did_you_mean(path, [*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED])
+            self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
+
+    def _same(self, value: Any) -> Any:
+        """Return a value of the table; `${key}` is the value of another key."""
+        is_key = isinstance(value, str) and value.startswith("${")
+        return self.get(value[2:-1]) if is_key else value
+
+
+def _shown(setting: Setting) -> str:
+    """Return `path=value` on one short line."""
+    line = " ".join(assignment(setting.path, setting.value).split())
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# -- the parts of a config ------------------------------------------------------------------------
+
+
+def _algorithm(t: _Translator) -> None:
+    path = _ESTIMATOR
+    name = t.get(path)
+    if name in ESTIMATORS:
+        t.take("algorithm.name", ESTIMATORS[name], path)
+    elif name in OTHER_ESTIMATORS:
+        t.refuse(path, f"agentrl has the estimators {', '.join(ESTIMATORS)}")
+    else:
+        t.take(path, name, path)
+    loss = f"{ACTOR}.policy_loss.loss_mode"
+    if t.get(loss) not in LOSSES:
+        t.refuse(
+            loss,
+            f"agentrl has the losses {', '.join(LOSSES)}. For a loss of your own (@policy_loss),"
+            " set algorithm.policy_loss=NAME and remove this key",
+        )
+    clip = f"{ACTOR}.clip_ratio"
+    if clip in t.given and not t.first(f"{clip}_low", f"{clip}_high"):
+        t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
+    elif clip in t.given:
+        t.drop(clip, "clip_ratio_low and clip_ratio_high are set")
+
+
+def _kl(t: _Translator) -> None:
+    in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
+    coef, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
+    t.take("algorithm.kl_loss_coef", t.get(coef) if t.get(in_loss) else 0.0, in_loss, coef)
+    control = "algorithm.kl_ctrl"
+    if t.get(in_reward):
+        t.take("algorithm.kl_reward_coef", t.get(f"{control}.kl_coef"), in_reward)
+        if t.get(f"{control}.type") == "adaptive":
+            t.refuse(
+                f"{control}.type",
+                "agentrl's target is the KL summed over a rollout, verl's is its mean over tokens."
+                f" Set {control}.type=null, and algorithm.kl_target to NATS per rollout",
+            )
+        kind = "algorithm.kl_penalty" if not t.get(in_loss) else kind
+    if t.get(in_loss) or t.get(in_reward):
+        if t.get(kind) not in KL_TYPES:
+            t.refuse(kind, f"agentrl has the estimators {', '.join(KL_TYPES)}")
+        else:
+            t.take("algorithm.kl_type", KL_TYPES[t.get(kind)], kind)
+    for path in (
+        in_reward,
+        *(f"{control}.{k}" for k in ("type", "kl_coef", "target_kl", "horizon")),
+    ):
+        if not t.get(in_reward) and t.get(path):
+            t.drop(path, "no effect: algorithm.use_kl_in_reward is false")
+
+
+def _mini_batches(t: _Translator) -> None:
+    path, n = f"{ACTOR}.ppo_mini_batch_size", t.get(f"{ROLLOUT}.n")
+    t.change(
+        "algorithm.mini_batch_size",
+        t.get(path) * n,
+        f"it counts rollouts, verl's counts prompts: {t.get(path)} times rollout.n={n}",
+        path,
+    )
+
+
+def _learning_rate(t: _Translator) -> None:
+    optim = f"{ACTOR}.optim"
+    steps, ratio = t.get(f"{optim}.lr_warmup_steps"), t.get(f"{optim}.lr_warmup_steps_ratio")
+    total = t.get("trainer.total_training_steps")
+    if steps <= 0 and ratio and not total:
+        t.refuse(
+            f"{optim}.lr_warmup_steps_ratio",
+            "agentrl counts the warm-up in steps, and the number of steps of the run is not set:"
+            f" set {optim}.lr_warmup_steps, or trainer.total_training_steps",
+        )
+    elif steps <= 0:
+        steps = int(ratio * (total or 0))
+    paths = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    if steps > 0:
+        why = "the rate of the first step is above 0, in verl it is 0"
+        t.change("optim.lr_warmup_steps", steps, why, *paths)
+    else:
+        t.take("optim.lr_warmup_steps", 0, *paths)
+    schedule = t.first(f"{optim}.warmup_style") or f"{optim}.lr_scheduler_type"
+    if t.get(schedule) != "constant":
+        t.refuse(
+            schedule,
+            "agentrl's decay is linear, to the share optim.lr_final of the learning rate:"
+            f" set {schedule}=constant, and optim.lr_final=SHARE",
+        )
+    else:
+        t.take("optim.lr_final", 1.0, schedule)
+
+
+def _memory(t: _Translator) -> None:
+    fsdp = f"{ACTOR}.fsdp_config"
+    everything = t.first(f"{fsdp}.param_offload", f"{fsdp}.offload_policy")
+    moments = t.first(f"{fsdp}.optimizer_offload")
+    if everything and t.get(everything):
+        t.take("optim.offload", "all", everything, moments)
+    elif moments and t.get(moments):
+        t.take("optim.offload", "optimizer", moments)
+    path = "actor_rollout_ref.hybrid_engine"
+    if path in t.given:
+        t.take("trainer.placement", "colocated" if t.get(path) else "separate", path)
+
+
+def _importance_weights(t: _Translator) -> None:
+    correction = "algorithm.rollout_correction"
+    level, cap = t.get(f"{correction}.rollout_is"), t.get(f"{correction}.rollout_is_threshold")
+    older = f"{ACTOR}.tis_imp_ratio_cap"
+    if (t.get(older) or 0) > 0:
+        t.take("algorithm.tis_cap", float(t.get(older)), older)
+    elif level in ("token", "sequence"):
+        t.take("algorithm.tis_level", level, f"{correction}.rollout_is")
+        t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
+    elif level is None:
+        t.take("algorithm.tis_cap", 0.0)
+    else:
+        t.refuse(f"{correction}.rollout_is", "agentrl has the levels token and sequence")
+
+
+def _filter(t: _Translator) -> None:
+    groups = "algorithm.filter_groups"
+    if not t.get(f"{groups}.enable"):
+        return
+    metric, most = t.get(f"{groups}.metric"), t.get(f"{groups}.max_num_gen_batches")
+    t.change(
+        "algorithm.filter_groups",
+        True,
+        f"groups are judged by their advantages, not by {metric or 'a metric'}",
+        f"{groups}.enable",
+    )
+    t.change(
+        "algorithm.max_gen_batches",
+        most or 100,
+        "then the step trains on the groups that it has, where verl stops",
+        f"{groups}.max_num_gen_batches",
+    )
+
+
+def _turns(t: _Translator) -> None:
+    longest = t.first("data.max_response_length", f"{ROLLOUT}.response_length")
+    tokens = t.get(longest or "data.max_response_length")
+    t.take("rollout.max_trajectory_tokens", tokens, longest)
+    t.change("rollout.max_turn_tokens", tokens, "verl has no limit for a turn", longest)
+    assistant, user = f"{TURNS}.max_assistant_turns", f"{TURNS}.max_user_turns"
+    limits = [t.get(assistant)] if t.get(assistant) else []
+    limits += [t.get(user) + 1] if t.get(user) else []
+    turns = min(limits, default=tokens)
+    why = "user turns plus 1" if user in t.given else ""
+    if limits and not why:
+        t.take("rollout.max_turns", turns, assistant)
+    else:
+        t.change("rollout.max_turns", turns, why or "verl has no limit", assistant, user)
+    calls = f"{TURNS}.max_parallel_calls"
+    t.change(
+        "rollout.max_tool_calls",
+        max(1, t.get(calls)) * turns,
+        f"for the whole trajectory; verl drops the calls of a turn after {t.get(calls)}",
+        calls,
+    )
+
+
+def _tools(t: _Translator) -> None:
+    length, side = f"{TURNS}.max_tool_response_length", f"{TURNS}.tool_response_truncate_side"
+    characters = t.get(length)
+    t.change(
+        "tools.max_result_tokens",
+        max(1, characters // CHARACTERS_PER_TOKEN),
+        f"in tokens of {CHARACTERS_PER_TOKEN} characters; verl counts {characters} characters",
+        length,
+    )
+    if t.get(side) == "middle":
+        t.take("tools.truncate", "middle", side)
+    else:
+        t.refuse(
+            side,
+            "versions of verl differ in whether this side is kept or cut. Set"
+            " tools.truncate=head or tail, the part that is kept, and remove this key",
+        )
+    form = f"{TURNS}.format"
+    if form in t.given:
+        name = TOOL_FORMATS.get(t.get(form), "auto")
+        if name != "auto":
+            t.take("rollout.tool_format", name, form)
+        else:
+            t.change("rollout.tool_format", name, "the format of the chat template", form)
+    history = f"{TURNS}.use_inference_chat_template"
+    if t.get(history):
+        t.change("rollout.history_thinking", "strip", "as the chat template does", history)
+    paths = [
+        t.first(f"{TURNS}.tool_config_path", "data.tool_config_path"),
+        t.first(f"{TURNS}.function_tool_path"),
+        t.first(f"{TURNS}.interaction_config_path"),
+    ]
+    if files := [path for path in paths if path]:
+        t.take("files", [t.value(path) for path in files], *files)
+
+
+def _loop(t: _Translator) -> None:
+    loop, enable = f"{ROLLOUT}.agent.default_agent_loop", f"{TURNS}.enable"
+    if loop in t.given or not t.get(enable):
+        t.take("data.agent_name", agent_loops.canonical(t.get(loop)), loop)
+    else:
+        t.change(
+            "data.agent_name",
+            "tool_agent",
+            "for rows without agent_name, which newer versions of verl play with single_turn_agent",
+            enable,
+        )
+
+
+def _validation(t: _Translator) -> None:
+    t.change("val.greedy", False, "verl has one pass, at val.temperature")
+    t.drop(f"{ROLLOUT}.val_kwargs.do_sample", "val.temperature decides")
+
+
+def _engine(t: _Translator) -> None:
+    path, sleep = f"{ROLLOUT}.name", f"{ROLLOUT}.free_cache_engine"
+    name = {"hf": "local"}.get(t.get(path), t.get(path))
+    if path in t.given:
+        t.take("rollout.name", name, path)
+    if sleep in t.given and t.get(sleep) and name == "sglang":
+        t.take("rollout.sleep", "all", sleep)
+    else:
+        t.drop(sleep, f"servers keep their memory with rollout.name={name}")
+    merge, backend = "actor_rollout_ref.model.lora.merge", f"{ROLLOUT}.checkpoint_engine.backend"
+    if t.get(merge):
+        t.take("rollout.lora", "merge", merge)
+    t.drop(backend, "rollout.sync=auto chooses the fastest way")
+
+
+def _rows(t: _Translator) -> None:
+    for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
+        files = t.get(path)
+        files = [files] if isinstance(files, str) else files or []
+        if len(files) > 1:
+            t.refuse(path, "agentrl reads one file: write the rows of all into one")
+        elif files:
+            t.take(ours, str(Path(files[0]).expanduser()), path)
+
+
+def _reward(t: _Translator) -> None:
+    path = t.first("reward.custom_reward_function.path", "custom_reward_function.path")
+    if path:
+        name = t.first(path.replace(".path", ".name")) or "custom_reward_function.name"
+        t.take("reward.function", f"{t.value(path)}:{t.get(name)}", path, name)
+    for buffer in (
+        "reward_model.overlong_buffer",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ):
+        if t.get(f"{buffer}.enable"):
+            why = "only sampled tokens count, and validation is not penalized"
+            length, penalty = t.get(f"{buffer}.len"), t.get(f"{buffer}.penalty_factor")
+            t.change("reward.overlong_buffer", length, why, f"{buffer}.len")
+            t.take("reward.overlong_penalty", penalty or 1.0, f"{buffer}.penalty_factor")
+    for section in ("reward_model.sandbox_fusion", "reward.sandbox_fusion"):
+        url, memory = f"{section}.url", f"{section}.memory_limit_mb"
+        if t.get(url):
+            t.take("sandbox.backend", str(t.get(url)).removesuffix("/run_code"), url)
+            if memory in t.given:
+                t.take("sandbox.memory_mb", t.get(memory), memory)
+
+
+def _run(t: _Translator) -> None:
+    folder, names = "trainer.default_local_dir", ["trainer.project_name", "trainer.experiment_name"]
+    if folder in t.given:
+        t.take("trainer.output", t.value(folder), folder)
+    elif given := [name for name in names if name in t.given]:
+        output = "/".join(["checkpoints", *(str(t.get(name)) for name in given)])
+        t.change("trainer.output", output, "the run's folder is its name", *given)
+    mode, path = t.get("trainer.resume_mode"), "trainer.resume_from_path"
+    if mode == "resume_path" and t.get(path):
+        t.refuse(path, "agentrl does not read verl's checkpoints: export it as a model")
+    elif mode:
+        resume = "never" if mode == "disable" else "auto"
+        t.take("trainer.resume", resume, "trainer.resume_mode")
+    loggers = t.get("trainer.logger") or []
+    loggers = [loggers] if isinstance(loggers, str) else loggers
+    ours = [name for name in loggers if name in ("tensorboard", "wandb")]
+    if loggers and ours != [name for name in loggers if name != "console"]:
+        t.change("trainer.logger", ours, "the others are not supported", "trainer.logger")
+    elif loggers:
+        t.take("trainer.logger", ours, "trainer.logger")
+
+
+_PARTS: tuple[Callable[[_Translator], None], ...] = (
+    _algorithm, _kl, _mini_batches, _learning_rate, _memory, _importance_weights, _filter, _turns,
+    _tools, _loop, _validation, _engine, _rows, _reward, _run,
+)  # fmt: skip

@@ -1,0 +1,385 @@
+"""`agentrl train verl.yaml`: a config of verl's is translated, and nothing is lost silently."""
+
+import re
+
+import pytest
+
+from agentrl.cli.options import read_config
+from agentrl.compat.verl.config import _PARTS, Translation, _Translator, translate
+from agentrl.compat.verl.keys import CHANGED, DEFAULTS, REFUSED, RENAMED, SHARED, UNNEEDED, VALUES
+from agentrl.config import FIELDS, load_config
+from agentrl.config.sources import Setting
+from agentrl.errors import ConfigError
+
+MULTI_TURN = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+
+defaults:
+  - ppo_trainer
+  - _self_
+
+data:
+  train_files: rows.parquet
+  max_prompt_length: 1024
+  max_response_length: 1024
+  train_batch_size: 256
+  return_raw_chat: True
+
+actor_rollout_ref:
+  hybrid_engine: True
+  model:
+    path: some/model
+  actor:
+    ppo_mini_batch_size: 64
+    use_kl_loss: True
+  rollout:
+    name: sglang
+    n: 8
+    multi_turn:
+      enable: True
+      max_assistant_turns: 5
+
+algorithm:
+  adv_estimator: grpo
+
+trainer:
+  logger: [console, wandb]
+  save_freq: -1
+  total_epochs: 2
+"""
+
+
+def verl_yaml(folder, text=MULTI_TURN, name="verl.yaml"):
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def translated(folder, text, *overrides) -> Translation:
+    return translate(verl_yaml(folder, text), overrides)
+
+
+def config_of(done: Translation, **more):
+    return load_config(translated=done.settings, mistakes=done.mistakes, **more)
+
+
+def test_a_config_is_translated_and_reported(tmp_path):
+    done = translated(tmp_path, MULTI_TURN)
+    config = config_of(done)
+    assert (config.data.train, config.data.batch_size) == ("rows.parquet", 256)
+    assert (config.rollout.name, config.rollout.n) == ("sglang", 8)
+    assert (config.rollout.max_trajectory_tokens, config.rollout.max_turns) == (1024, 5)
+    assert config.data.agent_name == "tool_agent"
+    assert (config.algorithm.name, config.algorithm.mini_batch_size) == ("grpo", 512)
+    assert (config.algorithm.kl_loss_coef, config.algorithm.kl_type) == (0.001, "k3")
+    assert (config.trainer.logger, config.trainer.save_freq) == (["wandb"], 0)
+    # verl's defaults where they differ from agentrl's.
+    assert (config.optim.weight_decay, config.algorithm.dual_clip) == (0.01, 3.0)
+    assert (config.algorithm.tis_cap, config.val.temperature) == (0.0, 0.0)
+    report = done.report()
+    assert "  data.batch_size=256  (data.train_batch_size=256)\n" in report
+    changed = report.partition("\nchanged:\n")[2].partition("\n\n")[0]
+    assert "algorithm.mini_batch_size=512" in changed and "64 times rollout.n=8" in changed
+    dropped = report.partition("\nno counterpart:\n")[2].partition("\n\n")[0]
+    assert "data.max_prompt_length=1024: Not supported: prompts are never truncated" in dropped
+    assert "data.return_raw_chat=true: Not needed" in dropped
+    defaults = report.partition("which the config does not set:\n")[2]
+    assert "  optim.weight_decay=0.01\n" in defaults
+
+
+def test_the_command_line_translates_it(tmp_path, capsys):
+    file = verl_yaml(tmp_path)
+    words = [file, "actor_rollout_ref.rollout.n=4", "trainer.seed=3", "rollout.max_turns=2"]
+    config = read_config(None, words, model="other/model", output=None)
+    assert (config.rollout.n, config.algorithm.mini_batch_size) == (4, 256)
+    assert (config.trainer.seed, config.rollout.max_turns) == (3, 2)
+    assert config.model.path == "other/model"
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file} is translated from verl's keys to agentrl's.\ntaken:\n")
+
+
+def test_a_key_of_agentrls_also_counts_where_a_value_is_computed_from_it(tmp_path):
+    config = config_of(translated(tmp_path, MULTI_TURN, "rollout.n=2"))
+    assert (config.rollout.n, config.algorithm.mini_batch_size) == (2, 128)
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "message"),
+    [
+        (["run.yaml"], None, "run.yaml is not a config of verl's.*use --config run.yaml"),
+        (["no.yaml"], None, "no such file: no.yaml"),
+        (["verl.yaml"], "run.yaml", "give one of them"),
+        ([], "verl.yaml", "this is a config of verl's.*agentrl train verl.yaml"),
+    ],
+)
+def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, config, message):
+    monkeypatch.chdir(tmp_path)
+    verl_yaml(tmp_path)
+    verl_yaml(tmp_path, "data: {train: rows.parquet}\n", "run.yaml")
+    with pytest.raises(ConfigError, match=message):
+        read_config(config, words)
+
+
+# -- what would change training silently ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.rollout.top_p=0.9", "full distribution"),
+        ("actor_rollout_ref.rollout.do_sample=false", "always samples"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", "betas"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "linear.*lr_final"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "lr_warmup_steps"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "vanilla, gspo, cispo"),
+        ("actor_rollout_ref.model.custom_chat_template=x", "chat_template"),
+        ("algorithm.adv_estimator=opo", "reinforce_plus_plus_baseline"),
+        ("algorithm.rollout_correction.bypass_mode=true", "trainer's own"),
+        ("algorithm.rollout_correction.rollout_rs=token", "tis_mode=mask"),
+        ("reward_model.enable=true", "judge"),
+        ("reward_model.reward_manager=prime", "@reward"),
+        ("data.train_max_samples=100", "all rows"),
+        ("data.prompt_key=question", "prompt"),
+        ("data.train_files=[a.parquet, b.parquet]", "one file"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left", "head or tail"),
+        ("actor_rollout_ref.actor.no_such_key=1", "neither verl's"),
+        ("critic.model.path=another/model", "model.path"),
+    ],
+)
+def test_what_agentrl_cannot_do_is_an_error_that_names_the_fix(tmp_path, setting, message):
+    base = MULTI_TURN.replace("adv_estimator: grpo", "adv_estimator: gae")
+    path = setting.partition("=")[0]
+    done = translated(tmp_path, base, setting)
+    with pytest.raises(ConfigError, match=rf"(?s){re.escape(setting)}.*{message}") as refused:
+        config_of(done)
+    assert f"{path}=null leaves it out" in str(refused.value)
+    if path != "data.train_files":
+        assert not translated(tmp_path, base, f"{path}=null").mistakes
+
+
+def test_values_that_agentrl_has_anyway_are_no_mistakes(tmp_path):
+    done = translated(
+        tmp_path,
+        MULTI_TURN,
+        "actor_rollout_ref.rollout.top_p=1.0",
+        "actor_rollout_ref.actor.optim.betas=[0.9, 0.999]",
+        "critic.ppo_epochs=3",  # there is no critic
+        "actor_rollout_ref.rollout.do_sample=true",
+    )
+    assert not done.mistakes
+    assert "critic.ppo_epochs=3: no critic with algorithm.adv_estimator=grpo" in done.dropped
+
+
+def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
+    text = MULTI_TURN + "  resume_mode: 7\n  bogus: 1\nreward_model: {enable: true}\n"
+    line = text[: text.index("bogus")].count("\n") + 1
+    done = translated(tmp_path, text, "optim.lr=fast", "no.such=1")
+    with pytest.raises(ConfigError) as refused:
+        config_of(done)
+    message = str(refused.value)
+    parts = [
+        "trainer.bogus=1 (", f"verl.yaml:{line})", "reward_model.enable=true", "optim.lr=fast",
+        "no.such=1",
+    ]  # fmt: skip
+    for part in parts:
+        assert part in message, part
+
+
+# -- each part ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["algorithm.adv_estimator=gae"], {"algorithm.name": "ppo"}),
+        (["algorithm.adv_estimator=mine"], {"algorithm.adv_estimator": "mine"}),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.02",
+             "actor_rollout_ref.actor.use_kl_loss=false"],
+            {"algorithm.kl_reward_coef": 0.02, "algorithm.kl_type": "k1",
+             "algorithm.kl_loss_coef": 0.0},
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=sequence",
+             "algorithm.rollout_correction.rollout_is_threshold=3"],
+            {"algorithm.tis_level": "sequence", "algorithm.tis_cap": 3},
+        ),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"algorithm.tis_cap": 5.0}),
+        (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], {"optim.offload": "all"}),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+             "actor_rollout_ref.actor.fsdp_config.param_offload=false"],
+            {"optim.offload": "optimizer"},
+        ),
+        (["actor_rollout_ref.hybrid_engine=false"], {"trainer.placement": "separate"}),
+        (["actor_rollout_ref.actor.use_torch_compile=false"], {"optim.compile": "never"}),
+        (["actor_rollout_ref.rollout.free_cache_engine=true"], {"rollout.sleep": "all"}),
+        (
+            ["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+             "trainer.total_training_steps=50"],
+            {"optim.lr_warmup_steps": 5, "trainer.total_steps": 50},
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc",
+             "algorithm.filter_groups.max_num_gen_batches=10"],
+            {"algorithm.filter_groups": True, "algorithm.max_gen_batches": 10},
+        ),
+        # The assistant answers each user turn, also the last one.
+        (
+            ["actor_rollout_ref.rollout.multi_turn.max_user_turns=2"],
+            {"rollout.max_turns": 3, "rollout.max_tool_calls": 3},
+        ),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.max_parallel_calls=2"],
+            {"rollout.max_turns": 5, "rollout.max_tool_calls": 10},
+        ),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.max_tool_response_length=2000"],
+            {"tools.max_result_tokens": 500, "tools.truncate": "middle"},
+        ),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml",
+             "actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml"],
+            {"files": ["t.yaml", "i.yaml"]},
+        ),
+        (
+            ["actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent"],
+            {"data.agent_name": "single_turn"},
+        ),
+        (
+            ["actor_rollout_ref.rollout.val_kwargs.n=4",
+             "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
+             "actor_rollout_ref.rollout.val_kwargs.top_k=-1"],
+            {"val.n": 4, "val.temperature": 0.7, "val.top_k": 0, "val.greedy": False},
+        ),
+        (
+            ["custom_reward_function.path=r.py", "custom_reward_function.name=score",
+             "custom_reward_function.reward_kwargs.bonus=1"],
+            {"reward.function": "r.py:score", "reward.kwargs": {"bonus": 1}},
+        ),
+        (["reward.custom_reward_function.path=r.py"], {"reward.function": "r.py:compute_score"}),
+        (
+            ["reward_model.reward_manager=dapo",
+             "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+             "reward_model.reward_kwargs.overlong_buffer_cfg.len=128",
+             "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"],
+            {"reward.overlong_buffer": 128, "reward.overlong_penalty": 0.5},
+        ),
+        (
+            ["reward_model.sandbox_fusion.url=http://127.0.0.1:8080/run_code"],
+            {"sandbox.backend": "http://127.0.0.1:8080"},
+        ),
+        (
+            ["trainer.project_name=p", "trainer.experiment_name=e"],
+            {"trainer.output": "checkpoints/p/e"},
+        ),
+        (["trainer.resume_mode=disable"], {"trainer.resume": "never"}),
+        (["trainer.logger=[console, swanlab]"], {"trainer.logger": []}),
+        (["actor_rollout_ref.rollout.multi_turn.format=qwen"], {"rollout.tool_format": "auto"}),
+        (["actor_rollout_ref.rollout.name=hf"], {"rollout.name": "local"}),
+    ],
+)  # fmt: skip
+def test_settings_and_what_they_become(tmp_path, settings, expected):
+    done = translated(tmp_path, MULTI_TURN, *settings)
+    config = config_of(done, flags={"model.path": "m"})
+    if expected.get("algorithm.adv_estimator") != "mine":
+        assert not done.mistakes
+    assert {key: config.value(key) for key in expected} == expected
+
+
+# -- Hydra ----------------------------------------------------------------------------------------
+
+
+def test_interpolations_are_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_MODEL", "some/model")
+    text = (
+        "actor_rollout_ref:\n  model: {path: '${oc.env:MY_MODEL}'}\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', grad_clip: '${.optim.x}',"
+        " optim: {x: 2}}\n"
+        "  rollout: {name: '${oc.env:NO_SUCH_ENGINE,sglang}', n: '${oc.select:no.such,4}'}\n"
+        "data: {train_batch_size: 32, train_files: 'rows/${algorithm.adv_estimator}.parquet'}\n"
+        "algorithm: {adv_estimator: grpo}\n"
+    )
+    config = config_of(translated(tmp_path, text))
+    assert config.model.path == "some/model"
+    assert (config.rollout.name, config.rollout.n) == ("sglang", 4)
+    assert config.algorithm.mini_batch_size == 32 * 4
+    assert config.optim.max_grad_norm == 2
+    assert config.data.train == "rows/grpo.parquet"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${oc.env:NO_SUCH_VARIABLE}", "environment variable NO_SUCH_VARIABLE is not set"),
+        ("${now:%Y}", "not supported: write the value"),
+        ("${no.such}", "does not set no.such"),
+        ("${actor_rollout_ref.model.path}", "refers to itself"),
+        ("${x", "not closed"),
+        ("???", "has no value"),
+    ],
+)
+def test_interpolations_that_cannot_be_resolved_are_mistakes(tmp_path, value, message):
+    done = translated(tmp_path, f"actor_rollout_ref: {{model: {{path: '{value}'}}}}\n")
+    assert re.search(message, done.mistakes[0])
+
+
+def test_defaults_are_files_of_the_same_folder(tmp_path):
+    verl_yaml(tmp_path, "data: {train_batch_size: 8, seed: 5}\ndefaults: [ppo_trainer]\n", "b.yaml")
+    text = (
+        "actor_rollout_ref: {rollout: {name: local}, actor: {ppo_mini_batch_size: 2}}\n"
+        "data: {train_batch_size: 4}\n"
+    )
+    config = config_of(translated(tmp_path, "defaults: [b, _self_]\n" + text))
+    assert (config.data.batch_size, config.trainer.seed) == (4, 5)
+    # Before the others, the file's own settings are overridden by them.
+    config = config_of(translated(tmp_path, "defaults: [_self_, b]\n" + text))
+    assert config.data.batch_size == 8
+    done = translated(tmp_path, "defaults: [no_such]\n" + text)
+    assert "'no_such'" in done.mistakes[0] and str(tmp_path) in done.mistakes[0]
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_table_is_in_one_part_of_it():
+    parts = [RENAMED, CHANGED, UNNEEDED, REFUSED, SHARED]
+    keys = [key for part in parts for key in part]
+    assert len(set(keys)) == len(keys)
+    assert set(RENAMED.values()) <= FIELDS.keys() and set(SHARED) <= FIELDS.keys()
+    assert {*DEFAULTS, *VALUES} <= {*RENAMED, *CHANGED, *SHARED, *REFUSED}
+
+
+def test_every_changed_key_is_read_by_the_translation():
+    """Otherwise a key of the table would be dropped without a word."""
+
+    class Watched(dict):
+        def __contains__(self, key):
+            read.add(key)
+            return super().__contains__(key)
+
+        def get(self, key, default=None):
+            read.add(key)
+            return super().get(key, default)
+
+    read: set[str] = set()
+    custom = "custom_reward_function"
+    given = {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.filter_groups.enable": True,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "trainer.resume_mode": "resume_path",
+        f"{custom}.path": "r.py",
+        f"{custom}.name": "f",
+        **{k: True for k in CHANGED if "sandbox_fusion.url" in k or "overlong" in k},
+    }
+    newer = {f"reward.{custom}.path": "r.py", f"reward.{custom}.name": "f"}
+    newer["algorithm.use_kl_in_reward"] = True
+    for settings in ({}, given, newer):
+        done = Translation()
+        translator = _Translator({k: Setting(k, v, "test") for k, v in settings.items()}, done)
+        translator.given = Watched(translator.given)
+        for part in _PARTS:
+            part(translator)
+    assert set(CHANGED) <= read
