@@ -429,7 +429,8 @@ def test_functions_registered_only_in_this_process_are_refused(one, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(value=7.5))
     load_file(str(file))  # but it is in no `files`
-    with pytest.raises(ConfigError, match=r"rank 0 of 1 \(.* on .*: the run has the reward 'of_the_user'"):
+    message = r"rank 0 of 1 \(.* on .*: the run has the reward 'of_the_user'"
+    with pytest.raises(ConfigError, match=message):
         WorkerGroup(Loaded, one, shipment=Shipment.pack([], []))
 
 
