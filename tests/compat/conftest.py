@@ -32,10 +32,8 @@ def no_leftovers(no_tools):
 
 @pytest.fixture(scope="session")
 def verl(tmp_path_factory):
-    """The folder of verl's own files; the tests with it are skipped without a clone of verl."""
-    clone = os.environ.get("AGENTRL_VERL")
-    if not clone:
-        pytest.skip(f"AGENTRL_VERL names no clone of verl (git, with the tag {TAG})")
+    """The folder of verl's own files, from the clone that AGENTRL_VERL names."""
+    clone = os.environ["AGENTRL_VERL"]
     folder = tmp_path_factory.mktemp("verl")
     archive = subprocess.run(
         ["git", "-C", clone, "archive", TAG, "examples", "tests", "verl"],
