@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $p)))
 # What pytest is given besides: make test PYTEST_ARGS='tests/chat -k prompt'
-# All of the tests go to two processes, whose maths keep to one core each.
-PYTEST_ARGS ?= -n 2
+# Three processes, whose maths keep to one core each: a third of the time of two is waiting.
+PYTEST_ARGS ?= -n 3
 
 # The tests' real SGLang lives in the user's cache, where a fresh checkout finds it again: one
 # environment for each list of what it needs and each Python. AGENTRL_SGLANG_PYTHON names another.

@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Programs in processes of their own keep the real function.
 os.fsync = lambda fd: None
 
-# Deadlines fail by chance where two processes share two cores. `make test-all` uses "thorough".
+# Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
 settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=30)
 settings.register_profile("thorough", deadline=None, derandomize=CI, max_examples=100)
 settings.load_profile("quick")
@@ -109,7 +109,7 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest files first. The short ones then keep both processes busy until the end."""
+    """Run the longest files first. The short ones then keep all processes busy until the end."""
 
     def position(item) -> int:
         if item.originalname in sglang_tests(item.path):
