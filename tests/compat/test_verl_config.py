@@ -158,6 +158,30 @@ def test_what_agentrl_cannot_do_is_an_error_that_names_the_fix(tmp_path, setting
         assert not translated(tmp_path, base, f"{path}=null").mistakes
 
 
+NUMBERS = [
+    "data.max_response_length",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls",
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
+]
+
+
+@pytest.mark.parametrize("value", ["[1]", "''", "{a: 1}"])
+def test_nonsense_is_a_mistake_and_never_a_crash(tmp_path, value):
+    file = verl_yaml(tmp_path)
+    for path in sorted({*CHANGED, *SHARED, *RENAMED}):
+        done = translate(file, [f"{path}={value}"])
+        if path in NUMBERS:
+            with pytest.raises(ConfigError, match="mistake"):
+                config_of(done)
+
+
 def test_values_that_agentrl_has_anyway_are_no_mistakes(tmp_path):
     done = translated(
         tmp_path,
@@ -206,6 +230,8 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
             {"algorithm.tis_level": "sequence", "algorithm.tis_cap": 3},
         ),
         (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"algorithm.tis_cap": 5.0}),
+        (["actor_rollout_ref.actor.clip_ratio_low=10"], {"algorithm.clip_low": 1.0}),
+        (["actor_rollout_ref.actor.clip_ratio_low=0.1"], {"algorithm.clip_low": 0.1}),
         (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], {"optim.offload": "all"}),
         (
             ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",

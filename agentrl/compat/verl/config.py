@@ -146,6 +146,21 @@ class _Translator:
             value = str(Path(value).expanduser())
         return value
 
+    def number(self, path: str) -> Any:
+        """Return verl's value of a key that is a number or null; 1 for another value, a mistake."""
+        value = self.get(path)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        self.done.mistakes.append(f"{self.given[path]}: must be a number")
+        return 1
+
+    def name(self, path: str) -> str:
+        """Return verl's value of a key that is a text; "" for null or another value, a mistake."""
+        value = self.get(path)
+        if value is not None and not isinstance(value, str):
+            self.done.mistakes.append(f"{self.given[path]}: must be a text")
+        return value if isinstance(value, str) else ""
+
     def first(self, *paths: str) -> str:
         """Return the first of these keys that the config sets, or "": verl has moved some keys."""
         return next((path for path in paths if path in self.given), "")
@@ -232,7 +247,7 @@ def _is_bool(value: Any) -> bool:
 
 def _algorithm(t: _Translator) -> None:
     path = _ESTIMATOR
-    name = t.get(path)
+    name = t.name(path)
     if name in ESTIMATORS:
         t.take("algorithm.name", ESTIMATORS[name], path)
     elif name in OTHER_ESTIMATORS:
@@ -246,6 +261,11 @@ def _algorithm(t: _Translator) -> None:
             f"agentrl has the losses {', '.join(LOSSES)}. For a loss of your own (@policy_loss),"
             " set algorithm.policy_loss=NAME and remove this key",
         )
+    low = f"{ACTOR}.clip_ratio_low"
+    if t.number(low) > 1:
+        t.change("algorithm.clip_low", 1.0, "no lower bound, as with verl's value", low)
+    else:
+        t.take("algorithm.clip_low", t.number(low), low)
     clip = f"{ACTOR}.clip_ratio"
     if clip in t.given and not t.first(f"{clip}_low", f"{clip}_high"):
         t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
@@ -268,10 +288,10 @@ def _kl(t: _Translator) -> None:
             )
         kind = "algorithm.kl_penalty" if not t.get(in_loss) else kind
     if t.get(in_loss) or t.get(in_reward):
-        if t.get(kind) not in KL_TYPES:
+        if (name := t.name(kind)) not in KL_TYPES:
             t.refuse(kind, f"agentrl has the estimators {', '.join(KL_TYPES)}")
         else:
-            t.take("algorithm.kl_type", KL_TYPES[t.get(kind)], kind)
+            t.take("algorithm.kl_type", KL_TYPES[name], kind)
     for path in (
         in_reward,
         *(f"{control}.{k}" for k in ("type", "kl_coef", "target_kl", "horizon")),
@@ -281,19 +301,21 @@ def _kl(t: _Translator) -> None:
 
 
 def _mini_batches(t: _Translator) -> None:
-    path, n = f"{ACTOR}.ppo_mini_batch_size", t.get(f"{ROLLOUT}.n")
+    path, n = f"{ACTOR}.ppo_mini_batch_size", t.number(f"{ROLLOUT}.n")
+    prompts = t.number(path)
     t.change(
         "algorithm.mini_batch_size",
-        t.get(path) * n,
-        f"it counts rollouts, verl's counts prompts: {t.get(path)} times rollout.n={n}",
+        prompts * n,
+        f"it counts rollouts, verl's counts prompts: {prompts} times rollout.n={n}",
         path,
     )
 
 
 def _learning_rate(t: _Translator) -> None:
     optim = f"{ACTOR}.optim"
-    steps, ratio = t.get(f"{optim}.lr_warmup_steps"), t.get(f"{optim}.lr_warmup_steps_ratio")
-    total = t.get("trainer.total_training_steps")
+    steps = t.number(f"{optim}.lr_warmup_steps")
+    ratio = t.number(f"{optim}.lr_warmup_steps_ratio")
+    total = t.number("trainer.total_training_steps")
     if steps <= 0 and ratio and not total:
         t.refuse(
             f"{optim}.lr_warmup_steps_ratio",
@@ -336,8 +358,8 @@ def _importance_weights(t: _Translator) -> None:
     correction = "algorithm.rollout_correction"
     level, cap = t.get(f"{correction}.rollout_is"), t.get(f"{correction}.rollout_is_threshold")
     older = f"{ACTOR}.tis_imp_ratio_cap"
-    if (t.get(older) or 0) > 0:
-        t.take("algorithm.tis_cap", float(t.get(older)), older)
+    if (t.number(older) or 0) > 0:
+        t.take("algorithm.tis_cap", float(t.number(older)), older)
     elif level in ("token", "sequence"):
         t.take("algorithm.tis_level", level, f"{correction}.rollout_is")
         t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
@@ -351,7 +373,7 @@ def _filter(t: _Translator) -> None:
     groups = "algorithm.filter_groups"
     if not t.get(f"{groups}.enable"):
         return
-    metric, most = t.get(f"{groups}.metric"), t.get(f"{groups}.max_num_gen_batches")
+    metric, most = t.get(f"{groups}.metric"), t.number(f"{groups}.max_num_gen_batches")
     t.change(
         "algorithm.filter_groups",
         True,
@@ -368,12 +390,13 @@ def _filter(t: _Translator) -> None:
 
 def _turns(t: _Translator) -> None:
     longest = t.first("data.max_response_length", f"{ROLLOUT}.response_length")
-    tokens = t.get(longest or "data.max_response_length")
+    tokens = t.number(longest or "data.max_response_length")
     t.take("rollout.max_trajectory_tokens", tokens, longest)
     t.change("rollout.max_turn_tokens", tokens, "verl has no limit for a turn", longest)
     assistant, user = f"{TURNS}.max_assistant_turns", f"{TURNS}.max_user_turns"
-    limits = [t.get(assistant)] if t.get(assistant) else []
-    limits += [t.get(user) + 1] if t.get(user) else []
+    most, most_users = t.number(assistant), t.number(user)
+    limits = [most] if most else []
+    limits += [most_users + 1] if most_users else []
     turns = min(limits, default=tokens)
     why = "user turns plus 1" if user in t.given else ""
     if limits and not why:
@@ -383,7 +406,7 @@ def _turns(t: _Translator) -> None:
     calls = f"{TURNS}.max_parallel_calls"
     t.change(
         "rollout.max_tool_calls",
-        max(1, t.get(calls)) * turns,
+        max(1, t.number(calls)) * turns,
         f"for the whole trajectory; verl drops the calls of a turn after {t.get(calls)}",
         calls,
     )
@@ -391,7 +414,7 @@ def _turns(t: _Translator) -> None:
 
 def _tools(t: _Translator) -> None:
     length, side = f"{TURNS}.max_tool_response_length", f"{TURNS}.tool_response_truncate_side"
-    characters = t.get(length)
+    characters = int(t.number(length))
     t.change(
         "tools.max_result_tokens",
         max(1, characters // CHARACTERS_PER_TOKEN),
@@ -408,7 +431,7 @@ def _tools(t: _Translator) -> None:
         )
     form = f"{TURNS}.format"
     if form in t.given:
-        name = TOOL_FORMATS.get(t.get(form), "auto")
+        name = TOOL_FORMATS.get(t.name(form), "auto")
         if name != "auto":
             t.take("rollout.tool_format", name, form)
         else:
@@ -428,7 +451,7 @@ def _tools(t: _Translator) -> None:
 def _loop(t: _Translator) -> None:
     loop, enable = f"{ROLLOUT}.agent.default_agent_loop", f"{TURNS}.enable"
     if loop in t.given or not t.get(enable):
-        t.take("data.agent_name", agent_loops.canonical(t.get(loop)), loop)
+        t.take("data.agent_name", agent_loops.canonical(t.name(loop)), loop)
     else:
         t.change(
             "data.agent_name",
@@ -445,7 +468,7 @@ def _validation(t: _Translator) -> None:
 
 def _engine(t: _Translator) -> None:
     path, sleep = f"{ROLLOUT}.name", f"{ROLLOUT}.free_cache_engine"
-    name = {"hf": "local"}.get(t.get(path), t.get(path))
+    name = {"hf": "local"}.get(t.name(path), t.name(path))
     if path in t.given:
         t.take("rollout.name", name, path)
     if sleep in t.given and t.get(sleep) and name == "sglang":
@@ -460,12 +483,13 @@ def _engine(t: _Translator) -> None:
 
 def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
-        files = t.get(path)
-        files = [files] if isinstance(files, str) else files or []
+        files = t.get(path) or []
+        files = files if isinstance(files, list) else [str(files)]
         if len(files) > 1:
-            t.refuse(path, "agentrl reads one file: write the rows of all into one")
+            why = "agentrl reads one file. Write the rows of all into one (agentrl.data.write_rows)"
+            t.refuse(path, why)
         elif files:
-            t.take(ours, str(Path(files[0]).expanduser()), path)
+            t.take(ours, str(Path(str(files[0])).expanduser()), path)
 
 
 def _reward(t: _Translator) -> None:
@@ -505,7 +529,7 @@ def _run(t: _Translator) -> None:
         resume = "never" if mode == "disable" else "auto"
         t.take("trainer.resume", resume, "trainer.resume_mode")
     loggers = t.get("trainer.logger") or []
-    loggers = [loggers] if isinstance(loggers, str) else loggers
+    loggers = loggers if isinstance(loggers, list) else [loggers]
     ours = [name for name in loggers if name in ("tensorboard", "wandb")]
     if loggers and ours != [name for name in loggers if name != "console"]:
         t.change("trainer.logger", ours, "the others are not supported", "trainer.logger")
