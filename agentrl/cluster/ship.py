@@ -10,7 +10,6 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 from agentrl import __version__, registry
 from agentrl.errors import ConfigError
@@ -88,18 +87,7 @@ class Shipment:
 
 def user_registrations() -> dict[str, frozenset[str]]:
     """Return the names that the user's own code registers, by kind of registry."""
-    return {
-        kind.kind: frozenset(
-            n for n in kind.names() if n not in kind.shipped and _is_user_defined(kind.get(n))
-        )
-        for kind in registry.all_registries()
-    }
-
-
-def _is_user_defined(registered: Any) -> bool:
-    """Return whether a registered object is not a part of agentrl."""
-    module = getattr(getattr(registered, "target", registered), "__module__", "")
-    return module.partition(".")[0] != "agentrl"
+    return {kind.kind: frozenset(kind.user_names()) for kind in registry.all_registries()}
 
 
 def versions() -> dict[str, str]:

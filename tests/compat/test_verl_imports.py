@@ -4,6 +4,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 from support.needs import needs_sandbox
@@ -386,3 +388,40 @@ def test_scripts_that_cannot_run_say_why(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["agentrl.compat.verl", *words])
         with pytest.raises(SystemExit, match=message):
             main()
+
+
+# -- the tutorial's interaction -------------------------------------------------------------------
+
+
+def test_the_tutorials_interaction_has_verls_state():
+    """As verl's own test of it uses it, which runs if AGENTRL_VERL names a clone."""
+    stand_in()
+    from verl.interactions.gsm8k_interaction import Gsm8kInteraction
+
+    teacher = Gsm8kInteraction({"name": "gsm8k"})
+    assert teacher._instance_dict == {}
+
+    async def say(*messages, score=None):
+        name = "verl.utils.reward_score.gsm8k.compute_score"
+        with nullcontext() if score is None else patch(name, return_value=score) as grader:
+            return grader, await teacher.generate_response("e", list(messages))
+
+    async def talk():
+        assert await teacher.start_interaction("e", ground_truth="42") == "e"
+        assert teacher._instance_dict["e"] == {"response": "", "ground_truth": "42", "reward": 0.0}
+        _, (done, text, score, more) = await say({"role": "assistant"})
+        assert (done, score, more) == (False, 0.0, {}) and text.startswith("Your response is inc")
+        assert teacher._instance_dict["e"]["response"] is None
+        _, (done, *_) = await say({"role": "assistant", "content": "42"})
+        assert not done
+        _, (done, text, score, _) = await say({"role": "assistant", "content": "#### 42"})
+        assert (done, text, score) == (True, "Your response is correct!", 1.0)
+        grader, (done, *_) = await say({"role": "assistant", "content": "x"}, score=1.0)
+        assert done
+        grader.assert_called_once_with("x", "42", method="strict", format_score=0.0, score=1.0)
+        await teacher.finalize_interaction("e", more=1)
+        assert teacher._instance_dict == {}
+        with pytest.raises(KeyError):
+            await teacher.finalize_interaction("e")
+
+    asyncio.run(talk())
