@@ -26,10 +26,9 @@ from agentrl.registry import load_file
 
 from .conftest import TAG, call, played
 
-pytestmark = pytest.mark.skipif(
-    "AGENTRL_VERL" not in os.environ,
-    reason=f"AGENTRL_VERL names no git clone of verl with the tag {TAG}",
-)
+if "AGENTRL_VERL" not in os.environ:
+    reason = f"AGENTRL_VERL names no git clone of verl with the tag {TAG}"
+    pytest.skip(reason, allow_module_level=True)
 CONFIGS = "examples/sglang_multiturn/config"
 
 
@@ -151,6 +150,14 @@ def gsm8k(tmp_path_factory):
     return folder
 
 
+def gsm8k_rows(verl, raw, folder, script) -> str:
+    """Run a script; return the path of the rows that it writes."""
+    path = verl / f"examples/data_preprocess/{script}.py"
+    folders = ("--local_dataset_path", raw, "--local_save_dir", folder / "out")
+    run(folder, path, *folders, HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
+    return str(folder / "out/train.parquet")
+
+
 @pytest.mark.parametrize(
     ("script", "tools", "interaction"),
     [
@@ -163,16 +170,16 @@ def gsm8k(tmp_path_factory):
 def test_the_gsm8k_scripts_write_rows_for_agentrl(
     verl, gsm8k, tmp_path, script, tools, interaction
 ):
-    path = verl / f"examples/data_preprocess/{script}.py"
-    folders = ("--local_dataset_path", gsm8k, "--local_save_dir", tmp_path / "out")
-    run(tmp_path, path, *folders, HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    rows = gsm8k_rows(verl, gsm8k, tmp_path, script)
     load_file(str(verl / CONFIGS / "tool_config/gsm8k_tool_config.yaml"))
-    samples = load_checked(str(tmp_path / "out/train.parquet"), "tool_agent")
+    samples = load_checked(rows, "tool_agent")
     assert [s.ground_truth for s in samples[:2]] == ["6", "800"]
     assert {(s.tools, s.interaction) for s in samples} == {(tools, interaction)}
 
 
-def test_the_search_script_writes_rows_for_agentrl(verl, tmp_path):
+@pytest.fixture
+def search_rows(verl, tmp_path):
+    """The path of the rows that the search script writes."""
     pandas = pytest.importorskip("pandas")
     row = {
         "question": "who?", "data_source": "nq", "ability": "fact", "metadata": None,
@@ -211,8 +218,12 @@ def test_the_search_script_writes_rows_for_agentrl(verl, tmp_path):
         HF_HUB_OFFLINE="0",
     )
     hub.shutdown()
+    return str(tmp_path / "out/train.parquet")
+
+
+def test_the_search_script_writes_rows_for_agentrl(verl, search_rows):
     load_file(str(verl / CONFIGS / "tool_config/search_tool_config.yaml"))
-    (sample,) = load_checked(str(tmp_path / "out/train.parquet"), "tool_agent")
+    (sample,) = load_checked(search_rows, "tool_agent")
     assert sample.tools == ("search",) and sample.data_source == "searchR1_nq"
     assert sample.ground_truth == {"target": ["Ann"]}
 
@@ -269,30 +280,54 @@ def test_the_defaults_of_the_table_are_verls(complete):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_verls_rows_tool_and_config_train(verl, gsm8k, tmp_path):
-    """The script, and then `agentrl train` with verl's config, verl's tool and verl's keys."""
-    script = verl / "examples/data_preprocess/gsm8k_tool_agent_loop.py"
-    run(tmp_path, script, "--local_dataset_path", gsm8k, "--local_save_dir", tmp_path / "data")
+def train(verl, folder, rows, config="gsm8k_multiturn_grpo", **files) -> str:
+    """Run `agentrl train` with a config of verl's, verl's keys and verl's files; return stderr."""
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
     words = [
-        str(verl / CONFIGS / "gsm8k_multiturn_grpo.yaml"),
-        f"data.train_files={tmp_path}/data/train.parquet",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        str(verl / CONFIGS / f"{config}.yaml"),
+        f"data.train_files={rows}",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.name=local",
-        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={verl}/{CONFIGS}/tool_config/"
-        "gsm8k_tool_config.yaml",
+        *(f"{multi_turn}.{key}_config_path={verl / CONFIGS / path}" for key, path in files.items()),
         "algorithm.adv_estimator=grpo",
         "trainer.total_training_steps=1",
         "trainer.logger=[console]",
-        "--model=tiny",
-        f"--output={tmp_path}/run",
+        *("--model", "tiny", "--output", str(folder / "run")),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "train", *words], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "agentrl.cli", "train", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
-    assert "interaction_kwargs without a name are ignored" in done.stderr
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert lines
+    assert len((folder / "run/metrics.jsonl").read_text().splitlines()) == 1
+    return done.stderr
+
+
+TOOL = {"tool": "tool_config/gsm8k_tool_config.yaml"}
+INTERACTION = {"interaction": "interaction_config/gsm8k_interaction_config.yaml"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "config", "files", "line"),
+    [
+        ("gsm8k", "gsm8k_multiturn_grpo", {}, ""),
+        ("gsm8k_multiturn_w_tool", "gsm8k_multiturn_grpo", TOOL, "without a name are ignored"),
+        ("gsm8k_tool_agent_loop", "gsm8k_multiturn_grpo", TOOL, "without a name are ignored"),
+        (
+            "gsm8k_multiturn_w_interaction",
+            "gsm8k_multiturn_grpo_w_interaction",
+            INTERACTION,
+            "not the shipped one",
+        ),
+    ],
+)
+def test_verls_gsm8k_rows_train(verl, gsm8k, tmp_path, script, config, files, line):
+    rows = gsm8k_rows(verl, gsm8k, tmp_path, script)
+    assert line in train(verl, tmp_path, rows, config, **files)
+
+
+@pytest.mark.slow
+def test_verls_search_rows_train(verl, search_rows, tmp_path):
+    tool = "tool_config/search_tool_config.yaml"
+    train(verl, tmp_path, search_rows, "search_multiturn_grpo", tool=tool)
