@@ -104,12 +104,13 @@ async def tool_agent(ep: Episode) -> None:
 # is never trained on an observation that it made up.
 
 _FORMAT = """\
-Thought: what to do
-Action: a tool
-Action Input: its arguments as JSON
-Observation: its answer
-... then
-Final Answer: the answer
+Use this format:
+Thought: what to do next
+Action: the name of a tool
+Action Input: its arguments as a JSON object
+Observation: the result of the tool
+... (repeat as needed)
+Final Answer: the final answer
 Tools:
 """
 _NO_ACTION = "Error: no action found. Write 'Action:' and 'Action Input:', or 'Final Answer:'."

@@ -15,9 +15,9 @@ TINY_SETTINGS: dict[str, Any] = {
     "algorithm.ppo_epochs": 2,
     "optim.lr": 2.5e-4,
     "optim.lr_final": 0.3,
-    "trainer.total_steps": 100,
+    "trainer.total_steps": 60,
     "trainer.test_freq": 10,
-    "trainer.save_freq": 50,
+    "trainer.save_freq": 30,
 }
 """Defaults of config keys for runs of the `tiny` model."""
 

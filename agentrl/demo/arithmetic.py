@@ -4,9 +4,10 @@
 `single_turn` rows ask for one number from the text. Operands are 1 to 9, so that a model of half a
 million parameters learns them in a minute.
 
-Every row has two conversations for imitation learning: `gold` is right; `trace` is wrong in four of
-five rows, because it guesses at once, stops after one call or uses a wrong operator. A model that
-imitates `trace` solves some of the problems, so reinforcement learning can improve it.
+Every row has two conversations for imitation learning. `gold` is right. `trace` is right in about
+one of three rows; the others have the mistake that is typical of their kind of question. So a model
+that imitates `trace` prefers the mistakes, but sometimes answers each kind of question right: its
+greedy answers are mostly wrong, and reinforcement learning can improve it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from agentrl.trajectory import Message, Sample
 DATA_SOURCE = "agentrl/arithmetic"
 LOOPS = ("single_turn", "tool_agent", "react")
 TOOL = "calculator"
-GOLD_SHARE = 0.2
+GOLD_SHARE = 0.35
 """Share of the `trace` conversations that are copies of `gold`."""
+TYPICAL_SHARE = 0.75
+"""Share of the mistakes that are typical of their kind of question. The others vary, so that a
+model learns no rule from the mistakes by which it could recognize the right answer."""
 TALK_SHARE = 0.25
 """Share of the tool_agent rows with the gsm8k interaction."""
 MAX_ATTEMPTS = 3
@@ -143,7 +147,7 @@ def gold(problem: Problem, loop: str) -> list[Message]:
 
 
 def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -> list[Message]:
-    """Return a conversation after the prompt that is right in about one of five rows.
+    """Return a conversation after the prompt that is right in about one of three rows.
 
     With an interaction (`talk`), a wrong answer gets a reply and another attempt.
     """
@@ -160,19 +164,20 @@ def trace(problem: Problem, loop: str, rng: random.Random, talk: bool = False) -
 def _attempt(problem: Problem, loop: str, rng: random.Random) -> list[Message]:
     if rng.random() < GOLD_SHARE:
         return gold(problem, loop)
+    typical = rng.random() < TYPICAL_SHARE
     if not problem.operators:
-        guess = rng.choice((rng.choice(problem.operands), rng.randint(1, 9)))
-        return _solve(problem, loop, (), guess)
-    match rng.randrange(3):
-        case 0:  # guess at once
+        last = [n for n in problem.operands if n != problem.answer][-1]
+        return _solve(problem, loop, (), last if typical else rng.randint(1, 9))
+    first, second = problem.operators
+    match problem.operators if typical else rng.choice(STORIES).operators:
+        case ("*", "+"):  # stop after one call
+            return _solve(problem, loop, (first,))
+        case ("+", "*"):  # guess without a call
             return _solve(problem, loop, (), rng.randint(1, 2 * problem.answer))
-        case 1:  # stop after one call
-            return _solve(problem, loop, problem.operators[:1])
-        case _:  # a wrong operator
-            operators = list(problem.operators)
-            hop = rng.randrange(2)
-            operators[hop] = rng.choice([o for o in OPERATORS if o != operators[hop]])
-            return _solve(problem, loop, operators)
+        case ("*", "-"):  # a wrong second operator
+            return _solve(problem, loop, (first, "+" if second == "-" else "-"))
+        case _:  # a wrong first operator
+            return _solve(problem, loop, ("+" if first == "-" else "-", second))
 
 
 def _solve(

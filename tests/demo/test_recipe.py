@@ -160,7 +160,7 @@ def test_the_settings_are_a_config():
 
 def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
     config = tiny_config(overrides=["rollout.n=4"], flags={"data.train": "rows.jsonl"})
-    assert (config.model.path, config.trainer.total_steps) == (str(tiny_model), 100)
+    assert (config.model.path, config.trainer.total_steps) == (str(tiny_model), 60)
     assert (config.rollout.n, config.trainer.output) == (4, "runs/rows")
     file = tmp_path / "run.yaml"
     file.write_text("trainer: {total_epochs: 1}\nmodel: {path: other}")
