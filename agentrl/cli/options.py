@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys, e.g. rollout.n=4 optim.lr=1e-5."),
+    typer.Argument(
+        metavar="[VERL.YAML] [KEY=VALUE]...",
+        help="Config keys, e.g. rollout.n=4 optim.lr=1e-5; before them, a config of verl's.",
+    ),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="A YAML file of config keys.")
