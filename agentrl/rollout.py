@@ -144,8 +144,8 @@ class Rollouts:
                 try:
                     return future.result(timeout=1.0)
                 except TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # the work raised TimeoutError, or it ended just now
+                        return future.result()
                     if not self._thread.is_alive():
                         raise RunStopped("the thread that runs the episodes died") from None
         except BaseException:

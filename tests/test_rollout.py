@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import copy
 import io
 import logging
@@ -417,6 +418,39 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
             rollouts._thread.join(timeout=5)
         rollouts.close()
     assert closed == [1] and not rollouts._thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("of the work"), ValueError("of the work")])
+def test_a_result_that_arrives_just_after_the_wait_is_returned(rollouts, monkeypatch, error):
+    start = asyncio.run_coroutine_threadsafe
+
+    def start_and_time_out(work, loop):
+        future = start(work, loop)
+        wait = future.result
+
+        def result(timeout=None):
+            if timeout is not None:
+                with contextlib.suppress(Exception):
+                    wait()
+                raise TimeoutError
+            return wait()
+
+        future.result = result
+        return future
+
+    async def work():
+        if error:
+            raise error
+        return "the result"
+
+    running = rollouts(FailingEngine(["x"]))
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_and_time_out)
+    if error is None:
+        assert running.run(work()) == "the result"
+    else:
+        with pytest.raises(type(error), match="of the work"):
+            running.run(work())
+    monkeypatch.undo()
 
 
 def test_the_watchdog_reports_what_each_episode_waits_for():
