@@ -231,6 +231,12 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
         ),
         (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"algorithm.tis_cap": 5.0}),
         (["actor_rollout_ref.actor.clip_ratio_low=10"], {"algorithm.clip_low": 1.0}),
+        (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+             "actor_rollout_ref.actor.loss_agg_mode=token-mean"],
+            {"algorithm.policy_loss": "gspo", "algorithm.dual_clip": 0.0,
+             "algorithm.loss_agg_mode": "seq-mean-token-mean"},
+        ),
         (["actor_rollout_ref.actor.clip_ratio_low=0.1"], {"algorithm.clip_low": 0.1}),
         (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], {"optim.offload": "all"}),
         (

@@ -254,8 +254,18 @@ def _algorithm(t: _Translator) -> None:
         t.refuse(path, f"agentrl has the estimators {', '.join(ESTIMATORS)}")
     else:
         t.take(path, name, path)
-    loss = f"{ACTOR}.policy_loss.loss_mode"
-    if t.get(loss) not in LOSSES:
+    loss, mode, dual = (
+        f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
+    )
+    if t.name(loss) == "gspo":
+        t.change("algorithm.loss_agg_mode", "seq-mean-token-mean", "as in verl's gspo", mode)
+    else:
+        t.take("algorithm.loss_agg_mode", t.get(mode), mode)
+    if t.name(loss) == "vanilla":
+        t.take("algorithm.dual_clip", t.get(dual), dual)
+    else:
+        t.change("algorithm.dual_clip", 0.0, f"verl's {t.name(loss)} does not have it", dual)
+    if t.name(loss) not in LOSSES:
         t.refuse(
             loss,
             f"agentrl has the losses {', '.join(LOSSES)}. For a loss of your own (@policy_loss),"
