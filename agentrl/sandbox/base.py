@@ -127,7 +127,10 @@ class Sandbox(ABC):
         limits = limits or self._limits
         program = Program(code, language, stdin, check_files(files, limits), limits, init)
         async with self._slot():
-            return await self._run(program)
+            try:
+                return await self._run(program)
+            except OSError as e:
+                raise SandboxError(f"{self.name} cannot run a program: {e}") from e
 
     @abstractmethod
     async def _run(self, program: Program) -> Completed:

@@ -105,13 +105,14 @@ async def _run(
         SandboxError: the program did not start, or some processes did not end.
     """
     loop = asyncio.get_running_loop()
-    timers = [loop.call_later(SETUP_SECONDS, lambda: child.kill())]
+    timers: list[asyncio.TimerHandle] = []
 
     def begin() -> None:
         timers.pop().cancel()
-        timers.append(loop.call_later(limits.seconds, lambda: child.kill("time")))
+        timers.append(loop.call_later(limits.seconds, child.kill, "time"))
 
     child = Child(command, inherited, stdin, cgroup, begin)
+    timers.append(loop.call_later(SETUP_SECONDS, child.kill))
     outputs = [
         Capture(pipe, limits.output_bytes, lambda: child.kill("output"))
         for pipe in (child.process.stdout, child.process.stderr)
@@ -193,15 +194,15 @@ class Child:
         """The exit code, as a shell reports it. None if the program did not start or was killed."""
         self.cpu_seconds = 0.0
         options, program = command
+        self._gate = ExitStack()
         status_reader, status = os.pipe()
         self._status = os.fdopen(status_reader, "rb", 0)
         options += ["--json-status-fd", str(inherited.take(status))]
-        self._gate = ExitStack()
-        if cgroup is not None:  # bwrap starts the program when this pipe is closed
-            gate, gate_writer = os.pipe()
-            self._gate.callback(os.close, gate_writer)
-            options += ["--block-fd", str(inherited.take(gate))]
         try:
+            if cgroup is not None:  # bwrap starts the program when this pipe is closed
+                gate, gate_writer = os.pipe()
+                self._gate.callback(os.close, gate_writer)
+                options += ["--block-fd", str(inherited.take(gate))]
             self.process = subprocess.Popen(
                 [*options, *program],
                 stdin=stdin,
