@@ -101,6 +101,7 @@ def driver_command(
     environment: Mapping[str, str],
     *,
     count_processes: bool,
+    remove: str = "",
 ) -> list[str]:
     """Return the command line of a driver.
 
@@ -111,6 +112,7 @@ def driver_command(
         programs_folder: the folder with `PROGRAMS`.
         environment: the environment variables of programs.
         count_processes: whether `limits.processes` applies.
+        remove: a folder that the driver deletes if this process is killed.
     """
     settings = {
         **asdict(limits),
@@ -119,6 +121,7 @@ def driver_command(
         "folder": folder,
         "cells": f"{programs_folder}/cells.py",
         "environment": environment,
+        "remove": remove,
     }
     return [python, "-I", "-S", "-B", f"{programs_folder}/driver.py", json.dumps(settings)]
 
@@ -140,7 +143,10 @@ class LocalSandbox(Sandbox):
         async def start() -> Driver:
             if len(self.drivers) >= MAX_BOXES:
                 raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
-            return await self._begin(self._start(initial_files, limits, self._slot))
+            try:
+                return await self._begin(self._start(initial_files, limits, self._slot))
+            except OSError as e:
+                raise SandboxError(f"{self.name} cannot start a box: {e}") from e
 
         return Box(await start(), start)
 
@@ -371,8 +377,10 @@ class Driver:
         if self._closed:
             return
         self._closed = True
-        if self._writer is not None:
-            _close(self._writer.transport)
+        if self._writer is not None and not self._writer.transport.is_closing():
+            # At the end of its input without this request, the driver deletes its folder.
+            self._send({"do": "close"})
+            self._writer.transport.close()
         self.process.kill()
         try:
             if not await self.process.wait_until_ended():

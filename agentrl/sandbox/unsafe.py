@@ -79,7 +79,13 @@ class UnsafeSubprocess(LocalSandbox):
             environment = {**ENVIRONMENT, **dict.fromkeys(("HOME", "PYTHONPATH", "TMPDIR"), folder)}
             process = _Process(
                 driver_command(
-                    python, limits, folder, str(INSIDE), environment, count_processes=False
+                    python,
+                    limits,
+                    folder,
+                    str(INSIDE),
+                    environment,
+                    count_processes=False,
+                    remove=temporary.name,
                 )
             )
             return Driver(process, limits, folder, slot, resources.pop_all())
@@ -94,7 +100,10 @@ def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
 
 
 class _Process:
-    """The process of a driver. When its input ends, it kills all programs that it started."""
+    """The process of a driver. When it is closed, it kills all programs that it started.
+
+    If this process is killed, the driver's input ends: then it also deletes its folder.
+    """
 
     fault = ""
 
@@ -110,7 +119,7 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """Do nothing: the driver's input has ended, so it kills all programs and exits.
+        """Do nothing: the driver was closed, so it kills all programs and exits.
 
         After a SIGKILL of the driver, the programs would continue to run.
         """

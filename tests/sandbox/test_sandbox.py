@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import os
 import shutil
 import signal
@@ -307,6 +308,36 @@ async def test_an_interpreter_that_is_not_executable_is_an_error(python):
             await place.run("print(1)")
 
 
+@needs_sandbox
+async def test_a_program_that_cannot_be_started_is_an_infrastructure_error(monkeypatch):
+    faults = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+
+    def popen(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with opened() as place:
+        await place.run("1")
+        monkeypatch.setattr("agentrl.sandbox.bubblewrap.SETUP_SECONDS", 0.05)
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        with pytest.raises(SandboxError, match=r"bubblewrap cannot run a program: .*open files"):
+            await place.run("1")
+        with pytest.raises(SandboxError, match=r"bubblewrap cannot start a box: .* open files"):
+            await place.open()
+        await asyncio.sleep(0.2)
+    assert faults == []
+
+
+async def test_without_isolation_such_a_program_is_an_infrastructure_error_too(monkeypatch):
+    def popen(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    async with opened(backend="unsafe-subprocess") as place:
+        with pytest.raises(SandboxError, match="unsafe-subprocess cannot run a program"):
+            await place.run("1")
+
+
 # Nothing outlives its parent (F17)
 
 PARENT = """
@@ -317,7 +348,7 @@ from agentrl.sandbox.settings import open_sandbox
 async def main():
     place = open_sandbox(SandboxConfig(backend=sys.argv[1]))
     box = await place.open()
-    print(await box.run("import os; os.getpid()"), flush=True)
+    print((await box.run("import os; print(os.getcwd())")).stdout, end="", flush=True)
     sleep = f"(['sleep', '{sys.argv[2]}'], start_new_session=True)"
     runs = [
         asyncio.ensure_future(place.run("import subprocess; subprocess.run" + sleep))
@@ -357,7 +388,7 @@ def test_programs_end_with_a_parent_that_was_killed(backend):
     )
     assert parent.stdout is not None
     try:
-        parent.stdout.readline()
+        folder = Path(parent.stdout.readline().strip()).parent
         assert parent.stdout.readline() == "ready\n"
         words = f"sleep\0{seconds}\0".encode()
         assert running(words) == 3
@@ -365,10 +396,13 @@ def test_programs_end_with_a_parent_that_was_killed(backend):
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    until = time.monotonic() + 5
-    while running(words) and time.monotonic() < until:
+    # Without a namespace, the driver deletes its folder.
+    isolated = backend == "bubblewrap"
+    until = time.monotonic() + 30
+    while (running(words) or (not isolated and folder.exists())) and time.monotonic() < until:
         time.sleep(0.05)
     assert running(words) == 0
+    assert isolated or not folder.exists()
 
 
 # As an ordinary user

@@ -62,7 +62,7 @@ class Driver:
     # Requests
 
     def serve(self):
-        """Serve requests until the input ends."""
+        """Serve requests until the request "close" or the end of the input."""
         while True:
             request = self._read_request()
             if request["do"] == "stop":  # the program that it should stop has already ended
@@ -78,14 +78,20 @@ class Driver:
 
     def _read_request(self):
         (length,) = struct.unpack("<I", self._read_exactly(4))
-        return json.loads(self._read_exactly(length))
+        request = json.loads(self._read_exactly(length))
+        if request["do"] == "close":
+            self._end_all()
+            os._exit(0)
+        return request
 
     def _read_exactly(self, count):
         data = b""
         while len(data) < count:
             read = os.read(self.requests, count - len(data))
-            if not read:
+            if not read:  # the process that opened the box was killed, so delete its folder
                 self._end_all()
+                if self.settings["remove"]:
+                    os.execvp("rm", ["rm", "-rf", "--", self.settings["remove"]])
                 os._exit(0)
             data += read
         return data
