@@ -182,7 +182,7 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
             return array
     except pa.ArrowException as e:
         if not nested:
-            raise DataError(f"column {'.'.join(path)} cannot be written: {e}") from None
+            raise TypeError(f"column {'.'.join(path)}: {e}") from None
     encoded.append(path)
     return pa.array([None if v is None else orjson.dumps(v).decode() for v in values])
 
