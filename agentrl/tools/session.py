@@ -184,14 +184,17 @@ class ToolSession:
         """
         # Encoded before the call, because the tool may change its arguments.
         encoded = canonical_json(arguments)
-        earlier = self._answers.get((turn, index))
-        if earlier is not None:
-            if earlier[:2] != (name, encoded):
+        while (earlier := self._answers.get((turn, index))) is not None:
+            earlier_name, earlier_arguments, answer = earlier
+            if (earlier_name, earlier_arguments) != (name, encoded):
                 raise CallConflict(
                     f"episode {self.episode_id}: call {index} of turn {turn} was sent before"
-                    f" as {earlier[0]!r} with other arguments, and now as {name!r}"
+                    f" as {earlier_name!r} with other arguments, and now as {name!r}"
                 )
-            return await asyncio.shield(earlier[2])
+            await asyncio.wait((answer,))
+            if not answer.cancelled():
+                return answer.result()
+            # The earlier request was cancelled before there was a result: run the call again.
         answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
         self._answers[turn, index] = (name, encoded, answer)
         self.calls_running += 1
@@ -200,8 +203,11 @@ class ToolSession:
         except BaseException as e:
             # There is no result, so the same request may run the call again.
             del self._answers[turn, index]
-            answer.set_exception(e)
-            answer.exception()  # marks the exception as retrieved: there may be no second caller
+            if isinstance(e, asyncio.CancelledError):
+                answer.cancel()
+            else:
+                answer.set_exception(e)
+                answer.exception()  # marks the exception as retrieved: nobody else may wait for it
             raise
         finally:
             self.calls_running -= 1

@@ -1,4 +1,4 @@
-"""The options of `@tool`, what tools are given by name, and what nothing gets past."""
+"""Options of `@tool`, parameters that agentrl fills, and checks of arguments and results."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ pytestmark = pytest.mark.usefixtures("no_tools")
 
 @pytest.fixture(scope="module")
 def url():
-    """A tool server in a thread of this process: it offers what a test has registered by then."""
+    """Yield the URL of a tool server in a thread of this process.
+
+    It serves all tools that are registered when a request arrives.
+    """
     with serving_tools() as url:
         yield url
 
 
 async def run(toolbox, *calls, tools=None, messages=(), **fields) -> list[ToolResult]:
-    """Calls of one turn, each (name, arguments), in an episode of their own."""
+    """Run calls, each (name, arguments), as one turn of a new episode; return their results."""
     sample = row(*(tools or dict.fromkeys(name for name, _ in calls)), **fields)
     await toolbox.open(sample.id, sample)
     made = [ToolCall(name, arguments) for name, arguments in calls]
@@ -231,7 +234,11 @@ LIVES: list[str] = []
 
 @pytest.fixture
 def dice():
-    """A class tool whose objects live for a call."""
+    """Register a class tool that creates an object for each call.
+
+    Returns:
+        The `tools_kwargs` with which a method fails, by the method.
+    """
     del LIVES[:]
 
     @tool(scope="call", timeout=0.5)
@@ -313,6 +320,58 @@ async def test_a_cancelled_call_closes_its_object(dice):
     await box.aclose()
 
 
+async def test_a_repeated_request_runs_the_call_if_the_first_one_was_cancelled():
+    runs = []
+
+    @tool
+    async def wait(key: str) -> str:
+        """Wait, the first time.
+
+        Args:
+            key: a key
+        """
+        runs.append(key)
+        if len(runs) == 1:
+            await asyncio.sleep(1000)
+        return f"run {len(runs)}"
+
+    box = LocalToolbox()
+    sample = row("wait")
+    await box.open(sample.id, sample)
+    call = [ToolCall("wait", {"key": "k"})]
+    first, second, third = (asyncio.create_task(box.run(call, sample.id, 0)) for _ in range(3))
+    while not runs:
+        await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.wait([first, second, third])
+    assert first.cancelled() and runs == ["k", "k"]
+    assert [t.result()[0].content for t in (second, third)] == ["run 2"] * 2
+    await box.aclose()
+
+
+async def test_a_repeated_request_can_be_cancelled_alone():
+    go_on = asyncio.Event()
+
+    @tool
+    async def wait() -> str:
+        """Wait."""
+        await go_on.wait()
+        return "done"
+
+    box = LocalToolbox()
+    sample = row("wait")
+    await box.open(sample.id, sample)
+    first, second = (
+        asyncio.create_task(box.run([ToolCall("wait", {})], sample.id, 0)) for _ in range(2)
+    )
+    await asyncio.sleep(0.05)
+    second.cancel()
+    await asyncio.wait([second])
+    go_on.set()
+    assert second.cancelled() and (await first)[0].content == "done"
+    await box.aclose()
+
+
 # -- in a process ---------------------------------------------------------------------------------
 
 
@@ -332,7 +391,7 @@ async def test_a_tool_in_a_process_of_its_own(toolbox, tmp_path):
 
 
 async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
-    """F10: and no call but its own has anything of it."""
+    """The failure affects only the call that caused it."""
     registry.load_file(PROCESSES)
     box = LocalToolbox()
     await run(box, ("end", {"how": "not"}))
@@ -350,7 +409,7 @@ async def test_a_process_that_ends_or_hangs_is_replaced(caplog):
 
 
 async def test_a_call_that_cannot_be_sent_to_a_process_frees_its_place(caplog):
-    """Whatever goes wrong is an answer, and the next call finds room."""
+    """The failed call has a result, and the next call gets its place."""
     registry.load_file(PROCESSES)
     box = LocalToolbox(CallLimits(processes=2, queue_seconds=5.0))
     wrong = await run(box, *[("offers_too_much", {"n": 1})] * 3)
@@ -362,7 +421,7 @@ async def test_a_call_that_cannot_be_sent_to_a_process_frees_its_place(caplog):
     await box.aclose()
 
 
-# -- what is not for the model --------------------------------------------------------------------
+# -- texts that the model must not read -----------------------------------------------------------
 
 
 LEAKS = [
@@ -379,7 +438,7 @@ OWNERS = ("leak_in_a_process", "leak_in_a_thread", "leak_on_the_loop", "leak_by_
 
 
 async def test_the_text_of_an_exception_is_for_the_log(toolbox, caplog):
-    """Connection strings and paths: a model may print them where somebody reads them."""
+    """It may contain connection strings and paths, which the model could print."""
     registry.load_file(PROCESSES)
     results = await run(
         toolbox,
@@ -401,7 +460,7 @@ async def test_the_text_of_an_exception_is_for_the_log(toolbox, caplog):
 
 @pytest.mark.parametrize("where", ["in_a_thread", "in_a_process", "on_the_loop"])
 async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path, where):
-    """It has its answer at once, and its place until it really ends: no second one runs beside."""
+    """The result is returned at once. Until the call ends, no other call gets its place."""
     registry.load_file(PROCESSES)
     name, log = f"stay_{where}", tmp_path / "log"
     call, first, second = ToolCall(name, {"log": str(log)}), row(name), row(name)
@@ -415,7 +474,7 @@ async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path,
 
     for sample in (first, second):
         await toolbox.open(sample.id, sample)
-    if where == "in_a_process":  # two that need not be started first
+    if where == "in_a_process":  # start both worker processes before the test
         await run(toolbox, *[("end", {"how": "not"})] * 2)
     running = asyncio.create_task(toolbox.run([call], first.id, 0))
     await noted("+")
@@ -431,7 +490,7 @@ async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path,
     await noted("+-+-")
 
 
-# -- given by name --------------------------------------------------------------------------------
+# -- parameters that agentrl fills ----------------------------------------------------------------
 
 
 class Mood(TypedDict):
@@ -465,7 +524,7 @@ async def test_the_episodes_state_is_shared_and_in_order(toolbox):
 
     calls = [("add", {"n": 1}), ("add", {"n": 2}), ("seen", {}), ("add", {"n": 3}), ("last", {})]
     tools = ["add", "seen", "keeper"]
-    for _ in range(2):  # every episode has its own
+    for _ in range(2):  # each episode has its own state
         results = await run(toolbox, *calls, tools=tools)
         assert [r.content for r in results] == [
             "[7, 1]", "[7, 1, 2]", "[7,1,2]", "[7, 1, 2, 3]", "3",
@@ -592,7 +651,7 @@ async def test_a_handwritten_schema_may_offer_the_name_of_an_injected_parameter(
     assert result.content == "Ohio 1"
 
 
-# -- what nothing gets past -----------------------------------------------------------------------
+# -- checks of arguments and results --------------------------------------------------------------
 
 
 def nested(depth: int) -> Any:
@@ -623,7 +682,7 @@ BAD_JSON: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_JSON, ids=range(len(BAD_JSON)))
 async def test_arguments_that_no_tool_gets(toolbox, arguments, message):
-    """H2: whoever parsed it."""
+    """The toolbox checks the arguments itself, whichever parser read the call."""
     reached = []
 
     @tool(schema={"function": {"name": "hungry", "parameters": {"type": "object"}}})
@@ -750,7 +809,7 @@ CRASHES = {"generator", "iterator", "deep", "rude", "big number", "reward"}
 
 @pytest.mark.parametrize("what", RETURNED)
 async def test_any_return_value_of_a_tool_becomes_text(toolbox, what):
-    """H3: bounded, valid UTF-8, and the episode goes on."""
+    """The text is bounded and valid UTF-8, and the episode continues."""
 
     @tool
     def give() -> Any:
@@ -864,7 +923,7 @@ def test_reserved_and_duplicate_names():
         tool(name="twice")(f)
 
 
-# -- hung -----------------------------------------------------------------------------------------
+# -- calls that hang ------------------------------------------------------------------------------
 
 HUNG = """
 import asyncio, sys, threading, time
@@ -899,7 +958,7 @@ asyncio.run(main())
 
 
 async def test_forty_hung_tools():
-    """F9: each ends at its deadline, others are served, and the process ends."""
+    """Each call ends at its deadline, other calls are served, and the process can exit."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HUNG + "print('end', flush=True)", stdout=asyncio.subprocess.PIPE
     )
@@ -916,7 +975,7 @@ async def test_forty_hung_tools():
     "name", ["os.system", "../../x.py", "module:attr", "/etc/passwd", "a.py:f"]
 )
 def test_rows_can_name_registered_tools_only(name):
-    """S10: code comes from the files of the config alone."""
+    """Code is loaded only from the files of the config."""
     sample = replace(row(name, interaction=name, data_source=name), agent_name=name)
     with pytest.raises(UserError) as e:
         check_samples([sample], "rows")
