@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import SchemaError
 from typing_extensions import is_typeddict
 
 from agentrl.errors import UserError
@@ -103,6 +104,8 @@ def describe_function(
     except PydanticUserError as e:
         problem = str(e).splitlines()[0]
         raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
+    except SchemaError as e:
+        raise UserError(f"{where}: {_explain_schema_error(e)}") from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
     schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
     # Templates and validators need the key even if there are no parameters.
@@ -130,6 +133,18 @@ def _parameters(
     except ValueError as e:
         raise UserError(f"{where}: its schema cannot be used: {e}") from e
     return Parameters(schema, _usage(name, schema), make_fast_validator(schema), validator, model)
+
+
+def _explain_schema_error(error: SchemaError) -> str:
+    """Return why pydantic cannot build a validator. Usually the reason is a pattern."""
+    match = re.search(r"regex parse error:\n    (.*)\n[ ^]*\nerror: (.*)", str(error))
+    if not match:
+        return f"pydantic cannot check its arguments: {error}"
+    pattern, reason = match.groups()
+    return (
+        f"pydantic cannot match the pattern {pattern!r}: {reason}. If it needs look-around or"
+        f" backreferences, write Field(json_schema_extra={{'pattern': {pattern!r}}})"
+    )
 
 
 def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -> None:

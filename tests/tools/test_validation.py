@@ -458,6 +458,25 @@ def test_patterns_that_pydantic_would_search_by_re_are_refused(annotation):
         describe_function(f, "f", bound=False)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"^(?=.*\d)", "look-around, including look-ahead and look-behind, is not supported"),
+        (r"(a)\1", "backreferences are not supported"),
+        ("[", "unclosed character class"),
+    ],
+)
+def test_patterns_that_pydantic_does_not_support_are_refused(pattern, reason):
+    def f(x):
+        """F."""
+
+    f.__annotations__ = {"x": list[Annotated[str, Field(pattern=pattern)]]}
+    with pytest.raises(UserError, match="the tool function 'f' ") as e:
+        describe_function(f, "f", bound=False)
+    assert f"pydantic cannot match the pattern {pattern!r}: {reason}." in str(e.value)
+    assert f"Field(json_schema_extra={{'pattern': {pattern!r}}})" in str(e.value)
+
+
 def test_a_look_around_pattern_in_json_schema_extra_is_searched():
     def f(x):
         """F."""
