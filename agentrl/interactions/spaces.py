@@ -32,7 +32,8 @@ def describe(space: Space[Any], value: Any, names: Sequence[str] = ()) -> str:
     if isinstance(space, Tuple):
         return _join([describe(s, v) for s, v in zip(space.spaces, value, strict=True)], names)
     if isinstance(space, Dict):
-        return _join([describe(s, value[k]) for k, s in space.spaces.items()], [*space.spaces])
+        texts = [describe(s, value[k]) for k, s in space.spaces.items()]
+        return _join(texts, names or [*space.spaces])
     if isinstance(space, ArraySpace):
         texts = [f"{x:.3g}" for x in np.asarray(value, float).ravel()]
         return _join(texts, names) if names else f"[{', '.join(texts)}]"
@@ -135,7 +136,7 @@ def problems(
         elif observation_names and len(observation_names) != _parts(observations):
             yield (
                 f"observations={list(observation_names)} must have one name for each part of"
-                f" {observations}"
+                f" {observations}, which has {_parts(observations)}"
             )
 
 
@@ -143,7 +144,7 @@ def _parts(space: Space[Any]) -> int:
     """Return how many names an observation needs."""
     if isinstance(space, Discrete):
         return int(space.n)
-    if isinstance(space, Tuple):
+    if isinstance(space, Tuple | Dict):
         return len(space.spaces)
     return int(np.prod(space.shape)) if isinstance(space, ArraySpace) else 0
 

@@ -214,6 +214,12 @@ BOX = spaces.Box(-2, 2, (2,), np.float32)
             (),
             "at 2, wind [1.5]",
         ),
+        (
+            spaces.Dict({"p": spaces.Discrete(3), "w": spaces.Discrete(9)}),
+            {"p": 2, "w": 7},
+            ("position", "wind"),
+            "position 2, wind 7",
+        ),
         (spaces.Text(9), "hello", (), "hello"),
     ],
 )
@@ -293,6 +299,11 @@ def test_any_text_is_an_action_or_none(text):
             {"envs": ["CartPole-v1"]},
             "must have one name for each part of Box",
         ),
+        (
+            {"observations": ["x", "y", "z"]},
+            {"envs": ["agentrl_tests/Pair-v0"]},
+            r"must have one name for each part of Dict\(.*\), which has 2",
+        ),
         ({}, {"envs": ["agentrl_tests/Picture-v0"]}, "cannot be described: override `describe`"),
         ({"seed": 1, "sead": 2}, {"envs": ["CartPole-v1"]}, "unknown argument 'sead'"),
     ],
@@ -301,13 +312,18 @@ def test_unsupported_environments_are_refused_before_the_run(row_kwargs, config,
     class Picture(Corridor):
         observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
+    class Pair(Corridor):
+        observation_space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Discrete(3)})
+
     gymnasium.register("agentrl_tests/Picture-v0", Picture)
+    gymnasium.register("agentrl_tests/Pair-v0", Pair)
     sample = replace(row(), interaction_kwargs=row_kwargs)
     try:
         with pytest.raises(DataError, match=says):
             check_samples([sample], "rows.jsonl", {"gym": config})
     finally:
         gymnasium.registry.pop("agentrl_tests/Picture-v0")
+        gymnasium.registry.pop("agentrl_tests/Pair-v0")
 
 
 def test_an_unchecked_row_cannot_name_another_environment_either():
