@@ -7,6 +7,7 @@ from itertools import islice
 
 from agentrl.chat.formats.scan import (
     MAX_CALLS,
+    TooManyThoughts,
     first_tag,
     limit_calls,
     remove_thoughts,
@@ -44,7 +45,11 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     `<|python_tag|>` precedes it. A JSON object with none of the keys of a call is an answer. Llama
     4 writes text before its calls between `<|python_start|>` and `<|python_end|>`.
     """
-    turn, text = text, remove_thoughts(text, _end_of_calls)
+    turn = text
+    try:
+        text = remove_thoughts(turn, _end_of_calls)
+    except TooManyThoughts as e:
+        return [with_span(invalid_call(turn, str(e)), 0, len(turn))]
     position, has_tag = _start_of_calls(text)
     calls: list[ToolCall] = []
     is_in_list = False

@@ -10,6 +10,7 @@ from agentrl.chat.formats.marked_json import MarkedJson
 from agentrl.chat.formats.scan import (
     MAX_CALLS,
     THINK_END,
+    TooManyThoughts,
     first_tag,
     invalid_call_at,
     limit_calls,
@@ -46,7 +47,10 @@ def parse_llama_pythonic(text: str) -> list[ToolCall]:
     `cast_arguments` converts these values to the types of the tool's schema. A turn that begins
     with prose has no calls, unless `<|python_start|>` precedes them.
     """
-    answer = remove_thoughts(text, _end_of_calls)
+    try:
+        answer = remove_thoughts(text, _end_of_calls)
+    except TooManyThoughts as e:
+        return [with_span(invalid_call(text, str(e)), 0, len(text))]
     return with_spans_of_turn(_read_list(answer), text, answer)
 
 

@@ -138,6 +138,17 @@ def end_of_invalid_call(text: str, start: int, openings: tuple[str, ...], closin
     return min((p for p in thoughts if p >= 0), default=following)
 
 
+MAX_THOUGHTS = 32
+"""The maximum number of thoughts in a turn whose whole text is the call."""
+
+
+class TooManyThoughts(ValueError):
+    """A turn has more than `MAX_THOUGHTS` thoughts."""
+
+    def __init__(self) -> None:
+        super().__init__(f"more than {MAX_THOUGHTS} thoughts in one turn")
+
+
 def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
     """Return a turn without its thoughts, for formats in which the whole turn is the call.
 
@@ -149,9 +160,12 @@ def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
     Returns:
         The text before a thought if it is calls, and the text after the thought. If a thought is
         not closed, the text after its beginning is removed.
+
+    Raises:
+        TooManyThoughts: the cost would be quadratic.
     """
     # Only the first thought can begin in the prompt.
-    for thought_count in range(MAX_CALLS):
+    for thought_count in range(MAX_THOUGHTS + 1):
         begin, end = text.find(THINK_START), text.find(THINK_END)
         if begin < 0 and (end < 0 or thought_count):
             return text
@@ -165,7 +179,7 @@ def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
             return text[:begin]
         keeps_calls = calls_end > lead and 0 <= begin < end
         text = (text[:begin] if keeps_calls else "") + text[end + len(THINK_END) :]
-    return ""
+    raise TooManyThoughts
 
 
 def with_spans_of_turn(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
