@@ -15,6 +15,10 @@ _VOCABULARIES = (
 """The vocabulary files of transformers; a tokenizer has at least one of them."""
 
 
+HUB_SECONDS = 10.0
+"""The time limit for the check whether the hub can be reached."""
+
+
 def end_of_turn_ids(path: str | Path) -> list[int]:
     """Return the `eos_token_id`s of a model's generation_config.json, or none without such a file.
 
@@ -33,7 +37,8 @@ def load_tokenizer(path: str | Path) -> Any:
     """Load the fast tokenizer of a model folder or a hub name.
 
     Raises:
-        UserError: if there is no tokenizer, or if it is not a fast one or has no chat template.
+        UserError: if there is no tokenizer, or if it is not a fast one or has no chat template. If
+            the hub cannot be reached, the error is raised at once.
     """
     from transformers import AutoTokenizer
 
@@ -43,6 +48,8 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(
             f"no tokenizer at {str(path)!r}: the folder has no {' and no '.join(missing)}"
         )
+    if not folder.is_dir():
+        _check_hub(str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
@@ -59,6 +66,28 @@ def load_tokenizer(path: str | Path) -> Any:
             " instruct model's tokenizer, or set tokenizer.chat_template and save it."
         )
     return tokenizer
+
+
+def _check_hub(name: str) -> None:
+    """Raise `UserError` if a tokenizer is not in the hub's cache and the hub cannot be reached.
+
+    Without this check, transformers would repeat its first requests for about 50 seconds.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import get_session
+
+    try:
+        if try_to_load_from_cache(name, "tokenizer_config.json"):
+            return
+    except ValueError:  # not a hub name: transformers explains why
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as e:  # the exceptions of the HTTP library that huggingface_hub uses
+        raise UserError(
+            f"no tokenizer at {name!r}: there is no such folder, the hub's cache on this machine"
+            f" ({constants.HF_HUB_CACHE}) does not have it, and the hub cannot be reached ({e})"
+        ) from e
 
 
 def template_source(tokenizer: Any) -> str:

@@ -292,7 +292,7 @@ class _Verifier:
 
     def _script(self, shape: Shape) -> _Script:
         """Return the messages of a shape. Tool results are truncated as in an episode."""
-        encode, decode = self.template.encode, self.template.decode
+        encode, decode = self.template.encode, self.template.decode_plain
         rounds = []
         for n, after in enumerate(shape.after):
             ids, answers = [], []
