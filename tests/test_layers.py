@@ -31,6 +31,7 @@ LAYERS = (
     ("compat", "testing", "view"),
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 

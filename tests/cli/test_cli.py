@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -40,6 +42,13 @@ def run_cli(monkeypatch, capsys):
 
 def test_version(run_cli):
     assert run_cli("--version") == (f"agentrl {__version__}\n", "")
+
+
+def test_the_package_is_a_command_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"agentrl {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
