@@ -210,16 +210,18 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
             tool calls. The message names the kinds of rows and the first token that differs.
         DataError: prompts are too long. The message names the rows and their lengths.
     """
-    failures = {
-        f"{count} rows of {name}": fails
+    failures = [
+        (name, count, fails)
         for name, count, verdicts in verify_rows(plan, template)
         if (fails := [v for v in verdicts if v.fails])
-    }
+    ]
     if failures:
         lines = [
-            line for rows, fails in failures.items() for line in format_verdicts(fails, f"{rows}, ")
+            line
+            for name, count, fails in failures
+            for line in format_verdicts(fails, f"{count} rows of {name}, ")
         ]
-        react = any(" rows of react" in rows for rows in failures)
+        react = any(name == "react" for name, _, _ in failures)
         raise TemplateError(
             "the model's chat template renders conversations of these rows differently from the"
             " tokens of an episode:\n"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 from agentrl import agent_loop, load_config, registry
 from agentrl.chat import ChatTemplate
+from agentrl.chat.encoding import truncate
 from agentrl.chat.repair_template import repair_template, template_diff
 from agentrl.chat.verify_template import (
     CALLS_ALONE,
@@ -388,6 +391,25 @@ def test_a_long_result_is_cut_before_it_is_shown():
     assert max(len(template.encode(text)) for text in shown) < 100
 
 
+def test_a_long_result_is_cut_as_in_an_episode():
+    """A SentencePiece decoder removes a space at the start of a text, but not of plain text."""
+    template = ChatTemplate(family_tokenizer("mistral_v3"), ends("mistral_v3"))
+    words = "one two three four " * 40
+    cut = truncate(words, 8, "middle", template.encode, template.decode_plain)
+    assert cut != truncate(words, 8, "middle", template.encode, template.decode)
+    shown = []
+    render = template.render
+
+    class Watching:
+        def __call__(self, messages, *args, **kwargs):
+            shown.extend(m["content"] for m in messages if m["role"] == "tool")
+            return render(messages, *args, **kwargs)
+
+    template.render = Watching()  # pyright: ignore[reportAttributeAccessIssue]
+    verify_template(template, shapes=[Shape("long", ((f"tool:{words}",),), cut=8)])
+    assert cut in shown
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -417,6 +439,24 @@ def test_no_such_model(tmp_path):
     result = run(str(tmp_path / "nothing"))
     assert result.exit_code == 2
     assert "no model folder at" in result.output
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_that_cannot_be_reached_is_reported_at_once(tmp_path, monkeypatch, offline):
+    """transformers would repeat its requests for 50 seconds."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    sleepers = []
+    monkeypatch.setattr(time, "sleep", lambda _: sleepers.append(threading.current_thread()))
+    result = run("agentrl-tests/nosuch")
+    assert result.exit_code == 2
+    assert threading.main_thread() not in sleepers
+    assert "there is no such folder" in result.output
+    assert "the hub cannot be reached" in result.output
+    assert ("HF_HUB_OFFLINE" in result.output) == offline
 
 
 def test_a_model_without_a_template(saved):
@@ -662,6 +702,21 @@ def test_a_run_is_refused_if_its_rows_need_more(plan, name, row, shape):
     with pytest.raises(TemplateError, match=rf"1 rows of {row['agent_name']}, .*{shape}.*:\n") as e:
         check_model_fits(plan(row, ROW), template, 10_000)
     assert "agentrl check-template mine --fix" in str(e.value)
+
+
+def test_every_kind_of_rows_that_is_refused_is_in_the_message(plan):
+    """Kinds with the same loop and the same number of rows do not replace each other."""
+    template = load(family_tokenizer("mistral_v3"), "mistral_v3")
+    with pytest.raises(TemplateError) as e:
+        check_model_fits(plan(CHECKS, CHECKS_CALLS), template, 10_000)
+    assert str(e.value).count("1 rows of checks_itself, user only:") == 2
+
+
+def test_a_loop_whose_name_begins_with_react_may_use_react(plan):
+    agent_loop("react_twice")(checks_itself)
+    template = load(family_tokenizer("mistral_v3"), "mistral_v3")
+    with pytest.raises(TemplateError, match="or for rows with tools the loop react"):
+        check_model_fits(plan({**CHECKS, "agent_name": "react_twice"}), template, 10_000)
 
 
 def test_a_run_reports_whether_thoughts_are_dropped(plan):
