@@ -345,7 +345,7 @@ def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
 
 def _line_in(path: Path, error: Exception) -> str:
     """Return `:LINE` of the last frame of `error` in the file, or an empty string."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename == str(path):
         return f":{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]

@@ -43,6 +43,12 @@ class Case:
         return [*words, "trainer.total_steps=1", "rollout.n=2", "data.batch_size=1", *args]
 
 
+def imports_a_syntax_error(case):
+    case.file("helper_with_typo.py", "x = 1\ndef f(:")
+    path = f"import sys\nsys.path.insert(0, {str(case.folder)!r})\n"
+    return case.train(files=[case.file("user.py", path + "import helper_with_typo")])
+
+
 def without(key):
     return {k: v for k, v in GOOD.items() if k != key}
 
@@ -120,6 +126,7 @@ CASES = {
     "no ground truth": (lambda c: c.train(dataset=c.rows(without("ground_truth"))), ["row 0", "ground_truth=None"]),
     "no such file": (lambda c: c.train(files=["nowhere.py"]), ["nowhere.py"]),
     "syntax error": (lambda c: c.train(files=[c.file("bad.py", "def f(:\n")]), ["bad.py:1", "SyntaxError"]),
+    "syntax error in an imported file": (imports_a_syntax_error, ["user.py:3", "helper_with_typo.py, line 2"]),
     "import error": (lambda c: c.train(files=[c.file("bad.py", "x = 1\nimport nowhere_at_all")]), ["bad.py:2", "nowhere_at_all"]),
     "not on the shelf": (lambda c: c.train(files=["shelf:calculater"]), ["calculater", "shelf:calculator"]),
     "an interaction that says nothing": (lambda c: c.train(files=[c.file("i.py", "from agentrl import Interaction, interaction\n@interaction('mute')\nclass Mute(Interaction):\n    pass\n")]), ["Mute", "respond"]),
