@@ -88,6 +88,16 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert "  optim.weight_decay=0.01\n" in defaults
 
 
+def test_every_setting_is_in_one_of_the_lists(tmp_path):
+    """No key of a config disappears, whatever its value is."""
+    file, keys = verl_yaml(tmp_path), {*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED}
+    for value in ("false", "7"):
+        for path in sorted(keys):
+            done = translate(file, [f"{path}={value}"])
+            lines = "\n".join([done.report(), *done.mistakes])
+            assert f"{path}=" in lines or f"{path}.*" in lines, (path, value)
+
+
 def test_the_command_line_translates_it(tmp_path, capsys):
     file = verl_yaml(tmp_path)
     words = [file, "actor_rollout_ref.rollout.n=4", "trainer.seed=3", "rollout.max_turns=2"]

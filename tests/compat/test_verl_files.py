@@ -18,7 +18,7 @@ import yaml
 from agentrl import registry
 from agentrl.compat.verl.config import translate
 from agentrl.compat.verl.hydra import read_config, resolve
-from agentrl.compat.verl.keys import DEFAULTS
+from agentrl.compat.verl.keys import DEFAULTS, known_key
 from agentrl.config import load_config
 from agentrl.data import load_checked
 from agentrl.errors import UserError
@@ -269,6 +269,11 @@ def test_a_complete_config_has_no_unknown_key(complete):
     done = translate(complete, names)
     config = load_config(translated=done.settings, mistakes=done.mistakes)
     assert (config.algorithm.name, config.data.batch_size, config.rollout.n) == ("ppo", 1024, 1)
+    mistakes: list[str] = []
+    report = done.report()
+    for path, setting in resolve(read_config(complete, mistakes), mistakes).items():
+        is_reported = f"{path}=" in report or f"{known_key(path)}.*" in report
+        assert is_reported or setting.value in (None, {}, []), path
 
 
 def test_the_defaults_of_the_table_are_verls(complete):

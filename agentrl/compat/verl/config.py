@@ -111,16 +111,15 @@ class _Translator:
     """Translates the settings of one config."""
 
     def __init__(self, given: Mapping[str, Setting], done: Translation):
-        self.given = {path: s for path, s in given.items() if s.value is not None}
+        self.given = {p: s for p, s in given.items() if s.value not in (None, {}, [])}
         self.done = done
         self._dropped: dict[str, list[str]] = {}
+        self._reported: set[str] = set()
 
     def run(self) -> None:
         for path in self.given:
             self._check(path)
         for path in [*self.given, *(p for p in DEFAULTS if p not in self.given)]:
-            if self.value(path) == {}:
-                continue
             above = known_key(path)
             if above in RENAMED:
                 self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
@@ -128,6 +127,9 @@ class _Translator:
                 self.take(path, self.value(path), path)
         for part in _PARTS:
             part(self)
+        for path in [p for p in self.given if p not in self._reported]:
+            same = path in REFUSED
+            self.drop(path, "as agentrl does" if same else "no effect with the other settings")
         for text, paths in self._dropped.items():
             self.done.dropped.append(f"{', '.join(paths)}: {text}")
 
@@ -151,14 +153,14 @@ class _Translator:
         value = self.get(path)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        self.done.mistakes.append(f"{self.given[path]}: must be a number")
+        self._mistake(path, "must be a number")
         return 1
 
     def name(self, path: str) -> str:
         """Return verl's value of a key that is a text; "" for null or another value, a mistake."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
-            self.done.mistakes.append(f"{self.given[path]}: must be a text")
+            self._mistake(path, "must be a text")
         return value if isinstance(value, str) else ""
 
     def first(self, *paths: str) -> str:
@@ -179,6 +181,7 @@ class _Translator:
         """Report a key of the config that has no counterpart."""
         if path not in self.given:
             return
+        self._reported.add(path)
         above = known_key(path)
         lines = self._dropped.setdefault(why, [])
         line = _shown(self.given[path]) if above in (path, "") else f"{above}.*"
@@ -187,14 +190,19 @@ class _Translator:
 
     def refuse(self, path: str, why: str) -> None:
         """Report a key that would silently change what is learned."""
-        setting = self.given.get(path) or Setting(path, self.get(path), "verl's default")
         end = "" if why.endswith((".", "?")) else "."
-        self.done.mistakes.append(
-            f"{_shown(setting)} ({setting.source}): {why}{end} {path}=null leaves it out"
-        )
+        self._mistake(path, f"{why}{end} {path}=null leaves it out")
+
+    def _mistake(self, path: str, what: str) -> None:
+        self._reported.add(path)
+        setting = self.given.get(path) or Setting(path, self.get(path), "verl's default")
+        line = f"{_shown(setting)} ({setting.source}): {what}"
+        if line not in self.done.mistakes:
+            self.done.mistakes.append(line)
 
     def _set(self, ours: str, value: Any, verls: Sequence[str], lines: list[str], why: str) -> None:
         given = [self.given[path] for path in verls if path in self.given]
+        self._reported.update(setting.path for setting in given)
         source = given[0].source if given else "verl's default"
         self.done.settings.append(Setting(ours, value, source))
         line = assignment(ours, value)
@@ -218,8 +226,7 @@ class _Translator:
             if value not in same or isinstance(value, bool) not in map(_is_bool, same):
                 self.refuse(path, REFUSED[above]["text"])
         elif above in UNNEEDED or above in CHANGED:
-            if value not in (None, False, {}, []):
-                self.drop(path, (UNNEEDED | CHANGED)[above])
+            self.drop(path, (UNNEEDED | CHANGED)[above])
         elif path.startswith("hydra."):
             self.drop(path, "settings of Hydra itself")
         else:
