@@ -1,4 +1,4 @@
-"""The canary: noise never stops a run, an engine that stayed behind always does."""
+"""The canary: noise never stops a run, and an engine with old weights always does."""
 
 import asyncio
 import json
@@ -30,12 +30,12 @@ SIGNS = torch.tensor([1.0, -1.0] * (T // 2), dtype=torch.float64)
 
 
 def off(row, by):
-    """Another row, whose mean absolute distance from the first is `by`."""
+    """Return a row whose mean absolute difference from `row` is `by`."""
     return row + by * SIGNS
 
 
 def moved(row, by):
-    """A policy that moved by `by`, in a direction in which no noise lies."""
+    """Return the row of a policy that moved by `by`, in a direction without noise."""
     return row + by
 
 
@@ -48,7 +48,7 @@ def check(watch, trainer, *engines, version=1):
 
 
 def canary(noise):
-    """One that was calibrated at `noise`, and has judged its first update."""
+    """Return a canary that was calibrated at `noise` and has checked the first update."""
     made = start(ROW, off(ROW, noise))
     check(made, ROW, off(ROW, noise), version=0)
     return made
@@ -56,7 +56,7 @@ def canary(noise):
 
 NOISE = st.floats(1e-4, 0.95 * MAX_START_MISMATCH)
 SHARE = st.floats(0, 1)
-"""Of the range in question."""
+"""A share of the range that a test allows."""
 
 
 def test_metrics_of_the_canary():
@@ -81,7 +81,7 @@ def test_equal_logprobs_still_allow_the_error_of_float32():
 
 @given(NOISE, st.lists(st.tuples(st.floats(0, 100), SHARE), max_size=8))
 def test_noise_never_stops_a_run(noise, updates):
-    """However far each update goes, with noise up to the tolerance."""
+    """The updates may be of any size, and the noise may reach the tolerance."""
     watch, policy = canary(noise), ROW
     for drift, share in updates:
         policy = moved(policy, drift * noise)
@@ -90,7 +90,7 @@ def test_noise_never_stops_a_run(noise, updates):
 
 @given(NOISE, st.floats(1.001, 100), SHARE, st.integers(0, 2))
 def test_an_engine_with_old_weights_is_caught_once_the_policy_moved(noise, further, share, at):
-    """One of several, with its own noise as it was at the start, or none."""
+    """One of several engines has old weights. Its noise is at most that of the start."""
     after = moved(ROW, MIN_MOVEMENT * noise * further)
     engines = [off(after, noise)] * 3
     check(canary(noise), after, *engines)
@@ -101,7 +101,7 @@ def test_an_engine_with_old_weights_is_caught_once_the_policy_moved(noise, furth
 
 @given(NOISE, st.floats(0, 0.999), SHARE)
 def test_smaller_steps_are_not_judged(noise, drift, share):
-    """There a stale engine passes as a fresh one does: it cannot be told from noise."""
+    """An engine with old weights passes, because the step cannot be distinguished from noise."""
     after = moved(ROW, MIN_MOVEMENT * noise * drift)
     check(canary(noise), after, off(ROW, share * noise))
     check(canary(noise), after, off(after, share * noise))
@@ -109,7 +109,7 @@ def test_smaller_steps_are_not_judged(noise, drift, share):
 
 @given(NOISE, st.lists(st.floats(0.3, 0.999), min_size=4, max_size=20))
 def test_small_steps_do_not_hide_an_engine_with_old_weights_for_long(noise, steps):
-    """Each is too small to be judged by itself; their sum is not."""
+    """Each step alone is too small to be judged, but their sum is not."""
     watch, policy = canary(noise), ROW
     with pytest.raises(RunStopped, match="still samples from an earlier version"):
         for step in steps:
@@ -152,7 +152,7 @@ def test_an_engine_with_a_part_of_the_update_is_caught(noise, part):
 
 
 def test_a_resumed_run_is_compared_with_its_start():
-    """An engine that still holds the base is not taken for the measure."""
+    """An engine that still has the base model must not calibrate the canary."""
     watch = Canary(0.01)
     with pytest.raises(RunStopped, match="does not hold any version"):
         check(watch, ROW, moved(ROW, 0.1))
@@ -161,7 +161,7 @@ def test_a_resumed_run_is_compared_with_its_start():
 
 @given(NOISE, st.lists(st.floats(0, 6), min_size=2, max_size=8), st.integers(1, 8))
 def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
-    """Also after steps so small that no engine was seen to follow."""
+    """This also holds after steps that were too small to be judged."""
     straight, resumed = Canary(noise), Canary(noise)
     row = ROW.float()
     for k, move in enumerate([0.0, *moves]):
@@ -205,7 +205,7 @@ def test_another_model_at_the_start_is_caught(further):
 
 def test_a_failed_check_is_not_the_last_success():
     watch, after = canary(0.01), moved(ROW, 1.0)
-    for _ in range(2):  # an engine that is asked again is as stale as before
+    for _ in range(2):  # the second check fails like the first
         with pytest.raises(RunStopped, match="moved by 1"):
             check(watch, after, ROW)
     assert check(watch, after, off(after, 0.01))["canary/drift"] == pytest.approx(1.0)
@@ -218,7 +218,7 @@ ONE = "model.layers.1.mlp.up_proj.weight"
 
 
 class Faulty(SGLangDiskSender):
-    """Has the server say the right version, whatever weights it sends."""
+    """A sender that may send wrong weights. The server reports the right version nevertheless."""
 
     fault = ""
 
@@ -232,7 +232,7 @@ class Faulty(SGLangDiskSender):
         return super().send(replace(update, weights=lambda: iter(weights.items()), write=None))
 
     def wrong(self, now):
-        if self.fault == "off":  # an update must hold something: a tensor as it is there already
+        if self.fault == "off":  # an update cannot be empty: send a tensor that does not change
             name = next(iter(now))
             return {name: self.sent[name]}
         if self.fault == "stale":
@@ -244,7 +244,7 @@ class Faulty(SGLangDiskSender):
 
 @pytest.fixture
 def world(sglang_server, tiny_model):
-    """A learner of the tiny model, its server, and the sender between them."""
+    """Yield a learner of the tiny model, its engine, and the publisher that connects them."""
     learner = Learner(tiny_model, config(), total_steps=1)
     engine = SGLangEngine(
         sglang_server.url,
@@ -264,7 +264,7 @@ def world(sglang_server, tiny_model):
 
 @torch.no_grad()
 def learn(learner, seed):
-    """What an optimizer would do, but visible."""
+    """Change all weights, by more than an optimizer step would."""
     torch.manual_seed(seed)
     for p in learner.rank.policy.model.parameters():
         p.add_(0.02 * p.abs().mean() * torch.randn_like(p))

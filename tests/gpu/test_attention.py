@@ -1,4 +1,4 @@
-"""Attention over packed rows on a GPU, in bfloat16, beside the same in float32."""
+"""Attention over packed rows on a GPU: bfloat16, compared with float32."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from agentrl.trainer.attention import Layout, packed_attention
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = {
-    "prompts of their own": Layout([400, 700, 400, 90, 400, 1500], [1, 1, 1]),
-    "prompts that are shared": Layout([400, 700, 90, 1500, 300, 5], [3, 1]),
-    # cuDNN, were it asked, would take the second gradient of that length for the first.
-    "lengths that come again": Layout([400, 90, 700, 400, 700, 700], [2, 2]),
-    "a long one": Layout([4096, 500, 500], [2]),
+    "one response per prompt": Layout([400, 700, 400, 90, 400, 1500], [1, 1, 1]),
+    "shared prompts": Layout([400, 700, 90, 1500, 300, 5], [3, 1]),
+    # With cuDNN, the gradient of the second piece of a length would be that of the first.
+    "repeated lengths": Layout([400, 90, 700, 400, 700, 700], [2, 2]),
+    "a long prompt": Layout([4096, 500, 500], [2]),
 }
 
 

@@ -1,7 +1,7 @@
-"""One call of a kernel of sequences of different lengths, against one piece after the other.
+"""Attention over packed rows: one call of a varlen kernel, compared with one call for each piece.
 
-The kernel here is written out in torch, behind an operation that compilers cannot see into: what
-is proven is all that goes into a real one and comes out of it.
+The kernel of these tests is written in torch, in a custom operator that compilers treat as opaque.
+So the tests check the inputs that a real kernel would get, and how its outputs are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ ALL = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def sequences(q, k, cu_q, cu_k, scale, window):
-    """Of each sequence its queries, its keys and its (heads, queries, keys) shares."""
+    """Yield for each sequence: the slices of its queries and keys, and its attention weights.
+
+    The attention weights have the shape (heads, queries, keys).
+    """
     each = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
@@ -135,7 +138,7 @@ LAYOUTS = st.lists(
 )
 @settings(max_examples=80, deadline=None)
 def test_one_packed_call_equals_one_call_for_each_piece(layout, seed, window, scale, heads):
-    """Prompts of one response and of several, windows, shared keys; values and gradients."""
+    """Checks values and gradients, for prompts with one or several responses, windows and GQA."""
     g = torch.Generator().manual_seed(seed)
     length = sum(layout.pieces)
     shapes = [(1, h, length, 8) for h in (heads[0], heads[1], heads[1])]
@@ -180,7 +183,7 @@ def test_longest_sequences_are_rounded_up():
 
 
 def test_copies_are_summed_in_float32():
-    """In bfloat16 a sum of 1 and many times 1/256 stays 1."""
+    """In bfloat16, 1 plus any number of summands of 1/256 is 1."""
     n = 64
     s = varlen(Layout([1] + [1] * n, [n]), CPU, kernel).sharing
     assert s is not None

@@ -1,7 +1,7 @@
-"""What must change no bit of what is learned, given what the models say: through the whole learner.
+"""Changes of a batch that must not change the update, for fixed outputs of the models.
 
-(`test_advantages_invariants.py` has what estimators alone must keep, `test_ranks.py` what ranks
-must.)
+The tests go through the whole learner. `test_advantages_invariants.py` tests the invariants of
+estimators, `test_ranks.py` those of ranks.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ KEYS = st.fixed_dictionaries(
         "algorithm__kl_loss_coef": st.sampled_from([0.0, 0.25]),
     }
 )
-"""Of the algorithm, beside estimator and policy loss."""
+"""Config keys of the algorithm, except the estimator and the policy loss."""
 
 
 def model_outputs(
     batch: Batch, seed: int, filler: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """(B, T) each: what models and engine say of sampled tokens, which follows from the seed alone.
+    """Return random outputs of the models and the engine, (B, T) each.
 
-    `filler` stands everywhere else.
+    The values of sampled tokens depend only on the seed. All other positions are `filler`.
     """
     mask, g = batch.response_mask, torch.Generator().manual_seed(seed)
     count = int(mask.sum())
@@ -85,7 +85,10 @@ def update(
     given_old: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Targets, dict[str, float], dict[str, Tensor]]:
-    """Targets and one update of a batch, of which models say what the seed has them say."""
+    """Return the targets of a batch, and metrics and gradients of one update on it.
+
+    The outputs of the models are those of `model_outputs`.
+    """
     c = config(**keys, data__batch_size=99)
     outputs = model_outputs(batch, seed, filler, dtype)
     earned = torch.where(batch.response_mask, batch.token_rewards.to(dtype), filler)
@@ -125,7 +128,7 @@ def update(
 def test_observations_change_no_bit_of_what_is_learned(
     estimator, loss, world, seed, filler, keys, given_old
 ):
-    """Any number of them, anywhere, with any content; what is told and every gradient."""
+    """Compares metrics, targets and gradients with and without observations in the rows."""
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
     bare, full = batch_of(world, None), batch_of(world, random.Random(seed))
     plain, plain_metrics, plain_gradients = update(bare, keys, seed, given_old=given_old)
@@ -140,13 +143,14 @@ def test_observations_change_no_bit_of_what_is_learned(
     for name, gradient in gradients.items():
         assert torch.equal(gradient[here], plain_gradients[name][there]), name
         assert gradient[here].isfinite().all(), name
-        assert not gradient[~here].any(), name  # NaN is true
+        assert not gradient[~here].any(), name  # fails for NaN, too
 
 
 def split_metrics(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Those of weights, of which a row's sum rounds as its width has it, and all others.
+    """Return the metrics that may differ by rounding, and the metrics that must be equal.
 
-    None is there that tells tokens which follow an observation from others.
+    The importance weights are summed over a row, and the rounding of this sum depends on the width
+    of the row. Metrics that distinguish tokens after an observation from others are left out.
     """
     kept = {name: value for name, value in metrics.items() if "diff_mean/" not in name}
     rounded = {name for name in kept if "/rollout_is_" in name}
@@ -155,7 +159,10 @@ def split_metrics(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_such_a_batch_has_large_gradients(estimator):
-    """Else nothing could change it; and what is told of tokens is the mean of those that ran."""
+    """If all gradients were 0, the tests above would show nothing.
+
+    The test also checks that the metric of the entropy is the mean over the sampled tokens.
+    """
     rows = [segment([1], ("A", [1, 1]), ("E", [2]), ("A", [1])) for _ in range(4)]
     turns = [[turn(0, 0, 2, turn=r), turn(0, 3, 4)] for r in (0.25, 1.0, 0.5, 0.75)]
     members = [
@@ -184,7 +191,7 @@ def test_such_a_batch_has_large_gradients(estimator):
 )
 @examples(40)
 def test_the_micro_batch_size_changes_nothing(loss, estimator, world, seed, keys, budget):
-    """Neither gradients nor metrics, which are means over tokens, not over micro-batches."""
+    """Compares gradients and metrics. Metrics are means over tokens, not over micro-batches."""
     keys |= {"algorithm__adv_estimator": estimator, "algorithm__policy_loss": loss}
     batch = batch_of(world, random.Random(seed))
     _, whole, gradients = update(batch, keys, seed, dtype=torch.float64)
@@ -196,7 +203,7 @@ def test_the_micro_batch_size_changes_nothing(loss, estimator, world, seed, keys
 
 
 def in_rows(rng: random.Random, reward: float, rows: int) -> Scored:
-    """A rollout of four turns, dealt out to so many rows in turn."""
+    """Return a rollout of four turns that alternate between this number of rows."""
     pieces: list[list[tuple[str, list[int]]]] = [[] for _ in range(rows)]
     turns = []
     for k in range(4):
@@ -207,11 +214,13 @@ def in_rows(rng: random.Random, reward: float, rows: int) -> Scored:
     return scored([segment([1], *row) for row in pieces], reward, turns)
 
 
-@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "gspo"])  # which is of rows
+@pytest.mark.parametrize(
+    "loss", [name for name in LOSSES if name != "gspo"]
+)  # its ratio is that of a row
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("mode", MODES)
 def test_baselines_and_weights_count_rollouts_and_not_rows(estimator, loss, mode):
-    """The same turns in one row or in two, which interleave: the same gradient, token by token."""
+    """The same turns in one row, or interleaved in two rows, have equal gradients of each token."""
     c = config(
         algorithm__adv_estimator=estimator,
         algorithm__policy_loss=loss,
@@ -240,7 +249,7 @@ def test_baselines_and_weights_count_rollouts_and_not_rows(estimator, loss, mode
 
 
 def time_of(batch: Batch) -> Tensor:
-    """(N,) the place in time of each chosen token, these in the order of rows."""
+    """Return when each sampled token was sampled, as a rank: (N,), in the order of the rows."""
     row, column = batch.action_mask.nonzero(as_tuple=True)
     keys = (batch.rollout[row] * 100 + batch.turn[row, column]) * 100 + column
     return keys.argsort().argsort()
@@ -251,7 +260,7 @@ def time_of(batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_a_rollout_that_ran_out_of_its_budget_has_ended_and_is_not_bootstrapped(lam):
-    """What follows its last token is worth 0, whatever a critic says there, however it ended."""
+    """The value after the last token is 0, whatever the critic returns and why ever it ended."""
     rows = [segment([1], ("A", [1, 1]), ("E", [2, 2]), ("A", [1]), ("E", [3, 3])) for _ in range(2)]
     done, cut = (scored([row], 0.75) for row in rows)
     cut = replace(cut, trajectory=replace(cut.trajectory, stop_reason="trajectory_tokens"))

@@ -1,4 +1,7 @@
-"""From tokens to gradients through a model: which logit learns what, and who sees whom."""
+"""From tokens to gradients through a model: which logits get a gradient, and which tokens attend.
+
+The tests also compare old, engine and reference logprobs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """A model without layers whose logits are its last states: their gradients are one tensor."""
+    """Return a model without layers whose logits are its last hidden states.
+
+    So the gradient of all logits is one tensor.
+    """
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -85,7 +91,10 @@ def bare(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo"])
 def test_only_the_logits_before_a_sampled_token_learn_and_learn_that_token(bare, loss):
-    """Of all (L, V) numbers of a pack: one off in either direction, and another token would."""
+    """Compares the gradient of all (L, V) logits of a pack with exact values.
+
+    If the logits were shifted by one position, other positions would have a gradient.
+    """
     batch = collate(
         [
             group(
@@ -131,7 +140,7 @@ def test_only_the_logits_before_a_sampled_token_learn_and_learn_that_token(bare,
 
 
 def padded(model, batch: Batch, side: str) -> Tensor:
-    """(B, T) logprobs of sampled tokens by the model's own forward of all rows, padded to one."""
+    """Return the logprobs of sampled tokens, (B, T), from one forward pass of padded rows."""
     rows = [
         torch.cat([ids[len(ids) - p :], response[:r]])
         for ids, p, response, r in zip(
@@ -173,7 +182,7 @@ def test_logprobs_are_the_same_alone_packed_and_padded_on_either_side(folder, ba
 
 
 def test_packed_rows_need_restarted_positions(batch):
-    """The control: a pack with running positions is another model."""
+    """Without restarted positions, the logprobs differ: so the test above can fail."""
     policy = Policy(tiny_model(), 1.0)
     packed = pack(batch, arange(16), batch.response_mask)
     running = replace(packed, position_ids=arange(packed.input_ids.shape[1])[None])
@@ -185,7 +194,7 @@ def test_packed_rows_need_restarted_positions(batch):
 @given(st.integers(0, 999), st.integers(0, 7), st.integers(0, 2**31))
 @examples(25)
 def test_a_row_does_not_affect_other_rows(seed, changed, chance):
-    """Its response's tokens are all others: rows before it and after it keep every bit."""
+    """All tokens of one response are changed. The logprobs of the other rows stay bit-identical."""
     batch = collate(random_groups(seed, groups=2, n=4), 31)
     g = torch.Generator().manual_seed(chance)
     ids = batch.response_ids.clone()
@@ -208,7 +217,7 @@ WAYS = [FULL, LORA, FULL | RECOMPUTE, LORA | RECOMPUTE, FULL | PPO, LORA | PPO]
 
 @pytest.mark.parametrize("keys", WAYS)
 def test_passed_and_computed_old_logprobs_make_the_same_update(folder, batch, keys):
-    """To the bit, also where layers are run twice: at the first pass every ratio is exactly 1."""
+    """The updates are bit-identical, also with recomputed layers: all ratios are exactly 1."""
     learners = [Learner(folder, config(**keys), total_steps=1) for _ in range(2)]
     metrics = []
     for learner, computes in zip(learners, (False, True), strict=True):
@@ -241,7 +250,7 @@ def test_importance_weights_of_equal_logprobs_change_nothing(folder, batch, keys
 
 @pytest.mark.parametrize("keys", [FULL | PPO, LORA | PPO])
 def test_the_reference_does_not_change_while_a_critic_learns(folder, batch, keys):
-    """Also where policy, critic and reference are one base: it keeps its bits, and its word."""
+    """With LoRA, policy, critic and reference share a base, whose weights must not change."""
     keys = keys | {"algorithm__kl_reward_coef": 0.1, "algorithm__ppo_epochs": 2}
     learner = Learner(folder, config(**keys), total_steps=9)
     frozen = [n for n in weights(learner) if "lora_" not in n]
