@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import RegistryError, UserError
+from agentrl.siblings import make_siblings_importable
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -291,11 +292,13 @@ def resolve_file(name: str) -> Path:
 def load_file(name: str) -> Any:
     """Run a user file once, so that its decorators register its definitions; return the module.
 
-    A YAML file is in verl's format: it lists tools or interactions, and all of them are registered.
-    A name that starts with `mcp+` is the address of an MCP server, whose tools are registered.
+    The file can import the modules of its folder (`agentrl.siblings`). A YAML file is in verl's
+    format: it lists tools or interactions, and all of them are registered. A name that starts with
+    `mcp+` is the address of an MCP server, whose tools are registered.
 
     Raises:
-        UserError: the file is missing or raises an error; the message names the line.
+        UserError: the file is missing or raises an error, or imports a module of its folder whose
+            name is taken; the message names the line.
     """
     if name.startswith("mcp+"):
         return importlib.import_module(MCP).load(name)
@@ -310,6 +313,7 @@ def load_file(name: str) -> Any:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
+    make_siblings_importable(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 
 # A room may look into rooms further up, never into its neighbours or down.
 LAYERS = (
-    ("errors", "open_files", "trajectory"),
+    ("errors", "installation", "open_files", "trajectory"),
+    ("siblings",),
     ("registry",),
     ("answers", "config", "http", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
@@ -25,7 +26,7 @@ LAYERS = (
     ("watchdog",),
     ("rollout",),
     ("evaluate", "plan"),
-    ("capacity",),
+    ("capacity", "servers"),
     ("trainer",),
     ("cluster",),
     ("compat", "testing", "view"),

@@ -13,6 +13,7 @@ from tempfile import gettempdir
 
 from agentrl import __version__, registry
 from agentrl.errors import ConfigError
+from agentrl.siblings import find_siblings
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
 """Packages whose versions must be the same on all machines."""
@@ -24,8 +25,9 @@ class Shipment:
 
     folder: str = field(default_factory=os.getcwd)
     """The working directory, which relative paths start from."""
-    files: tuple[tuple[str, bytes], ...] = ()
-    """Path and content of the user's files."""
+    files: tuple[tuple[str, Mapping[str, bytes]], ...] = ()
+    """Each of the user's files: its path, and the contents of the file and of the modules of its
+    folder that it imports, by their paths within the folder."""
     shelf: tuple[str, ...] = ()
     """Names of files that come with agentrl."""
     paths: tuple[str, ...] = ()
@@ -48,7 +50,7 @@ class Shipment:
         files = [f for f in files if not f.startswith("mcp+")]
         user_files = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
         return cls(
-            files=tuple((str(path), path.read_bytes()) for path in user_files),
+            files=tuple((str(path), _read(path)) for path in user_files),
             shelf=tuple(f for f in files if f.startswith(registry.SHELF)),
             paths=tuple(path for path in paths if path and Path(path).exists()),
             names=user_registrations(),
@@ -57,9 +59,9 @@ class Shipment:
     def unpack(self) -> None:
         """Load the files in another process, which may be on another machine.
 
-        A file that exists there, at the same path with the same content, is loaded from that path,
-        so that it can import files in its folder. Any other file is copied to a temporary folder
-        and loaded from there.
+        A file that exists there, at the same path with the same content, is loaded from that path.
+        Any other file is copied to a temporary folder, with the modules of its folder that it
+        imports, and loaded from there.
 
         Raises:
             UserError: a file does not load.
@@ -74,8 +76,8 @@ class Shipment:
             )
         for name in self.shelf:
             registry.load_file(name)
-        for path, content in self.files:
-            registry.load_file(str(local_copy(Path(path), content)))
+        for path, contents in self.files:
+            registry.load_file(str(local_copy(Path(path), contents)))
         own_names = user_registrations()
         for kind, names in self.names.items():
             if missing_names := sorted(names - own_names.get(kind, frozenset())):
@@ -104,21 +106,39 @@ def versions() -> dict[str, str]:
     return result
 
 
-def local_copy(path: Path, content: bytes) -> Path:
-    """Return a path of the file on this machine; copy it to a temporary folder if necessary."""
-    try:
-        if path.read_bytes() == content:
-            return path
-    except OSError:
-        pass
-    # The folder is named by the content, so all ranks of a machine write the same file.
+def _read(path: Path) -> dict[str, bytes]:
+    """Return the contents of a user file and of the modules of its folder that it imports."""
+    files = [path, *find_siblings(path)] if path.suffix == ".py" else [path]
+    return {str(file.relative_to(path.parent)): file.read_bytes() for file in files}
+
+
+def local_copy(path: Path, contents: Mapping[str, bytes]) -> Path:
+    """Return a path of the file on this machine; copy it to a temporary folder if necessary.
+
+    Args:
+        path: the file's path on the controller's machine.
+        contents: of the file and the modules that it imports, by their paths within its folder.
+    """
+    if all(_has_content(path.parent / name, content) for name, content in contents.items()):
+        return path
+    # The folder is named by the contents, so all ranks of a machine write the same files.
     folder = Path(gettempdir()) / f"agentrl-files-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to another user: files cannot be written there")
-    copy_folder = folder / sha256(content).hexdigest()[:32]
-    copy_folder.mkdir(exist_ok=True)
-    path_here, staged = copy_folder / path.name, copy_folder / f".{os.getpid()}"
-    staged.write_bytes(content)
-    staged.replace(path_here)
-    return path_here
+    digest = sha256(repr(sorted(contents.items())).encode()).hexdigest()
+    copy_folder = folder / digest[:32]
+    for name, content in contents.items():
+        copy = copy_folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        staged = copy.parent / f".{os.getpid()}"
+        staged.write_bytes(content)
+        staged.replace(copy)
+    return copy_folder / path.name
+
+
+def _has_content(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False

@@ -411,16 +411,29 @@ def of_the_user(trajectory) -> float:
     return {value}
 """
 
+REWARD_WITH_IMPORT = """
+from agentrl import reward
+from shipped_values import VALUE
+
+@reward("of_the_user")
+def of_the_user(trajectory) -> float:
+    from shipped_parts.factor import FACTOR
+    return VALUE * FACTOR
+"""
+
 
 def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(REWARD.format(value=7.5))
+    file, values = tmp_path / "mine.py", tmp_path / "shipped_values.py"
+    (tmp_path / "shipped_parts").mkdir()
+    (tmp_path / "shipped_parts/factor.py").write_text("FACTOR = 3")
+    file.write_text(REWARD_WITH_IMPORT)
+    values.write_text("VALUE = 2.5")
     load_file(str(file))
     shipment = Shipment.pack([str(file), "shelf:calculator"], [str(tmp_path)])
-    [(path, content)] = shipment.files
-    assert local_copy(Path(path), content) == file, "what lies beside it is found"
-    # As on another machine: something else lies at the path.
-    file.write_text("raise AssertionError")
+    [(path, contents)] = shipment.files
+    assert local_copy(Path(path), contents) == file, "what lies beside it is found"
+    # As on another machine: something else lies at the path of a module that the file imports.
+    values.write_text("raise AssertionError")
     group = WorkerGroup(Loaded, one, shipment=shipment)
     assert group.reward("of_the_user") == 7.5
 
