@@ -31,12 +31,13 @@ from pydantic import Field
 
 from agentrl import Infrastructure, ToolError, tool
 from agentrl.errors import DataError, UserError
+from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
 
 try:
     import bm25s
 except ImportError:
-    raise UserError("shelf:search needs bm25s: pip install 'agentrl[search]'") from None
+    raise UserError(f"shelf:search needs bm25s: {install_command('search')}") from None
 
 CORPUS = "AGENTRL_SEARCH_CORPUS"
 MAX_RESULTS = 10

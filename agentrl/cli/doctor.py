@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -64,15 +65,25 @@ def doctor(
 
 def _packages() -> Iterator[Finding]:
     import platform
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, distribution, version
+
+    from agentrl.installation import DISTRIBUTION, install_command
 
     yield Finding("ok", "python", platform.python_version())
+    with contextlib.suppress(PackageNotFoundError):
+        other = distribution("agentrl")
+        text = (
+            f"the package {other.name} {other.version} is not this one, which is {DISTRIBUTION}."
+            " Remove it, then install this one again:"
+            f" pip uninstall {other.name} && {install_command()}"
+        )
+        yield Finding("note", other.name, text)
     for name in ("torch", "transformers", "ray", "sglang", "vllm"):
         try:
             yield Finding("ok", name, version(name))
         except PackageNotFoundError:
             if name not in ("sglang", "vllm"):
-                yield Finding("failed", name, "not installed: pip install agentrl")
+                yield Finding("failed", name, f"not installed: {install_command()}")
                 continue
             requirement = (
                 f"rollout.name={name} needs it in this environment, or in the one of rollout.python"

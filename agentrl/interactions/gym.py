@@ -1,7 +1,7 @@
 """`GymInteraction`: a Gymnasium environment as a conversation.
 
 The user's messages are observations, the assistant's messages are actions. gymnasium is an optional
-dependency (`pip install "agentrl[gym]"`). It is imported when an environment is first needed.
+dependency (the extra `gym`). It is imported when an environment is first needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from agentrl.answers import without_thoughts
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 from agentrl.interactions.base import Interaction, Reply, interaction
 from agentrl.trajectory import Message, Sample
 from agentrl.workers import PerLoop, Threads
@@ -170,7 +171,8 @@ def _spaces() -> Any:
     try:
         from agentrl.interactions import spaces
     except ImportError:
-        raise UserError('the interaction gym needs gymnasium: pip install "agentrl[gym]"') from None
+        command = install_command("gym")
+        raise UserError(f"the interaction gym needs gymnasium: {command}") from None
     return spaces
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from agentrl.answers import as_text, boxed_answer
 from agentrl.errors import ConfigError, GraderCrash
+from agentrl.installation import install_command
 from agentrl.rewards.base import reward
 from agentrl.rewards.math_text import has_other_name, normal_form, same_text, tokens_of
 from agentrl.workers import Processes, WorkerDied
@@ -62,7 +63,7 @@ class Math:
                 from agentrl.rewards.math_algebra import equivalent
             except ImportError as e:
                 raise ConfigError(
-                    f"the grader 'math' needs Math-Verify ({e}): pip install 'agentrl[math]', or"
+                    f"the grader 'math' needs Math-Verify ({e}): {install_command('math')}. Or"
                     " compare spellings only, as verl does: reward.kwargs.verify=false"
                 ) from e
             self._equivalent = equivalent

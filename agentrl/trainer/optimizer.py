@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from agentrl.config import OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.installation import install_command
 from agentrl.trainer.sharding import full_tensor
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state, write_state
 
@@ -166,7 +167,6 @@ def _make_adamw(
     try:
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
     except ImportError:
-        raise ConfigError(
-            'optim.name=adamw_8bit needs torchao: pip install "agentrl[8bit]"'
-        ) from None
+        command = install_command("8bit")
+        raise ConfigError(f"optim.name=adamw_8bit needs torchao: {command}") from None
     return AdamW8bit(parameters, betas=betas, weight_decay=config.weight_decay)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import orjson
 
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
 
 METRICS = "metrics.jsonl"
@@ -135,9 +136,8 @@ def check_loggers(names: Sequence[str]) -> None:
         spec = importlib.util.find_spec(name)
         # A spec without origin is a plain folder: wandb creates a folder named wandb where it runs.
         if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"trainer.logger: {name} is not installed: pip install 'agentrl[{name}]'"
-            )
+            command = install_command(name)
+            raise ConfigError(f"trainer.logger: {name} is not installed: {command}")
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, Any]]]:

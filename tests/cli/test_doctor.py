@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from pathlib import Path
 
 from support.needs import needs_sandbox
 from typer.testing import CliRunner
@@ -37,6 +38,22 @@ def test_doctor_runs_a_program_and_prints_versions(tmp_path):
         if parent
         else "note    sandbox memory: cannot create cgroups: only the container's memory limit"
         " container bounds a program"
+    )
+
+
+def test_doctor_reports_another_project_of_the_same_name(tmp_path, monkeypatch):
+    info = tmp_path / "AgentRL-0.0.18.dist-info"  # as PyPI's package names it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: AgentRL\nVersion: 0.0.18\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run_doctor("--sandbox", "unsafe-subprocess")
+    assert done.exit_code == 0
+    line = next(line for line in done.output.splitlines() if "AgentRL" in line)
+    checkout = Path(__file__).parents[2]
+    assert line == (
+        "note    AgentRL: the package AgentRL 0.0.18 is not this one, which is agentrl-toolkit."
+        " Remove it, then install this one again: pip uninstall AgentRL && "
+        f'pip install -e "{checkout}"'
     )
 
 

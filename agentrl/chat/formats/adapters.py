@@ -25,6 +25,7 @@ from typing import Any, Self
 from agentrl.chat.formats.scan import MAX_CALLS, limit_calls
 from agentrl.chat.formats.strict_json import invalid_call, read_object
 from agentrl.errors import Infrastructure, UserError
+from agentrl.installation import install_command
 from agentrl.trajectory import ToolCall
 from agentrl.workers.child_process import ChildProcess, MessageTooLong
 
@@ -70,7 +71,7 @@ class ForeignParser:
                 python = ""
             elif not python:
                 raise UserError(
-                    f'{format!r} needs sglang. Install it (pip install "agentrl[sglang]"), or'
+                    f"{format!r} needs sglang. Install it ({install_command('sglang')}), or"
                     " set rollout.python to the Python of an environment that has it"
                 )
             hello = {"kind": kind, "name": name}

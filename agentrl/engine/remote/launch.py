@@ -222,9 +222,9 @@ def find_package(package: str, python: str) -> tuple[str, Path]:
         raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
     if completed.returncode:
         raise ConfigError(
-            f"rollout.name={package}: {path} has no {package}. Install it there (pip install"
-            f' "agentrl[{package}]"), or set rollout.python to the Python of an environment'
-            " that has it"
+            f"rollout.name={package}: {path} has no {package}. Install it there ({path} -m pip"
+            f" install {package}), or set rollout.python to the Python of an environment that has"
+            " it"
         )
     return path, Path(completed.stdout.strip())
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from agentrl.errors import ToolServerError, UserError
+from agentrl.installation import install_command
 from agentrl.registry import tools
 from agentrl.tools.payloads import Parameters, shorten
 from agentrl.tools.schema import parameters_from_schema
@@ -68,7 +69,7 @@ def load(name: str) -> None:
     try:
         from agentrl.tools.mcp.connection import McpConnection
     except ImportError as e:
-        raise UserError(f'{name} needs the extra `mcp`: pip install "agentrl[mcp]" ({e})') from None
+        raise UserError(f"{name} needs the extra `mcp` ({e}): {install_command('mcp')}") from None
     address = read_address(name)
     connection = McpConnection(address)
     try:

@@ -35,6 +35,7 @@ from starlette.types import Scope
 
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
+from agentrl.installation import install_command
 from agentrl.registry import tools
 from agentrl.tools.payloads import find_json_fault
 from agentrl.tools.serving.guard import REFUSED, Guard, error_response
@@ -345,7 +346,7 @@ def _make_mcp_endpoint(host: ToolHost) -> Any:
     try:
         from agentrl.tools.mcp.served import McpEndpoint
     except ImportError as e:
-        raise UserError(f'--mcp needs the extra: pip install "agentrl[mcp]" ({e})') from None
+        raise UserError(f"--mcp needs the extra `mcp` ({e}): {install_command('mcp')}") from None
     return McpEndpoint(host)
 
 
