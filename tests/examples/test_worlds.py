@@ -220,7 +220,7 @@ def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
     metrics = read_metrics(tmp_path / "runs" / "shopping" / "metrics.jsonl")
     rewards = [m["critic/score/mean"] for _, m in metrics if "critic/score/mean" in m]
     assert len(rewards) == 15
-    assert sum(rewards[:2]) / 2 < 0.2 and sum(rewards[-5:]) / 5 > 0.3, rewards
+    assert sum(rewards[:2]) / 2 < 0.5 and sum(rewards[-5:]) / 5 > 0.65, rewards
 
 
 # -- files -----------------------------------------------------------------------------------------
