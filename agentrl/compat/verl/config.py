@@ -119,7 +119,10 @@ class _Translator:
     def run(self) -> None:
         for path in self.given:
             self._check(path)
-        for path in [*self.given, *(p for p in DEFAULTS if p not in self.given)]:
+        defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.given)
+        if "trainer.total_training_steps" in self.given:
+            defaults.pop("trainer.total_epochs", None)  # it has no effect
+        for path in [*self.given, *defaults]:
             above = known_key(path)
             if above in RENAMED:
                 self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
