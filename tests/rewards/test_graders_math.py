@@ -439,6 +439,17 @@ def test_math_dapo(text, truth, score, pred):
     assert dapo(text, truth) == {"score": score, "acc": max(0.0, score), "pred": pred}
 
 
+@pytest.mark.parametrize("unit", [r"\text{", r"\boxed{", r"\boxed{}", "Answer: ", "$", "="])
+def test_math_dapo_takes_milliseconds_for_a_megabyte(unit):
+    long = unit * (10**6 // len(unit))
+    start = time.thread_time()
+    dapo(long, "1")
+    dapo("Answer: 1", long)
+    for length in (1000, 10**6):
+        minerva(long[:length])
+    assert time.thread_time() - start < 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "score"),
     [
