@@ -1,10 +1,22 @@
-"""The pages of the guide are true of the code."""
+"""The pages are true of the code: their snippets run, their commands are valid.
+
+A reader sees how each block is tested by its language: `python` runs, `yaml` loads, `json` parses,
+the commands in `bash` are read by their own parsers (`test_readme.py` also runs the README's), and
+`text`, or no language, is output.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import re
+import runpy
 import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +25,7 @@ from typer.main import get_command
 
 from agentrl import play
 from agentrl.cli import app
+from agentrl.cli.options import read_config
 from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.metrics import rollout_metrics
@@ -21,47 +34,68 @@ from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trajectory import Group, Message, Sample, Scored
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (
-    "agent_loops",
-    "algorithms",
-    "choosing",
-    "code",
-    "commands",
-    "data",
-    "debugging",
-    "engines",
-    "glossary",
-    "gpu",
-    "index",
-    "interactions",
-    "rewards",
-    "run_folder",
-    "sandbox",
-    "scaling",
-    "tokens",
-    "tools",
-    "trl",
-    "verl",
-)
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted(page.stem for page in DOCS.glob("*.md"))
+OTHER_PAGES = [
+    "AGENTS.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "datasets/README.md",
+    "agentrl/cli/starter/README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("examples/*/README.md")),
+]  # fmt: skip
+PAGES = [*GUIDES, *OTHER_PAGES]
+
+
+def path_of(page: str) -> Path:
+    """The file of a page of docs/, or of another page."""
+    return ROOT / page if page.endswith(".md") else DOCS / f"{page}.md"
 
 
 def text(page: str) -> str:
-    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    return path_of(page).read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+    return [block for name, block in all_blocks(page) if name == language]
+
+
+def all_blocks(page: str) -> list[tuple[str, str]]:
+    """The language and the text of each block."""
+    return re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text(page), re.MULTILINE)
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each command: in shell blocks, and indented lines that start with agentrl.
+
+    `...` stands for rows and a model.
+    """
+    indented = re.findall(r"^ {4}(agentrl .*(?:\\\n.*)?)$", text(page), re.MULTILINE)
+    for line in "\n".join([*blocks(page, "bash"), *indented]).replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue  # a string of several lines
+        if words and words[-1] == "...":
+            words[-1:] = ["--dataset", "rows.jsonl", "--model", "models/mine"]
+        if words:
+            yield words
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_the_language_of_a_block_says_how_it_is_tested(page):
+    for language, block in all_blocks(page):
+        assert language in ("python", "bash", "yaml", "json", "text", ""), block
+        if language in ("text", ""):
+            assert not re.search(r"^(\$ |agentrl |pip |python |make )", block, re.MULTILINE), block
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
 def test_snippets_run(page, shipped_registries, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("model: {path: models/mine}")
     _leave_trajectories(Path("runs/demo/trajectories"))
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):
-        exec(compile(block, f"docs/{page}.md", "exec"), space)
+        exec(compile(block, str(path_of(page)), "exec"), space)
     for block in blocks(page, "json"):
         json.loads(block)
 
@@ -121,52 +155,105 @@ def test_config_keys_exist(page):
     for line in text(page).splitlines():
         checked = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
         for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", checked):
-            if path.split(".")[0] in sections and not path.endswith((".md", ".py")):
+            if path.split(".")[0] in sections and not path.endswith((".md", ".py", ".jsonl")):
                 assert path in FIELDS, f"{page}.md: no key {path}"
 
 
-@pytest.mark.parametrize("page", ["engines", "scaling"])
-def test_commands_load(page, tmp_path):
-    """None of them is a contradiction, and each key that is given does something."""
-    (tmp_path / "run.yaml").write_text("model: {path: models/mine}\ndata: {train: rows.jsonl}")
-    commands = [
-        line.partition("#")[0]
-        for block in blocks(page, "bash")
-        for line in block.replace("\\\n", " ").splitlines()
-        if "agentrl train " in line
-    ]
-    assert len(commands) >= 3
-    for command in commands:
-        overrides = [word for word in shlex.split(command) if re.match(r"\w+\.\w+=", word)]
-        config = load_config(str(tmp_path / "run.yaml"), overrides)
-        assert not without_effect(config), command
-
-
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_have_these_options(page):
-    """All commands in shell blocks and indented lines: their names, options and config keys."""
-    indented = re.findall(r"^ {4}(.*(?:\\\n.*)?)$", text(page), re.MULTILINE)
-    shell = "\n".join([*blocks(page, "bash"), *indented]).replace("\\\n", " ")
-    for line in (line for line in shell.splitlines() if line.startswith("agentrl ")):
-        words = shlex.split(line, comments=True)[1:]
-        command = get_command(app)
-        while isinstance(getattr(command, "commands", None), dict):
-            assert words[0] in command.commands, f"{page}.md: {line}"
-            command = command.commands[words.pop(0)]
-        options = {option for parameter in command.params for option in parameter.opts}
-        for word in words:
-            if re.match(r"--?[a-z]", word):
-                assert word in options, f"{page}.md: {line}"
-            elif key := re.match(r"([a-z]+\.[\w.]+)=", word):
-                section, _, leaf = key[1].partition(".")
-                if words[0].endswith(".yaml") and key[1] in VERL_KEYS:
-                    continue  # `agentrl train verl.yaml` takes verl's keys
-                assert f"{section}.{leaf.split('.')[0]}" in FIELDS, f"{page}.md: {line}"
+def test_commands_are_read_by_their_own_parsers(page, reader, monkeypatch):
+    """No option is unknown, no key contradicts another one, and each key does something."""
+    for block in blocks(page, "bash"):
+        checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert not checked.stderr, f"{page}: {checked.stderr}"
+    for words in commands(page):
+        program = words[0].removeprefix(".venv/bin/")
+        try:
+            if program == "agentrl":
+                _read_command(words[1:], reader)
+            elif program == "make":
+                targets = [w for w in words[1:] if "=" not in w]
+                assert all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
+            elif program == "pip" and "-e" in words:
+                extras = re.findall(r"\w+", words[-1])
+                assert set(extras) <= set(PROJECT["optional-dependencies"]), words
+            elif program == "python" and words[1] == "-m":
+                package = words[2].partition(".")[0]
+                assert package != "agentrl" or importlib.util.find_spec(words[2]), words
+            elif program == "python" and "/" in words[1]:
+                _read_arguments(words[1:], monkeypatch)
+        except (Exception, SystemExit) as e:
+            raise AssertionError(f"{page}: {shlex.join(words)}: {e}") from e
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERL_CONFIG = "actor_rollout_ref: {model: {path: models/mine}}\ndata: {train_files: rows.parquet}"
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch) -> Path:
+    """The reader's folder, as the working directory: the checkout's folders and a run.yaml."""
+    for name in ("datasets", "examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _read_command(words: list[str], folder: Path) -> None:
+    """Parse a command of agentrl, and load its config as the command does."""
+    command, name = get_command(app), "agentrl"
+    while isinstance(getattr(command, "commands", None), dict):
+        name, *words = words
+        command = command.commands[name]
+    parameters = command.make_context(name, words).params
+    if "overrides" not in parameters:
+        return
+    overrides = parameters["overrides"] or []
+    for path, content in (
+        (parameters.get("config"), "model: {path: models/mine}\ndata: {train: rows.jsonl}"),
+        (overrides[0] if overrides and "=" not in overrides[0] else None, VERL_CONFIG),
+    ):
+        if path and not (folder / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(content)
+    if name == "sft":  # it has flags of its own, and takes keys for memory and ranks
+        load_config(None, overrides)
+        return
+    flags = {"dataset", "val_dataset", "model", "file", "deterministic"} & parameters.keys()
+    config = read_config(
+        parameters["config"], overrides, **{flag: parameters[flag] for flag in flags}
+    )
+    keys = tuple(f"{override.partition('=')[0]}=" for override in overrides)
+    notes = [note for note in without_effect(config) if note.startswith(keys)]
+    assert name != "train" or not notes, notes
+
+
+def _read_arguments(words: list[str], monkeypatch) -> None:
+    """Run a Python program of the checkout until it has parsed its arguments."""
+
+    class Parsed(BaseException):
+        pass
+
+    def parse_only(parser, *arguments):
+        original(parser, *arguments)
+        raise Parsed
+
+    original = argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+
+def test_extras_are_installed_from_the_checkout():
+    """PyPI's `agentrl` is another project, and ours is not on PyPI."""
+    for page in PAGES:
+        assert not re.search(r"pip install [\"']?agentrl", text(page)), page
+        for extra in re.findall(r"pip install -e ..\[(\w+)\]", text(page)):
+            assert extra in PROJECT["optional-dependencies"], f"{page}: {extra}"
 
 
 def test_the_command_for_a_laptop_works(tiny_model):
-    (command,) = (b for b in blocks("scaling", "bash") if "--model tiny" in b)
-    words = shlex.split(command.replace("\\\n", " "))
+    (words,) = (words for words in commands("scaling") if "tiny" in words)
     assert words[:2] == ["agentrl", "train"]
     done = run_agentrl(*words[1:], "--dry-run", cwd=DOCS.parent)
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
@@ -174,8 +261,20 @@ def test_the_command_for_a_laptop_works(tiny_model):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text(page)):
-        assert target.startswith("https://") or (DOCS / target).exists(), f"{page}.md: {target}"
+    for target, section in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text(page)):
+        if target.startswith("https://"):
+            continue
+        path = path_of(page).parent / target if target else path_of(page)
+        assert path.exists(), f"{page}: {target}"
+        if section:
+            assert section in anchors(path), f"{page}: {target}#{section}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    outside = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_map_of_the_code_names_files_that_exist():

@@ -54,15 +54,3 @@ def test_the_commands(folder, tiny_model):
             words += ["trainer.total_steps=1", "data.batch_size=1"]
         done = run_agentrl(*words[1:], cwd=folder)
         assert done.returncode == 0 and done.stdout, (command, done.stdout, done.stderr)
-
-
-def test_the_two_commands_are_targets_of_the_makefile():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE):
-        assert f"\n{target}:" in makefile
-
-
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        if not link.startswith("http"):
-            assert (ROOT / link).exists(), link
