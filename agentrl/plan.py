@@ -334,6 +334,12 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
     return loops
 
 
+def longest_prompt(plan: Plan, template: ChatTemplate) -> int:
+    """Return the tokens of the prompt with the most characters."""
+    longest = max(plan.samples, key=lambda sample: sum(len(m.content) for m in sample.prompt))
+    return template.length(*_opening(longest, LocalToolbox()))
+
+
 def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
     """Return the canary, the row that engines score after each update: the first prompts, joined.
 

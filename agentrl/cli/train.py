@@ -25,6 +25,8 @@ from agentrl.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from agentrl.chat import ChatTemplate, ForeignParser
     from agentrl.config import Config
     from agentrl.plan import Plan
@@ -97,7 +99,9 @@ def check(
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Loads no weights and trains nothing (the same as `train --dry-run`).
+    Loads no weights and trains nothing (the same as `train --dry-run`). Asks the servers of rewards
+    and interactions whether they answer, estimates the memory of a GPU, and lists what was not
+    checked.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
@@ -142,6 +146,7 @@ def _check(settings: Config) -> None:
         check_policy_learns,
         describe_history,
         describe_run,
+        longest_prompt,
         make_plan,
         render_first_prompts,
     )
@@ -153,13 +158,13 @@ def _check(settings: Config) -> None:
     settings = with_model_folder(settings)
     template = load_template(settings)
     from transformers import AutoConfig
-    from transformers.utils.import_utils import is_torch_cuda_available
 
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.load import base_and_adapters
 
     base, _ = base_and_adapters(settings.model.path)
-    check_model_fits(plan, template, AutoConfig.from_pretrained(base).max_position_embeddings)
+    model = AutoConfig.from_pretrained(base)
+    check_model_fits(plan, template, model.max_position_embeddings)
     _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
@@ -168,16 +173,104 @@ def _check(settings: Config) -> None:
         typer.echo(describe_history(plan, template))
         typer.echo(render_first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
+    row_tokens = longest_prompt(plan, template) + settings.rollout.max_trajectory_tokens
+    row_tokens = min(row_tokens, model.max_position_embeddings)
+    unchecked = [
+        *_ask_servers(plan),
+        *_check_gpus(plan, model, row_tokens),
+        *_list_unchecked(settings),
+    ]
     typer.echo("config keys that differ from the defaults:")
     for line in settings.diff():
         typer.echo(f"  {line}")
     _print_notes(plan)
-    if settings.trainer.device == "cuda" and not is_torch_cuda_available():
-        typer.echo("note: trainer.device=cuda, but there is no GPU here", err=True)
-    name = plan.config.rollout.name
-    typer.echo(
-        "all checks passed" if name == "local" else f"all checks passed; {name} was not started"
-    )
+    typer.echo("all checks passed")
+    typer.echo("Not checked here:")
+    for line in unchecked:
+        typer.echo(f"  {line}")
+
+
+def _ask_servers(plan: Plan) -> list[str]:
+    """Print what the servers of rewards, interactions and engines answer; return the unusable."""
+    from agentrl.servers import ask_servers
+
+    unusable = []
+    for server, text, is_usable in ask_servers(plan):
+        line = f"{server.key}: {server.url} {text}"
+        typer.echo(line if is_usable else f"note: {line}", err=not is_usable)
+        if not is_usable:
+            unusable.append(f"replies of {server.url} ({server.key})")
+    return unusable
+
+
+def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[str]:
+    """Print an estimate of the memory of a GPU; return what is not known about GPUs."""
+    from agentrl.errors import ConfigError
+    from agentrl.trainer import memory
+
+    t, unknown = plan.config.trainer, []
+    if t.device == "cpu" or not plan.train or t.val_only:
+        return []
+    gpu = memory.find_gpu()
+    if gpu is None:
+        fallback = "" if t.device == "cuda" else "; trainer.device=auto would use the CPU here"
+        unknown.append(f"GPUs: torch finds none on this machine{fallback}")
+    elif not t.ray_address and gpu.count < t.n_gpus_per_node:
+        unknown.append(f"{t.n_gpus_per_node} GPUs (trainer.n_gpus_per_node): {gpu.count} here")
+    ranks = t.nnodes * t.n_gpus_per_node
+    total = gpu.total_bytes if gpu else memory.ASSUMED_GPU_BYTES
+
+    def estimate(config: Config) -> memory.MemoryEstimate:
+        return memory.estimate_memory(
+            model,
+            config,
+            ranks,
+            row_tokens=row_tokens,
+            gpu_bytes=total,
+            gpus=gpu.count if gpu else 0,
+        )
+
+    try:
+        estimated = estimate(plan.config)
+    except ConfigError as e:
+        return [*unknown, f"memory of a GPU: {e}"]
+    subject = f"each of {ranks} ranks" if ranks > 1 else "the learner"
+    shown = estimated.describe(total if gpu else None)
+    device = gpu.name if gpu else "no GPU is here; one of 80 GiB is assumed"
+    typer.echo(f"GPU memory of {subject}, estimated: {shown} ({device})")
+    limit = memory.SAFE_SHARE * total
+    if gpu and estimated.total > limit:
+        advice = next(
+            (
+                f": {keys} needs {memory.gib(smaller)}"
+                for keys, config in memory.smaller_settings(plan.config)
+                if (smaller := estimate(config).total) <= limit
+            ),
+            ". Use more GPUs, a smaller model or a lower rollout.gpu_memory_utilization",
+        )
+        is_over = "exceeds the memory of" if estimated.total > total else "is at the limit of"
+        typer.echo(f"note: the estimate {is_over} the GPU{advice}", err=True)
+    return unknown
+
+
+def _list_unchecked(config: Config) -> list[str]:
+    """Return what `check` never does: load weights, start servers, join a cluster."""
+    from agentrl.engine.remote.launch import find_package
+    from agentrl.errors import ConfigError
+
+    r, t = config.rollout, config.trainer
+    unchecked = [f"weights of {config.model.path}: only its config and tokenizer were loaded"]
+    if r.name != "local" and not r.urls:
+        try:
+            _, folder = find_package(r.name, r.python)
+            unchecked.append(f"{r.name}: it is installed ({folder}), but was not started")
+        except ConfigError as e:
+            unchecked.append(f"{r.name}: it was not started. {e}")
+    if t.ray_address or t.nnodes > 1:
+        unchecked.append(f"the Ray cluster (trainer.ray_address={t.ray_address}), its machines")
+    if t.logger:
+        unchecked.append(f"trackers: {', '.join(t.logger)}")
+    return unchecked
 
 
 def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -184,6 +184,7 @@ class _Learner:
 
     @property
     def _adapted(self) -> dict[str, tuple[int, int]]:
+        """Return the linear modules that get an adapter, as in `ModelShape.linear`."""
         m = self.config.model
         if not m.lora_rank:
             return {}
@@ -204,6 +205,7 @@ class _Learner:
 
     @property
     def frozen(self) -> int:
+        """The parameters under the adapter, which do not learn."""
         return self.shape.parameters if self.lora else 0
 
     @property
@@ -324,7 +326,8 @@ class _Learner:
         return output_layer + max(head, layer)
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gpu:
     """The GPUs of this machine."""
 
     name: str
@@ -381,9 +384,10 @@ def _engine(
         rows = min(LOCAL_ROWS, config.data.batch_size * r.n)
         cache_bytes = 2 * shape.file_bytes * shape.key_width * shape.layers * rows * row_tokens
         return weights + cache_bytes, weights + cache_bytes
-    needed = r.engines * r.tensor_parallel_size
-    shares = needed >= (gpus or ranks) if not config.trainer.spread else True
-    if r.urls or config.trainer.placement == "separate" or not shares:
+    # In one process, servers use the last GPUs of the machine (`engine/remote/open.py`).
+    in_one_process = ranks == 1 and not config.trainer.ray_address
+    has_other_gpus = in_one_process and r.engines * r.tensor_parallel_size < (gpus or 1)
+    if r.urls or config.trainer.placement == "separate" or has_other_gpus:
         return 0, 0
     awake = int(r.gpu_memory_utilization * gpu_bytes)
     asleep = {"none": awake, "kv_cache": weights // r.tensor_parallel_size, "all": 0}

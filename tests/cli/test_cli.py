@@ -169,13 +169,6 @@ def test_check_refuses_variables_that_the_template_never_reads(run_cli, rows, ra
     assert "model.template_kwargs: the chat template never reads 'enable_thinkin'. It reads:" in err
 
 
-def test_check_notes_that_there_is_no_gpu(run_cli, rows, random_model):
-    import torch
-
-    _, err = run_cli(*check(rows, random_model, "trainer.device=cuda"))
-    assert ("no GPU here" in err) == (not torch.cuda.is_available())
-
-
 def test_check_asks_the_server_for_the_tools_of_the_rows(run_cli, rows, random_model, tmp_path):
     from agentrl.tools.serving.background import serve_in_background
 

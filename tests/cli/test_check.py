@@ -1,0 +1,114 @@
+"""What `agentrl check` reports about servers and GPUs, and what it says that it did not check."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.trainer import memory
+
+ROW = {
+    "prompt": "How much is 3*4?",
+    "data_source": "openai/gsm8k",
+    "ground_truth": "12",
+}
+
+
+@pytest.fixture
+def check(tmp_path, random_model):
+    """Return what `agentrl check` prints, with the settings of the words."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+
+    def run(*words: str) -> str:
+        rows = ["--dataset", str(tmp_path / "rows.jsonl"), "--model", str(random_model)]
+        result = CliRunner().invoke(app, ["check", *rows, *words], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return run
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Set the GPUs that torch finds."""
+
+    def set_gpus(gpu: memory.Gpu | None) -> None:
+        monkeypatch.setattr(memory, "find_gpu", lambda: gpu)
+
+    set_gpus(None)
+    return set_gpus
+
+
+def unchecked(output: str) -> list[str]:
+    """Return the lines of the last section."""
+    _, title, lines = output.partition("all checks passed\nNot checked here:\n")
+    assert title, output
+    return [line.strip() for line in lines.splitlines()]
+
+
+def test_a_config_for_gpus_and_servers_on_a_machine_without(check, gpus):
+    output = check(
+        "rollout.name=sglang",
+        "trainer.n_gpus_per_node=4",
+        "trainer.ray_address=auto",
+        "reward.function=judge",
+        "reward.kwargs.url=http://127.0.0.1:9/v1",
+    )
+    assert (
+        "note: reward.kwargs.url: http://127.0.0.1:9/v1 does not answer (GET"
+        " http://127.0.0.1:9/v1/models: ConnectError: "
+    ) in output
+    # Half of the assumed GPU is the server's.
+    assert "GPU memory of each of 4 ranks, estimated: 41 GiB (update, passes of" in output
+    assert ": engine 40.0, CUDA 1.0" in output
+    assert "(no GPU is here; one of 80 GiB is assumed)" in output
+    judge, found, weights, sglang, ray = unchecked(output)
+    assert judge == "replies of http://127.0.0.1:9/v1 (reward.kwargs.url)"
+    assert found == (
+        "GPUs: torch finds none on this machine; trainer.device=auto would use the CPU here"
+    )
+    assert weights.startswith("weights of ") and sglang.startswith("sglang: it ")
+    assert "started" in sglang and ray == (
+        "the Ray cluster (trainer.ray_address=auto), its machines"
+    )
+
+
+def test_a_config_for_a_gpu_on_a_machine_without(check, gpus):
+    assert unchecked(check("trainer.device=cuda"))[0] == "GPUs: torch finds none on this machine"
+
+
+def test_a_laptop_with_a_cpu(check):
+    output = check("trainer.device=cpu")
+    assert "GPU" not in output and len(unchecked(output)) == 1
+
+
+def test_a_gpu_that_is_too_small(check, gpus, random_model):
+    gpus(memory.Gpu("Toy GPU", 2**30, 1))
+    output = check("trainer.n_gpus_per_node=2")
+    assert "of 1.0 GiB (update, passes of" in output and "(Toy GPU)" in output
+    assert "note: the estimate exceeds the memory of the GPU. Use more GPUs, a smaller" in output
+    assert unchecked(output)[0] == "2 GPUs (trainer.n_gpus_per_node): 1 here"
+
+
+def test_advice_that_would_fit(check, gpus, monkeypatch):
+    """The first setting that fits is named, with what it needs."""
+    gpus(memory.Gpu("Toy GPU", 100 * 2**30, 1))
+    needs = {False: 200, True: 50}
+
+    def estimate(model, config, ranks, **_):
+        tokens = config.optim.micro_batch_tokens
+        return memory.MemoryEstimate(
+            "update", {"activations": needs[config.optim.recompute] * 2**30}, tokens
+        )
+
+    monkeypatch.setattr(memory, "estimate_memory", estimate)
+    assert (
+        "note: the estimate exceeds the memory of the GPU: optim.recompute=true needs 50 GiB\n"
+    ) in check()
+    needs[False] = 95
+    assert "note: the estimate is at the limit of the GPU: optim.recompute=true" in check()
+    needs[False] = 90
+    assert "note: the estimate" not in check()

@@ -1,0 +1,363 @@
+"""The estimate of a GPU's memory: terms by hand, autograd's saved tensors, measured peaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from agentrl.config import Config
+from agentrl.engine.local.load import quiet_peft
+from agentrl.errors import ConfigError
+from agentrl.trainer import memory
+from agentrl.trainer.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    MemoryEstimate,
+    estimate_memory,
+    read_shape,
+    smaller_settings,
+)
+
+H200 = int(139.7 * GIB)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+# q with bias, k and v with bias, output, three matrices of the MLP, two norms
+LAYER = 64 * 65 + 2 * 32 * 65 + 64 * 64 + 3 * 64 * 128 + 2 * 64
+PARAMETERS = 512 * 64 + 2 * LAYER + 64
+ADAPTER = 8 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+# per token, not compiled: two norms, queries and output, keys and values, log-sum-exp, MLP
+KEPT = 2 * 8 * 64 + 2 * 2 * 64 + 2 * 2 * 32 + 4 * 4 + 8 * 128
+HEAD = 2 * 512 + 8 * 64
+"""Logits of a token, its state, and the gradient of its state."""
+
+
+def config_of(**sections: Any) -> Config:
+    """Return a config without an engine on the learner's GPU."""
+    elsewhere = {"name": "sglang", "urls": ["http://127.0.0.1:1"]}
+    return Config.model_validate({"rollout": elsewhere, **sections})
+
+
+def estimate(config: Config, ranks: int = 1, tokens: int = 1000, **kwargs: Any) -> MemoryEstimate:
+    kwargs = {"row_tokens": 1, "pass_tokens": tokens, "shares_keys": True, **kwargs}
+    return estimate_memory(Qwen2Config(**SMALL), config, ranks, **kwargs)
+
+
+def test_all_weights_by_hand():
+    found = estimate(config_of())
+    assert read_shape(Qwen2Config(**SMALL)).parameters == PARAMETERS
+    assert found.part == "update"
+    assert found.terms == {
+        "CUDA": 2**30,
+        "activations": 1000 * (2 * KEPT + 6 * 64),
+        "logits and buffers": 1000 * HEAD + 2 * 512 * 64,
+        "optimizer": 8 * PARAMETERS,
+        "weights": 4 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,
+        "gathered weights": 2 * PARAMETERS,
+    }
+    assert found.total == sum(found.terms.values())
+    assert list(found.terms.values()) == sorted(found.terms.values(), reverse=True)
+
+
+def test_ranks_divide_weights_gradients_and_moments_only():
+    one, four = estimate(config_of()).terms, estimate(config_of(), 4).terms
+    divided = {"optimizer", "weights", "gradients"}
+    assert four == {n: size // 4 if n in divided else size for n, size in one.items()}
+
+
+def test_recompute_keeps_the_inputs_of_layers_and_one_layer():
+    found = estimate(config_of(optim={"recompute": True}))
+    assert found.terms["activations"] == 1000 * (2 * 2 * 64 + KEPT + 6 * 64)
+
+
+def test_lora_by_hand():
+    terms = estimate(config_of(model={"lora_rank": 8})).terms
+    # Frozen norms keep no normalised input; each of seven modules keeps 8 numbers.
+    kept = KEPT - 2 * 2 * 64 + 2 * 8 * 7
+    assert terms["optimizer"] == 8 * ADAPTER and terms["gradients"] == 4 * ADAPTER
+    assert terms["weights"] == 2 * PARAMETERS + 4 * ADAPTER
+    assert terms["gathered weights"] == 2 * (PARAMETERS + ADAPTER)
+    assert terms["activations"] == 1000 * (2 * kept + 4 * 64)
+    assert terms["logits and buffers"] == 1000 * HEAD
+    some = config_of(model={"lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]})
+    assert estimate(some).terms["gradients"] == 4 * 8 * 2 * (64 + 64 + 64 + 32)
+
+
+def test_offload_and_8_bit_moments():
+    assert "optimizer" not in estimate(config_of(optim={"offload": "optimizer"})).terms
+    terms = estimate(config_of(optim={"offload": "all"})).terms
+    assert not {"optimizer", "weights", "gradients"} & {*terms}
+    terms = estimate(config_of(optim={"name": "adamw_8bit"})).terms
+    assert terms["optimizer"] == 2 * PARAMETERS
+
+
+def test_critic_and_reference():
+    terms = estimate(config_of(algorithm={"name": "ppo", "kl_loss_coef": 0.1})).terms
+    assert terms["critic"] == 4 * PARAMETERS and terms["optimizer"] == 16 * PARAMETERS
+    assert terms["reference"] == 2 * PARAMETERS
+
+
+def test_passes_are_as_long_as_the_budget_the_longest_row_or_the_step():
+    def tokens(row: int, ranks: int = 1, **optim: int) -> int:
+        config = config_of(data={"batch_size": 4}, optim=optim)
+        return estimate(config, ranks, row_tokens=row, pass_tokens=None).pass_tokens
+
+    assert tokens(2000) == 16384  # of 4 x 8 x 2000
+    assert tokens(2000, micro_batch_tokens=1000) == 2000
+    assert tokens(100) == 3200 and tokens(100, 4) == 800
+
+
+def test_the_end_of_the_backward_pass_and_loading_may_need_most():
+    few = estimate(config_of(), tokens=1)
+    assert few.part == "optimizer step"
+    assert few.terms["buffers"] == 16 * (512 * 64 + 64)
+    many = estimate(config_of(), ranks=64, tokens=1)
+    assert many.part == "loading" and many.terms["weights"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("rollout", "gpus", "engine"),
+    [
+        ({"name": "sglang"}, 0, 20 * GIB),
+        ({"name": "sglang"}, 1, 20 * GIB),
+        ({"name": "sglang"}, 2, 0),
+        ({"name": "sglang", "sleep": "kv_cache"}, 1, 2 * PARAMETERS),
+        ({"name": "sglang", "urls": ["http://127.0.0.1:1"]}, 1, 0),
+        # Two layers of keys and values in bfloat16, for 16 x 8 rows of 50 tokens.
+        ({"name": "local"}, 1, 2 * PARAMETERS + 2 * 2 * 32 * 2 * 128 * 50),
+    ],
+)
+def test_engine(rollout, gpus, engine):
+    config = config_of(rollout=rollout)
+    # So many tokens that the update needs more than generation.
+    found = estimate(config, tokens=2**23, row_tokens=50, gpus=gpus, gpu_bytes=40 * GIB)
+    assert found.part == "update" and found.terms.get("engine", 0) == engine
+
+
+def test_a_sleeping_engine_counts_while_it_generates():
+    found = estimate(config_of(rollout={"name": "sglang", "sleep": "all"}), gpu_bytes=40 * GIB)
+    assert found.part == "generation" and found.terms["engine"] == 20 * GIB
+
+
+def test_a_mixture_of_experts_is_not_estimated():
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        read_shape(MixtralConfig(**SMALL, num_local_experts=2))
+
+
+def test_one_line():
+    found = MemoryEstimate("update", {"activations": 3 * GIB, "CUDA": GIB, "weights": 10}, 16384)
+    assert found.describe(80 * GIB) == (
+        "4.0 GiB of 80 GiB (update, passes of 16384 tokens): activations 3.0, CUDA 1.0"
+    )
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+
+sections = st.fixed_dictionaries(
+    {
+        "optim": st.fixed_dictionaries(
+            {
+                "offload": st.sampled_from(["none", "optimizer", "all"]),
+                "name": st.sampled_from(["adamw", "adamw_8bit"]),
+                "micro_batch_tokens": st.sampled_from([1, 4096, 65536]),
+            }
+        ),
+        "algorithm": st.fixed_dictionaries({"name": st.sampled_from(["ppo", "grpo"])}),
+        "model": st.fixed_dictionaries({"lora_rank": st.sampled_from([0, 8])}),
+        "rollout": st.fixed_dictionaries(
+            {
+                "name": st.sampled_from(["local", "sglang"]),
+                "sleep": st.sampled_from(["none", "all"]),
+            }
+        ),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sections, st.integers(1, 8), st.integers(1, 8), st.integers(1, 3000))
+def test_more_ranks_recompute_and_lora_need_no_more(values, ranks, more, row):
+    if values["rollout"]["name"] == "local":
+        values["rollout"].pop("sleep", None)
+
+    def found(ranks: int = ranks, **optim: Any) -> MemoryEstimate:
+        config = Config.model_validate({**values, "optim": {**values["optim"], **optim}})
+        return estimate(config, ranks, row_tokens=row, pass_tokens=None)
+
+    assert found(ranks + more).total <= found().total
+    assert found(recompute=True).total <= found(recompute=False).total
+    with_lora = Config.model_validate({**values, "model": {"lora_rank": 8}})
+    without = Config.model_validate({**values, "model": {"lora_rank": 0}})
+    of_moments = [
+        estimate(c, ranks, tokens=2**20).terms.get("optimizer", 0) for c in (with_lora, without)
+    ]
+    assert of_moments[0] < of_moments[1] or of_moments == [0, 0]
+
+
+def test_smaller_settings_need_less():
+    config, before = config_of(), estimate(config_of(), tokens=2**20).total
+    for keys, smaller in smaller_settings(config):
+        after = estimate(smaller, tokens=smaller.optim.micro_batch_tokens * 64).total
+        assert after < before, keys
+    assert [keys for keys, _ in smaller_settings(config)] == [
+        "optim.micro_batch_tokens=8192",
+        "optim.recompute=true",
+        "optim.recompute=true optim.offload=optimizer",
+        "optim.recompute=true optim.offload=all",
+        "optim.recompute=true model.lora_rank=32",
+    ]
+
+
+# --- against autograd -----------------------------------------------------------------------------
+
+
+@torch.library.custom_op("agentrl_test::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand in for a varlen kernel, which keeps the same tensors for its gradient."""
+    return q.clone(), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("agentrl_test::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.clone(), k.clone(), v.clone()
+
+
+_attention.register_fake(
+    lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32))
+)
+_attention_backward.register_fake(
+    lambda grad, q, k, v, out, lse: tuple(map(torch.empty_like, (q, k, v)))
+)
+_attention.register_autograd(
+    lambda ctx, grad, _: _attention_backward(grad.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+def _packed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **_: Any) -> Any:
+    rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    return _attention(*rows)[0][None], None
+
+
+AttentionInterface.register("agentrl_test", _packed)
+
+
+def kept_bytes(config: Any, *, compiled: bool, lora: int, tokens: int = 256) -> float:
+    """Return the bytes per token that autograd keeps of a model's forward pass."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation("agentrl_test")
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        peft = LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        with quiet_peft():
+            model = get_peft_model(model, peft).base_model.model.to(torch.bfloat16)
+    decoder = model.get_decoder()
+    if compiled:
+        for layer in decoder.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (at := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[at] = tensor
+        return tensor
+
+    at = torch.arange(tokens)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = decoder(input_ids=at, position_ids=at, use_cache=False).last_hidden_state
+    assert states.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
+
+
+FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+COMPILED = pytest.param(True, marks=pytest.mark.slow, id="compiled")
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), COMPILED])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_what_autograd_keeps(family, compiled, lora, monkeypatch):
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3}
+    config = FAMILIES[family](**sizes, head_dim=64)
+    monkeypatch.setattr(memory, "MIN_COMPILED_SIZE", 0 if compiled else 10**9)
+    settings = config_of(model={"lora_rank": lora})
+    found = estimate_memory(config, settings, 1, row_tokens=1, pass_tokens=2**20, shares_keys=True)
+    kept = kept_bytes(config, compiled=compiled, lora=lora)
+    assert found.terms["activations"] / 2**20 == pytest.approx(kept, rel=0.04)
+
+
+# --- against measured peaks -----------------------------------------------------------------------
+
+SHAPES = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "values", "peak"),
+    [
+        ("0.5b", 1, 30177, {}, 39.67),
+        ("1.5b", 1, 30177, {}, 90.23),
+        ("1.5b", 1, 30177, {"optim": {"recompute": True}}, 31.64),
+        ("1.5b", 1, 32593, {}, 96),
+        ("1.5b", 2, 28434, {}, 75),
+        ("1.5b", 4, 25087, {}, 63),
+        ("7b", 1, 16329, {"model": {"lora_rank": 32}}, 106.93),
+        ("7b", 1, 32768, {"model": {"lora_rank": 32}, "optim": {"recompute": True}}, 46.73),
+    ],
+)
+def test_measured_peaks(name, ranks, tokens, values, peak):
+    """Peaks of PyTorch's allocator on H200s in GiB (torch 2.11, whose kernel shares no keys).
+
+    The tokens are those of the largest pass of the benchmark's rows (docs/gpu.md).
+    """
+    hidden, mlp, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
+    model = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    )
+    found = estimate_memory(
+        model,
+        config_of(**values),
+        ranks,
+        row_tokens=1,
+        pass_tokens=tokens,
+        gpu_bytes=H200,
+        shares_keys=False,
+    )
+    assert (found.total - CONTEXT_BYTES) / GIB == pytest.approx(peak, rel=0.08)
