@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from fractions import Fraction
 
@@ -15,7 +16,10 @@ from agentrl import ToolError, registry
 @pytest.fixture(scope="module")
 def calculator():
     with registry.tools.isolated():
-        yield registry.load_file("shelf:calculator").calculator
+        module = registry.load_file("shelf:calculator")
+        yield module.calculator
+    # Otherwise `load_file` would not register the calculator again for other test files.
+    sys.modules.pop(module.__name__, None)
 
 
 @pytest.mark.parametrize(
