@@ -14,7 +14,7 @@
     │   │   │   └── PromptTooLong  the prompt exceeds the engine's context length
     │   │   ├── EngineOverloaded the engine's queue is full
     │   │   ├── EngineDead       the engine's process ended; includes the tail of its log
-    │   │   └── EngineNonsense   the engine's answer is invalid
+    │   │   └── InvalidEngineResponse  the engine's response is invalid
     │   ├── ChatRefused          the server of a judge or a simulated user rejects a request
     │   ├── ToolServerError
     │   ├── SandboxError         model-written code cannot be isolated, so it is not run
@@ -43,7 +43,11 @@ class AgentRLError(Exception):
 
 
 class UserError(AgentRLError, ValueError):
-    """A mistake of the user. The message names the value, the choices and the fix."""
+    """A mistake of the user. The message names the value, the choices and the fix.
+
+    The command line prints the message without a traceback. Subclasses: `ConfigError`, `DataError`,
+    `TemplateError` and `RegistryError`, all in `agentrl.errors`.
+    """
 
 
 class ConfigError(UserError):
@@ -63,11 +67,22 @@ class RegistryError(UserError, LookupError):
 
 
 class ToolError(AgentRLError):
-    """A tool rejects its input. The model reads the message as the result of the call."""
+    """A tool rejects its input. The model reads the message as the result of the call.
+
+        raise ToolError("write two whole numbers and one of * + - between them")
+
+    The call counts as failed, with the class `tool_error`, and the episode goes on.
+    """
 
 
 class Infrastructure(AgentRLError, RuntimeError):
-    """The infrastructure failed: the episode is retried, then dropped, never rewarded with 0."""
+    """The infrastructure failed: the episode is retried, then dropped, never rewarded with 0.
+
+        raise Infrastructure("the database does not answer")
+
+    Tools, interactions and rewards raise it if something that they need is down. If too many
+    episodes are dropped, the run stops with the message.
+    """
 
 
 class EngineError(Infrastructure):
@@ -90,8 +105,12 @@ class EngineDead(EngineError):
     """The engine's process ended; the message contains the last lines of its log."""
 
 
-class EngineNonsense(EngineError):
-    """The engine's answer is invalid: missing logprobs, NaN, an unknown weight version."""
+class InvalidEngineResponse(EngineError):
+    """The engine's response is invalid: missing logprobs, NaN, an unknown weight version."""
+
+
+EngineNonsense = InvalidEngineResponse
+"""The former name, until 0.2."""
 
 
 class ChatRefused(Infrastructure):

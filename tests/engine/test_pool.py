@@ -19,8 +19,8 @@ from agentrl.engine.remote.supervisor import Breaker, RecoveryPolicy
 from agentrl.errors import (
     EngineDead,
     EngineError,
-    EngineNonsense,
     EngineOverloaded,
+    InvalidEngineResponse,
     PromptTooLong,
     RequestRefused,
     UserError,
@@ -178,7 +178,9 @@ async def test_tokens_of_a_policy_that_is_not_published_are_refused(make, claime
     harness = await make(1, version=3, recovery=PATIENT)
     harness.engines[0].claims = claimed
     for _ in range(3):
-        with pytest.raises(EngineNonsense, match=rf"tokens of policy \[{claimed}\], but 3 is"):
+        with pytest.raises(
+            InvalidEngineResponse, match=rf"tokens of policy \[{claimed}\], but 3 is"
+        ):
             await harness.ask("e")
     assert harness.usable_count() == 0
 
@@ -415,10 +417,10 @@ async def test_an_engine_that_always_refuses_the_policy_is_restarted_then_given_
     [
         (OSError("no space left"), EngineError),
         (SafetensorError("while serializing"), EngineError),
-        (KeyError("data"), EngineNonsense),
-        (TypeError("not subscriptable"), EngineNonsense),
-        (ValueError("not JSON"), EngineNonsense),
-        (AttributeError("no get"), EngineNonsense),
+        (KeyError("data"), InvalidEngineResponse),
+        (TypeError("not subscriptable"), InvalidEngineResponse),
+        (ValueError("not JSON"), InvalidEngineResponse),
+        (AttributeError("no get"), InvalidEngineResponse),
     ],
 )
 async def test_any_exception_of_a_client_counts_against_its_engine(make, error, kind):
@@ -703,7 +705,7 @@ def test_the_circuit_breaker_backs_off_until_a_request_succeeds():
             False,
             True,
         ]
-        breaker.open = True
+        breaker.is_open = True
         breaker.record_success()  # a late answer says nothing
         assert [breaker.next_wait() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
         breaker.close()
@@ -774,7 +776,7 @@ async def any_faults(ours, n, schedule):
             elif fault == "hang":
                 engine.hung = True
             elif fault == "fail":
-                engine.failing += [EngineError("reset"), EngineNonsense("NaN")] * 2
+                engine.failing += [EngineError("reset"), InvalidEngineResponse("NaN")] * 2
             elif fault == "full":
                 engine.failing += [EngineOverloaded("full")] * 3
             elif fault == "claim":

@@ -418,7 +418,7 @@ async def test_a_prompt_that_is_too_long_does_not_count_against_the_engine(
                 with pytest.raises(PromptTooLong, match=message):
                     await turn(array("i", [5] * row))
         assert (await turn(array("i", [5]))).prompt_tokens == 1
-        assert not pool.replicas[0].breaker.open
+        assert not pool.replicas[0].breaker.is_open
         assert pool.metrics() == {
             "engine/usable": 1.0, "engine/restarts": 0.0, "engine/failovers": 0.0,
         }  # fmt: skip

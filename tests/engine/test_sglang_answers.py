@@ -10,8 +10,8 @@ from agentrl.engine.remote.control import refusal
 from agentrl.engine.remote.sglang import read_generation, read_scores
 from agentrl.errors import (
     EngineError,
-    EngineNonsense,
     EngineOverloaded,
+    InvalidEngineResponse,
     PromptTooLong,
     RequestRefused,
 )
@@ -85,15 +85,15 @@ def test_versions_are_never_guessed():
     ],
 )
 def test_malformed_answers_are_refused(changes):
-    with pytest.raises(EngineNonsense, match="here: not a valid answer of SGLang"):
+    with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of SGLang"):
         read_generation(answer(**changes), 3, PolicyVersion("7", 7), "here")
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"meta_info": None}])
 def test_another_servers_answer(nonsense):
-    with pytest.raises(EngineNonsense):
+    with pytest.raises(InvalidEngineResponse):
         read_generation(nonsense, 3, PolicyVersion("7", 7), "here")
-    with pytest.raises(EngineNonsense):
+    with pytest.raises(InvalidEngineResponse):
         read_scores(nonsense, [1], 10, "here")
 
 
@@ -128,7 +128,7 @@ def test_an_aborted_turn_is_an_error():
 def test_scores():
     scores = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}
     assert read_scores(scores, [5, 6], 10, "here") == array("f", [0.0, -0.5])
-    with pytest.raises(EngineNonsense, match="another row"):
+    with pytest.raises(InvalidEngineResponse, match="another row"):
         read_scores(scores, [5, 7], 10, "here")
 
 
@@ -136,5 +136,5 @@ def test_scores_of_the_vocabularys_last_token():
     """SGLang repeats it as token 0."""
     scores = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 0, None]]}}
     assert read_scores(scores, [5, 9], 10, "here") == array("f", [0.0, -0.5])
-    with pytest.raises(EngineNonsense, match="another row"):
+    with pytest.raises(InvalidEngineResponse, match="another row"):
         read_scores(scores, [5, 8], 10, "here")

@@ -25,8 +25,8 @@ from agentrl.engine.remote.vllm import (
 from agentrl.errors import (
     ConfigError,
     EngineError,
-    EngineNonsense,
     EngineOverloaded,
+    InvalidEngineResponse,
     PromptTooLong,
     RequestRefused,
 )
@@ -161,7 +161,7 @@ def logprobs_answer(*logprobs, ids=(3, 9)):
     ],
 )
 def test_malformed_answers_are_refused(choice):
-    with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
+    with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of vLLM"):
         read(Generate, answer(Generate, choice=choice))
 
 
@@ -176,16 +176,16 @@ def test_malformed_answers_are_refused(choice):
     ],
 )
 def test_an_answer_to_something_else(dialect, changes):
-    with pytest.raises(EngineNonsense, match="here: not a valid answer of vLLM"):
+    with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of vLLM"):
         read(dialect, ANSWERS[dialect] | changes)
-    with pytest.raises(EngineNonsense, match="2 tokens, where at most 1"):
+    with pytest.raises(InvalidEngineResponse, match="2 tokens, where at most 1"):
         read(dialect, ANSWERS[dialect], limit=1)
 
 
 @BOTH
 def test_logprobs_of_fewer_tokens(dialect):
     short = {"token_ids": [3, 9, 4]}
-    with pytest.raises(EngineNonsense):
+    with pytest.raises(InvalidEngineResponse):
         read(
             dialect, answer(dialect, choice=short, usage=USAGE | {"completion_tokens": 3}), limit=3
         )
@@ -196,15 +196,15 @@ def test_logprobs_of_fewer_tokens(dialect):
 def test_an_aborted_turn_is_an_error(dialect, reason):
     with pytest.raises(EngineError, match=f"aborted the turn .{reason}") as e:
         read(dialect, answer(dialect, choice={"finish_reason": reason}))
-    assert not isinstance(e.value, EngineNonsense)
+    assert not isinstance(e.value, InvalidEngineResponse)
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"choices": None}])
 @BOTH
 def test_another_servers_answer(dialect, nonsense):
-    with pytest.raises(EngineNonsense):
+    with pytest.raises(InvalidEngineResponse):
         read(dialect, nonsense)
-    with pytest.raises(EngineNonsense):
+    with pytest.raises(InvalidEngineResponse):
         read_scores(dialect(), nonsense, [1], "here")
 
 
@@ -220,7 +220,7 @@ def test_scores(dialect):
     body = scores(dialect, (6, -0.5), (4, -0.25))
     assert read_scores(dialect(), body, [5, 6, 4], "here") == array("f", [0.0, -0.5, -0.25])
     for row in ([5, 6, 3], [5, 6], [5, 6, 4, 4]):
-        with pytest.raises(EngineNonsense):
+        with pytest.raises(InvalidEngineResponse):
             read_scores(dialect(), body, row, "here")
 
 

@@ -19,7 +19,7 @@ from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.control import Control, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.senders import AdapterSender, Sender
-from agentrl.errors import EngineError, EngineNonsense
+from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
 
@@ -137,7 +137,7 @@ class RemoteEngine(Engine):
             PromptTooLong: the prompt is too long.
             EngineOverloaded: the server accepts no more requests.
             EngineDead: agentrl started the server, and it has ended.
-            EngineNonsense: its answer is invalid.
+            InvalidEngineResponse: its answer is invalid.
             EngineError: no answer before the deadline, tokens outside of the vocabulary, a request
                 that cannot be served, or weights that changed within the turn.
             UserError: `sampling.stop` is not a tuple of non-empty strings, or the server does not
@@ -152,7 +152,7 @@ class RemoteEngine(Engine):
         answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
         generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
         if max(generation.token_ids) >= self._vocabulary:
-            raise EngineNonsense(
+            raise InvalidEngineResponse(
                 f"{where}: token {max(generation.token_ids)}, but the model's vocabulary has"
                 f" {self._vocabulary}"
             )

@@ -14,8 +14,8 @@ import orjson
 from agentrl.engine.remote.launch import ServerHandle
 from agentrl.errors import (
     EngineError,
-    EngineNonsense,
     EngineOverloaded,
+    InvalidEngineResponse,
     PromptTooLong,
     RequestRefused,
 )
@@ -81,7 +81,7 @@ class Control:
             answer = orjson.loads(content) if content else None
         except orjson.JSONDecodeError as e:
             if status == 200 and json:
-                raise EngineNonsense(f"{self.url}{path}: not JSON: {e}") from e
+                raise InvalidEngineResponse(f"{self.url}{path}: not JSON: {e}") from e
             answer = content.decode("utf-8", "replace")
         if status != 200:
             raise refusal(status, answer, f"{self.url}{path}")
@@ -119,15 +119,15 @@ def _message(answer: Any) -> str:
 
 @contextmanager
 def reading(server: str, where: str) -> Iterator[None]:
-    """Raise exceptions that occur while an answer is read as `EngineNonsense`.
+    """Raise exceptions that occur while an answer is read as `InvalidEngineResponse`.
 
     Raises:
-        EngineNonsense: the answer is not a valid one of `server`.
+        InvalidEngineResponse: the answer is not a valid one of `server`.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as e:
-        raise EngineNonsense(
+        raise InvalidEngineResponse(
             f"{where}: not a valid answer of {server}: {type(e).__name__}: {e}"
         ) from e
 

@@ -25,7 +25,13 @@ from agentrl.engine.remote.supervisor import (
     Supervisor,
     open_all,
 )
-from agentrl.errors import EngineDead, EngineError, EngineNonsense, EngineOverloaded, RequestRefused
+from agentrl.errors import (
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    InvalidEngineResponse,
+    RequestRefused,
+)
 from agentrl.trajectory import Generation
 
 SCORE_SECONDS = 600.0
@@ -93,9 +99,11 @@ class EnginePool(Engine):
             EngineDead: no engine will be available; the message has the last lines of each.
         """
         while not any(map(self.supervisor.is_usable, self.replicas)):
-            self.supervisor.raise_if_hopeless()
+            self.supervisor.raise_if_unrecoverable()
             await asyncio.sleep(POLL_SECONDS)
-        self.max_length = min(self.max_length, *(m.engine.max_length for m in self.replicas))
+        self.max_length = min(
+            self.max_length, *(replica.engine.max_length for replica in self.replicas)
+        )
 
     async def generate(
         self,
@@ -138,7 +146,7 @@ class EnginePool(Engine):
         """Return the logprob of each token, by any engine."""
         return await self._try_engines(
             lambda tried: min(
-                self._candidates(tried), key=lambda m: len(m.in_flight), default=None
+                self._candidates(tried), key=lambda replica: len(replica.in_flight), default=None
             ),
             lambda engine: engine.score(token_ids, temperature),
             time.monotonic() + SCORE_SECONDS,
@@ -281,7 +289,7 @@ class EnginePool(Engine):
             return replica
         replica = min(
             self._candidates(tried),
-            key=lambda m: (len(m.episodes), m.served, m.index),
+            key=lambda replica: (len(replica.episodes), replica.served, replica.index),
             default=None,
         )
         if replica is not None:
@@ -293,7 +301,11 @@ class EnginePool(Engine):
         return replica
 
     def _candidates(self, tried: set[Replica]) -> list[Replica]:
-        return [m for m in self.replicas if m not in tried and self.supervisor.is_usable(m)]
+        return [
+            replica
+            for replica in self.replicas
+            if replica not in tried and self.supervisor.is_usable(replica)
+        ]
 
     def _check_version(self, result: Generation, first: int | None, engine: RemoteEngine) -> None:
         """Check that only policies that were published during a request sampled its turn.
@@ -304,14 +316,14 @@ class EnginePool(Engine):
             engine: the engine of the request.
 
         Raises:
-            EngineNonsense: another policy sampled a token.
+            InvalidEngineResponse: another policy sampled a token.
         """
         last = self.supervisor.version
         if first is None or last is None:
             return
         lo, hi = min(first, last), max(first, last)
         if not lo <= min(result.versions, default=lo) <= max(result.versions, default=lo) <= hi:
-            raise EngineNonsense(
+            raise InvalidEngineResponse(
                 f"{engine.url}: tokens of policy {sorted(set(result.versions))}, but {last} is"
                 " published"
             )
@@ -338,7 +350,7 @@ class EnginePool(Engine):
     async def _watch(self, replica: Replica, engine: RemoteEngine) -> None:
         """Check the health of an engine regularly; exclude it if it hangs."""
         misses = 0
-        while replica.engine is engine and not replica.breaker.open:
+        while replica.engine is engine and not replica.breaker.is_open:
             await asyncio.sleep(self._recovery.health_interval)
             try:
                 await engine.check_health(time.monotonic() + self._recovery.health_timeout)

@@ -17,7 +17,7 @@ from agentrl.engine.remote.control import CONTROL_SECONDS, Control
 from agentrl.engine.remote.files import tensor_names, transfer_folder, write_update
 from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.engine.remote.weights_check import check_norms
-from agentrl.errors import ConfigError, EngineError, EngineNonsense
+from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
 
 SEND_SECONDS = 1800.0
 """The time limit for a server to load weights or an adapter."""
@@ -204,7 +204,7 @@ class AdapterSender(Sender):
         try:
             names = [str(model["id"]) for model in answer["data"]]
         except (LookupError, TypeError) as e:
-            raise EngineNonsense(f"{self._control.url}/v1/models: not a list: {e}") from e
+            raise InvalidEngineResponse(f"{self._control.url}/v1/models: not a list: {e}") from e
         return {name for name in names if name.startswith(self._name_prefix)}
 
     def _clear_folders(self, kept_folders: int) -> None:

@@ -246,7 +246,7 @@ def read_generation(
         where: the request, for messages.
 
     Raises:
-        EngineNonsense: the answer is invalid.
+        InvalidEngineResponse: the answer is invalid.
         EngineError: the request was aborted; or two policies sampled the turn, and the server does
             not report the version of each token.
     """
@@ -290,7 +290,7 @@ def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) ->
         where: the request, for messages.
 
     Raises:
-        EngineNonsense: the answer is invalid, or of another row.
+        InvalidEngineResponse: the answer is invalid, or of another row.
     """
     with reading("SGLang", where):
         (_, first, *_), *entries = answer["meta_info"]["input_token_logprobs"]

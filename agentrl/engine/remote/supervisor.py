@@ -30,8 +30,8 @@ from agentrl.errors import (
     AgentRLError,
     EngineDead,
     EngineError,
-    EngineNonsense,
     EngineOverloaded,
+    InvalidEngineResponse,
 )
 
 log = logging.getLogger("agentrl")
@@ -61,13 +61,13 @@ class Breaker:
             first_backoff: the seconds from the opening of the breaker to the first try.
             max_backoff: the limit of the doubled time.
         """
-        self.open = False
+        self.is_open = False
         self._failures = 0
         self._first, self._longest, self._wait = first_backoff, max_backoff, first_backoff
 
     def record_success(self) -> None:
         """Record that a request was answered. It has no effect after the breaker has opened."""
-        if not self.open:
+        if not self.is_open:
             self._failures, self._wait = 0, self._first
 
     def record_failure(self) -> bool:
@@ -77,7 +77,7 @@ class Breaker:
 
     def close(self) -> None:
         """Close the breaker after a successful try."""
-        self.open, self._failures = False, 0
+        self.is_open, self._failures = False, 0
 
     def next_wait(self) -> float:
         """Return the seconds until the next try."""
@@ -126,7 +126,7 @@ class Replica:
     watch: asyncio.Task[None] | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
-    broken: bool = False
+    is_broken: bool = False
     """True if a probe is useless: the engine has ended, hangs, or failed a probe. If agentrl
     started the engine, it is restarted."""
     sent_update: Update | None = None
@@ -142,19 +142,19 @@ class Replica:
     cause: Exception | None = None
     recovery_thread: threading.Thread | None = None
 
-    def is_hopeless(self, outage: float) -> bool:
+    def is_unrecoverable(self, outage: float) -> bool:
         """Return whether waiting for this replica is useless."""
         if self.engine.restartable:
             return self.is_abandoned
-        return self.breaker.open and time.monotonic() - self.excluded_at > outage
+        return self.breaker.is_open and time.monotonic() - self.excluded_at > outage
 
     def cancel_requests(self) -> None:
         """Make the requests in flight fail; from any thread."""
 
         def drop() -> None:
-            for flight in self.in_flight:
-                if flight.when() is None:  # not cancelled already
-                    flight.reschedule(-1.0)
+            for timeout in self.in_flight:
+                if timeout.when() is None:  # not cancelled already
+                    timeout.reschedule(-1.0)
 
         if self.loop is not None:
             with contextlib.suppress(RuntimeError):  # A closed loop has no requests.
@@ -188,7 +188,7 @@ class Supervisor:
 
     def is_usable(self, replica: Replica) -> bool:
         """Return whether a replica works and has the published policy."""
-        if replica.breaker.open or self._closing.is_set():
+        if replica.breaker.is_open or self._closing.is_set():
             return False
         return self.version in (None, replica.engine.version)
 
@@ -231,11 +231,11 @@ class Supervisor:
             if self._closing.is_set() or replica.engine is not engine:
                 return
             replica.cause, replica.awaits_weights = cause, False
-            replica.broken |= broken
+            replica.is_broken |= broken
             replica.sent_update = None if stale else replica.sent_update
-            is_new = not replica.breaker.open
+            is_new = not replica.breaker.is_open
             if is_new:
-                replica.breaker.open = True
+                replica.breaker.is_open = True
                 replica.excluded_at = time.monotonic()
                 replica.recovery_thread = threading.Thread(
                     target=self._recover,
@@ -251,15 +251,15 @@ class Supervisor:
         if broken:
             replica.cancel_requests()
 
-    def raise_if_hopeless(self) -> None:
+    def raise_if_unrecoverable(self) -> None:
         """Raise an error if waiting for every replica is useless.
 
         Raises:
-            EngineDead: all are hopeless; the message has the last error of each.
+            EngineDead: no replica can be recovered; the message has the last error of each.
         """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
-        if all(m.is_hopeless(self._recovery.outage) for m in self.replicas):
+        if all(replica.is_unrecoverable(self._recovery.outage) for replica in self.replicas):
             raise EngineDead(f"no engine is left.\n{self._causes()}")
 
     def raise_unavailable(self) -> NoReturn:
@@ -268,9 +268,11 @@ class Supervisor:
         Raises:
             EngineError: always; the message has the reason why each replica was excluded.
         """
-        self.raise_if_hopeless()
+        self.raise_if_unrecoverable()
         causes = "; ".join(
-            f"{m.engine.url}: {first_line(m.cause)}" for m in self.replicas if m.cause
+            f"{replica.engine.url}: {first_line(replica.cause)}"
+            for replica in self.replicas
+            if replica.cause
         )
         raise EngineError(f"no engine can be used now ({causes})")
 
@@ -280,9 +282,9 @@ class Supervisor:
         """Wait until nothing reads the learner's weights. Then the trainer may change them."""
         with self._weights:
             self._asleep = True
-            for m in self.replicas:
-                if not m.breaker.open:
-                    self._try(m, lambda e: e.sleep())
+            for replica in self.replicas:
+                if not replica.breaker.is_open:
+                    self._try(replica, lambda e: e.sleep())
 
     def publish(self, update: Update) -> int:
         """Send the policy to all replicas that can load it, one after the other.
@@ -300,8 +302,14 @@ class Supervisor:
         with self._weights:
             self._update, self._asleep, self._publishing = update, False, True
             try:
-                candidates = [m for m in self.replicas if m.awaits_weights or not m.breaker.open]
-                refused = {m for m in candidates if not self._publish_to(m, update)}
+                candidates = [
+                    replica
+                    for replica in self.replicas
+                    if replica.awaits_weights or not replica.breaker.is_open
+                ]
+                refused = {
+                    replica for replica in candidates if not self._publish_to(replica, update)
+                }
                 self.version = update.version
             finally:
                 self._publishing = False
@@ -317,13 +325,15 @@ class Supervisor:
             if self._closing.is_set():
                 return
             self._closing.set()
-            engines = [m.engine for m in self.replicas]
+            engines = [replica.engine for replica in self.replicas]
             recovery_threads = [
-                m.recovery_thread for m in self.replicas if m.recovery_thread is not None
+                replica.recovery_thread
+                for replica in self.replicas
+                if replica.recovery_thread is not None
             ]
         with contextlib.ExitStack() as stack:
-            for m, engine in zip(self.replicas, engines, strict=True):
-                stack.callback(m.cancel_requests)
+            for replica, engine in zip(self.replicas, engines, strict=True):
+                stack.callback(replica.cancel_requests)
                 stack.callback(engine.close)
         end = time.monotonic() + CLOSE_SECONDS
         for thread in recovery_threads:
@@ -337,83 +347,97 @@ class Supervisor:
         """
         with self._lock:
             if any(map(self.is_usable, self.replicas)):
-                for m in self.replicas:
-                    m.restarts = 0
+                for replica in self.replicas:
+                    replica.restarts = 0
                 return True
-            hope = (m for m in self.replicas if not m.is_hopeless(self._recovery.outage))
-            if any(m not in refused or (m.broken and m.engine.restartable) for m in hope):
+            recoverable = (
+                replica
+                for replica in self.replicas
+                if not replica.is_unrecoverable(self._recovery.outage)
+            )
+            if any(
+                replica not in refused or (replica.is_broken and replica.engine.restartable)
+                for replica in recoverable
+            ):
                 return False
             raise EngineError(f"no engine loaded version {update.version}.\n{self._causes()}")
 
-    def _publish_to(self, m: Replica, update: Update) -> bool:
+    def _publish_to(self, replica: Replica, update: Update) -> bool:
         """Send the update to one replica; return False and exclude it if that fails."""
-        engine = m.engine
+        engine = replica.engine
         try:
-            self._send(m, update)
+            self._send(replica, update)
         except EngineError as e:
-            self.exclude(m, engine, e, broken=is_dead(engine, e), stale=True)
+            self.exclude(replica, engine, e, broken=is_dead(engine, e), stale=True)
             return False
         self.version = update.version
-        self._admit(m)
+        self._admit(replica)
         return True
 
-    def _try(self, m: Replica, call: Callable[[RemoteEngine], None]) -> None:
+    def _try(self, replica: Replica, call: Callable[[RemoteEngine], None]) -> None:
         """Call a function with an engine; exclude the replica if the function fails."""
-        engine = m.engine
+        engine = replica.engine
         try:
             with as_engine_errors(engine):
                 call(engine)
         except EngineError as e:
-            self.exclude(m, engine, e, broken=True, stale=True)
+            self.exclude(replica, engine, e, broken=True, stale=True)
 
     # -- recovery ----------------------------------------------------------------------------------
 
-    def _recover(self, m: Replica) -> None:
+    def _recover(self, replica: Replica) -> None:
         """Run as a thread until the replica is used again, or is abandoned."""
         full_since: float | None = None
-        while not self._give_up_if_exhausted(m) and not self._closing.wait(m.breaker.next_wait()):
+        while not self._give_up_if_exhausted(replica) and not self._closing.wait(
+            replica.breaker.next_wait()
+        ):
             try:
-                self._repair(m)
-                if self._readmit(m):
+                self._repair(replica)
+                if self._readmit(replica):
                     return
                 full_since = None
             except EngineOverloaded as e:
                 full_since = full_since or time.monotonic()
                 with self._lock:  # An engine that accepts no request for so long is not full.
-                    m.cause, m.broken = e, time.monotonic() - full_since > self._recovery.outage
+                    replica.cause, replica.is_broken = (
+                        e,
+                        time.monotonic() - full_since > self._recovery.outage,
+                    )
             except Exception as e:  # Openers may raise anything. This thread must not end.
                 full_since = None
                 with self._lock:
-                    m.cause, m.broken = e, True
+                    replica.cause, replica.is_broken = e, True
 
-    def _give_up_if_exhausted(self, m: Replica) -> bool:
+    def _give_up_if_exhausted(self, replica: Replica) -> bool:
         """Abandon a replica that has used up its restarts; return whether it has."""
         with self._lock:
-            m.is_abandoned = (
-                m.engine.restartable and m.broken and m.restarts >= self._recovery.restarts
+            replica.is_abandoned = (
+                replica.engine.restartable
+                and replica.is_broken
+                and replica.restarts >= self._recovery.restarts
             )
-            if m.is_abandoned:
-                m.recovery_thread = None
-        if m.is_abandoned:
-            log.error("engine %s is abandoned: %s", m.engine.url, first_line(m.cause))
-        return m.is_abandoned
+            if replica.is_abandoned:
+                replica.recovery_thread = None
+        if replica.is_abandoned:
+            log.error("engine %s is abandoned: %s", replica.engine.url, first_line(replica.cause))
+        return replica.is_abandoned
 
-    def _repair(self, m: Replica) -> None:
+    def _repair(self, replica: Replica) -> None:
         """Probe the engine, or replace it."""
-        if m.broken and m.engine.restartable:
-            self._restart(m)
+        if replica.is_broken and replica.engine.restartable:
+            self._restart(replica)
             return
         try:
-            with as_engine_errors(m.engine):
-                m.engine.probe()
+            with as_engine_errors(replica.engine):
+                replica.engine.probe()
         except (EngineDead, EngineOverloaded):
             raise
         except EngineError as e:
             # The owner of the server may have restarted it: it samples from unknown weights.
-            if self._update is None or not self._healthy(m):
+            if self._update is None or not self._healthy(replica):
                 raise
-            log.warning("engine %s is sent the policy again: %s", m.engine.url, first_line(e))
-            m.sent_update = None
+            log.warning("engine %s is sent the policy again: %s", replica.engine.url, first_line(e))
+            replica.sent_update = None
 
     def _healthy(self, replica: Replica) -> bool:
         """Ask an engine whether it can sample, and wait. Call it outside of the loop's thread."""
@@ -429,31 +453,31 @@ class Supervisor:
             return False
         return True
 
-    def _restart(self, m: Replica) -> None:
+    def _restart(self, replica: Replica) -> None:
         """Close the engine and open it again, while the trainer does not use a shared GPU."""
         while self._asleep:
             if self._closing.wait(0.05):
                 return
         with self._lock:
-            m.restarts += 1
+            replica.restarts += 1
             self.restarts += 1
-        log.warning("engine %s is restarted (%d)", m.engine.url, m.restarts)
+        log.warning("engine %s is restarted (%d)", replica.engine.url, replica.restarts)
         with contextlib.suppress(Exception):
-            m.engine.close()
+            replica.engine.close()
         try:
-            engine = m.opener()
+            engine = replica.opener()
         except Exception:
             if self._asleep:  # The trainer began to work during the start: do not count it.
-                m.restarts -= 1
+                replica.restarts -= 1
             raise
         with self._lock:
             if not self._closing.is_set():
-                m.engine, m.sent_update = engine, None
+                replica.engine, replica.sent_update = engine, None
                 return
         engine.close()
         raise EngineError("the engine is closed")
 
-    def _readmit(self, m: Replica) -> bool:
+    def _readmit(self, replica: Replica) -> bool:
         """Send the policy to an engine that works, and use it again.
 
         Returns:
@@ -461,35 +485,41 @@ class Supervisor:
         """
         with self._weights:
             if self._asleep:
-                m.engine.sleep()
-                m.awaits_weights = True
+                replica.engine.sleep()
+                replica.awaits_weights = True
                 while self._asleep and not self._closing.is_set():
                     self._weights.wait(0.2)
-                if m.recovery_thread is not threading.current_thread():
+                if replica.recovery_thread is not threading.current_thread():
                     return True  # `publish` has included it.
-                if not m.awaits_weights:
+                if not replica.awaits_weights:
                     return False
             if self._closing.is_set():
                 return True
-            if self._update is not None and m.sent_update is not self._update:
-                self._send(m, self._update)
-            self._admit(m)
-        log.warning("engine %s is used again (policy version %d)", m.engine.url, m.engine.version)
+            if self._update is not None and replica.sent_update is not self._update:
+                self._send(replica, self._update)
+            self._admit(replica)
+        log.warning(
+            "engine %s is used again (policy version %d)",
+            replica.engine.url,
+            replica.engine.version,
+        )
         return True
 
-    def _send(self, m: Replica, update: Update) -> None:
-        with as_engine_errors(m.engine):
-            self.sent += m.engine.publish(update)
-        m.sent_update = update
+    def _send(self, replica: Replica, update: Update) -> None:
+        with as_engine_errors(replica.engine):
+            self.sent += replica.engine.publish(update)
+        replica.sent_update = update
 
-    def _admit(self, m: Replica) -> None:
+    def _admit(self, replica: Replica) -> None:
         with self._lock:
-            m.breaker.close()
-            m.broken = m.awaits_weights = False
-            m.recovery_thread = m.cause = None
+            replica.breaker.close()
+            replica.is_broken = replica.awaits_weights = False
+            replica.recovery_thread = replica.cause = None
 
     def _causes(self) -> str:
-        return "\n".join(f"{m.engine.url}: {m.cause}" for m in self.replicas if m.cause)
+        return "\n".join(
+            f"{replica.engine.url}: {replica.cause}" for replica in self.replicas if replica.cause
+        )
 
 
 def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
@@ -524,7 +554,7 @@ def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
     Otherwise they would stop the run.
 
     Raises:
-        EngineNonsense: an answer, or the data to send, was not what the client expected.
+        InvalidEngineResponse: an answer, or the data to send, was not what the client expected.
         EngineError: a file or a socket failed.
     """
     try:
@@ -534,7 +564,7 @@ def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
     except (OSError, SafetensorError) as e:
         raise EngineError(f"{engine.url}: {type(e).__name__}: {e}") from e
     except (AttributeError, LookupError, TypeError, ValueError) as e:
-        raise EngineNonsense(f"{engine.url}: {type(e).__name__}: {e}") from e
+        raise InvalidEngineResponse(f"{engine.url}: {type(e).__name__}: {e}") from e
 
 
 def is_dead(engine: RemoteEngine, error: EngineError) -> bool:

@@ -261,7 +261,7 @@ def read_generation(
         adapter: the name of the requested adapter.
 
     Raises:
-        EngineNonsense: the answer is invalid.
+        InvalidEngineResponse: the answer is invalid.
         EngineError: the request was aborted; or the weights changed during the turn, and the server
             does not report the version of each token.
     """
@@ -297,7 +297,7 @@ def read_scores(
     """Return the logprobs of a whole row; the first token's is 0.
 
     Raises:
-        EngineNonsense: the answer is invalid, or of another row.
+        InvalidEngineResponse: the answer is invalid, or of another row.
     """
     with reading("vLLM", where):
         _, *entries = endpoint.prompt_logprobs(answer)
