@@ -206,8 +206,14 @@ def advantage_estimator(name: str) -> Callable[[F], F]:
             rewards = batch.rewards[batch.rollout][:, None]  # (B, 1)
             return rewards.where(batch.action_mask, 0.0), None
 
-    `agentrl.trainer.algorithms` documents its arguments and its result. The decorator returns the
-    function unchanged.
+    The function gets the step's rollouts (`agentrl.trainer.batch.Batch`, of which the first line
+    above makes one reward for each row), `batch.token_rewards`, the critic's values or None, both
+    (B, T), and the config's section `algorithm`. It returns the advantages (B, T), and the targets
+    of the critic (B, T) or None. `agentrl.trainer.algorithms` explains them. The decorator returns
+    the function unchanged.
+
+    Args:
+        name: the value of `algorithm.adv_estimator`.
 
     Raises:
         RegistryError: the name belongs to another definition, or is not a string.
@@ -222,8 +228,13 @@ def policy_loss(name: str) -> Callable[[F], F]:
         def reinforce(logprobs, old_logprobs, advantages, mask, config):
             return -advantages * logprobs, {}
 
-    `agentrl.trainer.losses` documents its arguments and its result. The decorator returns the
-    function unchanged.
+    The function gets four tensors (b, A) with the tokens that the policy chose, and the config's
+    section `algorithm`. Only `logprobs` has a gradient; `mask` is True where there is a token. It
+    returns the loss of each token (b, A), which is not aggregated, and further metrics (b, A) by
+    name. `agentrl.trainer.losses` explains them. The decorator returns the function unchanged.
+
+    Args:
+        name: the value of `algorithm.policy_loss`.
 
     Raises:
         RegistryError: the name belongs to another definition, or is not a string.

@@ -38,29 +38,41 @@ class ToolCall:
     Example: `ToolCall("calculator", {"expression": "3*4"})`. A malformed call keeps its raw text
     for the error message that the model reads: `ToolCall("", '{"name": calc', error="not JSON:
     ...")`.
+
+    Attributes:
+        name: the name of the function; "" if it cannot be read.
+        arguments: a JSON object; the raw text if it is not a JSON object, and then `error` says
+            why.
+        error: why the call is malformed; "" if it is well-formed.
+        id: the id that the model gave the call, in formats that have one.
+        span: start and end in the text of its turn, in characters; None if the parser reports none.
     """
 
     name: str
     arguments: dict[str, Any] | str
-    """A JSON object; the raw text if it is not a JSON object, and then `error` says why."""
     error: str = ""
     id: str = ""
     span: tuple[int, int] | None = field(default=None, compare=False)
-    """Start and end in the text of its turn, in characters; None if the parser reports none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """The result of a tool call, as the model reads it.
 
-    A tool may return a `ToolResult` to add a reward. Then `content` may be any JSON value.
+    A tool may return a `ToolResult` to add a reward: `ToolResult("opened", reward=0.5)`.
+
+    Attributes:
+        content: the text that the model reads. A tool may set it to any JSON value.
+        ok: false if the call failed.
+        reward: the "tool" reward of the turn (`reward.tool_weight`); None: no reward.
+        error: "", or the kind of error: unknown_tool, bad_call, schema, tool_error, timeout, crash.
+        seconds: how long the call took.
     """
 
     content: str
     ok: bool = True
     reward: float | None = None
     error: str = ""
-    """"", or the kind of error: unknown_tool, bad_call, schema, tool_error, timeout, crash."""
     seconds: float = 0.0
 
 
@@ -69,6 +81,15 @@ class Message:
     """One message of a conversation.
 
     Example: `Message("user", "What is 3*4?")`.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        content: the text. An assistant message contains its tool calls as the model wrote them.
+        tool_calls: the calls in an assistant message, parsed from its content.
+        tool_call_id: in a tool message, the id of the call that it answers; "" if there is none.
+
+    Raises:
+        ValueError: the role is unknown.
     """
 
     role: Role
@@ -87,7 +108,23 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A dataset row: the prompt, the agent loop that plays it, and how to score the answer."""
+    """A dataset row: the prompt, the agent loop that plays it, and how to score the answer.
+
+    `load_samples` makes it from a file; docs/data.md describes the columns.
+
+    Attributes:
+        id: unique in its file.
+        prompt: the first messages.
+        agent_name: the agent loop.
+        data_source: chooses the grader if `reward.function` is not set.
+        ground_truth: the right answer, for rewards and graders. The model does not see it.
+        tools: names of the tools that the model may call.
+        tools_kwargs: for each tool, the arguments of its constructor (`create_kwargs`).
+        interaction: the name of the interaction; "" if the row has none.
+        interaction_kwargs: the arguments of the interaction's constructor.
+        extra: the row's `extra_info`, without the entries that other fields contain.
+        row: the index of the row in its file. Random seeds and error messages use it.
+    """
 
     id: str
     prompt: tuple[Message, ...]
@@ -95,29 +132,31 @@ class Sample:
     data_source: str = ""
     ground_truth: Any = None
     tools: tuple[str, ...] = ()
-    """Names of the tools that the model may call."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For each tool, the arguments of its constructor (`create_kwargs`)."""
     interaction: str = ""
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The row's `extra_info`, without the entries that other fields contain."""
     row: int = 0
-    """The index of the row in its file. Random seeds and error messages use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The output of the engine for one turn. All arrays have one entry for each sampled token."""
+    """The output of the engine for one turn. All arrays have one entry for each sampled token.
+
+    Attributes:
+        token_ids: the sampled tokens.
+        logprobs: log_softmax(logits / temperature) over the full vocabulary, at the sampled token.
+        versions: the policy version that sampled each token.
+        finish_reason: "length" if the limit of tokens ended the turn.
+        prompt_tokens: the number of prompt tokens that the engine reports. The episode checks it.
+        cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
+    """
 
     token_ids: array[int]
     logprobs: array[float]
-    """log_softmax(logits / temperature) over the full vocabulary, at the sampled token."""
     versions: array[int]
-    """The policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
-    """The number of prompt tokens that the engine reports. The episode checks it."""
     cached_tokens: int = 0
 
 
@@ -132,6 +171,16 @@ class Segment:
         response_mask = 1s + 0s + 1s       # 1 exactly where the policy sampled
         logprobs      = lA0 + 0s + lA1
         versions      = vA0 + -1s + vA1
+
+    Attributes:
+        prompt_ids: the tokens before the first sampled one.
+        response_ids: all tokens after the prompt.
+        response_mask: 1 where the policy sampled the token, else 0.
+        logprobs: those of the sampled tokens, as in `Generation`; 0 elsewhere.
+        versions: the policy versions that sampled the tokens; -1 elsewhere.
+
+    Raises:
+        ValueError: the response arrays differ in length.
     """
 
     prompt_ids: array[int]
@@ -148,57 +197,79 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn: the position of its tokens, and its rewards."""
+    """One assistant turn: the position of its tokens, and its rewards.
+
+    Attributes:
+        segment: the index of its segment in `Trajectory.segments`.
+        start: the turn is response tokens [start, end) of the segment.
+        end: see `start`.
+        finish_reason: why sampling ended: "stop" or "length".
+        tool_calls: the calls that the turn contains.
+        tool_results: their results, in the same order; empty if they were not run.
+        rewards: rewards by source: "turn" (from the interaction or `ep.reward`) and "tool".
+        generate_seconds: the time of the engine.
+        tool_seconds: the time of the tool calls.
+        thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned.
+        prompt_tokens: the number of tokens in the engine's prompt: the whole row up to this turn.
+        cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
+        penalties: for each failed call with a penalty (`tools.penalties`): (start, end, penalty),
+            where the call is response tokens [start, end).
+        message_index: the index of the turn's message in `Trajectory.messages`; -1 in files of
+            older versions.
+    """
 
     segment: int
     start: int
     end: int
-    """The turn is response tokens [start, end) of the segment."""
     finish_reason: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by source: "turn" (from the interaction or `ep.reward`) and "tool"."""
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
     thread: int = 0
-    """The conversation: 0 is the agent loop's own, n is the n-th that it spawned."""
     prompt_tokens: int = 0
-    """The number of tokens in the engine's prompt: the whole row up to this turn."""
     cached_tokens: int = 0
-    """The number of prompt tokens that were in the engine's prefix cache."""
     penalties: tuple[tuple[int, int, float], ...] = ()
-    """For each failed call with a penalty (`tools.penalties`): (start, end, penalty), where the
-    call is response tokens [start, end)."""
     message_index: int = -1
-    """The index of the turn's message in `Trajectory.messages`; -1 in files of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished rollout that is not scored yet."""
+    """A finished rollout that is not scored yet: what a reward gets.
+
+        @reward("exact")
+        def exact(trajectory):
+            return float(trajectory.final_text.strip() == trajectory.sample.ground_truth)
+
+    Attributes:
+        sample: the dataset row.
+        episode_id: unique for each attempt: a retry of the rollout has a new id.
+        rollout: the index of this rollout among the sample's n rollouts.
+        segments: the rows of tokens (`Segment`). There is one, unless the loop edited the history
+            or spawned conversations, or thinking was stripped.
+        turns: the assistant turns (`Turn`), with their tool calls, results and rewards.
+        messages: all messages in the order of time, those of spawned conversations included.
+        sampling: the sampling parameters, such as the temperature.
+        stop_reason: `done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`,
+            `tool_calls` or `time`.
+        tool_reward: the sum of the values that the class tools' `reward()` returned at the end.
+        seconds: how long the attempt took.
+        control_token_attempts: how often prompts, tools and interactions contained the text of a
+            control token. Such text is never encoded as a control token.
+    """
 
     sample: Sample
     episode_id: str
-    """Unique for each attempt: a retry of the rollout has a new id."""
     rollout: int
-    """The index of this rollout among the sample's n rollouts."""
     segments: tuple[Segment, ...]
-    """A trajectory has one segment, unless the loop edited the history or spawned conversations, or
-    thinking was stripped."""
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
-    """All messages in the order of time, those of spawned conversations included."""
     sampling: Mapping[str, Any]
     stop_reason: str
-    """`done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`, `tool_calls` or
-    `time`."""
     tool_reward: float = 0.0
-    """The sum of the values that the class tools' `reward()` returned at the end."""
     seconds: float = 0.0
     control_token_attempts: int = 0
-    """How often prompts, tools and interactions contained the text of a control token. Such text is
-    never encoded as a control token."""
 
     @property
     def assistant_text(self) -> str:
@@ -238,34 +309,48 @@ class Trajectory:
         return sum(sum(s.response_mask) for s in self.segments)
 
     def turn_rewards(self, source: str) -> float:
-        """Return the sum of one reward source over all turns."""
+        """Return the sum of one reward source over all turns.
+
+        Args:
+            source: "turn" (from the interaction or `ep.reward`) or "tool".
+        """
         return sum(t.rewards.get(source, 0.0) for t in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trajectory with its rewards by source, and with their weighted sum."""
+    """A trajectory with its rewards by source, and with their weighted sum.
+
+    Attributes:
+        trajectory: the finished rollout.
+        rewards: the unweighted rewards by source: outcome, turn, tool, and overlong if it is
+            configured.
+        reward: the weighted sum, which training uses.
+        metrics: other numbers that the reward function returned, such as `acc`.
+        masked: true if the trajectory is excluded from the loss and from its group's baseline
+            (budget policy "mask").
+    """
 
     trajectory: Trajectory
     rewards: Mapping[str, float]
-    """The unweighted rewards by source: outcome, turn, tool, and overlong if it is configured."""
     reward: float
-    """The weighted sum, which training uses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers that the reward function returned, such as `acc`."""
     masked: bool = False
-    """True if the trajectory is excluded from the loss and from its group's baseline (budget policy
-    "mask")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored rollouts of one sample, without those that were dropped."""
+    """The scored rollouts of one sample, without those that were dropped.
+
+    Attributes:
+        sample: the dataset row.
+        scored: the rollouts.
+        dropped: the number of rollouts that were dropped.
+        greedy: an additional rollout at temperature 0, for estimators that use its reward as a
+            baseline. The policy is never trained on it.
+    """
 
     sample: Sample
     scored: tuple[Scored, ...]
     dropped: int = 0
-    """The number of rollouts that were dropped."""
     greedy: Scored | None = None
-    """An additional rollout at temperature 0, for estimators that use its reward as a baseline. The
-    policy is never trained on it."""

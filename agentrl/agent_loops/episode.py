@@ -40,7 +40,26 @@ from agentrl.trajectory import (
 
 
 class Episode:
-    """A conversation between the policy and its environment: the interface for agent loops."""
+    """A conversation between the policy and its environment: what an agent loop gets.
+
+        @agent_loop("self_check")
+        async def self_check(ep):
+            await ep.generate()
+            ep.observe(Message("user", "Check your work, then give the final answer."))
+            await ep.generate()
+
+    A loop calls `generate`, `observe`, `call_tools` and `interact`. Loops that edit their history
+    or run sub-agents also call `branch` and `spawn`. The episode handles tokens, masks, logprobs
+    and truncation. If a budget is exhausted, a method raises `EpisodeOver`, which ends the loop and
+    should not be caught: the trajectory is still scored.
+
+    Attributes:
+        sample: the dataset row.
+        episode_id: unique for each attempt: a retry of the rollout has a new id.
+        rollout: the index of this rollout among the sample's n rollouts.
+        turns: all turns of the attempt so far, of all conversations (`agentrl.trajectory.Turn`).
+        schemas: the tools that the chat template shows.
+    """
 
     def __init__(
         self,
@@ -60,15 +79,10 @@ class Episode:
             conversation: 0 for the agent loop's own conversation, n for the n-th that it spawned.
         """
         self.sample = attempt.sample
-        """The dataset row."""
         self.episode_id = attempt.episode_id
-        """Unique per attempt."""
         self.rollout = attempt.rollout
-        """The index of this rollout among the sample's n rollouts."""
         self.turns = attempt.turns
-        """All turns of the attempt so far, of all conversations."""
         self.schemas = schemas
-        """The tools that the chat template shows."""
         self._attempt = attempt
         self._world = attempt.world
         self._interaction = interaction
@@ -96,6 +110,8 @@ class Episode:
         """The index in `turns` of this conversation's last turn."""
         self._n_turns = 0
         """The number of turns of this conversation."""
+        self._tools_index = -1
+        """The index in `turns` of the last turn whose tool calls were run."""
         self._is_generating = False
         attempt.messages.extend(opening)
         self._count_control_tokens(m for m in opening if m.role != "assistant")
@@ -131,6 +147,9 @@ class Episode:
 
         Raises:
             EpisodeOver: a budget is exhausted. A loop should not catch it.
+            UserCodeError: another `generate` of this conversation has not returned yet, or `parse`
+                raised.
+            Infrastructure: the engine failed. The sample is played again.
         """
         attempt, rollout = self._attempt, self._world.config.rollout
         self._require_idle("generate")
@@ -160,9 +179,10 @@ class Episode:
         max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._conversation] if self._conversation else []))
-        attempt.enter("generate")
-        generation, text = await attempt.sample_turn(prompt, sampling, seed)
-        seconds = attempt.enter("loop")
+        start_time = time.monotonic()
+        with attempt.waiting_for("generate"):
+            generation, text = await attempt.sample_turn(prompt, sampling, seed)
+        seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
@@ -203,7 +223,11 @@ class Episode:
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write. The next turn sees them, with mask 0.
 
+        Args:
+            messages: user or tool messages.
+
         Raises:
+            EpisodeOver: the episode is over.
             UserCodeError: it is called before the first turn, or with an assistant message, or with
                 something that is not a message.
         """
@@ -235,19 +259,28 @@ class Episode:
 
         Raises:
             EpisodeOver: the budget of tool calls is exhausted; none of this turn's calls ran.
-            Infrastructure: the tool server is down.
+            UserCodeError: there is no turn yet.
+            Infrastructure: the tool server is down. The sample is played again.
         """
         attempt, index = self._attempt, self._require_turn("call_tools")
         calls = attempt.turns[index].tool_calls
         with attempt.active():
+            if calls and index == self._tools_index:
+                raise UserCodeError(
+                    "ep.call_tools() was called twice after one turn. Call ep.generate() in"
+                    " between. The first call returned the results; they are also in the turn's"
+                    " tool_results"
+                )
             if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
                 raise attempt.end_with("tool_calls")
             attempt.tool_calls += len(calls)
-            attempt.enter(f"tools {self._world.toolbox.where}")
-            results = await self._world.toolbox.run(
-                calls, self.episode_id, index, self._context.messages
-            )
-        seconds = attempt.enter("loop")
+            self._tools_index = index
+            start_time = time.monotonic()
+            with attempt.waiting_for(f"tools {self._world.toolbox.where}"):
+                results = await self._world.toolbox.run(
+                    calls, self.episode_id, index, self._context.messages
+                )
+        seconds = time.monotonic() - start_time
         results = [self._world.truncate(r) for r in results]
         turn = attempt.turns[index]
         penalties, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
@@ -270,16 +303,22 @@ class Episode:
     async def interact(self) -> bool:
         """Ask the row's interaction for a reply to the last turn, and observe it.
 
+        A score of the reply is added to the last turn's reward.
+
         Returns:
             True if the conversation goes on; False if there is no interaction, or it is done.
+
+        Raises:
+            EpisodeOver: the episode's time is over.
+            UserCodeError: there is no turn yet, or the interaction raised.
+            Infrastructure: a server that the interaction needs is down. The sample is played
+                again.
         """
         if self._interaction is None:
             return False
         self._require_turn("interact")
-        with self._attempt.active():
-            self._attempt.enter("interaction")
+        with self._attempt.active(), self._attempt.waiting_for("interaction"):
             reply = await respond(self._interaction, tuple(self.messages), self.deadline)
-        self._attempt.enter("loop")
         if reply is None:
             return False
         if reply.score:
@@ -290,7 +329,10 @@ class Episode:
         return True
 
     def reward(self, value: float) -> None:
-        """Add a reward to the last turn (weighted by `reward.turn_weight`).
+        """Add a reward to the last turn.
+
+        Args:
+            value: a finite number; the sum of a trajectory is weighted by `reward.turn_weight`.
 
         Raises:
             UserCodeError: `value` is not a finite number, or there is no turn yet.
@@ -355,9 +397,13 @@ class Episode:
         return Episode(self._attempt, opening, schemas, conversation=self._attempt.spawned)
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
-        """Return the finished trajectory.
+        """Return the finished trajectory. agentrl calls this when the loop has returned.
 
         If nothing was sampled, its only segment is the first row, without a response.
+
+        Args:
+            stop_reason: `done`, or the exhausted budget.
+            tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
         return Trajectory(

@@ -437,7 +437,28 @@ class TrainerConfig(Section):
 
 
 class Config(Section):
-    """The config of a run. Build it with `load_config`."""
+    """The config of a run. Build it with `load_config`, which reports all mistakes at once.
+
+        config = load_config("run.yaml", ["optim.lr=1e-5"])
+        config.optim.lr
+
+    Each section is a class whose fields are the keys, for example `agentrl.config.RolloutConfig`.
+    docs/config.md lists all keys with their defaults. A config is frozen.
+
+    Attributes:
+        files: Python files that define tools, interactions, rewards and loops.
+        data: the rows and their order.
+        model: the policy's model, and LoRA.
+        rollout: the engine, the sampling and the budgets of episodes.
+        val: the sampling of validation.
+        tools: where tools run.
+        sandbox: where programs that a model writes run.
+        interaction: arguments of interactions.
+        reward: the reward functions and their weights.
+        algorithm: advantages, loss and KL.
+        optim: the optimizer, and the memory of the learner.
+        trainer: steps, output, devices.
+    """
 
     files: list[str] = key([], flag="--file")
     """Python files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a
@@ -461,7 +482,14 @@ class Config(Section):
         return self
 
     def value(self, path: str) -> Any:
-        """Return the value of a dotted key."""
+        """Return the value of a dotted key, for example "optim.lr".
+
+        Args:
+            path: the key.
+
+        Raises:
+            AttributeError: there is no such key.
+        """
         return attrgetter(path)(self)
 
     def resolved_yaml(self) -> str:
@@ -469,7 +497,11 @@ class Config(Section):
         return dump_yaml(self.model_dump())
 
     def diff(self, base: Config | None = None) -> list[str]:
-        """Return the differences from the defaults (or from `base`), as lines `a.b.c=1`."""
+        """Return the keys whose values differ, as lines `a.b.c=1`.
+
+        Args:
+            base: the config to compare with; by default the defaults.
+        """
         base = base or Config()
         return [
             assignment(path, self.value(path))

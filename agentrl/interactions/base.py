@@ -30,27 +30,44 @@ class Reply:
     """An interaction's reply to the assistant's last message.
 
     Example: `Reply("Not quite. Try again.")`, or `Reply("Right.", score=1.0, done=True)`.
+
+    Attributes:
+        content: the next user message. The model does not see it if `done` is true.
+        score: the "turn" reward of the assistant's last turn (`reward.turn_weight`).
+        done: true if the conversation ends here.
     """
 
     content: str
-    """The next user message. The model does not see it if `done` is true."""
     score: float = 0.0
-    """The "turn" reward of the assistant's last turn."""
     done: bool = False
-    """True if the conversation ends here."""
 
 
 class Interaction(ABC):
     """The base class of interactions. A subclass must define `respond`.
 
+        @interaction("examiner")
+        class Examiner(Interaction):
+            def __init__(self, ground_truth: str):  # from the row's interaction_kwargs
+                self.ground_truth = ground_truth
+
+            async def respond(self, messages):
+                if self.ground_truth in messages[-1].content:
+                    return Reply("Right.", score=1.0, done=True)
+                return Reply("Not quite. Try again.")
+
+    agentrl makes one object for each episode, and closes it at the end.
+
     The constructor's arguments are the row's `interaction_kwargs` and the config's
     `interaction.kwargs.NAME`; an argument may be in only one of them. agentrl fills in two
     parameters if the constructor has them: `sample` is the dataset row, and `chat` is the run's own
     engine (`agentrl.http.chat.Chat`).
+
+    Attributes:
+        config_only: arguments that only the config may set: a dataset must not choose where
+            requests are sent.
     """
 
     config_only: ClassVar[tuple[str, ...]] = ()
-    """Arguments that only the config may set: a dataset must not choose where requests are sent."""
 
     @classmethod
     def problems(cls, kwargs: Mapping[str, Any]) -> Iterable[str]:
@@ -58,6 +75,9 @@ class Interaction(ABC):
 
         Args:
             kwargs: the arguments of the row and the config. They fit the constructor's signature.
+
+        Returns:
+            A sentence for each problem; the run is refused with all of them.
         """
         return ()
 
@@ -70,6 +90,10 @@ class Interaction(ABC):
 
         Returns:
             The reply, or None to end the conversation without a score.
+
+        Raises:
+            Infrastructure: a server that the interaction needs is down: the episode is played
+                again, then dropped. Any other exception counts as a bug: the episode is dropped.
         """
 
     async def close(self) -> None:
@@ -82,6 +106,9 @@ I = TypeVar("I", bound=type[Interaction])  # noqa: E741
 
 def interaction(name: str) -> Callable[[I], I]:
     """Register an `Interaction` under the name that rows use. The class is returned unchanged.
+
+    Args:
+        name: the name that rows have in `interaction`.
 
     Raises:
         RegistryError: the class is not an `Interaction`, its methods are not async, or another

@@ -66,10 +66,22 @@ from agentrl.trajectory import Group
 class Trainer:
     """A training run.
 
-        Trainer(config).run()
+        Trainer(load_config("run.yaml")).run()
 
     A run has one controller process. If a launcher of several processes (torchrun, `accelerate
-    launch`) starts it, the constructor raises.
+    launch`) starts it, the constructor raises. `agentrl.demo.tiny_config` makes a config of the
+    `tiny` model.
+
+    Attributes:
+        config: the run's config.
+        placement: where the ranks and the servers run; None: the learner runs in this process.
+        plan: the run's rows and rewards, checked.
+        folder: the run's folder.
+        total_steps: the number of steps of the whole run.
+        global_step: the number of steps that are done.
+        position: the number of rows taken so far. It includes rows whose groups were filtered out.
+        kl: the coefficient of the KL penalty, which may change during the run.
+        clock: measures the parts of the step.
     """
 
     def __init__(
@@ -103,7 +115,6 @@ class Trainer:
         self.total_steps = self.plan.total_steps
         self.global_step = 0
         self.position = 0
-        """The number of rows taken so far. It includes rows whose groups were filtered out."""
         self.kl = KLController(config.algorithm)
         self.clock = StepClock()
         self._is_consistent = True
@@ -116,8 +127,13 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Run one step: collect rollouts, compute targets, update the weights.
 
+        `run` calls it. It needs the engine and the learner that `run` opens.
+
         Returns:
             The metrics of the step.
+
+        Raises:
+            RunStopped: too many episodes were dropped.
         """
         with self.clock.timed("gen"), self.interrupt.abandonable():
             rollouts = self.collector.collect(self.position, self.global_step)
