@@ -205,12 +205,12 @@ def _ask_servers(plan: Plan) -> list[str]:
 
 def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[str]:
     """Print an estimate of the memory of a GPU; return what is not known about GPUs."""
-    from agentrl.errors import ConfigError
-    from agentrl.trainer import memory
-
     t, unknown = plan.config.trainer, []
     if t.device == "cpu" or not plan.train or t.val_only:
         return []
+    from agentrl.errors import ConfigError
+    from agentrl.trainer import memory
+
     gpu = memory.find_gpu()
     if gpu is None:
         fallback = "" if t.device == "cuda" else "; trainer.device=auto would use the CPU here"

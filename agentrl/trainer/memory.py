@@ -401,15 +401,17 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         ConfigError: it is not a dense decoder.
     """
     text: Any = config.get_text_config()
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (ImportError, RuntimeError, ValueError) as e:
+        raise ConfigError(f"{config.model_type}: cannot build it without weights: {e}") from e
     layers = getattr(model.get_decoder(), "layers", None)
-    mlp = getattr(text, "intermediate_size", None)
-    if not isinstance(layers, nn.ModuleList) or not isinstance(mlp, int):
-        raise ConfigError(f"{type(model).__name__} has no list of equal layers with an MLP")
+    mlp, heads = (getattr(text, n, None) for n in ("intermediate_size", "num_attention_heads"))
+    if not isinstance(layers, nn.ModuleList) or not (isinstance(mlp, int) and heads):
+        raise ConfigError(f"{type(model).__name__} has no list of layers with attention and an MLP")
     if any("expert" in name for name, _ in layers.named_modules()):
         raise ConfigError(f"{type(model).__name__} is a mixture of experts")
-    heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     norms = [m for name, m in layers[0].named_modules() if "norm" in name.lower()]
     widths = [getattr(norm, "weight", torch.empty(0)).numel() for norm in norms]

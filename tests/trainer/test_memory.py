@@ -12,10 +12,13 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    ViTConfig,
 )
 
 from agentrl.config import Config
@@ -160,9 +163,19 @@ def test_a_sleeping_engine_counts_while_it_generates():
     assert found.part == "generation" and found.terms["engine"] == 20 * GIB
 
 
-def test_a_mixture_of_experts_is_not_estimated():
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        read_shape(MixtralConfig(**SMALL, num_local_experts=2))
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MixtralConfig(**SMALL, num_local_experts=2), "MixtralForCausalLM is a mixture of experts"),
+        (MambaConfig(num_hidden_layers=1), "MambaForCausalLM has no list of layers with attention"),
+        (GPT2Config(n_layer=1), "GPT2LMHeadModel has no list of layers"),
+        (ViTConfig(num_hidden_layers=1), "vit: cannot build it without weights"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.model_type,
+)
+def test_other_models_are_not_estimated(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        read_shape(config)
 
 
 def test_one_line():
@@ -279,6 +292,7 @@ def kept_bytes(config: Any, *, compiled: bool, lora: int, tokens: int = 256) -> 
             model = get_peft_model(model, peft).base_model.model.to(torch.bfloat16)
     decoder = model.get_decoder()
     if compiled:
+        torch._dynamo.reset()  # Earlier programs count towards torch's limit.
         for layer in decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
