@@ -63,12 +63,21 @@ def all_blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text(page), re.MULTILINE)
 
 
-def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command: in shell blocks, and indented lines that start with agentrl.
+def prose(page: str) -> str:
+    """The text without its blocks."""
+    return re.sub(r"^```.*?^```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
 
-    `...` stands for rows and a model.
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each command: in shell blocks, and on indented lines.
+
+    An indented line is a command of agentrl, or config keys of `agentrl train`. `...` stands for
+    rows and a model.
     """
-    indented = re.findall(r"^ {4}(agentrl .*(?:\\\n.*)?)$", text(page), re.MULTILINE)
+    indented = [
+        line if line.startswith("agentrl") else f"agentrl train {line} ..."
+        for line in re.findall(r"^ {4}((?:agentrl |\w+\.\w+=).*)$", prose(page), re.MULTILINE)
+    ]
     for line in "\n".join([*blocks(page, "bash"), *indented]).replace("\\\n", " ").splitlines():
         try:
             words = shlex.split(line, comments=True)
@@ -267,13 +276,12 @@ def test_links_lead_somewhere(page):
         path = path_of(page).parent / target if target else path_of(page)
         assert path.exists(), f"{page}: {target}"
         if section:
-            assert section in anchors(path), f"{page}: {target}#{section}"
+            assert section in anchors(str(path)), f"{page}: {target}#{section}"
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page: str) -> set[str]:
     """The names that GitHub gives to the headings of a page."""
-    outside = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -283,6 +291,42 @@ def test_the_map_of_the_code_names_files_that_exist():
     root = DOCS.parent
     missing = [p for p in paths if not any((r / p).exists() for r in (root / "agentrl", root))]
     assert not missing
+
+
+def test_the_map_of_the_code_names_functions_that_exist():
+    sources = [file.read_text() for file in (ROOT / "agentrl").rglob("*.py")]
+    names = set(re.findall(r"`((?:[A-Z]\w*\.)?[a-zA-Z_]\w*)`", text("code")))
+    assert {"Trainer.step", "TokenRow.extend", "collate"} <= names
+    for name in names:
+        home, _, last = name.rpartition(".")
+        definition = rf"^( *)(async )?(def|class) {last}\b"
+        homes = [source for source in sources if not home or f"\nclass {home}" in source]
+        assert any(re.search(definition, source, re.MULTILINE) for source in homes), name
+
+
+def test_the_arguments_of_trl_exist():
+    """In the installed TRL and transformers, whose files are read, because their import is slow."""
+    trl = importlib.util.find_spec("trl")
+    if trl is None:
+        pytest.skip("needs trl")
+    arguments = importlib.util.find_spec("transformers").submodule_search_locations[0]
+    folder = Path(trl.submodule_search_locations[0])
+    fields = set()
+    for file in (
+        folder / "trainer/grpo_config.py",
+        folder / "trainer/grpo_trainer.py",
+        folder / "trainer/base_config.py",
+        folder / "trainer/_base_config.py",
+        Path(arguments) / "training_args.py",
+    ):
+        if file.exists():
+            fields |= set(re.findall(r"^\s+(\w+): ", file.read_text(), re.MULTILINE))
+    section = text("trl").split("## Arguments of `GRPOConfig`")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)(?:=[^`]*)?`", " ".join(re.sub(r"\([^)]*\)", "", r) for r in rows))
+    assert len(named) > 40
+    values = {"bnpo", "sapo", "luspo", "vespo"}
+    assert not {name for name in named if name not in fields | values}
 
 
 def test_every_page_is_in_the_index():
