@@ -39,7 +39,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config, load_config
 from agentrl.engine.base import Sampling
 from agentrl.engine.open import open_engine
-from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.open import ADMIN_TOKEN, TOKEN
 from agentrl.metrics import rollout_metrics
@@ -207,24 +207,24 @@ class BareLoop:
         return cached, prompt_tokens
 
 
-def flush(control: Control) -> None:
+def flush(admin: AdminClient) -> None:
     """Flush the cache; the server refuses while turns are running."""
     end = time.monotonic() + 60
-    while control.attempt("/flush_cache", {})[0] != 200:
+    while admin.send("/flush_cache", {})[0] != 200:
         assert time.monotonic() < end, "the server did not flush its cache"
         time.sleep(0.05)
 
 
-def measure(ours: AgentrlLoop, control: Control, size: Size, runner: asyncio.Runner) -> None:
+def measure(ours: AgentrlLoop, admin: AdminClient, size: Size, runner: asyncio.Runner) -> None:
     _, groups = ours.play()  # warm-up
-    bare = BareLoop(control.url, control.key, groups, size)
+    bare = BareLoop(admin.url, admin.key, groups, size)
     del groups
     runner.run(bare.play())
     rounds: dict[str, list[Round]] = {"agentrl": [], "aiohttp": []}
     for _ in range(size.rounds):
-        flush(control)
+        flush(admin)
         rounds["agentrl"].append(ours.play()[0])
-        flush(control)
+        flush(admin)
         rounds["aiohttp"].append(runner.run(bare.play()))
     report(rounds, size, bare)
 
@@ -307,14 +307,14 @@ def main() -> None:
     os.environ |= {TOKEN: server.token, ADMIN_TOKEN: server.admin_token}
     try:
         config = config_of(folder, server.url, size, args.device)
-        control = Control(server.url, key=server.token, admin_key=server.admin_token)
+        admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
         engine = open_engine(config, load_tokenizer(folder))
         scorer = make_scorer(config.reward)
         with (
             open_rollouts(config, engine, load_template(config), scorer) as rollouts,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            measure(AgentrlLoop(rollouts, size), control, size, runner)
+            measure(AgentrlLoop(rollouts, size), admin, size, runner)
         engine.close()
     finally:
         server.stop()

@@ -7,10 +7,10 @@ connections: 240 us of CPU per request; this client: 80 us). So a connection (`p
 makes few requests: `fetch` uses httpx.
 
 Guarantees: every request has a deadline that covers everything except the wait for a free
-connection (`pool.py`), whose length depends on other requests of this process; the size of answers
-is limited; no proxy is taken from the environment, no redirect is followed, and no encoding but
-identity is accepted. An error below HTTP is raised as `Infrastructure`. An answer of the server is
-returned, whatever its status.
+connection (`pool.py`), whose length depends on other requests of this process; the size of
+responses is limited; no proxy is taken from the environment, no redirect is followed, and no
+encoding but identity is accepted. An error below HTTP is raised as `Infrastructure`. A response of
+the server is returned, whatever its status.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from agentrl import open_files
 from agentrl.errors import ConfigError, Infrastructure
 from agentrl.http.pool import (
     ConnectionDropped,
-    InvalidAnswer,
+    InvalidResponse,
     Server,
     TimeLimit,
     default_tls,
     pool_of_loop,
 )
 
-MAX_ANSWER_BYTES = 16 * 2**20
+MAX_RESPONSE_BYTES = 16 * 2**20
 
 BUSY_STATUSES = (429, 503)
 """Statuses that may come with `Retry-After`."""
@@ -49,7 +49,7 @@ MIN_PAUSE = 0.1
 is 0. It doubles with each repetition, up to 1."""
 
 MAX_FETCHED_BYTES = 64 * 2**20
-"""The longest answer of `fetch`, in bytes. A server's description of itself may be long."""
+"""The longest response of `fetch`, in bytes. A server's description of itself may be long."""
 
 NOT_PRINTABLE = re.compile(r"[^\x21-\x7e]")
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
@@ -91,14 +91,14 @@ class HttpClient:
     Example::
 
         async with HttpClient("http://127.0.0.1:8900", token=token) as client:
-            status, answer = await client.request_json("GET", "/health", deadline=monotonic() + 5)
+            status, response = await client.request_json("GET", "/health", deadline=monotonic() + 5)
 
     Args:
         base_url: scheme, host, port and optionally a path that is put before each request's path.
         token: sent as `Authorization: Bearer`, if not empty.
-        error: the exception to raise if the server is unreachable or its answer is invalid.
-        max_bytes: the longest answer to accept.
-        control: True for health checks and aborts, which are few and short. They have their own
+        error: the exception to raise if the server is unreachable or its response is invalid.
+        max_bytes: the longest response to accept.
+        reserved: True for health checks and aborts, which are few and short. They have their own
             connections, and the wait for such a connection counts against their deadlines.
 
     Raises:
@@ -111,8 +111,8 @@ class HttpClient:
         *,
         token: str = "",
         error: type[Infrastructure] = Infrastructure,
-        max_bytes: int = MAX_ANSWER_BYTES,
-        control: bool = False,
+        max_bytes: int = MAX_RESPONSE_BYTES,
+        reserved: bool = False,
     ):
         url = parse_base_url(base_url)
         authorization = authorization_header(token)
@@ -120,7 +120,7 @@ class HttpClient:
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
         self.server = Server(url.hostname or "", port, default_tls() if secure else None)
-        self._control = control
+        self._reserved = reserved
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
             f"authorization: {authorization}\r\n" if authorization else ""
@@ -139,7 +139,7 @@ class HttpClient:
         wait_if_busy: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """Send `body` as JSON; return the status and the parsed answer, whatever the status is.
+        """Send `body` as JSON; return the status and the parsed response, whatever the status is.
 
         Args:
             method: GET, POST, DELETE, ...
@@ -154,7 +154,7 @@ class HttpClient:
             headers: additional headers of this request.
 
         Raises:
-            Infrastructure: (the client's `error`) no connection, no answer in time, or an answer
+            Infrastructure: (the client's `error`) no connection, no response in time, or a response
                 that is not JSON.
             ValueError: the path or a header contains characters that are not allowed there.
             TypeError: the body cannot be written as JSON.
@@ -163,7 +163,7 @@ class HttpClient:
         where = f"{method} {self.base_url}{path}"
         try:
             async with TimeLimit(deadline - time.monotonic()) as limit:
-                status, answer, retry_after = await self._send_with_retries(request, retries)
+                status, response, retry_after = await self._send_with_retries(request, retries)
                 min_pause = MIN_PAUSE
                 while wait_if_busy and status in BUSY_STATUSES and retry_after:
                     seconds = max(retry_after_seconds(retry_after), min_pause)
@@ -172,20 +172,20 @@ class HttpClient:
                         break
                     # Jitter: clients with the same Retry-After must not all retry at once.
                     await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
-                    status, answer, retry_after = await self._send_with_retries(request, retries)
+                    status, response, retry_after = await self._send_with_retries(request, retries)
         except TimeoutError:
-            raise self._error(f"{where}: no answer before the deadline") from None
-        except (ConnectionDropped, InvalidAnswer, OSError) as e:
+            raise self._error(f"{where}: no response before the deadline") from None
+        except (ConnectionDropped, InvalidResponse, OSError) as e:
             raise self._error(f"{where}: {e}{open_files.advice(e)}") from None
         try:
-            return status, orjson.loads(answer) if answer else None
+            return status, orjson.loads(response) if response else None
         except orjson.JSONDecodeError:
-            excerpt = answer[:200].decode("utf-8", "replace")
+            excerpt = response[:200].decode("utf-8", "replace")
             raise self._error(f"{where}: status {status} and not JSON: {excerpt}") from None
 
     async def aclose(self) -> None:
         """Close the idle connections to the server, also those that other clients opened."""
-        pool_of_loop(control=self._control).close_idle(self.server)
+        pool_of_loop(reserved=self._reserved).close_idle(self.server)
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,7 +235,7 @@ class HttpClient:
 
     async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """Send the request once, on an idle connection or a new one."""
-        pool = pool_of_loop(control=self._control)
+        pool = pool_of_loop(reserved=self._reserved)
         lease = await pool.acquire(self.server)
         try:
             connection = lease.connection or await pool.connect(lease)
@@ -268,16 +268,16 @@ def fetch_json(
     """Send one GET, or a POST if there is a body, from code that is not async.
 
     Returns:
-        The status and the parsed answer.
+        The status and the parsed response.
 
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.
-        Infrastructure: (`error`) no connection, no complete answer in time, or an answer that is
+        Infrastructure: (`error`) no connection, no complete response in time, or a response that is
             too long or not JSON.
     """
-    status, answer = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
+    status, response = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
     try:
-        return status, orjson.loads(answer) if answer else None
+        return status, orjson.loads(response) if response else None
     except orjson.JSONDecodeError as e:
         raise error(f"{base_url}{path}: status {status} and not JSON: {e}") from None
 
@@ -292,14 +292,14 @@ def fetch(
     timeout: float,
     max_bytes: int = MAX_FETCHED_BYTES,
 ) -> tuple[int, bytes]:
-    """Send one request as `fetch_json` does, and return the answer's bytes.
+    """Send one request as `fetch_json` does, and return the response's bytes.
 
-    It uses httpx, because callers make few such requests. `max_bytes` is the longest answer to
+    It uses httpx, because callers make few such requests. `max_bytes` is the longest response to
     accept.
 
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.
-        Infrastructure: (`error`) no connection, no complete answer in time, or one that is too
+        Infrastructure: (`error`) no connection, no complete response in time, or one that is too
             long.
     """
     method = "GET" if body is None else "POST"
@@ -313,14 +313,14 @@ def fetch(
         tls = url.startswith("https:")
         with (
             httpx.Client(trust_env=False, timeout=timeout, verify=tls) as client,
-            client.stream(method, url, headers=headers, json=body) as answer,
+            client.stream(method, url, headers=headers, json=body) as response,
         ):
-            for piece in answer.iter_bytes():  # The timeout of httpx is for each piece.
+            for piece in response.iter_bytes():  # The timeout of httpx is for each piece.
                 content += piece
                 if len(content) > max_bytes:
-                    raise error(f"{where}: the answer has more than {max_bytes} bytes")
+                    raise error(f"{where}: the response has more than {max_bytes} bytes")
                 if time.monotonic() > end:
-                    raise error(f"{where}: no complete answer within {timeout:g} s")
+                    raise error(f"{where}: no complete response within {timeout:g} s")
     except httpx.HTTPError as e:
         raise error(f"{where}: {type(e).__name__}: {e}") from e
-    return answer.status_code, bytes(content)
+    return response.status_code, bytes(content)

@@ -1,7 +1,7 @@
 """The connections of this process: shared by all clients, and limited by `ulimit -n`.
 
 A rollout asks the engine at one moment and its tools at the next. Each request needs a file
-descriptor while it waits for an answer; between requests, a rollout needs none. So all clients of
+descriptor while it waits for a response; between requests, a rollout needs none. So all clients of
 one server share its connections. An idle connection is closed if another server needs a connection
 and the limit is reached. A request that finds no free connection waits. Among the requests to one
 server, the first is served first. Among servers, the one with the fewest requests in flight is
@@ -14,7 +14,7 @@ The length of a wait for a connection depends on what else this process does, an
 an episode, a tool or a judge. So a `TimeLimit` pauses during that wait.
 
 Health checks and aborts must not wait behind the requests that they are about. They have a few
-connections of their own, see `control`.
+connections of their own, see `reserved`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from agentrl import open_files
 
 MAX_CONNECTIONS_TO_SERVER = 1024
 """The most requests in flight to one server; a tool server accepts as many."""
-MAX_CONTROL_CONNECTIONS = 16
+MAX_RESERVED_CONNECTIONS = 16
 MAX_IDLE_SECONDS = 60.0
 """Shorter than the keep-alive of our servers, so that a connection is rarely closed when it is
 used."""
 
 
 class ConnectionDropped(Exception):
-    """The connection ended before the answer did.
+    """The connection ended before the response did.
 
     The server may have handled the request or not.
     """
 
 
-class InvalidAnswer(Exception):
-    """An answer that this client does not accept: too long, encoded, or not HTTP."""
+class InvalidResponse(Exception):
+    """A response that this client does not accept: too long, encoded, or not HTTP."""
 
 
-class _Answer:
-    """An answer that is being received. httptools calls the `on_` methods."""
+class _Response:
+    """A response that is being received. httptools calls the `on_` methods."""
 
     def __init__(self, max_bytes: int):
         self.complete: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -76,21 +76,20 @@ class _Answer:
 
     def feed(self, data: bytes) -> None:
         if self.complete.done():
-            self.keep_alive = False  # The server sent more than one answer.
+            self.keep_alive = False  # The server sent more than one response.
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
             # The exception of a callback is the context of the parser's exception.
-            self.fail(
-                e.__context__ if isinstance(e.__context__, InvalidAnswer) else InvalidAnswer(str(e))
-            )
+            cause = e.__context__
+            self.fail(cause if isinstance(cause, InvalidResponse) else InvalidResponse(str(e)))
 
     def end(self, error: Exception | None) -> None:
         """Handle the end of the connection.
 
-        If the server did not announce the length of its answer, the answer is complete now.
-        Otherwise the answer is incomplete, and its future gets an exception.
+        If the server did not announce the length of its response, the response is complete now.
+        Otherwise the response is incomplete, and its future gets an exception.
         """
         if self._headers_seen and not self._has_length and error is None:
             self.on_message_complete()
@@ -105,14 +104,14 @@ class _Answer:
     def on_message_begin(self) -> None:
         self.keep_alive = False
         if self.complete.done():
-            raise InvalidAnswer("more than one answer")
+            raise InvalidResponse("more than one response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name == b"content-length" or name == b"transfer-encoding":
             self._has_length = True
         elif name == b"content-encoding" and value.lower() != b"identity":
-            raise InvalidAnswer(
+            raise InvalidResponse(
                 f"content-encoding {value.decode('latin-1')}, but only identity is accepted"
             )
         elif name == b"retry-after":
@@ -124,7 +123,7 @@ class _Answer:
     def on_body(self, body: bytes) -> None:
         self._bytes_left -= len(body)
         if self._bytes_left < 0:
-            raise InvalidAnswer("the answer is longer than this client accepts")
+            raise InvalidResponse("the response is longer than this client accepts")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -137,7 +136,7 @@ class HttpConnection(asyncio.Protocol):
     """One keep-alive connection, one request at a time."""
 
     _transport: asyncio.Transport
-    _answer: _Answer | None = None
+    _response: _Response | None = None
     usable = True
     idle_since = 0.0
     on_lost: Callable[[HttpConnection], object] | None = None
@@ -148,17 +147,17 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of the answer. Unexpected data ends the connection."""
-        if self._answer is None:
+        """Parse a part of the response. Unexpected data ends the connection."""
+        if self._response is None:
             self.close()
         else:
-            self._answer.feed(data)
+            self._response.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer that is being read, and tell the pool."""
+        """End the response that is being read, and tell the pool."""
         self.usable = False
-        if self._answer is not None:
-            self._answer.end(exc)
+        if self._response is not None:
+            self._response.end(exc)
         if self.on_lost is not None:
             self.on_lost(self)
 
@@ -168,23 +167,23 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     async def exchange(self, request: bytes, max_bytes: int) -> tuple[int, bytes, bytes]:
-        """Send one request; return status, body and Retry-After of its answer.
+        """Send one request; return status, body and Retry-After of its response.
 
         If the caller is cancelled, the connection is closed.
 
         Raises:
             ConnectionDropped: the connection ended first.
-            InvalidAnswer: this client does not accept the answer.
+            InvalidResponse: this client does not accept the response.
         """
         if not self.usable:  # The server closed it at once.
             raise ConnectionDropped("closed by the server")
-        self._answer = answer = _Answer(max_bytes)
+        self._response = response = _Response(max_bytes)
         self._transport.write(request)
         try:
-            return await answer.complete, answer.body, answer.retry_after
+            return await response.complete, response.body, response.retry_after
         finally:
-            self._answer = None
-            if not answer.keep_alive:
+            self._response = None
+            if not response.keep_alive:
                 self.close()
 
 
@@ -234,22 +233,22 @@ class ConnectionPool:
 
     Args:
         max_connections: includes idle connections and connections that are being opened.
-        control: for health checks and aborts: their waits count against time limits.
+        reserved: for health checks and aborts: their waits count against time limits.
     """
 
-    def __init__(self, max_connections: int, *, control: bool = False):
+    def __init__(self, max_connections: int, *, reserved: bool = False):
         self.max_connections = max_connections
-        self._paused_time_limits = nullcontext if control else paused_time_limits
-        self._open = self._waiters = 0
+        self._paused_time_limits = nullcontext if reserved else paused_time_limits
+        self._connection_count = self._waiters = 0
         self.queues: dict[Server, ServerQueue] = {}
         """The queue of each server that has a connection or a request."""
         self._tickets = itertools.count()
         self._sweep: asyncio.TimerHandle | None = None
 
     @property
-    def open(self) -> int:
+    def connection_count(self) -> int:
         """The number of connections, including those that are being opened."""
-        return self._open
+        return self._connection_count
 
     async def acquire(self, server: Server) -> ConnectionLease:
         """Wait for a lease for one request; the caller returns it with `release`."""
@@ -279,7 +278,7 @@ class ConnectionPool:
         queue, connection = lease.queue, lease.connection
         queue.busy -= 1
         if connection is None:
-            self._open -= 1
+            self._connection_count -= 1
         elif connection.usable:
             connection.idle_since = time.monotonic()
             queue.idle.append(connection)
@@ -313,8 +312,8 @@ class ConnectionPool:
                 server = queue.server.label
                 yield (
                     f"{len(queue.waiting)} requests to {server} wait for a free connection:"
-                    f" {queue.busy} are in flight there, {self._open} connections of at most"
-                    f" {self.max_connections} are open (`ulimit -n` is {open_files.limit()})"
+                    f" {queue.busy} are in flight there, {self._connection_count} connections of at"
+                    f" most {self.max_connections} are open (`ulimit -n` is {open_files.limit()})"
                 )
 
     # -- internals ---------------------------------------------------------------------------------
@@ -330,8 +329,8 @@ class ConnectionPool:
                 queue.busy += 1
                 return ConnectionLease(queue, connection)
             connection.close()
-        if self._open < self.max_connections:
-            self._open += 1
+        if self._connection_count < self.max_connections:
+            self._connection_count += 1
             queue.busy += 1
             return ConnectionLease(queue, None)
         return None
@@ -373,12 +372,12 @@ class ConnectionPool:
                     with _lock:
                         _share_limit()
                     continue
-                self._make_room(sum(len(queue.waiting) for queue in queues))
+                self._close_longest_idle(sum(len(queue.waiting) for queue in queues))
                 return
             queue.waiting.popleft()
             future.set_result(lease)
 
-    def _make_room(self, count: int) -> None:
+    def _close_longest_idle(self, count: int) -> None:
         """Close the `count` connections that have been idle longest, for requests that wait."""
         idle = [c for queue in self.queues.values() for c in queue.idle]
         usable = sorted((c for c in idle if c.usable), key=lambda c: c.idle_since)
@@ -388,7 +387,7 @@ class ConnectionPool:
 
     def _on_lost(self, queue: ServerQueue, connection: HttpConnection) -> None:
         """Stop counting a connection that has ended, and serve the requests that wait."""
-        self._open -= 1
+        self._connection_count -= 1
         if connection in queue.idle:
             queue.idle.remove(connection)
         self._serve_waiters()
@@ -420,11 +419,11 @@ _max_connections = 0
 """The limit for all event loops together."""
 
 
-def pool_of_loop(*, control: bool = False) -> ConnectionPool:
+def pool_of_loop(*, reserved: bool = False) -> ConnectionPool:
     """Return the pool of the running event loop. All event loops share the limit equally."""
     loop = asyncio.get_running_loop()
     pools = _pools.get(loop) or _new_pools(loop)
-    return pools[control]
+    return pools[reserved]
 
 
 def leave_pool() -> None:
@@ -454,7 +453,7 @@ def _new_pools(loop: asyncio.AbstractEventLoop) -> tuple[ConnectionPool, Connect
             _max_connections = open_files.left_for_connections()
         pools = _pools[loop] = (
             ConnectionPool(_max_connections),
-            ConnectionPool(MAX_CONTROL_CONNECTIONS, control=True),
+            ConnectionPool(MAX_RESERVED_CONNECTIONS, reserved=True),
         )
         _share_limit()
     return pools

@@ -53,7 +53,7 @@ _UNASSIGNED = {4: "203.0.113.203", 6: "2001:db8:ffff::203"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The answer of a server."""
+    """The response of a server."""
 
     url: str
     """The URL of the last request, after redirects."""
@@ -131,12 +131,12 @@ async def fetch_public(
     Args:
         url: http or https, without user and password.
         deadline: `time.monotonic()` seconds at which to give up, redirects included.
-        max_bytes: the number of bytes of the answer to read.
+        max_bytes: the number of bytes of the response to read.
         resolve: returns the addresses of a host name.
         allowed: returns whether connections to an address are allowed.
 
     Raises:
-        ToolError: the address is not allowed, or there is no answer. The model reads the message.
+        ToolError: the address is not allowed, or there is no response. The model reads the message.
         Infrastructure: host names cannot be resolved at all.
     """
     try:
@@ -181,20 +181,20 @@ async def _get(
             httpx.AsyncClient(trust_env=False, timeout=None, follow_redirects=False) as client,
             client.stream(
                 "GET", target, headers=headers, extensions={"sni_hostname": host}
-            ) as answer,
+            ) as response,
         ):
-            if answer.is_redirect and (location := answer.headers.get("location")):
+            if response.is_redirect and (location := response.headers.get("location")):
                 return urljoin(url, location)
-            if answer.headers.get("content-encoding", "identity") != "identity":
+            if response.headers.get("content-encoding", "identity") != "identity":
                 raise ToolError(f"{host} answered with an unsupported content encoding")
             content = bytearray()
-            async for piece in answer.aiter_raw():
+            async for piece in response.aiter_raw():
                 content += piece
                 if len(content) > max_bytes:
                     break
-            kind = answer.headers.get("content-type", "")
+            kind = response.headers.get("content-type", "")
             truncated = len(content) > max_bytes
-            return Page(url, answer.status_code, kind, bytes(content[:max_bytes]), truncated)
+            return Page(url, response.status_code, kind, bytes(content[:max_bytes]), truncated)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise ToolError(f"cannot read {host}: {type(e).__name__}") from None
 

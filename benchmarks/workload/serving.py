@@ -70,7 +70,7 @@ def only(engine: Any) -> SGLangEngine:
 
 def adapters(engine: Engine) -> int:
     """Return the number of adapters on the server, which lists them with the model."""
-    return len(only(engine).control.ask("/v1/models")["data"]) - 1
+    return len(only(engine).admin.ask("/v1/models")["data"]) - 1
 
 
 def others_memory() -> float:

@@ -222,8 +222,8 @@ class Faulty(SGLangDiskSender):
 
     fault = ""
 
-    def __init__(self, control):
-        super().__init__(control)
+    def __init__(self, admin):
+        super().__init__(admin)
         self.sent = {}
 
     def send(self, update):

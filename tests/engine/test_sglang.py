@@ -214,7 +214,7 @@ def without_end(model):
 
 
 def in_flight(engine):
-    _, loads = fetch_json(engine.url, "/get_load", token=engine.control.key, timeout=10)
+    _, loads = fetch_json(engine.url, "/get_load", token=engine.admin.key, timeout=10)
     return sum(load["num_reqs"] for load in loads)
 
 
@@ -358,7 +358,7 @@ async def paused(engine, mode, turn):
     task = asyncio.create_task(turn)
     while not await asyncio.to_thread(in_flight, engine):
         assert not task.done()
-    await asyncio.to_thread(engine.control.manage, "/pause_generation", {"mode": mode})
+    await asyncio.to_thread(engine.admin.manage, "/pause_generation", {"mode": mode})
     return task
 
 
@@ -373,7 +373,7 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
             engine.flush_cache(0.5)  # refused, and the server lives
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()
-    await asyncio.to_thread(engine.control.manage, "/continue_generation", {})
+    await asyncio.to_thread(engine.admin.manage, "/continue_generation", {})
     paused_turn = await task
     assert len(paused_turn.token_ids) == len(paused_turn.logprobs) == 300
     close(
@@ -388,7 +388,7 @@ async def test_a_pause_may_abort_turns_in_flight(engine, model):
     task = await paused(engine, "abort", turn)
     with pytest.raises(EngineError, match=r"(?i)abort"):
         await task
-    await asyncio.to_thread(engine.control.manage, "/continue_generation", {})
+    await asyncio.to_thread(engine.admin.manage, "/continue_generation", {})
     again = await ask(engine, array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=8))
     assert again.token_ids == array("i", [0] * 8)
 

@@ -5,8 +5,8 @@ from array import array
 
 import pytest
 
+from agentrl.engine.remote.admin import refusal
 from agentrl.engine.remote.client import PolicyVersion
-from agentrl.engine.remote.control import refusal
 from agentrl.engine.remote.sglang import read_generation, read_scores
 from agentrl.errors import (
     EngineError,

@@ -6,7 +6,7 @@ import torch
 from support.updates import update
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.weights_check import NOT_COMPARED, ROWS, WeightsChecker
@@ -28,7 +28,7 @@ class Server:
     def load(self, weights):
         self.weights |= {name: t.to(self.dtype) for name, t in weights}
 
-    def attempt(self, path, body):
+    def send(self, path, body):
         self.requests.append((path, body))
         if path == "/get_weights_by_name":
             if not self.by_name:
@@ -216,9 +216,9 @@ def test_weights_of_a_real_llama_server_are_checked(sglang_python, random_model,
                     p.mul_(1.01)
             sent = [(n, p.detach().clone()) for n, p in model.named_parameters()]
             engine.publish(update(sent, version))
-        control = Control(server.url, key=server.token, admin_key=server.admin_token)
+        admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
         for name, tensor in sent:  # what is never compared is what the server gives wrongly
-            rows = control.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
+            rows = admin.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
             same = torch.equal(torch.tensor(rows), tensor[:ROWS])
             assert same or any(part in name for part in NOT_COMPARED), name
         send = engine.sender.send

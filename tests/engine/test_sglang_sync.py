@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote import buckets as buckets_module
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.buckets import IpcSender, NcclSender, make_buckets, serialize
-from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
@@ -156,9 +156,9 @@ def model(tiny_model):
 
 
 @pytest.fixture
-def control(sglang_server):
+def admin(sglang_server):
     server = sglang_server
-    return Control(server.url, key=server.token, admin_key=server.admin_token, process=server)
+    return AdminClient(server.url, key=server.token, admin_key=server.admin_token, process=server)
 
 
 def weights(model, by=0.0):
@@ -190,8 +190,8 @@ def scores(model, weights):
 
 
 SENDERS = {
-    "ipc": lambda control, size: IpcSender(control, bucket_bytes=size),
-    "gloo": lambda control, size: NcclSender(control, backend="gloo", bucket_bytes=size),
+    "ipc": lambda control, size: IpcSender(admin, bucket_bytes=size),
+    "gloo": lambda control, size: NcclSender(admin, backend="gloo", bucket_bytes=size),
 }
 
 
@@ -213,25 +213,25 @@ async def test_weights_arrive_in_one_bucket_or_in_many(sglang_server, model, way
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("way", SENDERS)
-def test_only_the_last_bucket_has_the_version(control, model, way):
-    sender = SENDERS[way](control, 20_000)
+def test_only_the_last_bucket_has_the_version(admin, model, way):
+    sender = SENDERS[way](admin, 20_000)
     versions = []
 
     def watched():
         for named in weights(model):
-            versions.append(control.ask("/model_info")["weight_version"])
+            versions.append(admin.ask("/model_info")["weight_version"])
             yield named
 
     with closing(sender):
         sender.send(update(weights(model), 70))
         sender.send(update(watched(), 71))
     assert set(versions) == {"70"}
-    assert control.ask("/model_info")["weight_version"] == "71"
+    assert admin.ask("/model_info")["weight_version"] == "71"
 
 
 @pytest.mark.sglang
-def test_a_group_serves_many_updates_and_leaves_nothing(control, model):
-    sender = SENDERS["gloo"](control, 2**30)
+def test_a_group_serves_many_updates_and_leaves_nothing(admin, model):
+    sender = SENDERS["gloo"](admin, 2**30)
     sender.send(update(weights(model), 80))
     group = sender.group
     sender.send(update(weights(model), 81))
@@ -240,10 +240,10 @@ def test_a_group_serves_many_updates_and_leaves_nothing(control, model):
     sender.close()
     sender.close()
     body = {"group_name": group.name}
-    status, answer = control.attempt("/destroy_weights_update_group", body)
+    status, answer = admin.send("/destroy_weights_update_group", body)
     assert status == 400 and b"does not exist" in answer
     sender.send(update(weights(model), 82))
-    assert control.ask("/model_info")["weight_version"] == "82"
+    assert admin.ask("/model_info")["weight_version"] == "82"
     sender.close()
 
 
@@ -257,40 +257,40 @@ def quickly(call):
 
 
 @pytest.mark.sglang
-def test_a_server_that_refuses_a_group_is_an_error_at_once(control, model, monkeypatch):
+def test_a_server_that_refuses_a_group_is_an_error_at_once(admin, model, monkeypatch):
     monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
-    sender = NcclSender(control, backend="gloo")
-    manage = control.manage
-    control.manage = lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
+    sender = NcclSender(admin, backend="gloo")
+    manage = admin.manage
+    admin.manage = lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
     error = quickly(lambda: sender.send(update(weights(model), 90)))
     assert "/init_weights_update_group" in str(error)
-    control.manage = manage
+    admin.manage = manage
     sender.send(update(weights(model), 91))
-    assert control.ask("/model_info")["weight_version"] == "91"
+    assert admin.ask("/model_info")["weight_version"] == "91"
     sender.close()
 
 
 @pytest.mark.sglang
 def test_a_server_that_answers_without_the_broadcast_does_not_hang_the_sender(
-    control, model, monkeypatch
+    admin, model, monkeypatch
 ):
     """A server that says no before it takes part leaves our end waiting for it."""
     monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
-    sender = NcclSender(control, backend="gloo")
+    sender = NcclSender(admin, backend="gloo")
     sender.send(update(weights(model), 95))
-    manage = control.manage
+    manage = admin.manage
 
     def elsewhere(path, body, **k):
         return manage("/no_such_endpoint", body, **k)
 
-    control.manage = elsewhere
+    admin.manage = elsewhere
     error = quickly(lambda: sender.send(update(weights(model), 96)))
     assert "/no_such_endpoint: status" in str(error)
     assert sender.group is None
 
 
 def test_an_unreachable_server_is_an_error_at_once():
-    sender = NcclSender(Control("http://127.0.0.1:1"), backend="gloo")
+    sender = NcclSender(AdminClient("http://127.0.0.1:1"), backend="gloo")
     error = quickly(lambda: sender.send(update([("a", torch.ones(3))], 1)))
     assert "127.0.0.1:1" in str(error)
     sender.close()
@@ -301,8 +301,8 @@ def test_an_unreachable_server_is_an_error_at_once():
 def test_a_server_that_dies_during_a_broadcast_is_an_error(sglang_python, model, tiny_model):
     server = SGLangLaunch(str(tiny_model), python=sglang_python, dtype="float32").start()
     try:
-        control = Control(server.url, key=server.token, admin_key=server.admin_token)
-        sender = NcclSender(control, backend="gloo", bucket_bytes=1)
+        admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
+        sender = NcclSender(admin, backend="gloo", bucket_bytes=1)
 
         def halted():
             for i, named in enumerate(weights(model)):

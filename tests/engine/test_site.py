@@ -10,14 +10,14 @@ from transformers import AutoConfig
 
 from agentrl.config import load_config
 from agentrl.engine.remote import open
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
-from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.open import make_openers
 from agentrl.engine.remote.senders import SGLangAdapterSender, SGLangDiskSender
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
-NOTHING = Control("http://127.0.0.1:1")
+NOTHING = AdminClient("http://127.0.0.1:1")
 
 
 @pytest.fixture

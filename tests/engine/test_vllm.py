@@ -212,7 +212,7 @@ async def test_impossible_requests_are_refused(engine, model):
 
 
 def running(engine):
-    _, text = fetch(engine.url, "/metrics", token=engine.control.key, error=EngineError, timeout=10)
+    _, text = fetch(engine.url, "/metrics", token=engine.admin.key, error=EngineError, timeout=10)
     lines = text.decode().splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")
@@ -260,13 +260,13 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
 
 
 def test_an_update_without_effect_is_noticed(engine, model, monkeypatch):
-    manage = engine.control.manage
+    manage = engine.admin.manage
 
     def deaf(path, body, **kwargs):
         return None if path == "/collective_rpc" else manage(path, body, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.control, "manage", deaf)
+        patch.setattr(engine.admin, "manage", deaf)
         with pytest.raises(EngineError, match=r"version 9 was published, .*another \S*norm"):
             engine.publish(update(weights(moved(model)), 9))
     manage("/resume", {})  # it had stayed paused
@@ -295,7 +295,7 @@ async def test_weights_change_between_turns(either, model):
     while not await asyncio.to_thread(running, either):
         assert not early.done()
     change = asyncio.create_task(asyncio.to_thread(either.publish, update(without_end(model), 2)))
-    while not (await asyncio.to_thread(either.control.ask, "/is_paused"))["is_paused"]:
+    while not (await asyncio.to_thread(either.admin.ask, "/is_paused"))["is_paused"]:
         assert not change.done()
     late = asyncio.create_task(ask(either, row, turn))
     assert (await early).versions == array("i", [1] * 300)
@@ -313,10 +313,10 @@ async def test_a_pause_loses_nothing(engine, model):
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), turn))
     while not await asyncio.to_thread(running, engine):
         assert not task.done()
-    await asyncio.to_thread(engine.control.manage, "/pause?mode=keep&clear_cache=false", {})
+    await asyncio.to_thread(engine.admin.manage, "/pause?mode=keep&clear_cache=false", {})
     await asyncio.sleep(2)
     assert not task.done()
-    await asyncio.to_thread(engine.control.manage, "/resume", {})
+    await asyncio.to_thread(engine.admin.manage, "/resume", {})
     assert (await task).token_ids == array("i", [0] * 300)
 
 
@@ -340,12 +340,12 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
         assert set(turn.versions) == {seed} and turn.cached_tokens == 0
         merged = tuned.merge_and_unload()
         close(turn.logprobs, logprobs_of(merged, prompt, turn.token_ids))
-    listed = [m["id"] for m in lora.control.ask("/v1/models")["data"]]
+    listed = [m["id"] for m in lora.admin.ask("/v1/models")["data"]]
     assert len(listed) == 3 and listed[-1] == lora.sender.request()["model"]
     lora.sender.close()
     with pytest.raises(EngineError, match="status 404"):
-        lora.control.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
-    assert len(lora.control.ask("/v1/models")["data"]) == 1
+        lora.admin.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
+    assert len(lora.admin.ask("/v1/models")["data"]) == 1
     # The base is as it was.
     assert (await ask(engine, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
 

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.engine.remote import guard
+from agentrl.engine.remote.admin import AdminClient, refusal
 from agentrl.engine.remote.client import PolicyVersion
-from agentrl.engine.remote.control import Control, refusal
 from agentrl.engine.remote.launch import VLLMLaunch
 from agentrl.engine.remote.open import parameter_names, vllm_sender
 from agentrl.engine.remote.senders import VLLMAdapterSender, VLLMDiskSender
@@ -272,10 +272,10 @@ def test_lora_goes_as_an_adapter(random_model):
     assert vllm_sender(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterSender
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
         vllm_sender(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
-    whole = vllm_sender(config(), base, cpu=False)(cast(Control, None))
+    whole = vllm_sender(config(), base, cpu=False)(cast(AdminClient, None))
     assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
     assert isinstance(whole, VLLMDiskSender) and not whole.stale_head
-    tied = vllm_sender(config(), base, cpu=True)(cast(Control, None))
+    tied = vllm_sender(config(), base, cpu=True)(cast(AdminClient, None))
     assert isinstance(tied, VLLMDiskSender) and tied.stale_head
 
 

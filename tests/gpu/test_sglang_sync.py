@@ -22,7 +22,7 @@ from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.base import Update
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
-from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
@@ -155,9 +155,9 @@ async def test_ipc(on_first, policies):
 
 
 def test_ipc_takes_no_memory_for_good(on_first, policies):
-    control = Control(on_first.url, process=on_first, **keys(on_first))
+    admin = AdminClient(on_first.url, process=on_first, **keys(on_first))
     tensors = weights(policies[0], 0)
-    sender = IpcSender(control, bucket_bytes=100_000)
+    sender = IpcSender(admin, bucket_bytes=100_000)
     for version in (1, 2):
         sender.send(update(tensors, version))
     torch.cuda.synchronize()
@@ -166,7 +166,7 @@ def test_ipc_takes_no_memory_for_good(on_first, policies):
         sender.send(update(tensors, version))
     assert torch.cuda.memory_allocated(0) == ours
     assert free - torch.cuda.mem_get_info(0)[0] < 2**26
-    assert control.ask("/model_info")["weight_version"] == "22"
+    assert admin.ask("/model_info")["weight_version"] == "22"
 
 
 @two_gpus
@@ -181,8 +181,8 @@ async def test_nccl(on_second, policies):
 
 @two_gpus
 def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
-    control = Control(on_second.url, process=on_second, **keys(on_second))
-    sender = NcclSender(control)
+    admin = AdminClient(on_second.url, process=on_second, **keys(on_second))
+    sender = NcclSender(admin)
     device = torch.device("cuda:0")
     torch.distributed.init_process_group(
         "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=device
@@ -196,7 +196,7 @@ def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
         assert ones.tolist() == [1, 1, 1]
     finally:
         torch.distributed.destroy_process_group()
-    assert control.ask("/model_info")["weight_version"] == "51"
+    assert admin.ask("/model_info")["weight_version"] == "51"
 
 
 @two_gpus
@@ -214,7 +214,7 @@ async def test_nccl_to_a_model_on_two_gpus(folder, policies):
 def send_to_the_dying(url, server_keys, pid, folder, after):
     """In a process of its own, which torch and NCCL may want to end: it must end well."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
-    sender = NcclSender(Control(url, **server_keys), bucket_bytes=1)
+    sender = NcclSender(AdminClient(url, **server_keys), bucket_bytes=1)
     if after:
         sender.send(update(weights(policy, 0), 1))
 

@@ -142,7 +142,7 @@ async def test_an_idle_connection_makes_room():
             assert await ask(first) == await ask(second) == (200, 1)
         await until(lambda: one.now == 0)
         assert (one.most, other.most) == (1, 1)
-        assert pool_of_loop().open == 1
+        assert pool_of_loop().connection_count == 1
 
 
 async def test_a_connection_that_is_idle_for_long_is_closed(monkeypatch):
@@ -150,9 +150,9 @@ async def test_a_connection_that_is_idle_for_long_is_closed(monkeypatch):
     server = Counted(0.01)
     async with clients(10, server) as [client]:
         await asyncio.gather(*(ask(client) for _ in range(5)))
-        assert server.now == pool_of_loop().open == 5
+        assert server.now == pool_of_loop().connection_count == 5
         await until(lambda: server.now == 0)
-        assert pool_of_loop().open == 0 and not pool_of_loop().queues
+        assert pool_of_loop().connection_count == 0 and not pool_of_loop().queues
 
 
 async def test_waiting_for_a_connection_does_not_count():
@@ -173,7 +173,7 @@ async def test_time_without_waiting_counts():
         waited_for = asyncio.create_task(ask(first))
         await asyncio.sleep(0.05)
         began = time.monotonic()
-        with pytest.raises(Infrastructure, match="no answer before the deadline"):
+        with pytest.raises(Infrastructure, match="no response before the deadline"):
             await ask(second, seconds=0.3)
         assert 0.75 < time.monotonic() - began < 1.5
         assert (await waited_for)[0] == 200
@@ -206,7 +206,7 @@ async def test_health_checks_do_not_wait_behind_turns():
     async with clients(2, server) as [client]:
         turns = [asyncio.create_task(ask(client, "/turn", seconds=0.6)) for _ in range(6)]
         await asyncio.sleep(0.05)
-        watching = HttpClient(client.base_url, control=True)
+        watching = HttpClient(client.base_url, reserved=True)
         server.hangs = False
         assert await ask(watching, "/health", seconds=0.5) == (200, 1)
         await asyncio.gather(*turns, return_exceptions=True)
@@ -216,8 +216,8 @@ async def test_health_checks_do_not_wait_behind_turns():
 async def test_the_wait_for_the_connection_of_a_health_check_counts(monkeypatch):
     server = Counted(hangs=True)
     async with clients(2, server) as [client]:
-        watching = HttpClient(client.base_url, control=True)
-        pool_of_loop(control=True).max_connections = 1
+        watching = HttpClient(client.base_url, reserved=True)
+        pool_of_loop(reserved=True).max_connections = 1
         began = time.monotonic()
         asks = [ask(watching, seconds=0.3) for _ in range(5)]
         results = await asyncio.gather(*asks, return_exceptions=True)
@@ -268,12 +268,12 @@ async def test_a_request_that_gives_up_leaves_its_connection_to_the_next(seed):
             ends[type(outcome).__name__] += 1
         assert set(ends) <= {"tuple", "CancelledError", "Infrastructure"} and ends["tuple"] > 20
         ours = pool_of_loop()
-        await until(lambda: ours.open <= 3)
+        await until(lambda: ours.connection_count <= 3)
         assert all(line.busy == 0 and not line.waiting for line in ours.queues.values())
         assert await asyncio.gather(*(ask(three[0]) for _ in range(9))) == [(200, 1)] * 9
         for client in three:
             await client.aclose()
-        await until(lambda: ours.open == 0)
+        await until(lambda: ours.connection_count == 0)
         assert not ours.queues
 
 

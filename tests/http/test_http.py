@@ -200,11 +200,11 @@ async def test_the_deadline_holds(sent):
 
     async with serving(handler) as url, HttpClient(url) as client:
         began = time.monotonic()
-        with pytest.raises(Infrastructure, match="no answer before the deadline"):
+        with pytest.raises(Infrastructure, match="no response before the deadline"):
             await client.request_json("GET", "/x", deadline=began + 0.3, retries=2)
         assert 0.25 < time.monotonic() - began < 1.0
         assert len(tries) == 1
-        with pytest.raises(Infrastructure, match="no answer before the deadline"):
+        with pytest.raises(Infrastructure, match="no response before the deadline"):
             await client.request_json("GET", "/x", deadline=began)
 
 
@@ -408,7 +408,7 @@ async def test_a_timeout_is_for_the_whole_answer():
 
     async with serving(drip) as url:
         start = time.monotonic()
-        with pytest.raises(EngineError, match=r"no complete answer within 0\.3 s"):
+        with pytest.raises(EngineError, match=r"no complete response within 0\.3 s"):
             await asyncio.to_thread(fetch, url, "/x", error=EngineError, timeout=0.3)
         assert time.monotonic() - start < 2
 
@@ -420,7 +420,7 @@ async def test_an_answer_that_is_too_long_is_not_kept_in_memory():
             b"1" * 10,
         )
     async with serving(always(answer(b"1" * 11))) as url:
-        with pytest.raises(Infrastructure, match="the answer has more than"):
+        with pytest.raises(Infrastructure, match="the response has more than"):
             await asyncio.to_thread(fetch, url, "/x", timeout=5, max_bytes=10)
 
 

@@ -231,7 +231,7 @@ def test_a_slow_answer_is_an_infrastructure_error_and_a_spent_episode_is_not():
     with serving(slow) as server:
         engine = Scripted(["Hi"], TOKENIZER)
         started = time.monotonic()
-        with pytest.raises(Infrastructure, match="no answer before the deadline"):
+        with pytest.raises(Infrastructure, match="no response before the deadline"):
             play(ROW, engine, TOKENIZER, config=with_server(server.url, timeout_s=0.2))
         config = with_server(server.url)
         config = config.model_copy(

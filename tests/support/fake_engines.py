@@ -81,7 +81,7 @@ class FakeEngine:
             await asyncio.sleep(0.005)
             self.check_alive()
             if time.monotonic() >= deadline:
-                raise EngineError("no answer before the deadline")
+                raise EngineError("no response before the deadline")
         return Generation(
             token_array([weights]), float_array([0.0]), token_array([version]), "stop", 3
         )

@@ -204,7 +204,7 @@ async def test_an_answer_that_never_comes_costs_the_deadline(url, key):
         await box.open(key, Sample("s", (), tools=("once",)))
         proxy.faults = ["never"]
         began = time.monotonic()
-        with pytest.raises(ToolServerError, match="no answer before the deadline"):
+        with pytest.raises(ToolServerError, match="no response before the deadline"):
             await played(box, key)
         assert 1.5 <= time.monotonic() - began < 1.65
         assert len(proxy.calls) == 1

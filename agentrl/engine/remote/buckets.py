@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixSto
 from torch.multiprocessing import reductions
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.control import CONTROL_SECONDS, Control, in_thread
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, in_thread
 from agentrl.engine.remote.senders import SEND_SECONDS, Sender
 from agentrl.errors import EngineError
 from agentrl.workers.variables import environment_variables
@@ -110,7 +110,7 @@ class BucketSender(Sender):
 
     def __init__(
         self,
-        control: Control,
+        admin: AdminClient,
         *,
         tp: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
@@ -118,11 +118,11 @@ class BucketSender(Sender):
         """Store the options; send nothing yet.
 
         Args:
-            control: the client of a server on this machine.
+            admin: the client of a server on this machine.
             tp: the number of the server's processes that share a model.
             bucket_bytes: the most bytes to copy at a time.
         """
-        super().__init__(control)
+        super().__init__(admin)
         self._tp, self._bucket_bytes = tp, bucket_bytes
 
     def send(self, update: Update) -> int:
@@ -170,7 +170,7 @@ class IpcSender(BucketSender):
     def _send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
         # One pickle per process, because torch counts the readers of the memory.
         pickles = [base64.b64encode(serialize(bucket)).decode() for _ in range(self._tp)]
-        self._control.manage(
+        self._admin.manage(
             "/update_weights_from_tensor",
             {"serialized_named_tensors": pickles} | body,
             seconds=SEND_SECONDS,
@@ -243,18 +243,18 @@ class NcclSender(BucketSender):
     network interface for the data (`NCCL_SOCKET_IFNAME`).
     """
 
-    def __init__(self, control: Control, *, backend: str = "nccl", **options: Any):
+    def __init__(self, admin: AdminClient, *, backend: str = "nccl", **options: Any):
         """Store the options; send nothing yet.
 
         Args:
-            control: the client of a server on this machine.
+            admin: the client of a server on this machine.
             backend: nccl, or gloo if all tensors are on CPUs.
             **options: see `BucketSender`.
         """
         # NCCL fails with "invalid argument" if processes have different values; servers have 0.
         # NCCL reads the variable once, so set it before anything in this process uses NCCL.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-        super().__init__(control, **options)
+        super().__init__(admin, **options)
         self._backend = backend
         self.group: BroadcastGroup | None = None
 
@@ -276,9 +276,9 @@ class NcclSender(BucketSender):
         with suppress(EngineError):
             # Both run at the same time: all processes of an NCCL group must leave it together.
             _run_both(
-                lambda: self._control.manage("/destroy_weights_update_group", body),
+                lambda: self._admin.manage("/destroy_weights_update_group", body),
                 group.shutdown,
-                CONTROL_SECONDS,
+                ADMIN_SECONDS,
             )
         self._abort_group()
 
@@ -296,7 +296,7 @@ class NcclSender(BucketSender):
         path = "/init_weights_update_group"
         with environment_variables(JOIN_VARIABLES):
             _run_both(
-                lambda: self._control.manage(path, body, seconds=JOIN_SECONDS),
+                lambda: self._admin.manage(path, body, seconds=JOIN_SECONDS),
                 group.open,
                 JOIN_SECONDS,
             )
@@ -314,7 +314,7 @@ class NcclSender(BucketSender):
         if data.is_cuda:  # The thread that sends the data waits only for its own streams.
             torch.cuda.current_stream(data.device).synchronize()
         _run_both(
-            lambda: self._control.manage(path, body, seconds=SEND_SECONDS),
+            lambda: self._admin.manage(path, body, seconds=SEND_SECONDS),
             lambda: group.broadcast(data),
             SEND_SECONDS,
         )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, validate_row
-from agentrl.engine.remote.control import Control, reading, refusal
+from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.senders import AdapterSender, Sender
 from agentrl.errors import EngineError, InvalidEngineResponse
@@ -53,7 +53,7 @@ class RemoteEngine(Engine):
     probe_tokens: ClassVar[int]
     """The length of a probe's prompt. It exceeds a block of every cache of the server, since a
     shorter prompt is never cached."""
-    control: Control
+    admin: AdminClient
     """The blocking client of the server."""
     sender: Sender
     """It sends the policy to the server."""
@@ -66,7 +66,7 @@ class RemoteEngine(Engine):
         url: str,
         *,
         vocabulary: int,
-        sender: Callable[[Control], Sender],
+        sender: Callable[[AdminClient], Sender],
         key: str = "",
         admin_key: str = "",
         process: ServerHandle | None = None,
@@ -89,10 +89,10 @@ class RemoteEngine(Engine):
         self._http = HttpClient(url, token=key, error=EngineError)
         # Its requests do not wait for a connection behind turns, which may hang.
         self._control_http = HttpClient(
-            url, token=admin_key or key, error=EngineError, control=True
+            url, token=admin_key or key, error=EngineError, reserved=True
         )
-        self.control = Control(url, key=key, admin_key=admin_key, process=process)
-        self.sender = sender(self.control)
+        self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
+        self.sender = sender(self.admin)
         self._uses_seeds = False
         with reading(self.name, url):
             self._connect()
@@ -138,8 +138,8 @@ class RemoteEngine(Engine):
             EngineOverloaded: the server accepts no more requests.
             EngineDead: agentrl started the server, and it has ended.
             InvalidEngineResponse: its answer is invalid.
-            EngineError: no answer before the deadline, tokens outside of the vocabulary, a request
-                that cannot be served, or weights that changed within the turn.
+            EngineError: no response before the deadline, tokens outside of the vocabulary, a
+                request that cannot be served, or weights that changed within the turn.
             UserError: `sampling.stop` is not a tuple of non-empty strings, or the server does not
                 support the temperature.
         """
@@ -209,7 +209,7 @@ class RemoteEngine(Engine):
         adapter_fields, where = self.sender.request_fields(), f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
         body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
-        answer = self.control.ask(self._path, body)
+        answer = self.admin.ask(self._path, body)
         generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
         if generation.versions[0] != self.version:
             raise EngineError(

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import Config
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.control import Control
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
 from agentrl.engine.remote.senders import (
     Sender,
@@ -29,7 +29,7 @@ from agentrl.errors import ConfigError, EngineError
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that already run."""
 
-MakeSender = Callable[[Control], Sender]
+MakeSender = Callable[[AdminClient], Sender]
 
 
 def make_openers(
@@ -178,7 +178,7 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEn
             return VLLMEngine(url, sender=sender, uses_seeds=r.deterministic, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
-            adapter = bool(Control(url, key=key).ask("/server_info").get("enable_lora"))
+            adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
         sender = SGLangAdapterSender if adapter else SGLangDiskSender
         return SGLangEngine(url, dtype=dtype, admin_key=admin_key, sender=sender, **options)
     except EngineError as e:

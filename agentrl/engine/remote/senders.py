@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.control import CONTROL_SECONDS, Control
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
 from agentrl.engine.remote.files import tensor_names, transfer_folder, write_update
 from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.engine.remote.weights_check import check_norms
@@ -26,9 +26,9 @@ SEND_SECONDS = 1800.0
 class Sender(ABC):
     """A way to send the policy to one server."""
 
-    def __init__(self, control: Control):
+    def __init__(self, admin: AdminClient):
         """Store the client of the server; send nothing yet."""
-        self._control = control
+        self._admin = admin
 
     @abstractmethod
     def send(self, update: Update) -> int:
@@ -65,23 +65,23 @@ class SGLangDiskSender(Sender):
                 "weight_version": str(update.version),
                 "flush_cache": False,
             }
-            self._control.manage("/update_weights_from_disk", body, seconds=SEND_SECONDS)
+            self._admin.manage("/update_weights_from_disk", body, seconds=SEND_SECONDS)
         return size
 
 
 class VLLMDiskSender(Sender):
     """Sends all weights through files, to a server in vLLM's development mode."""
 
-    def __init__(self, control: Control, names: frozenset[str], *, stale_head: bool = False):
+    def __init__(self, admin: AdminClient, names: frozenset[str], *, stale_head: bool = False):
         """Store the options; send nothing yet.
 
         Args:
-            control: the client of the server.
+            admin: the client of the server.
             names: the names of all tensors of the model.
             stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
                 vLLM keeps a packed copy of the head that an update does not change.
         """
-        super().__init__(control)
+        super().__init__(admin)
         self._names = names
         self.stale_head = stale_head
 
@@ -109,8 +109,8 @@ class VLLMDiskSender(Sender):
                     " rollout.lora=adapter"
                 )
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._control.manage("/collective_rpc", body, seconds=SEND_SECONDS)
-        check_norms(self._control, update)
+            self._admin.manage("/collective_rpc", body, seconds=SEND_SECONDS)
+        check_norms(self._admin, update)
         return size
 
 
@@ -127,9 +127,9 @@ class AdapterSender(Sender):
     kept_folders: ClassVar[int]
     """The number of adapter folders that are kept after loading."""
 
-    def __init__(self, control: Control):
+    def __init__(self, admin: AdminClient):
         """Store the client of the server; send nothing yet."""
-        super().__init__(control)
+        super().__init__(admin)
         # A server may hold adapters of other runs, so the names of this run are unique.
         self._name_prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
         self._send_count = 0
@@ -194,17 +194,17 @@ class AdapterSender(Sender):
         """
         if (server_adapters := self._list_adapters()) != set(self._adapters):
             raise EngineError(
-                f"{self._control.url}: its adapters are {sorted(server_adapters)}, not"
+                f"{self._admin.url}: its adapters are {sorted(server_adapters)}, not"
                 f" {sorted(self._adapters)}"
             )
 
     def _list_adapters(self) -> set[str]:
         """Return the adapters of this run that the server has."""
-        answer = self._control.ask("/v1/models")
+        answer = self._admin.ask("/v1/models")
         try:
             names = [str(model["id"]) for model in answer["data"]]
         except (LookupError, TypeError) as e:
-            raise InvalidEngineResponse(f"{self._control.url}/v1/models: not a list: {e}") from e
+            raise InvalidEngineResponse(f"{self._admin.url}/v1/models: not a list: {e}") from e
         return {name for name in names if name.startswith(self._name_prefix)}
 
     def _clear_folders(self, kept_folders: int) -> None:
@@ -218,8 +218,8 @@ class SGLangAdapterSender(AdapterSender):
     request_field, kept_folders = "lora_path", 0
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
-        seconds = SEND_SECONDS if verb == "load" else CONTROL_SECONDS
-        self._control.manage(f"/{verb}_lora_adapter", body, seconds=seconds)
+        seconds = SEND_SECONDS if verb == "load" else ADMIN_SECONDS
+        self._admin.manage(f"/{verb}_lora_adapter", body, seconds=seconds)
 
 
 class VLLMAdapterSender(AdapterSender):
@@ -229,4 +229,4 @@ class VLLMAdapterSender(AdapterSender):
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         path = f"/v1/{verb}_lora_adapter"
-        self._control.manage(path, body, seconds=SEND_SECONDS, json=False)  # Not JSON.
+        self._admin.manage(path, body, seconds=SEND_SECONDS, json=False)  # Not JSON.

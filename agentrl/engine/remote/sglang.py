@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from agentrl.engine.base import Sampling, Update
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
@@ -26,7 +27,6 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.control import CONTROL_SECONDS, Control, reading, refusal
 from agentrl.engine.remote.senders import Sender, SGLangDiskSender
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
@@ -55,7 +55,7 @@ class SGLangEngine(RemoteEngine):
         url: str,
         *,
         dtype: torch.dtype | None = None,
-        sender: Callable[[Control], Sender] = SGLangDiskSender,
+        sender: Callable[[AdminClient], Sender] = SGLangDiskSender,
         sleep: Literal["none", "kv_cache", "all"] = "none",
         **options: Any,
     ):
@@ -77,8 +77,8 @@ class SGLangEngine(RemoteEngine):
         super().__init__(url, sender=sender, **options)
 
     def _connect(self) -> None:
-        self._weights_checker = WeightsChecker(self.control)
-        info, model = self.control.ask("/server_info"), self.control.ask("/model_info")
+        self._weights_checker = WeightsChecker(self.admin)
+        info, model = self.admin.ask("/server_info"), self.admin.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
         self._uses_seeds = bool(info.get("enable_deterministic_inference"))
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
@@ -158,7 +158,7 @@ class SGLangEngine(RemoteEngine):
         if self._memory and not self._released:
             self.flush_cache()
             body = {"tags": list(reversed(self._memory))}
-            self.control.manage("/release_memory_occupation", body)
+            self.admin.manage("/release_memory_occupation", body)
             self._released = set(self._memory)
 
     def probe(self) -> Generation:
@@ -198,10 +198,10 @@ class SGLangEngine(RemoteEngine):
 
     def _wake(self, tag: str) -> None:
         if tag in self._released:
-            self.control.manage("/resume_memory_occupation", {"tags": [tag]})
+            self.admin.manage("/resume_memory_occupation", {"tags": [tag]})
             self._released.remove(tag)
 
-    def flush_cache(self, seconds: float = CONTROL_SECONDS) -> None:
+    def flush_cache(self, seconds: float = ADMIN_SECONDS) -> None:
         """Empty the cache, once the aborted turns have left it.
 
         The cache is not flushed with the update: SGLang crashes if the cache is in use then, also
@@ -214,7 +214,7 @@ class SGLangEngine(RemoteEngine):
             EngineError: the cache is in use for longer.
         """
         end = time.monotonic() + seconds
-        while (answer := self.control.attempt("/flush_cache", {}))[0] != 200:
+        while (answer := self.admin.send("/flush_cache", {}))[0] != 200:
             if time.monotonic() > end:
                 raise refusal(answer[0], answer[1].decode(errors="replace"), "/flush_cache")
             time.sleep(0.02)

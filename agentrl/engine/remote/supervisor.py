@@ -24,8 +24,8 @@ from typing import NoReturn
 from safetensors import SafetensorError
 
 from agentrl.engine.base import Update
+from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.control import in_thread
 from agentrl.errors import (
     AgentRLError,
     EngineDead,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling, Update
+from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
@@ -20,7 +21,6 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.control import CONTROL_SECONDS, reading, refusal
 from agentrl.engine.remote.launch import raise_if_dead
 from agentrl.engine.remote.senders import SEND_SECONDS
 from agentrl.errors import ConfigError, EngineError, UserError
@@ -110,8 +110,8 @@ class VLLMEngine(RemoteEngine):
         self._uses_seeds = uses_seeds
 
     def _connect(self) -> None:
-        self.max_length = int(self.control.ask("/v1/models")["data"][0]["max_model_len"])
-        has_generate = self.control.attempt(Generate.path, {})[0] not in MISSING_STATUSES
+        self.max_length = int(self.admin.ask("/v1/models")["data"][0]["max_model_len"])
+        has_generate = self.admin.send(Generate.path, {})[0] not in MISSING_STATUSES
         self.endpoint = Generate() if has_generate else Completions()
         self._policy_version = PolicyVersion(self._current_weight_version(), 0)
         self._check_logprobs()
@@ -182,7 +182,7 @@ class VLLMEngine(RemoteEngine):
         """
         body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
-        answer = self.control.ask(self._path, body, seconds=SEND_SECONDS)
+        answer = self.admin.ask(self._path, body, seconds=SEND_SECONDS)
         values = self._read_turn(
             answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
         )
@@ -216,9 +216,9 @@ class VLLMEngine(RemoteEngine):
 
     def _current_weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
-        if self.control.attempt("/weight_info", None)[0] != 200:
+        if self.admin.send("/weight_info", None)[0] != 200:
             return UNNAMED_VERSION
-        return str(self.control.ask("/weight_info")["weight_version"])
+        return str(self.admin.ask("/weight_info")["weight_version"])
 
     def _set_weight_version(self, version: str) -> None:
         """Set the version that answers report, if the server supports it.
@@ -227,12 +227,12 @@ class VLLMEngine(RemoteEngine):
             EngineError: the server refuses it.
         """
         path, body = "/update_weight_version", {"new_version": version}
-        status, content = self.control.attempt(path, body)
+        status, content = self.admin.send(path, body)
         if status != 200 and status not in MISSING_STATUSES:
             raise refusal(status, content.decode("utf-8", "replace"), f"{self.url}{path}")
 
-    def _manage(self, path: str, seconds: float = CONTROL_SECONDS) -> None:
-        self.control.manage(path, {}, seconds=seconds)
+    def _manage(self, path: str, seconds: float = ADMIN_SECONDS) -> None:
+        self.admin.manage(path, {}, seconds=seconds)
 
 
 def _sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:

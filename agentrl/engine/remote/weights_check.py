@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.control import Control
+from agentrl.engine.remote.admin import AdminClient
 from agentrl.errors import EngineError
 
 COMPARED = 3
@@ -43,9 +43,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class WeightsChecker:
     """Checks the weights of one SGLang server."""
 
-    def __init__(self, control: Control):
+    def __init__(self, admin: AdminClient):
         """Send no request yet. The first update shows which endpoints the server has."""
-        self._control = control
+        self._admin = admin
         self._by_name = self._by_checksum = True
         self._checksum: str | None = None
         self._digest: int | None = None
@@ -77,7 +77,7 @@ class WeightsChecker:
         for name, tensor in islice(
             ((n, t) for n, t in update.weights() if n in compared_names), COMPARED
         ):
-            status, content = self._control.attempt(
+            status, content = self._admin.send(
                 "/get_weights_by_name", {"name": name, "truncate_size": ROWS}
             )
             server_weights = orjson.loads(content) if status == 200 and content else None
@@ -86,7 +86,7 @@ class WeightsChecker:
                 return
             if not _is_same(server_weights, tensor[:ROWS]):
                 raise EngineError(
-                    f"{self._control.url}: version {update.version} was published, but the server"
+                    f"{self._admin.url}: version {update.version} was published, but the server"
                     f" holds other values of {name}"
                 )
 
@@ -97,7 +97,7 @@ class WeightsChecker:
             sent_changed, server_changed = digest != self._digest, checksum != self._checksum
             if sent_changed != server_changed:
                 raise EngineError(
-                    f"{self._control.url}: version {update.version} was published, and its weights"
+                    f"{self._admin.url}: version {update.version} was published, and its weights"
                     + (
                         " differ from the last ones, but the server's are as they were"
                         if sent_changed
@@ -107,7 +107,7 @@ class WeightsChecker:
         self._digest, self._checksum = digest, checksum
 
     def _ask_checksum(self) -> str | None:
-        status, content = self._control.attempt("/weights_checker", {"action": "checksum"})
+        status, content = self._admin.send("/weights_checker", {"action": "checksum"})
         if status != 200:  # No GPU, or a version without it.
             self._by_checksum = False
             return None
@@ -136,7 +136,7 @@ def _digest(update: Update) -> int:
     return total
 
 
-def check_norms(control: Control, update: Update) -> bool:
+def check_norms(admin: AdminClient, update: Update) -> bool:
     """Compare vLLM's checksums of the model's norms with those of the tensors that were sent.
 
     Returns:
@@ -145,7 +145,7 @@ def check_norms(control: Control, update: Update) -> bool:
     Raises:
         EngineError: a checksum differs.
     """
-    status, content = control.attempt("/weight_checker", {"action": "checksum"})
+    status, content = admin.send("/weight_checker", {"action": "checksum"})
     if status != 200:
         return False
     server_digests: dict[str, set[str]] = {}
@@ -157,7 +157,7 @@ def check_norms(control: Control, update: Update) -> bool:
             continue
         if not server_digests[name] <= _digests(tensor) or len(server_digests[name]) > 1:
             raise EngineError(
-                f"{control.url}: version {update.version} was published, but the server holds"
+                f"{admin.url}: version {update.version} was published, but the server holds"
                 f" other values of {name}"
             )
         has_compared = True

@@ -1,4 +1,4 @@
-"""A blocking client of a server, and the exceptions for the errors that servers return."""
+"""A blocking client of an inference server, and the exceptions for the errors of servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.errors import (
 )
 from agentrl.http import fetch
 
-CONTROL_SECONDS = 60.0
+ADMIN_SECONDS = 60.0
 _TOO_LONG = re.compile(
     r"longer than the model's context|maximum allowed length|context length|maximum model length"
 )
@@ -29,8 +29,8 @@ _TOO_LONG = re.compile(
 T = TypeVar("T")
 
 
-class Control:
-    """A client of one server for code that is not async."""
+class AdminClient:
+    """A blocking HTTP client of one server, also for its management endpoints."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Control:
         self.url, self.process = url, process
         self.key, self._admin_key = key, admin_key or key
 
-    def ask(self, path: str, body: Any = None, *, seconds: float = CONTROL_SECONDS) -> Any:
+    def ask(self, path: str, body: Any = None, *, seconds: float = ADMIN_SECONDS) -> Any:
         """Send a GET, or a POST if there is a body; return the parsed answer.
 
         Raises:
@@ -62,17 +62,15 @@ class Control:
         return self._parse_or_raise(path, *self._fetch(path, body, self.key, seconds))
 
     def manage(
-        self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS, json: bool = True
+        self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS, json: bool = True
     ) -> Any:
         """Send a request as `ask` does, with the admin key.
 
         If `json` is False, a successful answer need not be JSON.
         """
-        return self._parse_or_raise(path, *self.attempt(path, body, seconds=seconds), json=json)
+        return self._parse_or_raise(path, *self.send(path, body, seconds=seconds), json=json)
 
-    def attempt(
-        self, path: str, body: Any, *, seconds: float = CONTROL_SECONDS
-    ) -> tuple[int, bytes]:
+    def send(self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS) -> tuple[int, bytes]:
         """Send a request as `manage` does, and return the status and the body of any answer."""
         return self._fetch(path, body, self._admin_key, seconds)
 
