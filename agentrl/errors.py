@@ -10,13 +10,12 @@
     ├── Infrastructure           the engine, tool server, grader or sandbox failed: the episode is
     │   │                        retried, then dropped; it never gets a reward of 0
     │   ├── EngineError
-    │   │   ├── RequestRefused   the request is invalid for every engine: dropped, not retried
+    │   │   ├── RequestRefused   the request is invalid for every engine
     │   │   │   └── PromptTooLong  the prompt exceeds the engine's context length
     │   │   ├── EngineOverloaded the engine's queue is full
     │   │   ├── EngineDead       the engine's process ended; includes the tail of its log
     │   │   └── InvalidEngineResponse  the engine's response is invalid
-    │   ├── ChatRefused          the model of a judge or a simulated user rejects a request; an
-    │   │                        episode with such a user is dropped, not retried
+    │   ├── ChatRefused          the server of a judge or a simulated user rejects a request
     │   ├── ToolServerError
     │   ├── SandboxError         model-written code cannot be isolated, so it is not run
     │   └── GraderCrash          a grader's process died: out of memory, a segmentation fault
@@ -115,7 +114,7 @@ EngineNonsense = InvalidEngineResponse
 
 
 class ChatRefused(Infrastructure):
-    """The model of a judge or a simulated user rejects the length or content of a request."""
+    """The server of a judge or a simulated user rejects the length or content of a request."""
 
 
 class ToolServerError(Infrastructure):
@@ -140,7 +139,7 @@ class UserCodeError(AgentRLError, RuntimeError):
         FILE:LINE is the innermost frame of the traceback that is not in agentrl.
         """
         frames = traceback.extract_tb(error.__traceback__)
-        user_frames = [f for f in frames if not _is_ours(f)] or frames
+        user_frames = [f for f in frames if not f.filename.startswith(_PACKAGE)] or frames
         where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
         return cls(f"{what} raised {type(error).__name__}: {error}{where}")
 
@@ -161,23 +160,6 @@ class EpisodeOver(BaseException):
         self.reason = reason
 
 
-def is_own_error(error: BaseException) -> bool:
-    """Return whether agentrl raised the error on purpose, although user code called it.
-
-    Such an error passes through user code unchanged: its message already says what to do. A
-    `UserError` that the user's own code raises is not one, because only `UserCodeError` says where
-    it was raised. Nor is a `ToolError`, which is a message for the model.
-    """
-    if isinstance(error, Infrastructure | UserCodeError):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, UserError | RunStopped) and bool(frames) and _is_ours(frames[-1])
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_PACKAGE)
-
-
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
     """Convert exceptions of the user's code in this block to `UserCodeError`.
@@ -189,14 +171,14 @@ def user_code(what: str) -> Iterator[None]:
         what: the name of the code, for the message.
 
     Raises:
-        UserCodeError: the block raised anything but `EpisodeOver` or an error of agentrl's own
-            (`is_own_error`).
+        UserCodeError: the block raised anything but `EpisodeOver`, `Infrastructure` or a
+            `UserCodeError`.
     """
     import asyncio  # imported here because it takes a tenth of the time of `agentrl --help`
 
     try:
         yield
-    except EpisodeOver:
+    except (EpisodeOver, Infrastructure, UserCodeError):
         raise
     except asyncio.CancelledError as e:
         task = asyncio.current_task()
@@ -204,6 +186,4 @@ def user_code(what: str) -> Iterator[None]:
             raise
         raise UserCodeError.of(what, e) from e
     except BaseException as e:
-        if is_own_error(e):
-            raise
         raise UserCodeError.of(what, e) from e

@@ -110,8 +110,6 @@ class Episode:
         """The index in `turns` of this conversation's last turn."""
         self._n_turns = 0
         """The number of turns of this conversation."""
-        self._tools_index = -1
-        """The index in `turns` of the last turn whose tool calls were run."""
         self._is_generating = False
         attempt.messages.extend(opening)
         self._count_control_tokens(m for m in opening if m.role != "assistant")
@@ -147,11 +145,11 @@ class Episode:
 
         Raises:
             EpisodeOver: a budget is exhausted. A loop should not catch it.
+        """
+        attempt, rollout = self._attempt, self._world.config.rollout
             UserCodeError: another `generate` of this conversation has not returned yet, or `parse`
                 raised.
             Infrastructure: the engine failed. The sample is played again.
-        """
-        attempt, rollout = self._attempt, self._world.config.rollout
         self._require_idle("generate")
         self._is_generating = True
         try:
@@ -179,10 +177,9 @@ class Episode:
         max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._conversation] if self._conversation else []))
-        start_time = time.monotonic()
-        with attempt.waiting_for("generate"):
-            generation, text = await attempt.sample_turn(prompt, sampling, seed)
-        seconds = time.monotonic() - start_time
+        attempt.enter("generate")
+        generation, text = await attempt.sample_turn(prompt, sampling, seed)
+        seconds = attempt.enter("loop")
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
@@ -223,14 +220,14 @@ class Episode:
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write. The next turn sees them, with mask 0.
 
+        Raises:
+            UserCodeError: it is called before the first turn, or with an assistant message, or with
+                something that is not a message.
         Args:
             messages: user or tool messages.
 
-        Raises:
-            EpisodeOver: the episode is over.
-            UserCodeError: it is called before the first turn, or with an assistant message, or with
-                something that is not a message.
         """
+            EpisodeOver: the episode is over.
         self._attempt.check()
         self._require_idle("observe")
         for message in _require_messages("observe", messages):
@@ -265,22 +262,14 @@ class Episode:
         attempt, index = self._attempt, self._require_turn("call_tools")
         calls = attempt.turns[index].tool_calls
         with attempt.active():
-            if calls and index == self._tools_index:
-                raise UserCodeError(
-                    "ep.call_tools() was called twice after one turn. Call ep.generate() in"
-                    " between. The first call returned the results; they are also in the turn's"
-                    " tool_results"
-                )
             if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
                 raise attempt.end_with("tool_calls")
             attempt.tool_calls += len(calls)
-            self._tools_index = index
-            start_time = time.monotonic()
-            with attempt.waiting_for(f"tools {self._world.toolbox.where}"):
-                results = await self._world.toolbox.run(
-                    calls, self.episode_id, index, self._context.messages
-                )
-        seconds = time.monotonic() - start_time
+            attempt.enter(f"tools {self._world.toolbox.where}")
+            results = await self._world.toolbox.run(
+                calls, self.episode_id, index, self._context.messages
+            )
+        seconds = attempt.enter("loop")
         results = [self._world.truncate(r) for r in results]
         turn = attempt.turns[index]
         penalties, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
@@ -303,25 +292,27 @@ class Episode:
     async def interact(self) -> bool:
         """Ask the row's interaction for a reply to the last turn, and observe it.
 
-        A score of the reply is added to the last turn's reward.
-
         Returns:
             True if the conversation goes on; False if there is no interaction, or it is done.
+        """
+        if self._interaction is None:
+            return False
+        self._require_turn("interact")
+        with self._attempt.active():
+            self._attempt.enter("interaction")
+            reply = await respond(self._interaction, tuple(self.messages), self.deadline)
+        self._attempt.enter("loop")
+        if reply is None:
+        A score of the reply is added to the last turn's reward.
+
+            return False
+        if reply.score:
 
         Raises:
             EpisodeOver: the episode's time is over.
             UserCodeError: there is no turn yet, or the interaction raised.
             Infrastructure: a server that the interaction needs is down. The sample is played
                 again.
-        """
-        if self._interaction is None:
-            return False
-        self._require_turn("interact")
-        with self._attempt.active(), self._attempt.waiting_for("interaction"):
-            reply = await respond(self._interaction, tuple(self.messages), self.deadline)
-        if reply is None:
-            return False
-        if reply.score:
             self.reward(reply.score)
         if reply.done:
             return False
@@ -400,10 +391,6 @@ class Episode:
         """Return the finished trajectory. agentrl calls this when the loop has returned.
 
         If nothing was sampled, its only segment is the first row, without a response.
-
-        Args:
-            stop_reason: `done`, or the exhausted budget.
-            tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
         return Trajectory(
@@ -413,6 +400,10 @@ class Episode:
             segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
             turns=tuple(attempt.turns),
             messages=tuple(attempt.messages),
+
+        Args:
+            stop_reason: `done`, or the exhausted budget.
+            tool_reward: the sum of the values that the class tools' `reward()` returned.
             sampling=attempt.sampling.as_dict(),
             stop_reason=stop_reason,
             tool_reward=tool_reward,

@@ -10,19 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import CLEANUP_S, Attempt, World, make_template
+from agentrl.agent_loops.attempt import Attempt, World, make_template
 from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import AgentRLError, EpisodeOver, UserCodeError, user_code
+from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
 from agentrl.interactions import Interaction, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
 from agentrl.trajectory import Sample, Trajectory
 
 log = logging.getLogger("agentrl")
+
+CLEANUP_S = 10.0
+"""The time that an ended episode has to close its tools and its interaction, in seconds."""
 
 
 async def play_episode(
@@ -50,7 +53,6 @@ async def play_episode(
 
     Raises:
         Infrastructure: a part of the infrastructure failed. Play the sample again, with a new id.
-        UserError: the row, its tools or its chat template cannot be used.
         UserCodeError: the loop, the interaction or a tool's constructor raised.
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
@@ -59,6 +61,8 @@ async def play_episode(
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
+        with user_code(f"agent loop {loop.name!r}: its opening"):
+            opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
         attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
         if watch:
             watch(attempt)
@@ -68,11 +72,6 @@ async def play_episode(
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
             attempt.start_clock()
-        # After the tools are open: a toolbox reads the tools of a server then.
-        tool_schemas = world.toolbox.schemas(sample.tools)
-        with user_code(f"agent loop {loop.name!r}: its opening"):
-            opening, schemas = loop.opening(sample, tool_schemas)
-        attempt.enter("loop")
         arguments = world.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
@@ -101,7 +100,7 @@ async def play_episode(
         # An error in the clean-up must not hide the reason why the episode ended.
         try:
             if has_open_tools:
-                with contextlib.suppress(AgentRLError):
+                with contextlib.suppress(Infrastructure, UserCodeError):
                     await world.toolbox.close(episode_id)
         finally:
             if interaction is not None:
@@ -117,7 +116,7 @@ async def _close(interaction: Interaction, sample: Sample) -> None:
         log.error("closing the interaction of row %r took too long", sample.id)
     except UserCodeError as e:
         log.error("%s", e)
-    except (EpisodeOver, AgentRLError) as e:
+    except (EpisodeOver, Infrastructure) as e:
         log.error("closing the interaction of row %r: %s", sample.id, e)
 
 
@@ -139,12 +138,12 @@ def play(
         toolbox: the tools; by default the registered ones, in this process.
         config: the budgets and the temperature; by default the config's defaults.
         seed: the seed of all sampling.
+    """
 
     Raises:
         UserError: the row's loop, tools or interaction do not exist or do not fit.
         UserCodeError: the loop, the interaction or a tool's constructor raised.
         Infrastructure: the engine or the tool server failed.
-    """
     if config is not None:
         configure(config.sandbox)
     config = config or Config()
