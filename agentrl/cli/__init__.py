@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from agentrl import __version__
-from agentrl.cli import check_template, doctor, evaluate, export, init, play, sft, tools, train
+from agentrl.cli import (
+    check,
+    check_template,
+    doctor,
+    evaluate,
+    export,
+    init,
+    play,
+    sft,
+    tools,
+    train,
+)
 
 app = typer.Typer(
     name="agentrl",
@@ -21,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.train)
-app.command("check")(train.check)
+app.command("check")(check.check)
 app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
 app.command("eval")(evaluate.eval_)

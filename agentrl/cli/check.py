@@ -1,0 +1,275 @@
+"""`agentrl check`: check a run without training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from agentrl.cli.options import (
+    ConfigFile,
+    Dataset,
+    Deterministic,
+    Files,
+    Model,
+    Overrides,
+    ValDataset,
+    read_config,
+    with_model_folder,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from agentrl.chat import ChatTemplate, ForeignParser
+    from agentrl.config import Config
+    from agentrl.plan import Plan
+    from agentrl.tools import Toolbox
+    from agentrl.trajectory import ToolCall
+
+
+def check(
+    overrides: Overrides = None,
+    dataset: Dataset = None,
+    val_dataset: ValDataset = None,
+    model: Model = None,
+    file: Files = None,
+    config: ConfigFile = None,
+    deterministic: Deterministic = False,
+) -> None:
+    """Check config, rows, tools, rewards and the chat template, and describe the run.
+
+    Loads no weights and trains nothing (the same as `train --dry-run`). Asks the servers of rewards
+    and interactions whether they answer, estimates the memory of a GPU, and lists what was not
+    checked.
+
+    Examples:
+        agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
+    """
+    check_run(
+        read_config(
+            config,
+            overrides,
+            dataset=dataset,
+            val_dataset=val_dataset,
+            model=model,
+            file=file,
+            deterministic=deterministic,
+        )
+    )
+
+
+def check_run(settings: Config) -> None:
+    """Check a run and print a description of it; see `check`."""
+    from agentrl.agent_loops.attempt import load_template
+    from agentrl.capacity import check_open_files
+    from agentrl.plan import (
+        check_model_fits,
+        check_policy_learns,
+        describe_history,
+        describe_run,
+        longest_prompt,
+        make_plan,
+        render_first_prompts,
+    )
+    from agentrl.tools import open_toolbox
+
+    plan = make_plan(settings)
+    check_policy_learns(plan)
+    check_open_files(plan)
+    settings = with_model_folder(settings)
+    template = load_template(settings)
+    from transformers import AutoConfig
+
+    # This import takes seconds, so it comes after the checks.
+    from agentrl.engine.local.load import base_and_adapters
+
+    base, _ = base_and_adapters(settings.model.path)
+    model = AutoConfig.from_pretrained(base)
+    check_model_fits(plan, template, model.max_position_embeddings)
+    _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
+    with open_toolbox(settings.tools, settings.files) as toolbox:
+        _check_tools(plan, toolbox)
+        typer.echo(describe_run(plan))
+        typer.echo(_describe_rewards(plan))
+        typer.echo(describe_history(plan, template))
+        typer.echo(render_first_prompts(plan, template))
+        typer.echo(f"tools: {toolbox.where}")
+    row_tokens = longest_prompt(plan, template) + settings.rollout.max_trajectory_tokens
+    row_tokens = min(row_tokens, model.max_position_embeddings)
+    unchecked = [
+        *_ask_servers(plan),
+        *_check_gpus(plan, model, row_tokens),
+        *_list_unchecked(settings),
+    ]
+    typer.echo("config keys that differ from the defaults:")
+    for line in settings.diff():
+        typer.echo(f"  {line}")
+    print_notes(plan)
+    typer.echo("all checks passed")
+    typer.echo("Not checked here:")
+    for line in unchecked:
+        typer.echo(f"  {line}")
+
+
+def _ask_servers(plan: Plan) -> list[str]:
+    """Print what the servers of rewards, interactions and engines answer; return the unusable."""
+    from agentrl.servers import ask_servers
+
+    unusable = []
+    for server, text, is_usable in ask_servers(plan):
+        line = f"{server.key}: {server.url} {text}"
+        typer.echo(line if is_usable else f"note: {line}", err=not is_usable)
+        if not is_usable:
+            unusable.append(f"replies of {server.url} ({server.key})")
+    return unusable
+
+
+def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[str]:
+    """Print an estimate of the memory of a GPU; return what is not known about GPUs."""
+    t, unknown = plan.config.trainer, []
+    if t.device == "cpu" or not plan.train or t.val_only:
+        return []
+    from agentrl.errors import ConfigError
+    from agentrl.trainer import memory
+
+    gpu = memory.find_gpu()
+    if gpu is None:
+        fallback = "" if t.device == "cuda" else "; trainer.device=auto would use the CPU here"
+        unknown.append(f"GPUs: torch finds none on this machine{fallback}")
+    elif not t.ray_address and gpu.count < t.n_gpus_per_node:
+        unknown.append(f"{t.n_gpus_per_node} GPUs (trainer.n_gpus_per_node): {gpu.count} here")
+    ranks = t.nnodes * t.n_gpus_per_node
+    total = gpu.total_bytes if gpu else memory.ASSUMED_GPU_BYTES
+
+    def estimate(config: Config) -> memory.MemoryEstimate:
+        return memory.estimate_memory(
+            model,
+            config,
+            ranks,
+            row_tokens=row_tokens,
+            gpu_bytes=total,
+            gpus=gpu.count if gpu else 0,
+        )
+
+    try:
+        estimated = estimate(plan.config)
+    except ConfigError as e:
+        return [*unknown, f"memory of a GPU: {e}"]
+    subject = f"each of {ranks} ranks" if ranks > 1 else "the learner"
+    shown = estimated.describe(total if gpu else None)
+    device = gpu.name if gpu else "no GPU is here; one of 80 GiB is assumed"
+    typer.echo(f"GPU memory of {subject}, estimated: {shown} ({device})")
+    limit = memory.SAFE_SHARE * total
+    if gpu and estimated.total > limit:
+        advice = next(
+            (
+                f": {keys} needs {memory.gib(smaller)}"
+                for keys, config in memory.smaller_settings(plan.config)
+                if (smaller := estimate(config).total) <= limit
+            ),
+            ". Use more GPUs, a smaller model or a lower rollout.gpu_memory_utilization",
+        )
+        is_over = "exceeds the memory of" if estimated.total > total else "is at the limit of"
+        typer.echo(f"note: the estimate {is_over} the GPU{advice}", err=True)
+    return unknown
+
+
+def _list_unchecked(config: Config) -> list[str]:
+    """Return what `check` never does: load weights, start servers, join a cluster."""
+    from agentrl.engine.remote.launch import find_package
+    from agentrl.errors import ConfigError
+
+    r, t = config.rollout, config.trainer
+    unchecked = [f"weights of {config.model.path}: only its config and tokenizer were loaded"]
+    if r.name != "local" and not r.urls:
+        try:
+            _, folder = find_package(r.name, r.python)
+            unchecked.append(f"{r.name}: it is installed ({folder}), but was not started")
+        except ConfigError as e:
+            unchecked.append(f"{r.name}: it was not started. {e}")
+    if t.ray_address or t.nnodes > 1:
+        unchecked.append(f"the Ray cluster (trainer.ray_address={t.ray_address}), its machines")
+    if t.logger:
+        unchecked.append(f"trackers: {', '.join(t.logger)}")
+    return unchecked
+
+
+def print_notes(plan: Plan) -> None:
+    """Print notes on settings that are valid but probably not intended."""
+    from agentrl.capacity import shared_connections
+    from agentrl.config import without_effect
+    from agentrl.config.checks import doubtful
+
+    notes = [*without_effect(plan.config), *doubtful(plan.config)]
+    rows, size = len(plan.train), plan.config.data.batch_size
+    if 0 < rows < size:
+        notes.append(
+            f"data.batch_size={size} is more than the {rows} rows of {plan.config.data.train}:"
+            " a step plays some of them more than once"
+        )
+    if shared := shared_connections(plan):
+        notes.append(shared)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:
+    """Print how tool calls are parsed; `python` is `rollout.python`.
+
+    Raises:
+        UserError: the parser is unknown or not installed.
+    """
+    from agentrl.chat import ForeignParser, open_reader
+    from agentrl.chat.formats.detect import detect_format, is_rendered_call, render_probe_calls
+
+    if name == "auto":
+        detected = detect_format(template)
+        label = (
+            f"{detected} (auto)" if detected else "no supported format (auto); no row shows tools"
+        )
+    else:
+        label = f"{name} (rollout.tool_format)"
+        reader = open_reader(name, template, python)
+        if isinstance(reader, ForeignParser):
+            try:
+                calls = asyncio.run(_parse_all(reader, render_probe_calls(template)))
+            finally:
+                reader.close()
+            if not any(map(is_rendered_call, calls)):
+                typer.echo(
+                    f"note: rollout.tool_format={name} cannot parse a call as the chat template"
+                    " writes it: calls of the model may be lost",
+                    err=True,
+                )
+    typer.echo(f"tool calls are parsed as: {label}")
+
+
+async def _parse_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:
+    from agentrl.chat.turn_delta import PROBE_TOOL
+
+    return [await reader(text, [PROBE_TOOL]) for text in turns]
+
+
+def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
+    """Refuse a toolbox that lacks tools of the rows: a tool server may have loaded other files."""
+    from agentrl.errors import ConfigError, RegistryError
+
+    for names in sorted({s.tools for s in plan.samples}):
+        try:
+            toolbox.schemas(names)
+        except RegistryError as e:
+            raise ConfigError(f"the tools {toolbox.where}: {e}") from None
+
+
+def _describe_rewards(plan: Plan) -> str:
+    """Return the reward function of each data source, with the number of rows."""
+    sources = Counter(s.data_source for s in plan.samples)
+    return "\n".join(
+        f"{plan.scorer.describe(source)}: {count} rows"
+        f" {f'of data_source {source}' if source else 'without data_source'}"
+        for source, count in sorted(sources.items())
+    )
