@@ -145,11 +145,11 @@ class Episode:
 
         Raises:
             EpisodeOver: a budget is exhausted. A loop should not catch it.
-        """
-        attempt, rollout = self._attempt, self._world.config.rollout
             UserCodeError: another `generate` of this conversation has not returned yet, or `parse`
                 raised.
             Infrastructure: the engine failed. The sample is played again.
+        """
+        attempt, rollout = self._attempt, self._world.config.rollout
         self._require_idle("generate")
         self._is_generating = True
         try:
@@ -220,14 +220,14 @@ class Episode:
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write. The next turn sees them, with mask 0.
 
-        Raises:
-            UserCodeError: it is called before the first turn, or with an assistant message, or with
-                something that is not a message.
         Args:
             messages: user or tool messages.
 
-        """
+        Raises:
             EpisodeOver: the episode is over.
+            UserCodeError: it is called before the first turn, or with an assistant message, or with
+                something that is not a message.
+        """
         self._attempt.check()
         self._require_idle("observe")
         for message in _require_messages("observe", messages):
@@ -292,8 +292,16 @@ class Episode:
     async def interact(self) -> bool:
         """Ask the row's interaction for a reply to the last turn, and observe it.
 
+        A score of the reply is added to the last turn's reward.
+
         Returns:
             True if the conversation goes on; False if there is no interaction, or it is done.
+
+        Raises:
+            EpisodeOver: the episode's time is over.
+            UserCodeError: there is no turn yet, or the interaction raised.
+            Infrastructure: a server that the interaction needs is down. The sample is played
+                again.
         """
         if self._interaction is None:
             return False
@@ -303,16 +311,8 @@ class Episode:
             reply = await respond(self._interaction, tuple(self.messages), self.deadline)
         self._attempt.enter("loop")
         if reply is None:
-        A score of the reply is added to the last turn's reward.
-
             return False
         if reply.score:
-
-        Raises:
-            EpisodeOver: the episode's time is over.
-            UserCodeError: there is no turn yet, or the interaction raised.
-            Infrastructure: a server that the interaction needs is down. The sample is played
-                again.
             self.reward(reply.score)
         if reply.done:
             return False
@@ -391,6 +391,10 @@ class Episode:
         """Return the finished trajectory. agentrl calls this when the loop has returned.
 
         If nothing was sampled, its only segment is the first row, without a response.
+
+        Args:
+            stop_reason: `done`, or the exhausted budget.
+            tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
         return Trajectory(
@@ -400,10 +404,6 @@ class Episode:
             segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
             turns=tuple(attempt.turns),
             messages=tuple(attempt.messages),
-
-        Args:
-            stop_reason: `done`, or the exhausted budget.
-            tool_reward: the sum of the values that the class tools' `reward()` returned.
             sampling=attempt.sampling.as_dict(),
             stop_reason=stop_reason,
             tool_reward=tool_reward,

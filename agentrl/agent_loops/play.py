@@ -138,12 +138,12 @@ def play(
         toolbox: the tools; by default the registered ones, in this process.
         config: the budgets and the temperature; by default the config's defaults.
         seed: the seed of all sampling.
-    """
 
     Raises:
         UserError: the row's loop, tools or interaction do not exist or do not fit.
         UserCodeError: the loop, the interaction or a tool's constructor raised.
         Infrastructure: the engine or the tool server failed.
+    """
     if config is not None:
         configure(config.sandbox)
     config = config or Config()
