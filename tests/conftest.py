@@ -103,7 +103,7 @@ LONG_FILES = (
     "trainer/test_learner.py",
     "trainer/test_resume_run.py",
     "cli/test_cli.py",
-    "rewards/test_pool.py",
+    "rewards/test_executor.py",
 )
 """The files whose tests take longest together (`--durations=25`), after those of a real SGLang."""
 

@@ -234,13 +234,13 @@ ELSEWHERE = {
     "sandbox.timeout_s": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.memory_mb": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
-    "reward.timeout_s": "rewards/test_pool.py::test_the_key_of_the_deadline",
-    "reward.workers": "rewards/test_pool.py::test_as_many_processes_as_reward_workers",
+    "reward.timeout_s": "rewards/test_executor.py::test_the_key_of_the_deadline",
+    "reward.workers": "rewards/test_executor.py::test_as_many_processes_as_reward_workers",
     "optim.recompute": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.compile": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.offload": "trainer/test_sharding.py::test_what_is_offloaded_to_the_cpu",
-    "rollout.engines": "engine/test_site.py::test_each_server_has_gpus_of_its_own",
-    "rollout.gpu_memory_utilization": "engine/test_site.py::test_memory_and_arguments",
+    "rollout.engines": "engine/test_launch.py::test_each_server_has_gpus_of_its_own",
+    "rollout.gpu_memory_utilization": "engine/test_launch.py::test_memory_and_arguments",
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from support.examples import examples
-from support.fake_engines import PROMPT, QUICK, FakeSite, PoolHarness
+from support.fake_engines import PROMPT, QUICK, FakeOpener, PoolHarness
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.pool import EnginePool
@@ -45,7 +45,7 @@ async def make():
         await asyncio.to_thread(harness.pool.close)
         assert time.monotonic() - start < 2
         assert not harness.learner.misread
-        assert all(e.closed for site in harness.sites for e in site.opened)
+        assert all(e.closed for opener in harness.openers for e in opener.opened)
 
 
 # -- where turns go --------------------------------------------------------------------------------
@@ -77,13 +77,13 @@ async def test_episodes_one_after_another_take_turns(make):
 
 
 async def test_the_maximum_length_is_the_smallest_of_all_engines():
-    class Shorter(FakeSite):
+    class Shorter(FakeOpener):
         def __call__(self):
             engine = super().__call__()
             engine.max_length = 50
             return engine
 
-    pool = EnginePool([FakeSite(0, True), Shorter(1, True)])
+    pool = EnginePool([FakeOpener(0, True), Shorter(1, True)])
     assert pool.max_length == 50
     pool.close()
 
@@ -133,7 +133,7 @@ async def test_three_failures_in_a_row_open_the_circuit_breaker_and_a_probe_clos
             await harness.ask("e")
     assert (harness.usable_count(), engine.probes) == (0, 0)
     await harness.pool.ready()
-    assert (engine.probes, engine.published, harness.sites[0].opened) == (1, [1], [engine])
+    assert (engine.probes, engine.published, harness.openers[0].opened) == (1, [1], [engine])
 
 
 async def test_a_turn_that_all_engines_fail_is_an_error_with_the_last_cause(make):
@@ -206,7 +206,7 @@ async def test_one_of_two_engines_dies_with_turns_in_flight(make):
     await asyncio.gather(*turns)
     assert {e for e, _ in other.requests} == {f"e{k}" for k in range(8)}
     await harness.until(lambda: harness.pool.supervisor.is_usable(harness.pool.replicas[0]))
-    _, again = harness.sites[0].opened
+    _, again = harness.openers[0].opened
     assert first.closed and again.published == [1] and again.weights == 10
     assert harness.pool.metrics() == {
         "engine/restarts": 1.0,
@@ -219,8 +219,8 @@ async def test_one_of_two_engines_dies_with_turns_in_flight(make):
 
 async def test_turns_wait_for_the_restart_of_the_only_engine(make):
     harness = await make(1)
-    harness.sites[0].seconds = 0.1
-    first = harness.sites[0].engine
+    harness.openers[0].seconds = 0.1
+    first = harness.openers[0].engine
     first.dead = True
     with pytest.raises(EngineDead, match="last words"):
         await harness.ask("e")
@@ -230,7 +230,7 @@ async def test_turns_wait_for_the_restart_of_the_only_engine(make):
     assert time.monotonic() - start < 0.05, "the caller waits in ready(), not within its time"
     await harness.pool.ready()
     await harness.ask("e+1")
-    assert harness.sites[0].engine is not first and harness.sites[0].engine.published == [1]
+    assert harness.openers[0].engine is not first and harness.openers[0].engine.published == [1]
 
 
 async def test_an_episode_is_new_to_a_restarted_engine(make):
@@ -270,21 +270,23 @@ async def test_the_turns_of_an_engine_that_hangs_are_sent_to_another(make, ours)
     assert len(first.requests) == 3 and len(other.requests) == 6
     await asyncio.sleep(0.3)
     if ours:
-        assert first.closed and len(harness.sites[0].opened) == 2
+        assert first.closed and len(harness.openers[0].opened) == 2
     else:
         assert (
-            harness.usable_count() == 1 and first.probes > 0 and harness.sites[0].opened == [first]
+            harness.usable_count() == 1
+            and first.probes > 0
+            and harness.openers[0].opened == [first]
         )
         first.hung = False
     await harness.until(lambda: harness.usable_count() == 2)
-    assert [len(site.opened) for site in harness.sites] == [1 + ours, 1]
+    assert [len(opener.opened) for opener in harness.openers] == [1 + ours, 1]
 
 
 async def test_a_slow_engine_that_is_healthy_is_not_restarted(make):
     harness = await make(1)
     harness.engines[0].seconds = 0.6
     await harness.ask("e")
-    assert harness.request_counts() == [1] and len(harness.sites[0].opened) == 1
+    assert harness.request_counts() == [1] and len(harness.openers[0].opened) == 1
 
 
 async def test_one_failed_health_check_does_not_end_an_engine(make):
@@ -298,26 +300,26 @@ async def test_one_failed_health_check_does_not_end_an_engine(make):
         await asyncio.sleep(0.1)
     engine.seconds = 0.0
     await turn
-    assert len(harness.sites[0].opened) == 1
+    assert len(harness.openers[0].opened) == 1
 
 
 async def test_after_three_restarts_an_engine_is_not_used_again(make):
     harness = await make(2)
-    site = harness.sites[0]
+    opener = harness.openers[0]
     for life in range(4):
-        engine = site.engine
+        engine = opener.engine
         engine.dead = True
         await asyncio.gather(*(harness.ask(f"e{life}-{i}") for i in range(4)))
         for i in range(4):
             harness.pool.end(f"e{life}-{i}")
         if life < 3:
             await harness.until(lambda: harness.usable_count() == 2)
-            assert site.engine is not engine
+            assert opener.engine is not engine
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and harness.usable_count() == 1
+    assert len(opener.opened) == 4 and harness.usable_count() == 1
     await harness.publish(2)
     await asyncio.sleep(0.3)
-    assert len(site.opened) == 4 and harness.usable_count() == 1, "for good"
+    assert len(opener.opened) == 4 and harness.usable_count() == 1, "for good"
 
 
 async def test_publishing_a_policy_resets_the_count_of_restarts(make):
@@ -328,20 +330,20 @@ async def test_publishing_a_policy_resets_the_count_of_restarts(make):
             await harness.ask("e")
         await harness.pool.ready()
         await harness.publish(version)
-    assert len(harness.sites[0].opened) == 7
+    assert len(harness.openers[0].opened) == 7
 
 
 async def test_if_all_engines_failed_the_error_has_their_last_lines(make):
     harness = await make(2)
-    for site in harness.sites:
-        site.failing = [EngineDead("it does not start:\n  | CUDA out of memory")] * 3
-        site.engine.dead = True
+    for opener in harness.openers:
+        opener.failing = [EngineDead("it does not start:\n  | CUDA out of memory")] * 3
+        opener.engine.dead = True
     with pytest.raises(EngineDead, match="last words"):
         await harness.ask("e")
     with pytest.raises(EngineDead, match="out of memory") as raised:
         await asyncio.wait_for(harness.pool.ready(), 5)
     assert str(raised.value).count("CUDA out of memory") == 2
-    assert [len(site.opened) for site in harness.sites] == [1, 1]
+    assert [len(opener.opened) for opener in harness.openers] == [1, 1]
     with pytest.raises(EngineDead):
         await harness.ask("e")
     assert harness.pool.metrics()["engine/restarts"] == 6
@@ -363,7 +365,7 @@ async def test_servers_of_the_user_are_waited_for_with_a_limit(make):
     harness.engines[1].dead = False
     await harness.until(lambda: harness.usable_count() == 1)
     await harness.pool.ready()
-    assert len(harness.sites[1].opened) == 1
+    assert len(harness.openers[1].opened) == 1
 
 
 async def test_a_server_that_the_user_restarted_is_sent_the_policy(make):
@@ -392,23 +394,23 @@ async def test_an_engine_that_refuses_the_policy_is_used_again_only_with_it(make
     assert await harness.publish(2) == 4
     assert harness.usable_count() == 1
     await harness.until(lambda: harness.usable_count() == 2)
-    assert a.published == [1, 2] and harness.sites[0].opened == [a]
+    assert a.published == [1, 2] and harness.openers[0].opened == [a]
 
 
 async def test_an_engine_that_always_refuses_the_policy_is_restarted_then_given_up(make):
-    class Stubborn(FakeSite):
+    class Stubborn(FakeOpener):
         def __call__(self):
             engine = super().__call__()
             engine.refuses = [EngineError("not these")] * 99
             return engine
 
     harness = await make(2)
-    harness.sites[0].__class__ = Stubborn
+    harness.openers[0].__class__ = Stubborn
     harness.engines[0].refuses = [EngineError("not these")] * 99
     await harness.publish(2)
-    await harness.until(lambda: len(harness.sites[0].opened) == 4)
+    await harness.until(lambda: len(harness.openers[0].opened) == 4)
     await asyncio.sleep(0.3)
-    assert len(harness.sites[0].opened) == 4 and harness.usable_count() == 1
+    assert len(harness.openers[0].opened) == 4 and harness.usable_count() == 1
     await harness.ask("e")
 
 
@@ -459,7 +461,7 @@ async def test_an_engine_that_stays_full_is_restarted(make):
         with pytest.raises(EngineError):
             await harness.ask("e")
     await asyncio.sleep(0.1)
-    assert harness.sites[0].opened == [first], "it may have a place soon"
+    assert harness.openers[0].opened == [first], "it may have a place soon"
     await asyncio.wait_for(harness.pool.ready(), 5)
     assert harness.engines[0] is not first
     await harness.ask("e")
@@ -479,7 +481,7 @@ async def test_publish_restarts_the_only_engine_if_it_died_during_training(make)
     assert harness.engines[0].asleep
     harness.engines[0].dead = True
     assert await harness.publish(2) == 4
-    assert [e.published for e in harness.sites[0].opened] == [[1], [2]]
+    assert [e.published for e in harness.openers[0].opened] == [[1], [2]]
     await harness.ask("e")
 
 
@@ -509,7 +511,7 @@ async def test_publish_waits_for_the_only_engine_to_recover(make, ours):
     assert harness.usable_count() == 0
     assert await harness.publish(2) == 4
     await harness.ask("e")
-    assert harness.sites[0].opened == [engine]
+    assert harness.openers[0].opened == [engine]
 
 
 async def test_nothing_is_sent_while_the_weights_change(make):
@@ -532,16 +534,16 @@ async def test_nothing_is_sent_while_the_weights_change(make):
 async def test_no_engine_is_restarted_during_training(make):
     """It may share the trainer's GPU: what fails there then says nothing of the engine."""
     harness = await make(1)
-    site = harness.sites[0]
+    opener = harness.openers[0]
     await harness.sleep()
-    site.engine.dead = True
-    site.failing = [EngineDead("out of memory")] * 9
+    opener.engine.dead = True
+    opener.failing = [EngineDead("out of memory")] * 9
     harness.pool.supervisor.exclude(
-        harness.pool.replicas[0], site.engine, EngineDead("died"), broken=True
+        harness.pool.replicas[0], opener.engine, EngineDead("died"), broken=True
     )
     await asyncio.sleep(0.3)
-    assert len(site.failing) == 9
-    site.failing.clear()
+    assert len(opener.failing) == 9
+    opener.failing.clear()
     assert await harness.publish(2) == 4
     await harness.ask("e")
     assert harness.pool.metrics()["engine/restarts"] == 1
@@ -549,14 +551,14 @@ async def test_no_engine_is_restarted_during_training(make):
 
 async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
     harness = await make(1)
-    site = harness.sites[0]
-    site.seconds, site.failing = 0.2, [EngineDead("out of memory")]
-    site.engine.dead = True
+    opener = harness.openers[0]
+    opener.seconds, opener.failing = 0.2, [EngineDead("out of memory")]
+    opener.engine.dead = True
     with pytest.raises(EngineDead):
         await harness.ask("e")
     await harness.until(lambda: harness.pool.replicas[0].restarts == 1)
     await harness.sleep()
-    await harness.until(lambda: not site.failing)
+    await harness.until(lambda: not opener.failing)
     await harness.until(lambda: harness.pool.replicas[0].restarts == 0)
     await harness.publish(2)
 
@@ -564,10 +566,10 @@ async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
 async def test_training_waits_until_a_policy_in_transfer_is_complete(make):
     harness = await make(2)
     sending, go_on = threading.Event(), threading.Event()
-    plain = FakeSite.__call__
+    plain = FakeOpener.__call__
 
-    def slow(site):
-        engine = plain(site)
+    def slow(opener):
+        engine = plain(opener)
         publish = engine.publish
 
         def publish_slowly(update):
@@ -578,7 +580,7 @@ async def test_training_waits_until_a_policy_in_transfer_is_complete(make):
         engine.publish = publish_slowly
         return engine
 
-    harness.sites[0].__class__ = type("Slow", (FakeSite,), {"__call__": slow})
+    harness.openers[0].__class__ = type("Slow", (FakeOpener,), {"__call__": slow})
     harness.engines[0].dead = True
     await asyncio.gather(*(harness.ask(f"e{k}") for k in range(2)))
     assert await asyncio.to_thread(sending.wait, 5)
@@ -599,7 +601,7 @@ async def test_before_the_first_publish_a_restarted_engine_has_its_initial_weigh
             await harness.ask("e")
         await harness.pool.ready()
         await harness.ask("e+1")
-        assert [e.published for e in harness.sites[0].opened] == [[], []]
+        assert [e.published for e in harness.openers[0].opened] == [[], []]
     finally:
         await asyncio.to_thread(harness.pool.close)
 
@@ -630,35 +632,35 @@ async def test_an_engine_in_doubt_is_sent_the_policy_again(make):
 
 def test_a_failed_start_closes_the_other_engines_also_late_ones():
     closed = []
-    sites = [FakeSite(0, True), FakeSite(1, True), FakeSite(2, True)]
-    sites[1].seconds, sites[1].failing = 0.1, [EngineDead("no such GPU")]
-    sites[2].seconds = 0.3
+    openers = [FakeOpener(0, True), FakeOpener(1, True), FakeOpener(2, True)]
+    openers[1].seconds, openers[1].failing = 0.1, [EngineDead("no such GPU")]
+    openers[2].seconds = 0.3
     with pytest.raises(EngineDead, match="no such GPU"):
-        EnginePool(sites, close=lambda: closed.append(1))
-    assert closed == [1] and sites[0].engine.closed
+        EnginePool(openers, close=lambda: closed.append(1))
+    assert closed == [1] and openers[0].engine.closed
     end = time.monotonic() + 5
-    while not (sites[2].opened and sites[2].engine.closed):
+    while not (openers[2].opened and openers[2].engine.closed):
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def test_engines_start_concurrently():
-    sites = [FakeSite(i, True) for i in range(4)]
-    for site in sites:
-        site.seconds = 0.2
+    openers = [FakeOpener(i, True) for i in range(4)]
+    for opener in openers:
+        opener.seconds = 0.2
     start = time.monotonic()
-    pool = EnginePool(sites)
+    pool = EnginePool(openers)
     assert time.monotonic() - start < 0.6
     pool.close()
 
 
 async def test_close_ends_all_engines_and_threads():
     closed = []
-    sites = [FakeSite(0, True), FakeSite(1, False), FakeSite(2, True)]
-    pool = EnginePool(sites, close=lambda: closed.append(1), recovery=QUICK)
-    sites[0].engine.dead = True
-    sites[0].seconds = 0.3
-    sites[1].engine.hung = sites[2].engine.hung = True
+    openers = [FakeOpener(0, True), FakeOpener(1, False), FakeOpener(2, True)]
+    pool = EnginePool(openers, close=lambda: closed.append(1), recovery=QUICK)
+    openers[0].engine.dead = True
+    openers[0].seconds = 0.3
+    openers[1].engine.hung = openers[2].engine.hung = True
     ask = [
         asyncio.create_task(
             pool.generate(
@@ -676,7 +678,7 @@ async def test_close_ends_all_engines_and_threads():
     assert closed == [1]
     await asyncio.to_thread(pool.close)
     assert closed == [1]
-    assert all(e.closed for site in sites for e in site.opened), "the one being started, too"
+    assert all(e.closed for opener in openers for e in opener.opened), "the one being started, too"
     assert not [t for t in threading.enumerate() if t.name.startswith("recover-engine")]
     for call in (pool.ready(), pool.score(PROMPT)):
         with pytest.raises(EngineError, match="closed"):
@@ -734,8 +736,8 @@ async def any_faults(ours, n, schedule):
     done, version = asyncio.Event(), 1
     try:
         await harness.publish(version)
-        for site in harness.sites:
-            site.engine.seconds = 0.002
+        for opener in harness.openers:
+            opener.engine.seconds = 0.002
 
         async def play(k):
             """Turns as an agent loop asks for them, played again after an error."""
@@ -770,7 +772,7 @@ async def any_faults(ours, n, schedule):
 
         players = [asyncio.create_task(play(k)) for k in range(5)]
         for fault, k in schedule:
-            engine = harness.sites[k % n].engine
+            engine = harness.openers[k % n].engine
             if fault == "die" and ours:
                 engine.dead = True
             elif fault == "hang":
@@ -794,9 +796,9 @@ async def any_faults(ours, n, schedule):
         for result in await asyncio.gather(*players, return_exceptions=True):
             assert result is None or isinstance(result, EngineDead), repr(result)
         assert not harness.learner.misread
-        for site in harness.sites:
-            for engine in site.opened:
-                assert not engine.live or engine.closed or engine is site.engine
+        for opener in harness.openers:
+            for engine in opener.opened:
+                assert not engine.live or engine.closed or engine is opener.engine
     finally:
         start = time.monotonic()
         await asyncio.to_thread(harness.pool.close)

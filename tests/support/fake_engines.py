@@ -40,9 +40,9 @@ class FakeEngine:
 
     max_length = 100
 
-    def __init__(self, site: FakeSite):
-        self.site, self.url = site, f"http://fake:{site.index}"
-        self.restartable = site.ours
+    def __init__(self, opener: FakeOpener):
+        self.opener, self.url = opener, f"http://fake:{opener.index}"
+        self.restartable = opener.ours
         self.version, self.weights = 0, 0
         self.dead = self.hung = self.full = self.closed = self.asleep = False
         self.failing: list[Exception] = []
@@ -125,7 +125,7 @@ class FakeEngine:
         self.closed = self.dead = True
 
 
-class FakeSite:
+class FakeOpener:
     """Opens an engine, and another one after that engine's end."""
 
     def __init__(self, index: int, ours: bool):
@@ -152,15 +152,15 @@ class PoolHarness:
 
     def __init__(self, n: int = 2, *, ours: bool = True, recovery: RecoveryPolicy = QUICK):
         self.learner = FakeLearner()
-        self.sites = [FakeSite(i, ours) for i in range(n)]
-        self.pool = EnginePool(self.sites, recovery=recovery)
+        self.openers = [FakeOpener(i, ours) for i in range(n)]
+        self.pool = EnginePool(self.openers, recovery=recovery)
         self.asking = 0
         """The number of turns in flight, with those that wait for an engine with free capacity."""
         self.published = 0
 
     @property
     def engines(self) -> list[FakeEngine]:
-        return [site.engine for site in self.sites]
+        return [opener.engine for opener in self.openers]
 
     async def publish(self, version: int) -> int:
         sent = await asyncio.to_thread(self.pool.publish, self.learner.update(version))
@@ -190,8 +190,8 @@ class PoolHarness:
         return token
 
     def request_counts(self) -> list[int]:
-        """Return the number of requests to all engines of each site."""
-        return [sum(len(e.requests) for e in site.opened) for site in self.sites]
+        """Return the number of requests to all engines of each opener."""
+        return [sum(len(e.requests) for e in opener.opened) for opener in self.openers]
 
     def usable_count(self) -> int:
         return int(self.pool.metrics()["engine/usable"])

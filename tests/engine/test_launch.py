@@ -1,4 +1,4 @@
-"""Where servers stand and how each is started; none is."""
+"""The GPUs, options and senders of the servers of a run; no server is started."""
 
 import json
 from pathlib import Path

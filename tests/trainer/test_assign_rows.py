@@ -1,4 +1,4 @@
-"""Who runs what: every row once, ranks in step, prompts together, tokens even."""
+"""Assigning rows to ranks: each row once, ranks in step, rows of a prompt together, even loads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def worlds(families: int = 4, each: int = 4, longest: int = 30):
 
 
 def tokens(batch: TokenRows, rows: Tensor | list[int]) -> int:
-    """What the model would be run on."""
+    """Return the number of tokens that the model processes for these rows."""
     rows = torch.as_tensor(rows, dtype=torch.int64)
     if not len(rows):
         return 0

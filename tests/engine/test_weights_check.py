@@ -1,4 +1,4 @@
-"""What a server says of its weights, against what it was sent."""
+"""The check that a server has the weights that it was sent."""
 
 import orjson
 import pytest
@@ -111,7 +111,7 @@ def test_other_values_are_refused(fault):
 
 
 def test_changes_after_the_first_rows_are_not_detected():
-    """Which is why there is a canary."""
+    """Only the canary detects this."""
     server = Server()
     sent = weights()
     arrives = dict(sent)

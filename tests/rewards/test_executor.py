@@ -1,4 +1,4 @@
-"""Where rewards run, what becomes of those that hang or die, several at once, groups at once."""
+"""Running rewards: threads, the event loop and processes; rewards that hang or die; groups."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_a_plain_function_leaves_the_loop_alone(scorer):
 
 
 async def test_a_reward_that_hangs_times_out_and_does_not_delay_others(scorer, monkeypatch):
-    """The places are gone to others at the deadline, though the threads hang on."""
+    """At the deadline, other rewards get the slots, although the threads still run."""
     monkeypatch.setattr("agentrl.rewards.executor.THREADS", 2)
     woken = threading.Event()
 
