@@ -20,6 +20,7 @@ from agentrl.cli.options import (
     read_config,
     with_model_folder,
 )
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -156,15 +157,15 @@ def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[st
         )
 
     try:
-        estimated = estimate(plan.config)
+        of_run = estimate(plan.config)
     except ConfigError as e:
         return [*unknown, f"memory of a GPU: {e}"]
     subject = f"each of {ranks} ranks" if ranks > 1 else "the learner"
-    shown = estimated.describe(total if gpu else None)
+    shown = of_run.describe(total if gpu else None)
     device = gpu.name if gpu else "no GPU is here; one of 80 GiB is assumed"
     typer.echo(f"GPU memory of {subject}, estimated: {shown} ({device})")
     limit = memory.SAFE_SHARE * total
-    if gpu and estimated.total > limit:
+    if gpu and of_run.total > limit:
         advice = next(
             (
                 f": {keys} needs {memory.gib(smaller)}"
@@ -173,7 +174,7 @@ def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[st
             ),
             ". Use more GPUs, a smaller model or a lower rollout.gpu_memory_utilization",
         )
-        is_over = "exceeds the memory of" if estimated.total > total else "is at the limit of"
+        is_over = "exceeds the memory of" if of_run.total > total else "is at the limit of"
         typer.echo(f"note: the estimate {is_over} the GPU{advice}", err=True)
     return unknown
 
@@ -269,7 +270,7 @@ def _describe_rewards(plan: Plan) -> str:
     """Return the reward function of each data source, with the number of rows."""
     sources = Counter(s.data_source for s in plan.samples)
     return "\n".join(
-        f"{plan.scorer.describe(source)}: {count} rows"
+        f"{plan.scorer.describe(source)}: {plural(count, 'row')}"
         f" {f'of data_source {source}' if source else 'without data_source'}"
         for source, count in sorted(sources.items())
     )

@@ -142,7 +142,7 @@ def estimate_memory(
     awake, asleep = _engine(shape, config, ranks, row_tokens, gpu_bytes, gpus)
     context = {"CUDA": CONTEXT_BYTES}
     parts = {
-        "loading": {"weights": learner.loaded},
+        "loading": {"weights": learner.whole_weights},
         "generation": {**learner.state, "engine": awake},
         "optimizer step": {
             **learner.state,
@@ -154,7 +154,7 @@ def estimate_memory(
         "update": {
             **learner.state,
             "gradients": learner.gradients,
-            "gathered weights": learner.gathered,
+            "gathered weights": learner.gathered_weights,
             "activations": learner.activations(tokens),
             "logits and buffers": learner.buffers(tokens),
             "engine": asleep,
@@ -177,13 +177,13 @@ class _Learner:
     shares_keys: bool
 
     @property
-    def lora(self) -> int:
+    def adapter_parameters(self) -> int:
         """The parameters of an adapter; 0 without LoRA."""
         rank = self.config.model.lora_rank
-        return sum(rank * (i + o) for i, o in self._adapted.values())
+        return sum(rank * (i + o) for i, o in self._adapted_modules.values())
 
     @property
-    def _adapted(self) -> dict[str, tuple[int, int]]:
+    def _adapted_modules(self) -> dict[str, tuple[int, int]]:
         """Return the linear modules that get an adapter, as in `ModelShape.linear`."""
         m = self.config.model
         if not m.lora_rank:
@@ -199,21 +199,23 @@ class _Learner:
         }
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """The parameters of the policy that learn."""
-        return self.lora or self.shape.parameters
+        return self.adapter_parameters or self.shape.parameters
 
     @property
-    def frozen(self) -> int:
+    def frozen_parameters(self) -> int:
         """The parameters under the adapter, which do not learn."""
-        return self.shape.parameters if self.lora else 0
+        return self.shape.parameters if self.adapter_parameters else 0
 
     @property
     def moments(self) -> int:
         """AdamW's moments of the policy, and of the critic if there is one."""
-        trained = self.trained
+        trained = self.trained_parameters
         if self.config.algorithm.critic:
-            trained += self.lora or (self.shape.parameters - self._unused_output_layer)
+            trained += self.adapter_parameters or (
+                self.shape.parameters - self._unused_output_layer
+            )
         each = 2 if self.config.optim.name == "adamw_8bit" else 2 * FULL
         return 0 if self.config.optim.offload == "all" else each * trained // self.ranks
 
@@ -226,12 +228,12 @@ class _Learner:
     def state(self) -> dict[str, int]:
         """The terms that stay from step to step."""
         on_gpu = self.config.optim.offload != "all"
-        weights = FULL * self.trained + self.shape.file_bytes * self.frozen
+        weights = FULL * self.trained_parameters + self.shape.file_bytes * self.frozen_parameters
         critic = reference = 0
         if self.config.algorithm.critic:
-            critic = FULL * (self.lora or self.shape.parameters)
+            critic = FULL * (self.adapter_parameters or self.shape.parameters)
         a = self.config.algorithm
-        if (a.kl_loss_coef or a.kl_reward_coef) and not self.lora:
+        if (a.kl_loss_coef or a.kl_reward_coef) and not self.adapter_parameters:
             reference = HALF * self.shape.parameters
         return {
             "weights": on_gpu * weights // self.ranks,
@@ -243,21 +245,24 @@ class _Learner:
     @property
     def gradients(self) -> int:
         """Gradients in float32; those of the policy are dropped before the critic's exist."""
-        return 0 if self.config.optim.offload == "all" else FULL * self.trained // self.ranks
+        on_gpu = self.config.optim.offload != "all"
+        return on_gpu * FULL * self.trained_parameters // self.ranks
 
     @property
-    def loaded(self) -> int:
+    def whole_weights(self) -> int:
         """Weights before they are sharded: each rank loads the whole model.
 
         If the files are not in bfloat16, the check of packed rows needs a copy in bfloat16.
         """
         copied = 0 if self.shape.file_bytes == HALF else HALF * self.shape.parameters
-        return FULL * self.trained + self.shape.file_bytes * self.frozen + copied
+        return (
+            FULL * self.trained_parameters + self.shape.file_bytes * self.frozen_parameters + copied
+        )
 
     @property
-    def gathered(self) -> int:
+    def gathered_weights(self) -> int:
         """Weights in bfloat16 during a pass (`sharding.shard`)."""
-        everything = HALF * (self.shape.parameters + self.lora)
+        everything = HALF * (self.shape.parameters + self.adapter_parameters)
         if self.ranks == 1 or everything < MAX_GATHERED_SHARE * self.gpu_bytes:
             return everything
         # A layer, the next one and the buffer that receives it.
@@ -271,7 +276,7 @@ class _Learner:
         The gradient exists in bfloat16, in float32 to be sent, and in float32 as it is received.
         One rank copies it once more, to divide it by 1.
         """
-        if self.lora:
+        if self.adapter_parameters:
             return 0
         each = HALF + HALF + FULL + FULL / self.ranks + FULL * (self.ranks == 1)
         return int(each * self.shape.outer_parameters)
@@ -289,19 +294,21 @@ class _Learner:
         else:
             # A norm keeps a copy in float32, its output, and for the gradient of its weight the
             # normalised state.
-            numbers = (1 + (not self.lora)) * s.norms * s.hidden + attention + 4 * s.mlp
+            numbers = (
+                (1 + (not self.adapter_parameters)) * s.norms * s.hidden + attention + 4 * s.mlp
+            )
             wide = s.heads + s.norms * s.hidden
             if s.has_head_norms:
-                numbers += (not self.lora) * (s.query_width + s.key_width)
+                numbers += (not self.adapter_parameters) * (s.query_width + s.key_width)
                 wide += s.query_width + s.key_width
-        numbers += self.config.model.lora_rank * len(self._adapted) // s.layers
+        numbers += self.config.model.lora_rank * len(self._adapted_modules) // s.layers
         return tokens * (HALF * numbers + FULL * wide)
 
     @property
     def _compiled(self) -> bool:
         return (
             self.config.optim.compile == "auto"
-            and self.shape.parameters + self.lora >= MIN_COMPILED_SIZE
+            and self.shape.parameters + self.adapter_parameters >= MIN_COMPILED_SIZE
         )
 
     def activations(self, tokens: int) -> int:
@@ -310,7 +317,9 @@ class _Learner:
         kept = s.layers * self.layer(tokens)
         if self.config.optim.recompute:
             kept = min(kept, s.layers * HALF * s.hidden * tokens + self.layer(tokens))
-        last_norm = (FULL + HALF * (not self.lora)) * s.hidden * tokens  # never compiled
+        last_norm = (
+            (FULL + HALF * (not self.adapter_parameters)) * s.hidden * tokens
+        )  # never compiled
         return kept + last_norm
 
     def buffers(self, tokens: int) -> int:
@@ -319,7 +328,7 @@ class _Learner:
         The gradient of the output layer exists in both.
         """
         s = self.shape
-        output_layer = 0 if self.lora else HALF * s.output_layer
+        output_layer = 0 if self.adapter_parameters else HALF * s.output_layer
         logits = min(BLOCK_BYTES, HALF * tokens * s.vocabulary)
         head = logits + tokens * s.hidden * (HALF + FULL + HALF)  # states; gradient, also rounded
         layer = tokens * HALF * (2 * s.mlp + s.hidden)

@@ -67,10 +67,10 @@ def estimate(config: Config, ranks: int = 1, tokens: int = 1000, **kwargs: Any) 
 
 
 def test_all_weights_by_hand():
-    found = estimate(config_of())
+    result = estimate(config_of())
     assert read_shape(Qwen2Config(**SMALL)).parameters == PARAMETERS
-    assert found.part == "update"
-    assert found.terms == {
+    assert result.part == "update"
+    assert result.terms == {
         "CUDA": 2**30,
         "activations": 1000 * (2 * KEPT + 6 * 64),
         "logits and buffers": 1000 * HEAD + 2 * 512 * 64,
@@ -79,8 +79,8 @@ def test_all_weights_by_hand():
         "gradients": 4 * PARAMETERS,
         "gathered weights": 2 * PARAMETERS,
     }
-    assert found.total == sum(found.terms.values())
-    assert list(found.terms.values()) == sorted(found.terms.values(), reverse=True)
+    assert result.total == sum(result.terms.values())
+    assert list(result.terms.values()) == sorted(result.terms.values(), reverse=True)
 
 
 def test_ranks_divide_weights_gradients_and_moments_only():
@@ -90,8 +90,8 @@ def test_ranks_divide_weights_gradients_and_moments_only():
 
 
 def test_recompute_keeps_the_inputs_of_layers_and_one_layer():
-    found = estimate(config_of(optim={"recompute": True}))
-    assert found.terms["activations"] == 1000 * (2 * 2 * 64 + KEPT + 6 * 64)
+    result = estimate(config_of(optim={"recompute": True}))
+    assert result.terms["activations"] == 1000 * (2 * 2 * 64 + KEPT + 6 * 64)
 
 
 def test_lora_by_hand():
@@ -154,13 +154,13 @@ def test_the_end_of_the_backward_pass_and_loading_may_need_most():
 def test_engine(rollout, gpus, engine):
     config = config_of(rollout=rollout)
     # So many tokens that the update needs more than generation.
-    found = estimate(config, tokens=2**23, row_tokens=50, gpus=gpus, gpu_bytes=40 * GIB)
-    assert found.part == "update" and found.terms.get("engine", 0) == engine
+    result = estimate(config, tokens=2**23, row_tokens=50, gpus=gpus, gpu_bytes=40 * GIB)
+    assert result.part == "update" and result.terms.get("engine", 0) == engine
 
 
 def test_a_sleeping_engine_counts_while_it_generates():
-    found = estimate(config_of(rollout={"name": "sglang", "sleep": "all"}), gpu_bytes=40 * GIB)
-    assert found.part == "generation" and found.terms["engine"] == 20 * GIB
+    result = estimate(config_of(rollout={"name": "sglang", "sleep": "all"}), gpu_bytes=40 * GIB)
+    assert result.part == "generation" and result.terms["engine"] == 20 * GIB
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_other_models_are_not_estimated(config, reason):
 
 
 def test_one_line():
-    found = MemoryEstimate("update", {"activations": 3 * GIB, "CUDA": GIB, "weights": 10}, 16384)
-    assert found.describe(80 * GIB) == (
+    result = MemoryEstimate("update", {"activations": 3 * GIB, "CUDA": GIB, "weights": 10}, 16384)
+    assert result.describe(80 * GIB) == (
         "4.0 GiB of 80 GiB (update, passes of 16384 tokens): activations 3.0, CUDA 1.0"
     )
 
@@ -215,12 +215,12 @@ def test_more_ranks_recompute_and_lora_need_no_more(values, ranks, more, row):
     if values["rollout"]["name"] == "local":
         values["rollout"].pop("sleep", None)
 
-    def found(ranks: int = ranks, **optim: Any) -> MemoryEstimate:
+    def estimate_with(ranks: int = ranks, **optim: Any) -> MemoryEstimate:
         config = Config.model_validate({**values, "optim": {**values["optim"], **optim}})
         return estimate(config, ranks, row_tokens=row, pass_tokens=None)
 
-    assert found(ranks + more).total <= found().total
-    assert found(recompute=True).total <= found(recompute=False).total
+    assert estimate_with(ranks + more).total <= estimate_with().total
+    assert estimate_with(recompute=True).total <= estimate_with(recompute=False).total
     with_lora = Config.model_validate({**values, "model": {"lora_rank": 8}})
     without = Config.model_validate({**values, "model": {"lora_rank": 0}})
     of_moments = [
@@ -322,9 +322,9 @@ def test_activations_are_what_autograd_keeps(family, compiled, lora, monkeypatch
     config = FAMILIES[family](**sizes, head_dim=64)
     monkeypatch.setattr(memory, "MIN_COMPILED_SIZE", 0 if compiled else 10**9)
     settings = config_of(model={"lora_rank": lora})
-    found = estimate_memory(config, settings, 1, row_tokens=1, pass_tokens=2**20, shares_keys=True)
+    result = estimate_memory(config, settings, 1, row_tokens=1, pass_tokens=2**20, shares_keys=True)
     kept = kept_bytes(config, compiled=compiled, lora=lora)
-    assert found.terms["activations"] / 2**20 == pytest.approx(kept, rel=0.04)
+    assert result.terms["activations"] / 2**20 == pytest.approx(kept, rel=0.04)
 
 
 # --- against measured peaks -----------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_measured_peaks(name, ranks, tokens, values, peak):
         tie_word_embeddings=tied,
         dtype="bfloat16",
     )
-    found = estimate_memory(
+    result = estimate_memory(
         model,
         config_of(**values),
         ranks,
@@ -374,4 +374,4 @@ def test_measured_peaks(name, ranks, tokens, values, peak):
         gpu_bytes=H200,
         shares_keys=False,
     )
-    assert (found.total - CONTEXT_BYTES) / GIB == pytest.approx(peak, rel=0.08)
+    assert (result.total - CONTEXT_BYTES) / GIB == pytest.approx(peak, rel=0.08)
