@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from agentrl import sandbox
 from agentrl.agent_loops.attempt import World, mix_seed
-from agentrl.agent_loops.play import CLEANUP_S, play_episode
+from agentrl.agent_loops.play import CLEANUP_SECONDS, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
@@ -168,7 +168,7 @@ class Rollouts:
         """Wait until cancelled episodes have cleaned up, then close scorer and toolbox."""
         episodes = asyncio.all_tasks() - {asyncio.current_task()}
         if episodes:
-            await asyncio.wait(episodes, timeout=CLEANUP_S)
+            await asyncio.wait(episodes, timeout=CLEANUP_SECONDS)
         try:
             await self._scorer.close()
         finally:

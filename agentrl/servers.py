@@ -16,7 +16,7 @@ from agentrl.errors import AgentRLError
 from agentrl.http import fetch
 from agentrl.plan import Plan
 
-TIMEOUT_S = 5.0
+TIMEOUT_SECONDS = 5.0
 """The time limit of an answer. All servers are asked at the same time."""
 
 
@@ -81,7 +81,7 @@ def _server(key: str, name: str, kwargs: Mapping[str, Any] | None) -> Iterator[C
         yield ConfiguredServer(f"{key}.url", url, "/models", token_env, model)
 
 
-def ask_servers(plan: Plan, timeout_s: float = TIMEOUT_S) -> list[ServerReport]:
+def ask_servers(plan: Plan, timeout_s: float = TIMEOUT_SECONDS) -> list[ServerReport]:
     """Ask all configured servers at once; return one report for each, in the order of the config.
 
     Args:

@@ -459,7 +459,7 @@ Penalties = tuple[tuple[int, int, float], ...]
 def call_penalties(
     turn: Turn,
     results: Sequence[ToolResult],
-    prices: Mapping[str, float],
+    penalties: Mapping[str, float],
     row: TokenRow,
     template: ChatTemplate,
 ) -> Penalties:
@@ -468,14 +468,14 @@ def call_penalties(
     Args:
         turn: the turn, with its calls.
         results: the results of the calls, in order.
-        prices: the penalty of each error class (`tools.penalties`). Other classes have no penalty.
+        penalties: the penalty of each error class (`tools.penalties`). Other classes have none.
         row: the row in which the turn was sampled.
         template: the policy's chat template.
     """
     failed = [
-        (call.span, prices[result.error])
+        (call.span, penalties[result.error])
         for call, result in zip(turn.tool_calls, results, strict=True)
-        if result.error in prices
+        if result.error in penalties
     ]
     if not failed:
         return ()

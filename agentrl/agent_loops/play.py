@@ -24,7 +24,7 @@ from agentrl.trajectory import Sample, Trajectory
 
 log = logging.getLogger("agentrl")
 
-CLEANUP_S = 10.0
+CLEANUP_SECONDS = 10.0
 """The time that an ended episode has to close its tools and its interaction, in seconds."""
 
 
@@ -109,7 +109,7 @@ async def play_episode(
 
 async def _close(interaction: Interaction, sample: Sample) -> None:
     try:
-        async with asyncio.timeout(CLEANUP_S):
+        async with asyncio.timeout(CLEANUP_SECONDS):
             with user_code(f"closing the interaction of row {sample.id!r}"):
                 await interaction.close()
     except TimeoutError:

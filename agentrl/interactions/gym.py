@@ -20,7 +20,7 @@ from agentrl.workers import PerLoop, Threads
 
 MAX_THREADS = 64
 """The maximum number of environments of a process that step concurrently; the others wait."""
-CLOSE_S = 5.0
+CLOSE_SECONDS = 5.0
 """The time that `close` waits for a step that is still running, in seconds."""
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class GymInteraction(Interaction):
             return Reply(self.describe(observation), float(reward), done)
 
     def _close(self) -> None:
-        if self._lock.acquire(timeout=CLOSE_S):
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
             try:
                 if self.env is not None:
                     self.env.close()

@@ -45,11 +45,11 @@ MODULES = (
 """The modules whose names solutions can use without an import, as in verl's grader of the same
 data. If two modules define a name, the later module's is used."""
 RECURSION = 600_000
-POLL_S = 0.05
-GRACE_S = 3.0
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0
 """The seconds that a supervisor has in addition to its test. If it takes longer, the solution has
 stopped it."""
-SWEEP_S = 5.0
+SWEEP_SECONDS = 5.0
 """The seconds in which the remaining processes of a test must end."""
 ENDINGS = ("", "time", "crash", "output")
 FAILED = 70
@@ -78,10 +78,10 @@ def main():
         end_event, supervisor_end = os.pipe()  # The supervisor alone holds the second end.
         supervisor = start(supervise, job, program, names, index, folder)
         os.close(supervisor_end)
-        kill_after(job["seconds"] + GRACE_S + 1)
-        in_time = select.select([end_event], [], [], job["seconds"] + GRACE_S)[0]
+        kill_after(job["seconds"] + GRACE_SECONDS + 1)
+        in_time = select.select([end_event], [], [], job["seconds"] + GRACE_SECONDS)[0]
         os.close(end_event)
-        kill_after(SWEEP_S + 1)
+        kill_after(SWEEP_SECONDS + 1)
         status = end_all_others(supervisor)
         kill_after(0)  # No process is left that could stop this one.
         if os.WIFEXITED(status):
@@ -215,7 +215,7 @@ def watch(child, reading, seconds, max_output):
             # A process that the child started may still hold the pipe open. So once the child has
             # ended, read the content of the pipe and do not wait for the end of file.
             ready = select.select(
-                [reading], [], [], 0 if status is not None else min(remaining, POLL_S)
+                [reading], [], [], 0 if status is not None else min(remaining, POLL_SECONDS)
             )
             piece = os.read(reading, 65536) if ready[0] else None
             if piece:
@@ -337,7 +337,7 @@ def end_all_others(supervisor):
         TimeoutError: new processes are started faster than they can be ended.
         FileNotFoundError: this kernel does not list the children of a process.
     """
-    end, status = time.monotonic() + SWEEP_S, FAILED << 8
+    end, status = time.monotonic() + SWEEP_SECONDS, FAILED << 8
     while True:
         # In its own namespace, the harness kills all processes at once, so that none can escape by
         # forking. Otherwise the orphans become its children, one generation after another.

@@ -130,9 +130,9 @@ def importance_weight_metrics(
 
 
 MAX_GROWTH = 10.0
-"""The largest mean difference of a step, as a multiple of the reference."""
-MIN_REFERENCE = 1e-3
-"""The smallest reference: arithmetic may differ by this much even if the difference at the start
+"""The largest mean difference of a step, as a multiple of the baseline noise."""
+MIN_BASELINE_NOISE = 1e-3
+"""The smallest baseline noise: arithmetic may differ by this much even if the difference at the start
 was smaller."""
 
 
@@ -140,17 +140,17 @@ was smaller."""
 class MismatchGuard:
     """Stops a run whose engine no longer samples from the policy that the trainer trains.
 
-    guard = MismatchGuard(reference=0.009)
+    guard = MismatchGuard(baseline_noise=0.009)
     learner.update(batch, targets, step, check=guard.check)
     """
 
-    reference: float
+    baseline_noise: float
     """The mean |difference| of logprobs at a time when engine and trainer hold the same weights."""
 
     @property
     def limit(self) -> float:
         """The largest mean difference that is accepted."""
-        return MAX_GROWTH * max(self.reference, MIN_REFERENCE)
+        return MAX_GROWTH * max(self.baseline_noise, MIN_BASELINE_NOISE)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check a step's `mismatch_metrics` before the update.
@@ -171,7 +171,7 @@ class MismatchGuard:
         )
         raise RunStopped(
             f"engine and trainer disagree: their logprobs of the tokens sampled in this step differ"
-            f" by {mean:.3g} on average, where {self.reference:.3g} was measured at the start"
+            f" by {mean:.3g} on average, where {self.baseline_noise:.3g} was measured at the start"
             f" (the limit is {self.limit:.3g}).{where} The step was not trained on."
             " Likely causes, the likeliest first: the engine does not have the trainer's weights"
             " (a weight sync failed or was late); it samples at another temperature, or prepends"

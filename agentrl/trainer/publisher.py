@@ -34,7 +34,7 @@ class Publisher:
         token_ids: array[int],
         scores: Callable[[array[int]], list[array[float]]],
         noise: float | None = None,
-        canary: Mapping[str, Any] | None = None,
+        canary_state: Mapping[str, Any] | None = None,
     ):
         """Create a publisher; nothing is sent yet.
 
@@ -45,23 +45,23 @@ class Publisher:
             scores: returns the row's logprobs from each engine behind `engine`.
             noise: the noise at the start of the run, from the checkpoint that the run resumes from.
                 None: it is measured at the first publication.
-            canary: `canary` of the checkpoint that the run resumes from; older checkpoints have
-                none.
+            canary_state: `canary_state` at the checkpoint that the run resumes from; older
+                checkpoints have none.
         """
         self._learner, self._engine = learner, engine
         self._token_ids, self._scores = token_ids, scores
         self._canary = None if noise is None else Canary(noise)
-        if self._canary is not None and canary is not None:
-            self._canary.load(canary)
+        if self._canary is not None and canary_state is not None:
+            self._canary.load(canary_state)
 
     @property
     def noise(self) -> float:
         """Mean absolute difference of the logprobs at the first publication, in nats."""
         assert self._canary is not None, "nothing was published yet"
-        return self._canary.reference
+        return self._canary.baseline_noise
 
     @property
-    def canary(self) -> dict[str, Any]:
+    def canary_state(self) -> dict[str, Any]:
         """The state of the check, for a checkpoint."""
         assert self._canary is not None, "nothing was published yet"
         return self._canary.state
@@ -146,14 +146,14 @@ MAX_START_MISMATCH = 0.2
 class Canary:
     """The state of the check: the noise, and the trainer's logprobs when the policy last moved."""
 
-    def __init__(self, reference: float):
+    def __init__(self, baseline_noise: float):
         """Use the noise that was measured at the start.
 
         Args:
-            reference: mean absolute difference of the logprobs in nats.
+            baseline_noise: mean absolute difference of the logprobs in nats.
         """
-        self.reference = reference
-        self._noise = reference
+        self.baseline_noise = baseline_noise
+        self._noise = baseline_noise
         self._last: Tensor | None = None
         """The trainer's logprobs when an engine was last seen to follow them."""
 
@@ -168,14 +168,14 @@ class Canary:
         Raises:
             RunStopped: trainer and engines hold different models.
         """
-        reference = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
-        if not reference <= MAX_START_MISMATCH:
+        baseline_noise = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
+        if not baseline_noise <= MAX_START_MISMATCH:
             raise RunStopped(
-                f"engine and trainer differ by {reference:.3g} nats a token before the first"
+                f"engine and trainer differ by {baseline_noise:.3g} nats a token before the first"
                 f" step, where arithmetic explains at most {MAX_START_MISMATCH:g}. Do they hold the"
                 " same model? Did the engine load the weights, or the adapter?"
             )
-        return cls(reference)
+        return cls(baseline_noise)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -210,7 +210,9 @@ class Canary:
         moved = drift > MIN_MOVEMENT * self._noise
         worst = _max(self._judge(trainer, e, drift, moved, version) for e in engines)
         if moved or self._last is None:
-            self._noise = min(max(self.reference, worst), MAX_NOISE_GROWTH * self.reference)
+            self._noise = min(
+                max(self.baseline_noise, worst), MAX_NOISE_GROWTH * self.baseline_noise
+            )
             self._last = trainer
         return {"canary/mismatch": worst, "canary/drift": drift}
 
@@ -231,7 +233,7 @@ class Canary:
         raise RunStopped(
             f"version {version} of the policy was published, but the engine's logprobs of a fixed"
             f" row differ from the trainer's by {mismatch:.3g} nats a token, where arithmetic"
-            f" explains {limit:.3g} ({self.reference:.3g} at the start; the policy moved by"
+            f" explains {limit:.3g} ({self.baseline_noise:.3g} at the start; the policy moved by"
             f" {drift:.3g}). "
             + (
                 f"The engine's logprobs lack {lag:.0%} of this movement: it still samples from an"

@@ -311,9 +311,9 @@ class Trainer:
         config = self.config
         recover(self.folder)
         checkpoint = find_checkpoint(self.folder, config.trainer.resume)
-        self._rows = hash_file(config.data.train)
+        self._train_file_hash = hash_file(config.data.train)
         if checkpoint is not None:
-            check_resumable(checkpoint, config, self._rows)
+            check_resumable(checkpoint, config, self._train_file_hash)
         logging.disable_progress_bar()  # one bar per model folder is noise
         self.folder.mkdir(parents=True, exist_ok=True)
         if not config.trainer.val_only:
@@ -351,7 +351,7 @@ class Trainer:
             make_canary_row(self.plan, template, self.engine.max_length),
             lambda ids: self.rollouts.run(self.engine.scores(ids)),
             noise=checkpoint.meta.get("noise") if checkpoint else None,
-            canary=checkpoint.meta.get("canary") if checkpoint else None,
+            canary_state=checkpoint.meta.get("canary") if checkpoint else None,
         )
         self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
@@ -383,12 +383,12 @@ class Trainer:
                 self.learner.ranks.save,
                 {
                     "config": self.config.model_dump(mode="json"),
-                    "rows": self._rows,
+                    "rows": self._train_file_hash,
                     "position": self.position,
                     "kl": self.kl.coef,
                     "unfinished": self._unfinished,
                     "noise": self.publisher.noise,
-                    "canary": self.publisher.canary,
+                    "canary": self.publisher.canary_state,
                 },
             )
 

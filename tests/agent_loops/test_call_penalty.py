@@ -216,9 +216,9 @@ REFUSED = '<tool_call>{"name": "refuse", "arguments": {}}</tool_call>'
 BROKEN = "<tool_call>{</tool_call>"
 
 
-def played(turns: list[str], **prices: float):
+def played(turns: list[str], **penalties: float):
     tokenizer = byte_tokenizer()
-    config = Config.model_validate({"tools": {"penalties": prices}})
+    config = Config.model_validate({"tools": {"penalties": penalties}})
     sample = Sample("s", (Message("user", "Go."),), "tool_agent", tools=("ok", "refuse"))
     return play(sample, Scripted(turns, tokenizer), tokenizer, config=config)
 
@@ -273,10 +273,10 @@ def test_a_call_without_a_span_is_penalized_over_its_whole_turn():
 # -- what the loss is told ------------------------------------------------------------------------
 
 
-def rollouts(prices: tuple[tuple[int, int, float], ...]) -> list[Group]:
+def rollouts(penalties: tuple[tuple[int, int, float], ...]) -> list[Group]:
     """Two rollouts; the first has two turns with an observation between."""
     two = [segment([1], ("A", [2, 3, 4]), ("E", [5, 6]), ("A", [7, 8]))]
-    turns = [replace(turn(0, 0, 3), penalties=prices), turn(0, 5, 7)]
+    turns = [replace(turn(0, 0, 3), penalties=penalties), turn(0, 5, 7)]
     return [
         group(scored(two, 1.0, turns), scored([segment([1], ("A", [9]))], 0.0, [turn(0, 0, 1)]))
     ]
@@ -286,8 +286,8 @@ def rollouts(prices: tuple[tuple[int, int, float], ...]) -> list[Group]:
 def test_advantages_change_by_the_penalty_at_these_tokens_only(whiten):
     config = learner_config(algorithm__name="grpo", algorithm__whiten_advantages=whiten)
 
-    def loss_inputs(prices):
-        return make_targets(collate(rollouts(prices), 0), config, None, None, None)
+    def loss_inputs(penalties):
+        return make_targets(collate(rollouts(penalties), 0), config, None, None, None)
 
     plain, priced = loss_inputs(()), loss_inputs(((1, 3, 0.25),))
     shift = torch.zeros(2, 7)

@@ -61,7 +61,7 @@ SHARE = st.floats(0, 1)
 
 def test_metrics_of_the_canary():
     watch = start(ROW, off(ROW, 0.01))
-    assert watch.reference == pytest.approx(0.01)
+    assert watch.baseline_noise == pytest.approx(0.01)
     assert check(watch, ROW, off(ROW, 0.012)) == {
         "canary/mismatch": pytest.approx(0.012),
         "canary/drift": 0.0,
@@ -75,7 +75,7 @@ def test_metrics_of_the_canary():
 
 def test_equal_logprobs_still_allow_the_error_of_float32():
     watch = start(ROW, ROW)
-    assert watch.reference == MIN_NOISE
+    assert watch.baseline_noise == MIN_NOISE
     check(watch, ROW, off(ROW, 1.4 * MIN_NOISE))
 
 
@@ -168,7 +168,7 @@ def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
         row = moved(row, move * noise)
         if k == stop:
             state = json.loads(json.dumps(resumed.state))
-            resumed = Canary(resumed.reference)
+            resumed = Canary(resumed.baseline_noise)
             resumed.load(state)
         engine = off(row, noise).float()
         assert check(resumed, row, engine) == check(straight, row, engine)

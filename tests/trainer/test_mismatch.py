@@ -207,7 +207,7 @@ def test_a_logprob_that_is_not_finite_is_named_with_its_episode(bad):
 
 
 def test_the_guard_lets_pass_ten_times_the_reference_but_no_more():
-    guard = MismatchGuard(reference=0.02)
+    guard = MismatchGuard(baseline_noise=0.02)
     guard.check({MEAN: 0.2})
     with pytest.raises(RunStopped, match=r"differ by 0\.201 on average, where 0\.02 was"):
         guard.check({MEAN: 0.201})
@@ -215,7 +215,7 @@ def test_the_guard_lets_pass_ten_times_the_reference_but_no_more():
 
 
 def test_the_guard_allows_rounding_after_equal_logprobs():
-    guard = MismatchGuard(reference=1e-8)
+    guard = MismatchGuard(baseline_noise=1e-8)
     guard.check({MEAN: 0.01})
     with pytest.raises(RunStopped, match=r"the limit is 0\.01"):
         guard.check({MEAN: 0.011})

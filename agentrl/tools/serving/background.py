@@ -42,8 +42,8 @@ START_SECONDS = 60.0
 DRAIN_SECONDS = 30.0
 STOP_SECONDS = 20.0
 RESTARTS = 5
-"""A worker that dies this often within `RESTARTS_WITHIN_S` is not restarted."""
-RESTARTS_WITHIN_S = 60.0
+"""A worker that dies this often within `RESTARTS_WITHIN_SECONDS` is not restarted."""
+RESTARTS_WITHIN_SECONDS = 60.0
 
 
 class RunningServer(NamedTuple):
@@ -224,7 +224,7 @@ class Worker:
                 now = time.monotonic()
                 self._deaths.append(now)
                 too_often = (
-                    len(self._deaths) == RESTARTS and self._deaths[0] > now - RESTARTS_WITHIN_S
+                    len(self._deaths) == RESTARTS and self._deaths[0] > now - RESTARTS_WITHIN_SECONDS
                 )
                 consequence = "too often to be restarted" if too_often else "and is restarted"
                 message = f"the tool server ended by itself, code {process.exit_code}"
