@@ -10,7 +10,7 @@
     ├── Infrastructure           the engine, tool server, grader or sandbox failed: the episode is
     │   │                        retried, then dropped; it never gets a reward of 0
     │   ├── EngineError
-    │   │   ├── RequestRefused   the request is invalid for every engine
+    │   │   ├── RequestRefused   the request is invalid for every engine: dropped, not retried
     │   │   │   └── PromptTooLong  the prompt exceeds the engine's context length
     │   │   ├── EngineOverloaded the engine's queue is full
     │   │   ├── EngineDead       the engine's process ended; includes the tail of its log
@@ -23,6 +23,7 @@
     └── RunStopped               the run cannot continue (too many dropped episodes, a dead engine)
 
     EpisodeOver                  not an error: a budget is exhausted, and the episode ends
+    Terminated                   not an error: SIGTERM has arrived; the command ends
 
 A model's mistakes (malformed calls, unknown tools, bad arguments) are not exceptions: they become a
 `ToolResult(ok=False)` that the model reads.
@@ -40,6 +41,10 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 class AgentRLError(Exception):
     """Base of all errors that agentrl raises on purpose."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. A command saves the same as after Ctrl-C, and exits with code 143."""
 
 
 class UserError(AgentRLError, ValueError):
@@ -139,7 +144,7 @@ class UserCodeError(AgentRLError, RuntimeError):
         FILE:LINE is the innermost frame of the traceback that is not in agentrl.
         """
         frames = traceback.extract_tb(error.__traceback__)
-        user_frames = [f for f in frames if not f.filename.startswith(_PACKAGE)] or frames
+        user_frames = [f for f in frames if not _is_ours(f)] or frames
         where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
         return cls(f"{what} raised {type(error).__name__}: {error}{where}")
 
@@ -160,6 +165,23 @@ class EpisodeOver(BaseException):
         self.reason = reason
 
 
+def is_own_error(error: BaseException) -> bool:
+    """Return whether agentrl raised the error on purpose, although user code called it.
+
+    Such an error passes through user code unchanged: its message already says what to do. A
+    `UserError` that the user's own code raises is not one, because only `UserCodeError` says where
+    it was raised. Nor is a `ToolError`, which is a message for the model.
+    """
+    if isinstance(error, Infrastructure | UserCodeError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, UserError | RunStopped) and bool(frames) and _is_ours(frames[-1])
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_PACKAGE)
+
+
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
     """Convert exceptions of the user's code in this block to `UserCodeError`.
@@ -171,14 +193,14 @@ def user_code(what: str) -> Iterator[None]:
         what: the name of the code, for the message.
 
     Raises:
-        UserCodeError: the block raised anything but `EpisodeOver`, `Infrastructure` or a
-            `UserCodeError`.
+        UserCodeError: the block raised anything but `EpisodeOver` or an error of agentrl's own
+            (`is_own_error`).
     """
     import asyncio  # imported here because it takes a tenth of the time of `agentrl --help`
 
     try:
         yield
-    except (EpisodeOver, Infrastructure, UserCodeError):
+    except EpisodeOver:
         raise
     except asyncio.CancelledError as e:
         task = asyncio.current_task()
@@ -186,4 +208,6 @@ def user_code(what: str) -> Iterator[None]:
             raise
         raise UserCodeError.of(what, e) from e
     except BaseException as e:
+        if is_own_error(e):
+            raise
         raise UserCodeError.of(what, e) from e

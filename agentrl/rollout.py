@@ -23,12 +23,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl import sandbox
-from agentrl.agent_loops.attempt import World, mix_seed
-from agentrl.agent_loops.play import CLEANUP_SECONDS, play_episode
+from agentrl.agent_loops.attempt import CLEANUP_SECONDS, World, mix_seed
+from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import Infrastructure, RunStopped, TemplateError, UserCodeError
+from agentrl.errors import (
+    Infrastructure,
+    RequestRefused,
+    RunStopped,
+    UserCodeError,
+    UserError,
+)
 from agentrl.http.pool import leave_pool, waiting_requests
 from agentrl.open_files import raise_limit
 from agentrl.rewards import Scorer
@@ -59,7 +65,8 @@ class _Play:
     sampling: Sampling
     seed: int
     trains: bool
-    """True if the policy is trained on this rollout. Then its reward includes penalties."""
+    """True in a training step, also for the greedy rollout (`Group.greedy`), whose reward is the
+    baseline of the others. Then the reward includes penalties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +242,12 @@ class Rollouts:
                     )
                     self._watchdog.set_state(episode_id, "other rollouts of the sample")
                     return trajectory
+                except RequestRefused as e:  # It would be refused again.
+                    log.warning("row %s: %s", sample.id, e)
+                    return _Dropped(f"{type(e).__name__}: {e}")
                 except Infrastructure as e:
                     cause = _log_infrastructure_error(e, sample, attempt)
-                except (UserCodeError, TemplateError) as e:
+                except (UserCodeError, UserError) as e:
                     if not self._has_shown_bug:
                         self._has_shown_bug = True
                         log.error("row %s (%s): %s", sample.id, sample.agent_name, e)

@@ -15,7 +15,14 @@ from agentrl.agent_loops.attempt import World
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import EngineError, RunStopped, ToolError, UserCodeError, UserError
+from agentrl.errors import (
+    EngineError,
+    RequestRefused,
+    RunStopped,
+    ToolError,
+    UserCodeError,
+    UserError,
+)
 from agentrl.evaluate import evaluate, pass_at_k
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
@@ -184,6 +191,31 @@ def test_any_exception_of_a_reward_stops_the_run(rollouts, error):
     r = rollouts(FailingEngine(["a"]), reward={"function": "odd_reward"})
     with pytest.raises(UserCodeError, match=type(error).__name__):
         r.collect(rows(2, "single_turn"), n=2, sampling=SAMPLING, step=0)
+
+
+def test_an_error_of_agentrl_in_a_loop_is_not_reported_as_a_bug_of_the_loop(rollouts, caplog):
+    @agent_loop("asks_for_an_unknown_name")
+    async def asks(ep):
+        await ep.generate()
+        registry.agent_loops.get("no_such_loop")
+
+    with pytest.raises(RunStopped, match="Causes:\n  4 x RegistryError: "):
+        rollouts(FailingEngine(["a"])).collect(
+            rows(2, "asks_for_an_unknown_name"), n=2, sampling=SAMPLING, step=0
+        )
+    assert "raised" not in caplog.text
+
+
+def test_a_request_that_every_engine_refuses_is_sent_once(rollouts):
+    class Refusing(FailingEngine):
+        async def generate(self, *args, episode_id, **kwargs):
+            requests.append(episode_id)
+            raise RequestRefused("token 99 is not in the vocabulary")
+
+    requests = []
+    with pytest.raises(RunStopped, match="2 x RequestRefused: token 99"):
+        rollouts(Refusing(["a"])).collect(rows(1, "single_turn"), n=2, sampling=SAMPLING, step=0)
+    assert len(requests) == 2
 
 
 def test_an_exception_in_an_opening_is_reported_as_a_bug_of_the_loop(rollouts):

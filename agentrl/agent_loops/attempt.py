@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from array import array
@@ -31,6 +32,13 @@ from agentrl.errors import EngineError, EpisodeOver
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
 from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult, Turn
+
+log = logging.getLogger("agentrl")
+
+CLEANUP_SECONDS = 10.0
+"""The longest wait for each part of an episode's end, in seconds: for methods of the episode that
+still run and are cancelled, and for the interaction's `close`. A run that stops waits as long for
+its cancelled episodes. The toolbox has its own limits for closing tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +126,12 @@ class Attempt:
     spawned: int = 0
     control_token_attempts: int = 0
     """The number of control tokens whose texts prompts, tools and interactions contained."""
-    state: str = "opening"
-    """The thing that the attempt waits for. The watchdog prints it."""
+    phase: str = "opening"
+    """The stage of the attempt: "opening", "loop", "reward" and so on."""
+    waits: list[str] = field(default_factory=list)
+    """The things that the conversations wait for within the loop, one for each wait."""
     since: float = field(default_factory=time.monotonic)
-    """The `time.monotonic()` seconds at which `state` was entered."""
+    """The `time.monotonic()` seconds at which `state` changed last."""
     started: float = field(default_factory=time.monotonic)
     limit: TimeLimit = field(init=False)
     """`rollout.timeout_s` from `start_clock` on. Waits for a free connection do not count."""
@@ -180,12 +190,30 @@ class Attempt:
                 self.active_tasks.discard(task)
 
     async def end(self) -> None:
-        """End the attempt: cancel the methods of the episode that still run, and wait for them."""
+        """End the attempt: cancel the methods of the episode that still run, and wait for them.
+
+        The wait is at most `CLEANUP_SECONDS`. A task that still runs then is logged and left
+        behind.
+        """
         self.end_reason = self.end_reason or "done"
         tasks = self.active_tasks - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait((ended,), timeout=CLEANUP_SECONDS)
+        for task in tasks:
+            if not task.done():
+                self.active_tasks.discard(task)
+                log.error(
+                    "row %r: %s still runs %g s after the episode ended and cancelled it (it waits"
+                    " for: %s). Does a function there catch asyncio.CancelledError?",
+                    self.sample.id,
+                    getattr(task.get_coro(), "__qualname__", task.get_name()),
+                    CLEANUP_SECONDS,
+                    self.state,
+                )
 
     async def sample_turn(
         self, ids: array[int], sampling: Sampling, seed: Sequence[int], until: float = math.inf
@@ -220,16 +248,29 @@ class Attempt:
                 # While the request waited for a connection, the deadline of the episode became
                 # later. The engine kept the earlier deadline. Send the request again.
 
-    def enter(self, state: str) -> float:
-        """Set `state`, for the watchdog. Return the seconds that the last state took."""
-        now = time.monotonic()
-        seconds = now - self.since
-        self.state, self.since = state, now
-        return seconds
+    @property
+    def state(self) -> str:
+        """The things that the attempt waits for. The watchdog prints them."""
+        return ", ".join(self.waits) or self.phase
+
+    def enter(self, phase: str) -> None:
+        """Set `phase`, for the watchdog."""
+        self.phase, self.since = phase, time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Register what a conversation waits for within this block, for the watchdog."""
+        self.waits.append(what)
+        self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits.remove(what)
+            self.since = time.monotonic()
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""
-        used = sum(map(len, self.rows)) + (len(row) if row.index < 0 else 0)
+        used = sum(map(len, self.rows))
         return min(
             self.world.config.rollout.max_trajectory_tokens - used - new,
             self.world.sampler.max_length - len(row.ids) - new,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.engine.base import Sampling
-from agentrl.errors import EpisodeOver, Infrastructure
+from agentrl.errors import Infrastructure, PromptTooLong
 from agentrl.trajectory import Message
 
 CHAT_SEED = -1
@@ -40,14 +40,19 @@ class EngineChat:
         """Return the model's reply, without its thinking.
 
         Raises:
-            EpisodeOver: the time is over, or the conversation is too long for the engine.
+            EpisodeOver: the time is over.
+            PromptTooLong: the conversation is too long for the engine. This is no budget of the
+                policy's: `rollout.budget_policy` must not penalize it.
             Infrastructure: the engine failed, or the model used all of `max_tokens` for thinking.
         """
         attempt, template = self._attempt, self._attempt.world.template
         ids = template.prompt(messages, is_from_row=lambda message: False, exact=False)
         remaining = attempt.world.sampler.max_length - len(ids)
         if remaining < 1:
-            raise EpisodeOver("trajectory_tokens")
+            raise PromptTooLong(
+                f"the conversation of the model that plays the user has {len(ids)} tokens, but the"
+                f" engine's context length is {attempt.world.sampler.max_length}"
+            )
         sampling = Sampling(
             temperature=temperature,
             max_tokens=min(max_tokens, remaining),

@@ -110,6 +110,8 @@ class Episode:
         """The index in `turns` of this conversation's last turn."""
         self._n_turns = 0
         """The number of turns of this conversation."""
+        self._tools_index = -1
+        """The index in `turns` of the last turn whose tool calls were run."""
         self._is_generating = False
         attempt.messages.extend(opening)
         self._count_control_tokens(m for m in opening if m.role != "assistant")
@@ -177,9 +179,10 @@ class Episode:
         max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._conversation] if self._conversation else []))
-        attempt.enter("generate")
-        generation, text = await attempt.sample_turn(prompt, sampling, seed)
-        seconds = attempt.enter("loop")
+        start_time = time.monotonic()
+        with attempt.waiting_for("generate"):
+            generation, text = await attempt.sample_turn(prompt, sampling, seed)
+        seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
@@ -262,14 +265,22 @@ class Episode:
         attempt, index = self._attempt, self._require_turn("call_tools")
         calls = attempt.turns[index].tool_calls
         with attempt.active():
+            if calls and index == self._tools_index:
+                raise UserCodeError(
+                    "ep.call_tools() was called twice after one turn. Call ep.generate() in"
+                    " between. The first call returned the results; they are also in the turn's"
+                    " tool_results"
+                )
             if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
                 raise attempt.end_with("tool_calls")
             attempt.tool_calls += len(calls)
-            attempt.enter(f"tools {self._world.toolbox.where}")
-            results = await self._world.toolbox.run(
-                calls, self.episode_id, index, self._context.messages
-            )
-        seconds = attempt.enter("loop")
+            self._tools_index = index
+            start_time = time.monotonic()
+            with attempt.waiting_for(f"tools {self._world.toolbox.where}"):
+                results = await self._world.toolbox.run(
+                    calls, self.episode_id, index, self._context.messages
+                )
+        seconds = time.monotonic() - start_time
         results = [self._world.truncate(r) for r in results]
         turn = attempt.turns[index]
         penalties, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
@@ -306,10 +317,8 @@ class Episode:
         if self._interaction is None:
             return False
         self._require_turn("interact")
-        with self._attempt.active():
-            self._attempt.enter("interaction")
+        with self._attempt.active(), self._attempt.waiting_for("interaction"):
             reply = await respond(self._interaction, tuple(self.messages), self.deadline)
-        self._attempt.enter("loop")
         if reply is None:
             return False
         if reply.score:

@@ -10,22 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import Attempt, World, make_template
+from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, World, make_template
 from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import EpisodeOver, Infrastructure, UserCodeError, user_code
+from agentrl.errors import AgentRLError, EpisodeOver, UserCodeError, user_code
 from agentrl.interactions import Interaction, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
 from agentrl.trajectory import Sample, Trajectory
 
 log = logging.getLogger("agentrl")
-
-CLEANUP_SECONDS = 10.0
-"""The time that an ended episode has to close its tools and its interaction, in seconds."""
 
 
 async def play_episode(
@@ -53,6 +50,7 @@ async def play_episode(
 
     Raises:
         Infrastructure: a part of the infrastructure failed. Play the sample again, with a new id.
+        UserError: the row, its tools or its chat template cannot be used.
         UserCodeError: the loop, the interaction or a tool's constructor raised.
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
@@ -61,8 +59,6 @@ async def play_episode(
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
-        with user_code(f"agent loop {loop.name!r}: its opening"):
-            opening, schemas = loop.opening(sample, world.toolbox.schemas(sample.tools))
         attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
         if watch:
             watch(attempt)
@@ -72,6 +68,11 @@ async def play_episode(
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await world.toolbox.open(episode_id, sample)
             attempt.start_clock()
+        # After the tools are open: a toolbox reads the tools of a server then.
+        tool_schemas = world.toolbox.schemas(sample.tools)
+        with user_code(f"agent loop {loop.name!r}: its opening"):
+            opening, schemas = loop.opening(sample, tool_schemas)
+        attempt.enter("loop")
         arguments = world.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
@@ -100,7 +101,7 @@ async def play_episode(
         # An error in the clean-up must not hide the reason why the episode ended.
         try:
             if has_open_tools:
-                with contextlib.suppress(Infrastructure, UserCodeError):
+                with contextlib.suppress(AgentRLError):
                     await world.toolbox.close(episode_id)
         finally:
             if interaction is not None:
@@ -116,7 +117,7 @@ async def _close(interaction: Interaction, sample: Sample) -> None:
         log.error("closing the interaction of row %r took too long", sample.id)
     except UserCodeError as e:
         log.error("%s", e)
-    except (EpisodeOver, Infrastructure) as e:
+    except (EpisodeOver, AgentRLError) as e:
         log.error("closing the interaction of row %r: %s", sample.id, e)
 
 

@@ -207,7 +207,7 @@ def _check_env(cls: type[GymInteraction], kwargs: Mapping[str, Any]) -> list[str
         env.close()
 
 
-_threads = PerLoop(lambda: Threads(MAX_THREADS), Threads.close)
+_threads = PerLoop(lambda: Threads(MAX_THREADS, "gym"), Threads.close)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

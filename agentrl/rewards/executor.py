@@ -35,7 +35,7 @@ class _Slots:
     """The threads and the free slots of one event loop."""
 
     def __init__(self):
-        self.threads = Threads(MAX_THREADS)
+        self.threads = Threads(MAX_THREADS, "reward")
         self.for_threads = asyncio.Semaphore(THREADS)
         self.for_async_calls = asyncio.Semaphore(ASYNC_CALLS)
 

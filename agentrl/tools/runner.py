@@ -114,7 +114,7 @@ class Runner:
         self._on_call_end = on_call_end
         self._queue_seconds = limits.queue_seconds
         self._executors = Executors(limits)
-        self._checks = Threads(CHECK_THREADS)
+        self._checks = Threads(CHECK_THREADS, "tool-check")
         self._deadline = functools.cache(Deadline)
         """Calls with the same timeout share a `Deadline`."""
         self._caches: defaultdict[Tool, ResultCache] = defaultdict(ResultCache)
@@ -439,7 +439,7 @@ class Executors:
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
-        self._threads = Threads(limits.threads)
+        self._threads = Threads(limits.threads, "tool")
         self._processes = Processes(limits.processes)
         self._gates: dict[str, asyncio.Semaphore] = {}
         self._workers = asyncio.Semaphore(limits.processes)

@@ -223,33 +223,41 @@ class HttpToolbox(Toolbox):
         self._workers = [self._client(url)]
         """One client per worker of the server, by number."""
         self._specs: Registry[ToolSpec] | None = None
+        self._specs_are_stale = False
+        """True if the server was restarted with other workers since the tools were read."""
         self._episodes: dict[str, _OpenEpisode] = {}
 
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the OpenAI function schemas of tools. The first call blocks for a request.
+        """Return the OpenAI function schemas of tools.
+
+        If the server's tools are not known yet, this calls `connect`, which blocks.
+        """
+        if not names:
+            return []
+        specs = self._specs or self.connect()
+        return schemas_of([specs.get(n) for n in dict.fromkeys(names)])
+
+    def connect(self) -> Registry[ToolSpec]:
+        """Read the server's tools. This blocks; on an event loop, `open` reads them instead.
 
         Raises:
             ConfigError: no tool server answers at the URL.
         """
-        if self._specs is None:
-            try:
-                status, answer = fetch_json(
-                    self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
-                )
-                self._specs = self._read_tool_list(_check_answer(status, answer))
-            except ToolServerError as e:
-                raise ConfigError(
-                    f"no tool server at {self.url} ({e}). Start one with `agentrl tools serve"
-                    " FILE...`, or set tools.transport=http to let the run start its own."
-                ) from None
-        return schemas_of([self._specs.get(n) for n in dict.fromkeys(names)])
+        try:
+            status, answer = fetch_json(
+                self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
+            )
+            self._specs = self._read_tool_list(_check_answer(status, answer))
+        except ToolServerError as e:
+            raise ConfigError(
+                f"no tool server at {self.url} ({e}). Start one with `agentrl tools serve"
+                " FILE...`, or set tools.transport=http to let the run start its own."
+            ) from None
+        return self._specs
 
     async def open(self, episode_id: str, sample: Sample) -> None:
-        if self._specs is None:
-            self._specs = self._read_tool_list(
-                await self._request("GET", "/tools", None, self._request_seconds, "")
-            )
-        specs = [self._specs.get(n) for n in dict.fromkeys(sample.tools)]
+        known_specs = await self._load_specs()
+        specs = [known_specs.get(n) for n in dict.fromkeys(sample.tools)]
         body = {
             "episode_id": episode_id,
             "sample": sample if any(s.wants_row for s in specs) else {"tools": sample.tools},
@@ -285,6 +293,22 @@ class HttpToolbox(Toolbox):
         finally:
             self._episodes.pop(episode_id, None)
         return float(answer["reward"])
+
+    async def _load_specs(self) -> Registry[ToolSpec]:
+        """Return the server's tools. Read them if they are unknown or stale.
+
+        Raises:
+            ToolServerError: the server is unreachable. The tools of before are kept.
+        """
+        if self._specs is None or self._specs_are_stale:
+            # From the server's own URL: after a restart, the workers that are known may be gone.
+            client, deadline = self._client(self.url), time.monotonic() + self._request_seconds
+            status, answer = await client.request_json(
+                "GET", "/tools", deadline=deadline, retries=1, wait_if_busy=True
+            )
+            self._specs = self._read_tool_list(_check_answer(status, answer))
+            self._specs_are_stale = False
+        return self._specs
 
     def _call_seconds(self, spec: ToolSpec) -> float:
         """Return the longest time until the server answers a call of a tool."""
@@ -328,7 +352,7 @@ class HttpToolbox(Toolbox):
             method, path, body, deadline=time.monotonic() + seconds, retries=1, wait_if_busy=True
         )
         if status == 421:
-            self._specs = None  # the server was restarted with other workers
+            self._specs_are_stale = True  # the server was restarted with other workers
         return _check_answer(status, answer)
 
     def _read_tool_list(self, answer: Any) -> Registry[ToolSpec]:
@@ -395,7 +419,7 @@ def open_toolbox(
         yield LocalToolbox()
     elif config.url:
         toolbox = HttpToolbox(config.url, os.environ.get(TOKEN_VARIABLE, ""))
-        toolbox.schemas(())  # the request is sent here, because no event loop runs yet
+        toolbox.connect()  # here, because no event loop runs yet
         yield toolbox
     else:
         url, token, server = serve_in_background(
@@ -403,5 +427,5 @@ def open_toolbox(
         )
         with server:
             toolbox = HttpToolbox(url, token)
-            toolbox.schemas(())
+            toolbox.connect()
             yield toolbox

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig, Config
-from agentrl.errors import AgentRLError, ConfigError, RunStopped, UserCodeError
+from agentrl.errors import ConfigError, RunStopped, UserCodeError, is_own_error
 from agentrl.registry import advantage_estimator, advantage_estimators
 from agentrl.trainer.batch import Batch, Targets, assign_mini_batches
 from agentrl.trainer.losses import ESTIMATORS, describe_value
@@ -151,9 +151,9 @@ def estimate(
     estimator = advantage_estimators.get(name)
     try:
         returned = estimator(batch, batch.token_rewards, values, config)
-    except AgentRLError:
-        raise
     except Exception as e:
+        if is_own_error(e) or name in advantage_estimators.shipped:
+            raise
         raise UserCodeError.of(f"the advantage estimator {name!r}", e) from e
     shape = batch.token_rewards.shape
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig
-from agentrl.errors import AgentRLError, UserCodeError
+from agentrl.errors import UserCodeError, is_own_error
 from agentrl.registry import policy_loss, policy_losses
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -165,7 +165,7 @@ def token_losses(
     try:
         returned = function(logprobs, old_logprobs, advantages, mask, config)
     except Exception as e:
-        if isinstance(e, AgentRLError) or name in policy_losses.shipped:
+        if is_own_error(e) or name in policy_losses.shipped:
             raise
         raise UserCodeError.of(f"the policy loss {name!r}", e) from e
 

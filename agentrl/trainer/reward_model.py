@@ -138,7 +138,7 @@ class RewardModel:
         if self._loop is not loop:
             self._loop, self._waiting, self._serving = loop, [], None
             self._client = self._make_client() if self._url else None
-            self._threads = Threads(1)
+            self._threads = Threads(1, "reward-model")
 
     async def _serve(self) -> None:
         """Score the waiting rollouts, batch by batch, in order of arrival."""

@@ -81,7 +81,7 @@ class Processes:
         for _ in range(count):
             self._idle.put(None)
         self._running: set[_Worker] = set()
-        self._threads = PerLoop(lambda: Threads(count), Threads.close)
+        self._threads = PerLoop(lambda: Threads(count, "worker-process"), Threads.close)
         self._closed = False
 
     async def call(

@@ -20,9 +20,15 @@ Outcome = tuple[Any, BaseException | None]
 
 
 class Threads:
-    """A pool of threads that runs at most `limit` functions at once. Belongs to one event loop."""
+    """A pool of threads that runs at most `limit` functions at once. Belongs to one event loop.
 
-    def __init__(self, limit: int):
+    Args:
+        limit: the maximum number of threads.
+        name: the beginning of the threads' names.
+    """
+
+    def __init__(self, limit: int, name: str):
+        self._name = name
         self._free_threads = asyncio.Semaphore(limit)
         self._running = 0
         self._threads = 0
@@ -48,7 +54,8 @@ class Threads:
         self._running += 1
         if self._running > self._threads:
             self._threads += 1
-            threading.Thread(target=self._work, name=f"tool-{self._threads}", daemon=True).start()
+            name = f"{self._name}-{self._threads}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
         self._jobs.put((loop, future, function))
         return future
 

@@ -1,5 +1,6 @@
 import asyncio
 import random
+import time
 from array import array
 
 import pytest
@@ -9,14 +10,16 @@ from support.examples import examples
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
-from agentrl.agent_loops.play import play
+from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.play import play, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, UserCodeError
+from agentrl.interactions import Interaction, interaction
 from agentrl.testing import byte_tokenizer, call, react_call
-from agentrl.tools import tool
+from agentrl.tools import LocalToolbox, tool
 from agentrl.trajectory import Generation, Message, Sample, float_array, token_array
 
 registry.load_file("shelf:calculator")
@@ -261,6 +264,103 @@ def test_a_custom_loop():
     t = play(sample("self_check_test"), engine, TOKENIZER)
     assert t.final_text == "#### 17" and t.turn_rewards("turn") == 0.5
     assert_oracles(t, engine)
+
+
+def test_calls_of_a_turn_run_once():
+    @agent_loop("tools_twice")
+    async def tools_twice(ep):
+        await ep.generate()
+        await ep.call_tools()
+        await ep.call_tools()
+
+    with pytest.raises(UserCodeError, match=r"twice after one turn\. Call ep\.generate"):
+        script = [call("calculator", expression="3*4")]
+        play(sample("tools_twice"), Scripted(script, TOKENIZER), TOKENIZER)
+
+
+def test_the_times_of_conversations_that_run_concurrently_are_their_own():
+    @tool(name="nap_of_a_turn")
+    async def nap() -> str:
+        """Wait."""
+        await asyncio.sleep(0.4)
+        return "awake"
+
+    @agent_loop("concurrent")
+    async def concurrent(ep):
+        await ep.generate()
+        critic = ep.spawn("critic")
+
+        async def criticize():
+            await asyncio.sleep(0.2)
+            await critic.generate()
+
+        await asyncio.gather(ep.call_tools(), criticize())
+        states.append(ep._attempt.state)
+
+    class Noting(Scripted):
+        async def generate(self, *args, **kwargs):
+            states.append(*(e.state for e in attempts))
+            return await super().generate(*args, **kwargs)
+
+    states, attempts = [], []
+    script = Noting(
+        lambda prompt, turn: "ok" if "critic" in prompt else call("nap_of_a_turn"), TOKENIZER
+    )
+    world = World(script, TEMPLATE, LocalToolbox(), Config())
+    t = asyncio.run(
+        play_episode(
+            world,
+            sample("concurrent", tools=("nap_of_a_turn",)),
+            episode_id="e",
+            rollout=0,
+            sampling=Sampling(),
+            seed=0,
+            watch=attempts.append,
+        )
+    )
+    assert t.turns[0].tool_seconds >= 0.4 and t.turns[0].generate_seconds < 0.2
+    assert t.turns[1].generate_seconds < 0.2
+    assert states == ["generate", "tools in this process, generate", "loop"]
+
+
+def test_a_method_that_does_not_end_delays_the_end_of_its_episode_for_a_bounded_time(
+    monkeypatch, caplog
+):
+    @interaction("stubborn")
+    class Stubborn(Interaction):
+        async def respond(self, messages):
+            try:
+                await asyncio.sleep(5)
+            except asyncio.CancelledError:
+                await asyncio.sleep(1.5)
+            return None
+
+    @agent_loop("leaves_a_task")
+    async def leaves_a_task(ep):
+        await ep.generate()
+        tasks.append(asyncio.create_task(ep.interact()))
+        await asyncio.sleep(0.05)
+
+    async def timed():
+        start = time.monotonic()
+        world = World(Scripted(["a"], TOKENIZER), TEMPLATE, LocalToolbox(), Config())
+        await play_episode(
+            world,
+            sample("leaves_a_task", interaction="stubborn", tools=()),
+            episode_id="e",
+            rollout=0,
+            sampling=Sampling(),
+            seed=0,
+        )
+        seconds.append(time.monotonic() - start)
+        await asyncio.wait(tasks)
+
+    tasks, seconds = [], []
+    monkeypatch.setattr("agentrl.agent_loops.attempt.CLEANUP_SECONDS", 0.2)
+    asyncio.run(timed())
+    assert seconds[0] < 1.0
+    expected = "row 's': Episode.interact still runs 0.2 s after the episode ended"
+    assert caplog.text.count(expected) == 1 and "waits for: interaction" in caplog.text
 
 
 def test_observing_as_the_assistant_is_refused():

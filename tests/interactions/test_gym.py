@@ -116,7 +116,7 @@ def test_an_episode_in_a_gym_environment():
     assert [m.content for m in t.messages if m.role == "user"] == ["Go.", "1", "2"]
     assert [turn.rewards["turn"] for turn in t.turns] == [-1, -1, 10]
     assert t.stop_reason == "done" and CLOSED == ["corridor"]
-    assert all(name.startswith("tool-") for name in STEPS_IN), "no step on the event loop"
+    assert all(name.startswith("gym-") for name in STEPS_IN), "no step on the event loop"
 
 
 def test_rollouts_of_a_row_begin_alike_and_rows_differ():

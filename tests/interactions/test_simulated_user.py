@@ -19,7 +19,7 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.data import check_samples
 from agentrl.engine.base import Sampling
-from agentrl.errors import DataError, Infrastructure, RunStopped
+from agentrl.errors import DataError, Infrastructure, PromptTooLong, RunStopped
 from agentrl.interactions import SimulatedUser
 from agentrl.interactions.simulated_user import DONE, GREETING
 from agentrl.rewards import make_scorer, reward
@@ -265,10 +265,22 @@ def test_the_policy_plays_the_user():
     assert engine.playing == set()
 
 
-def test_the_simulated_user_shares_the_budgets_of_the_episode():
+def test_a_simulated_user_that_is_too_long_for_the_engine_is_no_budget_of_the_policy():
     long = replace(ROW, interaction_kwargs={"goal": "x" * 3000})
-    t = play(long, Scripted(["Hi", "no"], TOKENIZER, max_length=2000), TOKENIZER)
-    assert t.stop_reason == "trajectory_tokens" and len(t.turns) == 1
+    engine = Scripted(["Hi", "no"], TOKENIZER, max_length=2000)
+    message = r"plays the user has 3\d+ tokens, but the engine's context length is 2000"
+    with pytest.raises(PromptTooLong, match=message):
+        play(long, engine, TOKENIZER)
+    config = Config()
+    world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
+    rollouts = Rollouts(world, make_scorer(config.reward), seed=0)
+    requests = len(engine.requests)
+    try:
+        with pytest.raises(RunStopped, match="PromptTooLong"):
+            rollouts.collect([long], n=1, sampling=Sampling(), step=0)
+    finally:
+        rollouts.close()
+    assert len(engine.requests) == requests + 1, "the episode is not played again"
 
 
 def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):

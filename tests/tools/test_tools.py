@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 import time
 import uuid
@@ -17,6 +18,11 @@ from hypothesis import strategies as st
 from support.tool_server import TOKEN, row, serving_tools
 
 from agentrl import registry
+from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.play import play_episode
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
 from agentrl.errors import (
     ConfigError,
     DataError,
@@ -26,6 +32,7 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.http import HttpClient
+from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
 from agentrl.tools.runner import CallLimits
 from agentrl.tools.session import ToolHost, UnknownEpisode
@@ -595,6 +602,50 @@ async def test_an_unreachable_server():
         box.schemas(["add"])
     with pytest.raises(ConfigError, match="not a server's URL: 'localhost:8900'"):
         HttpToolbox("localhost:8900")
+
+
+async def test_a_server_that_was_restarted_is_asked_for_its_tools_again(url):
+    """Without blocking the event loop; the known tools serve until the server answers."""
+    box, sample = HttpToolbox(url, TOKEN), row("add")
+    await box.open(sample.id, sample)
+    schemas = box.schemas(["add"])
+    with socket.create_server(("127.0.0.1", 0)) as hangs:  # accepts, and never answers
+        box.url, box._specs_are_stale = f"http://127.0.0.1:{hangs.getsockname()[1]}", True
+        box._request_seconds = 0.5
+        other, longest, last = row("add"), 0.0, time.monotonic()
+        opening = asyncio.create_task(box.open(other.id, other))
+        while not opening.done():
+            assert box.schemas(["add"]) == schemas
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        with pytest.raises(ToolServerError, match="before the deadline"):
+            await opening
+        assert longest < 0.3
+    box.url, box._request_seconds = url, 15.0
+    await box.open(other.id, other)
+    assert not box._specs_are_stale
+    assert await box.close(other.id) == await box.close(sample.id) == 0.0
+    await box.aclose()
+
+
+async def test_a_tool_server_that_is_down_is_no_bug_of_the_loop():
+    """Also for an episode that is the first to need the server's tools."""
+    tokenizer = byte_tokenizer()
+    world = World(
+        Scripted(["a"], tokenizer),
+        ChatTemplate(tokenizer),
+        HttpToolbox("http://127.0.0.1:1"),
+        Config(),
+    )
+    with pytest.raises(ToolServerError, match=r"GET http://127\.0\.0\.1:1/tools"):
+        await play_episode(
+            world,
+            replace(row("add"), agent_name="tool_agent"),
+            episode_id="e",
+            rollout=0,
+            sampling=Sampling(),
+            seed=0,
+        )
 
 
 async def test_a_server_that_lost_its_sessions(url):
