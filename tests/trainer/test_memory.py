@@ -89,6 +89,20 @@ def test_ranks_divide_weights_gradients_and_moments_only():
     assert four == {n: size // 4 if n in divided else size for n, size in one.items()}
 
 
+def test_large_models_gather_some_layers_at_a_time():
+    deep = Qwen2Config(**{**SMALL, "num_hidden_layers": 8})
+    whole, some = 2 * (512 * 64 + 64 + 8 * LAYER), 2 * (512 * 64 + 64 + 3 * LAYER)
+    for ranks, gpu_bytes, gathered_bytes in (
+        (2, 4 * whole + 4, whole),
+        (2, 4 * whole, some),
+        (1, 4 * whole, whole),
+    ):
+        result = estimate_memory(
+            deep, config_of(), ranks, row_tokens=1, pass_tokens=1000, gpu_bytes=gpu_bytes
+        )
+        assert result.terms["gathered weights"] == gathered_bytes
+
+
 def test_recompute_keeps_the_inputs_of_layers_and_one_layer():
     result = estimate(config_of(optim={"recompute": True}))
     assert result.terms["activations"] == 1000 * (2 * 2 * 64 + KEPT + 6 * 64)
