@@ -50,12 +50,12 @@ def row(name: str, source: str, tokenizer: Any) -> str:
 def table() -> str:
     """Return the table in Markdown."""
     head = (
-        "| family | template | verdict | calls | conversations that read as rendered |\n"
+        "| family | template | verdict | calls | rows equal to the rendered text |\n"
         "|---|---|---|---|---|\n"
     )
     rows = [row(name, "TRL's", tokenizer_of_trl(name)) for name in templates_of_trl()]
     rows += [
-        row(name, "described", tokenizer_from_facts(FAMILY_FACTS[name]))
+        row(name, "rebuilt", tokenizer_from_facts(FAMILY_FACTS[name]))
         for name in sorted(FAMILY_FACTS)
     ]
     return head + "".join(f"{line}\n" for line in rows)
