@@ -1,4 +1,4 @@
-"""What is said of the engine's cache, over turns that each had a prompt."""
+"""The metrics of the engine's prefix cache."""
 
 from array import array
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is said of a plan, and the plans that are refused, before a model is loaded."""
+"""The summary of a plan, and the plans that are refused before a model is loaded."""
 
 import pytest
 from support.trainer_fixtures import config

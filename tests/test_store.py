@@ -1,4 +1,4 @@
-"""What is read back equals what was written, and is there whole or not at all."""
+"""Records are read back as they were written. Each is stored completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a nearly too long rollout costs: exact numbers, of sampled tokens alone."""
+"""The penalty of overlong rollouts: exact numbers. Only sampled tokens count."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_loop_that_compacts_once_and_spawns_once_gives_three_rows():
         (2, 0),
         (2, 0),
     ]
-    # Oracle A: the engine was prompts with exactly what the rows hold.
+    # The prompts of the engine's requests equal the tokens of the rows.
     prompts = [r.prompt_ids for r in engine.requests]
     for turn, ids in zip(t.turns, prompts, strict=True):
         segment = t.segments[turn.segment]
@@ -137,7 +137,7 @@ def test_a_row_is_collated_bit_for_bit_the_same_next_to_others():
 
 
 def test_a_branch_keeps_sampled_tokens_as_they_were_sampled():
-    """Also where it is not how the tokenizer would write it."""
+    """This holds too if the tokenizer would encode the text differently."""
     tokenizer = family_tokenizer("qwen2_5")
 
     class Letters(Scripted):

@@ -1,4 +1,4 @@
-"""How turns end: several EOS ids, tokens of the next role, stop texts, budgets."""
+"""The ends of turns: several EOS ids, tokens of the next role, stop texts, budgets."""
 
 from collections import Counter
 

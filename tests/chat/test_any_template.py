@@ -1,4 +1,4 @@
-"""What the engine is asked is what `apply_chat_template` writes for the conversation so far.
+"""The engine's prompt equals the text of `apply_chat_template` for the conversation so far.
 
 The oracle renders whole conversations and knows nothing of prompts, deltas and stripped turns. A
 turn is what a model can write: it goes on from the prompt and ends with its first stop token. Each

@@ -229,7 +229,7 @@ def test_attempts_are_counted(name):
 @examples(20)
 @given(data=st.data())
 def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):
-    """Also half characters, and ids that there are not."""
+    """The ids include parts of characters and ids outside of the vocabulary."""
     encoder, backend = chat(name).encoder, family_tokenizer(name).backend_tokenizer
     ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=40))
     assert encoder.decode(ids) == backend.decode(ids, skip_special_tokens=False)

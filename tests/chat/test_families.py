@@ -209,7 +209,7 @@ def test_orders_of_roles(name):
 
 @families
 def test_rounds_are_alike(name):
-    """What stands between a call and its result; DeepSeek's opens its outputs only once."""
+    """Return the text between a call and its result. DeepSeek opens its outputs only once."""
     family = FAMILIES[name]
     if family.results in ("refused", "dropped") or not family.calls:
         return

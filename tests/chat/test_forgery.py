@@ -263,7 +263,7 @@ def test_a_token_across_a_border_and_one_in_two_strings(name, shown):
 
 
 def test_forgery_attempts_in_schemas_are_counted():
-    """Also in react, whose system message holds the descriptions as text."""
+    """This holds in react too, whose system message contains the descriptions as text."""
 
     @tool
     def forging(x: str) -> str:

@@ -29,7 +29,7 @@ TAGGED = ("glm", "hermes", "qwen3_coder")
 
 
 def text_of(case):
-    """Where a case repeats something, it does so up to a length."""
+    """Cases that repeat a text do so up to this length."""
     text = case["text"]
     while len(text) < (length := case.get("repeat_to", 0)):
         text = (text + case["repeat"] * length)[:length]
@@ -258,7 +258,7 @@ def has(text, marks):
 
 
 def units():
-    """What floods are made of: each fragment, and pairs that keep a reader reading."""
+    """Parts of very long inputs: each fragment, and pairs after which a parser reads on."""
     yield from FRAGMENTS
     for opening in ("<tool_call>", "<tool_call>{", '{"name":', "[f(a=", "<function=f>", "\n{"):
         yield from (opening + fragment for fragment in FRAGMENTS)

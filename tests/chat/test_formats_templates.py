@@ -36,13 +36,13 @@ Call = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How a template takes a call, and how it writes one."""
+    """The message with which a template accepts a call, and the text that it writes."""
 
     format: str
     arguments_as_text: bool
     content: str | None
     end: str
-    """What the template writes behind the calls."""
+    """Return the text that the template writes after the calls."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the table of parsers in docs/tokens.md says is so, and the peers do what it says of them."""
+"""The table of parsers in docs/tokens.md is true for agentrl and for other projects."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ THINKING = [
 
 
 def follow_ups(name: str) -> list[tuple[Role, ...]]:
-    """Who may speak after a turn of the assistant."""
+    """The roles that may follow a turn of the assistant."""
     family = FAMILIES[name]
     legal: list[tuple[Role, ...]] = [("user",)]
     if family.results not in ("refused", "dropped"):
@@ -110,7 +110,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
 @examples(25)
 @given(data=st.data())
 def test_sampled_tokens_keep_their_place_and_turns_are_closed_once(name, data):
-    """Oracle A: a row is prompt + ids + delta + ids + delta ..."""
+    """A row is prompt + ids + delta + ids + delta ..."""
     template, talk = chat(name), data.draw(talks(name, own=True))
     messages, own = talk.messages, sorted(talk.sampled)
     row = list(template.prompt(messages[: own[0]], TOOLS))
@@ -169,7 +169,7 @@ def test_verify_template_finds_the_append_only_families(name):
 
 @cache
 def proven(name: str) -> list[tuple[Role, ...]]:
-    """What may follow a turn, by the proof."""
+    """Return the messages that may follow a turn, according to `verify_template`."""
     legal = follow_ups(name)
     shapes = [Shape("", (tuple(f"{role}:12" for role in roles),) * 2) for roles in legal]
     verdicts = verify_template(chat(name), TOOLS, shapes)
@@ -239,7 +239,7 @@ def delta_text(name: str, roles: tuple[Role, ...], last: int = -1) -> str:
 
 @families
 def test_a_delta_has_the_new_messages_and_nothing_else(name):
-    """No system block, no user turn of its own; what is after the closing token is there."""
+    """The delta has no system block, no added user turn, and the text after the closing token."""
     template = chat(name)
     for roles in follow_ups(name):
         text = delta_text(name, roles)
@@ -267,7 +267,7 @@ def test_a_delta_has_the_new_messages_and_nothing_else(name):
     ],
 )  # fmt: skip
 def test_deltas_word_for_word(name, text):
-    """Where a newline follows the closing token, it is there, sampled or not."""
+    """If a newline follows the closing token, the row contains it, sampled or not."""
     template = chat(name)
     assert delta_text(name, ("user",)).replace("[INST]said", "[INST] said") == text
     first = template.encoder.encode_trusted(text)[0]

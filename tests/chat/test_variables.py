@@ -1,4 +1,4 @@
-"""Which variables a chat template reads."""
+"""The variables that a chat template reads."""
 
 from __future__ import annotations
 

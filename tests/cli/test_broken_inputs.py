@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a table reads best one case a line)
-"""What users get wrong: one clear message that holds the value and the fix, in seconds."""
+"""Mistakes of users: each gives one clear message with the value and the fix, within seconds."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What `agentrl check` reports about servers and GPUs, and what it says that it did not check."""
+"""The report of `agentrl check` about servers and GPUs, and its list of unchecked things."""
 
 from __future__ import annotations
 

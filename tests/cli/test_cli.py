@@ -1,4 +1,4 @@
-"""What the command line says: versions, keys, notes, tables."""
+"""The output of the command line: versions, keys, notes, tables."""
 
 from __future__ import annotations
 

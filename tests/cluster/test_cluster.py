@@ -346,7 +346,7 @@ def test_a_bug_names_its_rank_and_shows_its_line(one):
 
 
 def test_a_bug_is_reported_with_the_line_of_the_users_code(tmp_path):
-    """Not that of the library which he gave nonsense, nor of what called him."""
+    """The line is neither that of the library that raised nor that of the callers."""
     file = tmp_path / "bad.py"
     file.write_text("import json\n\n\ndef loss(text):\n    return json.loads(text)\n")
     names = {}

@@ -32,8 +32,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-# Losses of the user's that are the end of rank 1: in its second step, within the update or, once
-# that is made, where its policy is scored.
+# Loss functions of the user that kill rank 1 in its second step: during the update, or after it,
+# when the policy is scored.
 ENV = """
 import os, signal
 
@@ -162,7 +162,7 @@ def learned(output, flags):
 
 
 def assert_same_run(one, other, flags, steps=(1, 2)):
-    """But for rounding."""
+    """The values are equal except for rounding."""
     assert rollouts(one, steps[0]) == rollouts(other, steps[0])
     ours, theirs = metrics(one), metrics(other)
     for step in steps:

@@ -1,4 +1,4 @@
-"""What the tests of verl's classes, files and configs share."""
+"""Fixtures for the tests of verl's classes, files and configs."""
 
 import json
 import os

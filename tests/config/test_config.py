@@ -27,7 +27,7 @@ from agentrl.errors import ConfigError
 
 
 def mistakes(*overrides, yaml=None, flags=None, tmp=None) -> list[str]:
-    """What `load_config` refuses, one entry a mistake."""
+    """The mistakes that `load_config` refuses."""
     path = None
     if yaml is not None:
         path = tmp / "run.yaml"

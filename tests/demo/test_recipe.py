@@ -126,7 +126,7 @@ def test_a_misspelled_preset_is_refused(name):
     ],
 )
 def test_a_possibly_misspelled_folder_is_noted(tmp_path, monkeypatch, name, note):
-    """And no more than that: a folder may be named as an owner on the hub is."""
+    """A folder may have the same name as an owner on the hub."""
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     messages = []

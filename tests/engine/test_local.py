@@ -526,7 +526,7 @@ def test_the_schedule_is_a_function_of_episodes_and_turns(script, slots, order):
 
 
 def log_of_schedule(script, slots: int, order: random.Random | None):
-    """Who joins at which step, where episodes act at random moments or at once."""
+    """Return the step at which each episode joins; episodes start at random steps or at once."""
     schedule = DecodeSchedule(slots, deterministic=True)
     todo = {f"e{i}": list(turns) for i, turns in enumerate(script)}
     for name in todo:
@@ -604,7 +604,7 @@ class Gate:
 async def test_an_episode_asks_again_while_its_cancelled_turn_is_being_sampled(
     deterministic: bool, left: int
 ):
-    """Also where the turn that nobody awaits ends (`left=1`) in the very step it was given up.
+    """This holds too if the abandoned turn ends (`left=1`) in the step in which it was abandoned.
 
     The row comes free in the end, for the other episode.
     """

@@ -1,4 +1,4 @@
-"""What SGLang may answer, read without a server: turns, spans of versions, refusals, nonsense."""
+"""Parsing SGLang's responses without a server: turns, spans of versions, refusals, errors."""
 
 import copy
 from array import array

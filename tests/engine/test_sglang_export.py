@@ -1,4 +1,4 @@
-"""What is exported, loaded by a real server from its folder: it says what the learner said."""
+"""A real server that loads an exported checkpoint returns the learner's logprobs."""
 
 from array import array
 from pathlib import Path

@@ -48,7 +48,7 @@ class Site:
         self.model, self.python = model, python
         self.processes = []
         self.most = most
-        """How many."""
+        """The largest number of servers."""
 
     def __call__(self):
         if len(self.processes) >= self.most:

@@ -87,7 +87,7 @@ def test_a_bucket_is_a_copy_of_its_own_size():
 
 
 def test_only_one_bucket_is_in_memory():
-    """What LoRA merges is made for us: it must be gone once it was copied."""
+    """Merged LoRA weights are temporary: they must be freed after the copy."""
     from weakref import ref
 
     alive = []

@@ -1,4 +1,4 @@
-"""What vLLM may answer, read without a server: both endpoints, spans of versions, nonsense."""
+"""Parsing vLLM's responses without a server: both endpoints, spans of versions, errors."""
 
 import copy
 import runpy
@@ -283,7 +283,7 @@ def test_lora_goes_as_an_adapter(random_model):
 
 
 async def status_of(app, kind="http", path="/collective_rpc", headers=()):
-    """What a caller sees: a status, or "in" where the request reached the server."""
+    """Return the status that a caller gets, or "in" if the request reached the server."""
     seen = []
 
     async def send(event):

@@ -181,7 +181,7 @@ def test_cheating_with_words_earns_0(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "cheat"), cheats)
 def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
-    """What a tool says is no answer, and none of these makes it say the right one."""
+    """The output of a tool is not an answer, and none of these calls returns the right answer."""
     monkeypatch.setattr(load_file("shelf:sql"), "MAX_SECONDS", 0.3)
     ((row, sample),) = made(tmp_path, name, 1, seed=3)
 

@@ -20,7 +20,7 @@ from agentrl.trainer.learner import Learner
 pytestmark = pytest.mark.gpu
 
 CLOSE = 0.1
-"""How far apart the two may end, as a share of how far both went."""
+"""The largest distance between the two results, as a share of the distance that both moved."""
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.base import Update
-from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.admin import AdminClient
+from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError

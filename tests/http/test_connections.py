@@ -292,7 +292,7 @@ async def test_a_connection_that_ends_late_fails_no_later_request():
 
 
 def test_event_loops_share_the_limit(monkeypatch):
-    """Also where one ended without closing its connections."""
+    """This holds too if a loop ended without closing its connections."""
     monkeypatch.setattr(pool, "_pools", {})  # loops of other tests may not be closed
     asyncio.run(_left_open())
 

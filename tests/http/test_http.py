@@ -189,7 +189,7 @@ async def test_a_busy_server_without_a_delay_is_not_retried_without_end(now):
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n["])
 async def test_the_deadline_holds(sent):
-    """Also for a retried request: it is one deadline, and what ran into it is not sent again."""
+    """A request and its retries have one deadline. After the deadline, nothing is sent again."""
     tries = []
 
     async def handler(reader, writer):

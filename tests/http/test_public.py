@@ -1,4 +1,4 @@
-"""What a model may fetch of the web, and what it must not reach."""
+"""The pages that a model may fetch, and the addresses that it must not reach."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ def test_a_hacked_harness_earns_nothing(truth):
 
 
 def test_the_harness_never_sees_the_expected_output(monkeypatch):
-    """What S14 rests on: the expected outputs are nowhere in what the sandbox is given."""
+    """The expected outputs are in none of the data that the sandbox receives."""
     if (why := why_no_sandbox()) and not os.environ.get("CI"):
         pytest.skip(why)
     runs = []

@@ -187,7 +187,7 @@ def test_math_by_spelling_alone_as_verl(text, truth, score):
 
 
 def with_one_worker(work) -> Any:
-    """What `work(grader)` returns, of a grader with a worker."""
+    """Return `work(grader)` of a grader with its own process."""
 
     async def working():
         executor = RewardExecutor(RewardConfig(workers=1))

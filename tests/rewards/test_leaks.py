@@ -1,4 +1,4 @@
-"""What a run is warned of at its start, and what it is not."""
+"""The warnings about leaked answers at the start of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of the section `sandbox` do, and that a run uses them before a model is loaded."""
+"""The keys of the section `sandbox`, and that a run uses them before it loads a model."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ async def test_programs_run_where_no_cgroup_can_be_made(monkeypatch):
 
 @needs_cgroup
 def test_cgroups_of_a_run_that_was_killed_are_removed_by_the_next(monkeypatch):
-    """Not at once: it could be another container's, which has put no process into it yet."""
+    """It is not deleted at once: another container may still put a process into it."""
     parent = cgroup.find_parent()
     assert parent is not None
     with subprocess.Popen(["true"]) as ended:

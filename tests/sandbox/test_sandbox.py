@@ -410,7 +410,7 @@ def test_programs_end_with_a_parent_that_was_killed(backend):
 
 @needs_sandbox
 def test_an_ordinary_user_has_the_same_limits():
-    """Where no other user can be become, processes are counted by namespace."""
+    """If the sandbox cannot switch to another user, processes are counted per namespace."""
     script = f"""
 import asyncio
 from agentrl.config import SandboxConfig

@@ -54,7 +54,7 @@ LIBRARIES = (
 )
 START_SECONDS = 120.0
 NUMBER = struct.Struct("!q")
-"""How the server sends a PID and then an exit status."""
+"""The format in which the server sends a PID and then an exit status."""
 
 
 class ForkedPython:

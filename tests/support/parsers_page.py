@@ -60,13 +60,13 @@ WHY = {
     "words": "makes `yes`, `1` or `null` values",
     "wrapper": "unpacks a lone `arguments` or `input`",
 }
-"""What a peer does where our parser differs."""
+"""The behaviour of another project's parser where agentrl's parser differs."""
 
 WHY_NOT_READ = {
     "lfm2": "LFM2.5's templates escape neither quotes nor backslashes",
     "llama_pythonic": "templates that put all values between quotes escape nothing in them",
 }
-"""What keeps a parser from reading all rendered calls."""
+"""The reasons why a parser does not read all rendered calls."""
 
 
 def templates() -> Iterator[tuple[str, ChatTemplate]]:

@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.trainer.dispatch import Dispatch, dispatched_methods
 
 SECONDS = 120.0
-"""How long a call may take. Ranks that wait for each other for ever fail the test."""
+"""The time limit of a call, in seconds. Ranks that wait for each other for ever fail the test."""
 
 
 class Processes:

@@ -85,7 +85,7 @@ def schemas_of(calls: list[Call]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Way:
-    """How a template takes a turn with calls."""
+    """The message format in which a template accepts a turn with calls."""
 
     arguments_as_text: bool
     content: str | None

@@ -56,7 +56,7 @@ WHOLE: list[dict[str, Any]] = [
 
 
 def agrees(schema: dict[str, Any], candidates: list[dict[str, Any]]) -> int:
-    """How many of the arguments pass; each of those must be valid."""
+    """Return how many of the arguments pass. Each of those must be valid."""
     check, validator = make_fast_validator(schema), Draft202012Validator(schema)
     passed = [a for a in candidates if check(a)]
     for arguments in passed:

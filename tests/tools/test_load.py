@@ -56,7 +56,7 @@ def p99(values: list[float]) -> float:
 
 
 def crowding() -> float:
-    """How many times longer work takes here than it would if nothing else ran; at least 1."""
+    """Return how many times longer work takes now than on an idle machine; at least 1."""
     wall, cpu = time.monotonic(), time.thread_time()
     while time.thread_time() < cpu + 0.2:
         pass

@@ -158,7 +158,7 @@ def test_sessions_in_any_order(client, schema, steps):
 
 
 def test_metrics(client):
-    """What happened since, by tool and outcome."""
+    """Return the number of calls since then, by tool and outcome."""
 
     def value(line: str) -> float:
         page = client.get("/metrics").text

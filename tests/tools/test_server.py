@@ -372,7 +372,7 @@ METHODS = {
 
 @pytest.mark.parametrize("path", METHODS)
 def test_wrong_methods_are_refused_with_the_right_ones(url, path):
-    """Also without a body, and with one that would be refused elsewhere."""
+    """This holds without a body too, and with a body that other routes refuse."""
     right = METHODS[path].split(", ")
     for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {*right}:
         for body, kind in ((None, ""), (b"{}", "application/json"), (b"x" * 1000, "text/plain")):
@@ -479,7 +479,7 @@ def gone(pid: int, seconds: float) -> bool:
 
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_server_does_not_outlive_its_parent(fork):
-    """Also where a fork of the killed parent still holds the pipe."""
+    """This holds too if a fork of the killed parent still has the pipe open."""
     parent = subprocess.Popen(
         [
             sys.executable,

@@ -508,7 +508,7 @@ async def test_the_episodes_state_is_shared_and_in_order(toolbox):
 
     @tool
     def seen(state) -> list[int]:
-        """What was added."""
+        """Return the numbers that were added."""
         return state["seen"]
 
     @tool

@@ -649,7 +649,7 @@ async def test_a_tool_server_that_is_down_is_no_bug_of_the_loop():
 
 
 async def test_a_server_that_lost_its_sessions(url):
-    """What was open and is not any more is a machine's failure, never a reward of 0."""
+    """If an open episode is lost, that is an infrastructure error, never a reward of 0."""
     box = HttpToolbox(url, TOKEN)
     sample = row("notebook")
     await box.open(sample.id, sample)

@@ -167,7 +167,7 @@ HOSTILE = {
 
 
 def cpu_of(schema: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, float]:
-    """What a check in a thread says, and the CPU time of this thread that it took."""
+    """Return the result of a check in a thread, and the CPU time of this thread that it took."""
     parameters = parameters_from_schema(schema, "f", "here")
     began = time.thread_time()
     try:

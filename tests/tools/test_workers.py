@@ -38,7 +38,7 @@ from agentrl import tool
 
 @tool
 def pid() -> int:
-    """Which process this is."""
+    """Return the PID."""
     return os.getpid()
 
 @tool
@@ -203,7 +203,7 @@ def _rows(n: int, tool: str, **fields) -> list[Sample]:
 
 
 def results(groups: list[Group]) -> set[str]:
-    """What tools answered."""
+    """Return the results of the tools."""
     scored = [s for g in groups for s in g.scored]
     return {m.content for s in scored for m in s.trajectory.messages if m.role == "tool"}
 
@@ -269,7 +269,7 @@ async def test_processes_that_a_tool_left_end_with_its_worker_and_delay_no_other
 
 
 async def test_a_worker_that_keeps_dying_is_given_up(file, caplog):
-    """And whoever calls is refused at once, instead of waiting for it."""
+    """Calls are refused at once instead of waiting for the server process."""
     url, _, server = serve_in_background([file])
     with server:
         for _ in range(RESTARTS):
@@ -307,7 +307,7 @@ def free_pair() -> int:
 
 
 def test_ports_are_numbered_from_the_first(file):
-    """Where one of them is taken, nothing is left behind."""
+    """If one of the ports is in use, no process is left."""
     port = free_pair() + 1
     cannot = pytest.raises(UserError, match=f"cannot serve on 127.0.0.1:{port}")
     with listener(port), cannot:

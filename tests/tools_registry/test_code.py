@@ -29,7 +29,7 @@ def short():
 
 
 async def say(tool, *calls, create_kwargs=None):
-    """What a model reads in answer to calls, one after another, in an episode of its own."""
+    """Return the results that a model reads for consecutive calls of one episode."""
     load_file(f"shelf:{tool}")
     tools_kwargs = {tool: {"create_kwargs": create_kwargs or {}}}
     sample = Sample("row", (Message("user", "Go."),), tools=(tool,), tools_kwargs=tools_kwargs)

@@ -1,4 +1,4 @@
-"""What is on the shelf: files that load by themselves, and do what they say of themselves."""
+"""The shipped tools: each file loads on its own and does what its description says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must change no bit of what a chosen token is told: for every estimator and aggregation."""
+"""Changes of a batch that must not change advantages or weights, for every estimator."""
 
 from __future__ import annotations
 

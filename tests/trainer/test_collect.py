@@ -1,4 +1,4 @@
-"""Which groups a step learns from, over rows whose rewards are written down."""
+"""The groups that a step learns from, for rows with given rewards."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def metrics(dead: bool, groups: float = 1.0, **stops: float) -> dict[str, float]
 
 
 def warnings_of(caplog, steps: str, *, resumed_after: int = 0) -> list[str]:
-    """What is said of a run whose dead steps are marked by x."""
+    """Return the messages about a run whose dead steps are marked by x."""
     record = [(0, {"val-core/all/reward": 0.0})]
     record += [(k, metrics(s == "x")) for k, s in enumerate(steps[:resumed_after], 1)]
     dead_steps = DeadSteps(record)

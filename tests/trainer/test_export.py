@@ -1,4 +1,4 @@
-"""What is exported of a checkpoint says what the learner said, to whoever loads it."""
+"""An exported checkpoint gives the learner's logprobs in each library that loads it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_frozen_tensors_get_no_gradient(at_once):
 
 
 def test_a_second_backward_pass_gives_the_same():
-    """What the first one wrote over is made again."""
+    """The second backward pass computes again the values that the first one overwrote."""
     hidden, weight, tokens, u, _ = world(2, 6, 11)
     total = (u * chosen_logprobs(hidden, weight, tokens, 1.0)[0]).sum()
     first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)

@@ -1,4 +1,4 @@
-"""What each estimator of the KL really optimises, by enumeration; and its weight in the reward."""
+"""The expected gradient of each KL estimator, by enumeration; and its weight in the reward."""
 
 from __future__ import annotations
 

@@ -560,7 +560,7 @@ def test_transformers_loads_the_saved_folder(folder, batch, tmp_path, keys):
 
 @pytest.fixture(scope="module")
 def adapter(folder, tmp_path_factory) -> Path:
-    """What a LoRA run leaves."""
+    """Return the folder of an adapter with random weights."""
     learner = Learner(folder, config(**LORA), total_steps=2)
     for name, weight in learner.rank.policy.model.named_parameters():
         if "lora_B" in name:
@@ -600,7 +600,7 @@ def test_an_engine_samples_from_the_base_with_its_adapter(folder, adapter, batch
 def test_a_run_from_an_adapter_begins_there_and_leaves_a_whole_model(
     folder, adapter, batch, tmp_path, keys
 ):
-    """Also with LoRA: an adapter's folder could only name the base that it did not begin from."""
+    """This holds with LoRA too: the folder of an adapter could only name the wrong base model."""
     learner = Learner(adapter, config(**keys, algorithm__kl_loss_coef=0.1), total_steps=2)
     start = learner.logprobs(batch)
     torch.testing.assert_close(start, as_peft_says(folder, adapter, batch), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The proof of the pudding: runs that must learn, and broken ones that must be seen not to."""
+"""Runs that must learn, and broken runs that must be detected."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -270,7 +270,7 @@ def test_which_tokens_a_loss_depends_on(name, elementwise):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_position_of_a_token_in_its_row_does_not_matter(name):
-    """Nor how wide the rows are, or which others are beside them."""
+    """The loss depends neither on the width of the rows nor on the other rows of the batch."""
     logprobs, old, advantages, mask = rows(2, 0.3)
     whole, _ = LOSSES[name](logprobs, old, advantages, mask, CONFIG)
     for i in (0, 1, 3):

@@ -42,7 +42,7 @@ WORLDS = {
     "offload": {"optim__offload": "all"},
     "rows": {"algorithm__policy_loss": "gspo", "algorithm__tis_level": "sequence"},
 }
-"""What is spread: weights, an adapter, a critic of its own or on the policy's base."""
+"""The models that are sharded: weights, an adapter, a critic of its own or on the policy's base."""
 BUDGETS = (10_000, 150, 60)
 """Tokens of a micro-batch: all in one, a few, many."""
 SOME_CUTS = ((1, 60), (2, 150), (4, 60))
@@ -109,7 +109,7 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_order_of_rollouts_changes_nothing(groups, batch, ranks):
-    """Also in how they fall to the ranks."""
+    """This holds for each assignment of rows to ranks."""
     cfg = config(**KEYS, algorithm__name="ppo")
     _, logprobs, weights = run(groups[1], cfg, batch, 1)
     order = torch.tensor([12, 13, 14, 15, 4, 7, 6, 5, 2, 0, 1, 3, 11, 10, 9, 8])

@@ -112,7 +112,7 @@ def test_the_trainer_agrees_with_the_engine_at_the_first_update(straight):
 
 
 def test_every_row_is_its_conversation(straight, tiny_model):
-    """What trains, as text, is one render of the messages; masks cover the turns and no more."""
+    """The trained row is the rendered conversation; the masks cover the turns and nothing else."""
     registry.load_file("shelf:calculator")
     template = ChatTemplate(load_tokenizer(tiny_model))
     scored = list(load_trajectories(straight / "trajectories"))

@@ -53,7 +53,7 @@ async def scorer():
 
 
 def alone(classifier, text):
-    """What transformers says of the conversation, by itself."""
+    """Return the score that transformers computes for the conversation."""
     model, tokenizer, _ = classifier
     messages = [m.as_dict() for m in make_trajectory(("assistant", text)).messages]
     ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)

@@ -1,4 +1,4 @@
-"""What `optim` has done to a model before it learns, as far as no GPU is needed to see it.
+"""The changes that `optim` makes to a model before training, as far as a CPU can test them.
 
 (`test_ranks.py` has what comes of it.)
 """
@@ -54,7 +54,7 @@ def on_gpus(config: OptimConfig) -> list[nn.Module]:
 
 
 def around(layer: nn.Module) -> list[Any]:
-    """What was put around a layer's own function, the outermost first."""
+    """Return the wrappers of a layer's forward function, the outermost first."""
     wrappers, run = [], layer.forward
     while isinstance(run, partial):
         wrappers.append(run.func)
@@ -98,7 +98,7 @@ def test_what_is_offloaded_to_the_cpu(spread):
 
 
 def moves(config: OptimConfig) -> list[str]:
-    """Where moments are sent by an optimizer step on a GPU."""
+    """Return the devices to which an optimizer step on a GPU sends the moments."""
     sent = []
 
     class Moments(torch.Tensor):

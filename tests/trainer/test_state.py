@@ -1,4 +1,4 @@
-"""What a learner saves: pieces of many ranks, read by any number of them; safetensors alone."""
+"""The saved state of a learner: shards of many ranks that any number of ranks can load."""
 
 from __future__ import annotations
 

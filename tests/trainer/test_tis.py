@@ -81,7 +81,7 @@ def test_over_two_turns_only_whole_sequences_are_weighted_exactly(name, level, e
 
 
 def test_the_second_of_two_turns_is_exact_by_its_own_weight_where_the_first_was_not():
-    """What a token's own weight leaves out is how its state was come by."""
+    """The weight of a token does not correct the probability of reaching its state."""
     visits = ENGINE_2.view(3, 3, 2)[:, :1, 0].detach()
 
     def second_turn(log_p):

@@ -167,7 +167,7 @@ async def test_a_closed_pool_leaves_nothing(tmp_path):
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    """Also one that holds the interpreter, where no thread of its own would notice."""
+    """This holds too for a process that holds the GIL, in which no other thread could react."""
     file = tmp_path / "pid"
     program = (
         "import asyncio, sys; sys.path.insert(0, sys.argv[1])\n"
@@ -228,7 +228,7 @@ def test_stop_waits_for_a_child_that_ends_itself_before_it_kills():
 
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_group_ends_with_a_parent_that_is_killed(fork):
-    """Also where a fork of the parent lives on, and whatever the group does."""
+    """This holds too if a fork of the parent still runs, and for each process group."""
     inner = (
         "import os, re, subprocess, sys\n"
         "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
