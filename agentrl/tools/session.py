@@ -117,7 +117,10 @@ class ToolSession:
         """The constructor arguments of each class tool."""
         self._instances: dict[str, Instance] = {}
         self._state: dict[str, Any] = {}
+        self._async_waiters: Waiters = set()
+        """The waits for async calls, which can be cancelled at once."""
         self._waiters: Waiters = set()
+        """The waits for calls in threads and processes."""
         self._answers: dict[tuple[int, int], tuple[str, bytes, asyncio.Future[ToolResult]]] = {}
         self._create_kwargs_json: bytes = b""
         self._opening: asyncio.Task[None] | None = None
@@ -235,7 +238,9 @@ class ToolSession:
         if function.injected:
             values = {**values, **self._injected_values(function.injected, messages)}
         # A cached call may also serve other episodes, so the end of this one does not cancel it.
-        call = Call(tool, function, values, set() if tool.cache else self._waiters)
+        is_cancellable = function.is_async and not tool.process
+        waiters = self._async_waiters if is_cancellable else self._waiters
+        call = Call(tool, function, values, set() if tool.cache else waiters)
         start = time.monotonic()
         if tool.cache:
             result = await runner.cached_result(tool, encoded, lambda: runner.call(call, None))
@@ -255,6 +260,8 @@ class ToolSession:
         if self._opening is not None:
             await asyncio.wait((self._opening,))
             with_reward = with_reward and self._opening.exception() is None
+        # First, because an object is closed after its running call, and this one can end at once.
+        cancel_waiters(self._async_waiters)
         ends = [
             self._end(tool, with_reward) for tool in self._classes if tool.name in self._instances
         ]

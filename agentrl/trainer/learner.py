@@ -157,7 +157,8 @@ class Learner:
 
         Raises:
             RunStopped: a logprob of the trainer at the start of the step is not finite (no weight
-                has changed), or a loss or gradient is not finite.
+                has changed), or a loss or gradient is not finite (the message says whether
+                weights have changed).
         """
         self.ranks.zero_grad()
         a, mask, old = self.config.algorithm, batch.action_mask, targets.old_logprobs
@@ -181,13 +182,15 @@ class Learner:
                     old = _scatter(mask, rows, [result.logprobs for result in results])
                     columns["actor"]["old"] = old
                     mismatch = self._compare(batch, old, mask & is_run[:, None], check)
-                _add_metrics(collected, "actor", self._optimizer_step("actor", step, results))
+                sums = self._optimizer_step("actor", step, results, is_first=not collected)
+                _add_metrics(collected, "actor", sums)
             if a.critic:
                 rows_to_run = in_mini_batch & mask.any(1)
                 _, results = self._forward_backward(
                     "critic", batch, rows_to_run, mask, columns["critic"]
                 )
-                _add_metrics(collected, "critic", self._optimizer_step("critic", step, results))
+                sums = self._optimizer_step("critic", step, results, is_first=not collected)
+                _add_metrics(collected, "critic", sums)
 
         learning = ["actor"] * learn_policy + ["critic"] * a.critic
         metrics = {f"{name}/grad_norm": 0.0 for name in learning}  # if no step was made
@@ -261,19 +264,31 @@ class Learner:
         return self.ranks.vocabulary()
 
     def _optimizer_step(
-        self, name: Literal["actor", "critic"], step: int, results: Sequence[PassResult]
+        self,
+        name: Literal["actor", "critic"],
+        step: int,
+        results: Sequence[PassResult],
+        *,
+        is_first: bool = True,
     ) -> dict[str, float]:
         """Update the weights with the gradients of the ranks.
 
         Without results no step is made: the gradient is zero, and momentum alone must not move the
         weights.
 
+        Args:
+            name: the model.
+            step: the number of the training step.
+            results: the results of the passes, one per micro-batch.
+            is_first: False if an earlier optimizer step of this training step changed weights.
+
         Returns:
             The sums of the results' counts, and the gradient norm as `grad_norm`; empty if no step
             was made.
 
         Raises:
-            RunStopped: the loss or the gradient is not finite. The weights have not changed.
+            RunStopped: the loss or the gradient is not finite. This optimizer step has not changed
+                the weights.
         """
         if not results:
             return {}
@@ -286,9 +301,15 @@ class Learner:
         counts["grad_norm"] = self.ranks.optimizer_step(name, lr) if finite else math.nan
         if not math.isfinite(counts["grad_norm"]):
             values = ", ".join(f"{key}={value}" for key, value in counts.items())
+            weights = (
+                "The weights have not changed."
+                if is_first
+                else "Earlier optimizer steps of this training step have changed the weights, so"
+                " these are not saved."
+            )
             raise RunStopped(
-                f"step {step}: the {name}'s loss or gradient is not finite ({values}). The"
-                f" weights have not changed. {self._explain_failure(name, step)}"
+                f"step {step}: the {name}'s loss or gradient is not finite ({values})."
+                f" {weights} {self._explain_failure(name, step)}"
             )
         return dict(counts)
 

@@ -27,7 +27,7 @@ from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.open import describe_engine, open_engine
-from agentrl.errors import ConfigError, RunStopped
+from agentrl.errors import ConfigError, RunStopped, Terminated
 from agentrl.evaluate import evaluate
 from agentrl.open_files import spare_files
 from agentrl.plan import (
@@ -117,6 +117,8 @@ class Trainer:
         self.position = 0
         self.kl = KLController(config.algorithm)
         self.clock = StepClock()
+        self._is_open = False
+        """True once `_open` has created the engine, the learner and the other parts of a run."""
         self._is_consistent = True
         """True if the learner's state is that of `global_step` and can be saved."""
         self._unfinished: dict[str, float] | None = None
@@ -134,7 +136,12 @@ class Trainer:
 
         Raises:
             RunStopped: too many episodes were dropped.
+            RuntimeError: `run` has not opened them.
         """
+        if not self._is_open:
+            raise RuntimeError(
+                "Trainer.step needs the engine and the learner that Trainer.run opens"
+            )
         with self.clock.timed("gen"), self.interrupt.abandonable():
             rollouts = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
@@ -226,7 +233,7 @@ class Trainer:
                 self._train()
             except RunStopped as e:
                 raise RunStopped(f"{e}\n{self._save_after_error()}") from e
-            except (KeyboardInterrupt, Exception):
+            except (KeyboardInterrupt, Terminated, Exception):
                 self.console.note(self._save_after_error())
                 raise
             return self._finish()
@@ -357,6 +364,7 @@ class Trainer:
         self.guard = MismatchGuard(self.publisher.noise)
         self.store = TrajectoryStore(self.folder / TRAJECTORIES)
         self.interrupt = stack.enter_context(Interrupt())
+        self._is_open = True
 
     def _begin(self, stack: ExitStack) -> None:
         """Open the records of the run, and cut what was written after its checkpoint."""
@@ -447,7 +455,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.is_urgent = False
         """True after a second signal."""
-        self._is_requested = False
+        self._request: KeyboardInterrupt | Terminated | None = None
         self._abandonable = False
         self._before: dict[int, object] = {}
 
@@ -466,10 +474,11 @@ class Interrupt:
         """Stop here if a signal has arrived.
 
         Raises:
-            KeyboardInterrupt: a signal has arrived.
+            KeyboardInterrupt: SIGINT has arrived.
+            Terminated: SIGTERM has arrived.
         """
-        if self._is_requested:
-            raise KeyboardInterrupt
+        if self._request is not None:
+            raise self._request
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
@@ -482,7 +491,8 @@ class Interrupt:
             self._abandonable = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.is_urgent, self._is_requested = self._is_requested, True
+        self.is_urgent = self._request is not None
+        self._request = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
         if self.is_urgent or self._abandonable:
-            raise KeyboardInterrupt
+            raise self._request
         print("\nstopping; press Ctrl-C again to stop at once", flush=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
+from support.updates import update
 
 from agentrl.config import load_config
 from agentrl.engine.remote import guard
@@ -329,3 +331,19 @@ async def test_the_guard_asks_for_the_key_everywhere(tmp_path):
 def test_a_guard_without_a_key_does_not_start(tmp_path):
     with pytest.raises(ValueError, match="key file is empty"):
         guarded(tmp_path, key="")
+
+
+def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog):
+    class Admin:
+        url = "http://server"
+
+        def manage(self, path, body, *, seconds):
+            assert path == "/collective_rpc"
+
+        def send(self, path, body):
+            return 404, b""
+
+    sender = VLLMDiskSender(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
+    for version in (1, 2):
+        sender.send(update([("model.norm.weight", torch.ones(4))], version))
+    assert caplog.text.count("http://server has no checksums of its weights") == 1

@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.engine.remote.weights_check import NOT_COMPARED, ROWS, WeightsChecker
+from agentrl.engine.remote.weights_check import NOT_COMPARED, ROWS, WeightsChecker, _digest
 from agentrl.errors import EngineError
 
 BF16 = torch.bfloat16
@@ -166,6 +166,17 @@ def test_one_number_of_one_tensor_counts():
     sent["model.norm.weight"][3] *= 2
     with pytest.raises(EngineError, match="as they were"):
         publish(server, checker, 2, sent, {})
+
+
+def test_the_digest_depends_on_the_places_of_the_values():
+    rows = torch.arange(12.0).reshape(3, 4)
+    changed = [rows, rows[[1, 0, 2]], rows[:, [1, 0, 2, 3]], rows.T.reshape(3, 4), -rows]
+    same_dtype = {_digest(update([("w", t)], 1)) for dtype in (torch.float32, BF16)
+                  for t in [r.to(dtype) for r in changed]}  # fmt: skip
+    assert len(same_dtype) == 10
+    vectors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor(3.0)]
+    assert len({_digest(update([("w", v)], 1)) for v in vectors}) == 3
+    assert _digest(update([("w", rows)], 1)) == _digest(update([("w", rows.clone())], 2))
 
 
 def test_a_server_without_checksums_is_asked_once():

@@ -490,6 +490,35 @@ async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path,
     await noted("+-+-")
 
 
+async def test_an_async_call_of_an_object_does_not_delay_the_end_of_its_episode(toolbox):
+    @tool
+    class Slow:
+        """Waits."""
+
+        async def wait(self) -> str:
+            """Wait."""
+            try:
+                await asyncio.sleep(60)
+            finally:
+                log.append("cancelled")
+
+        async def close(self) -> None:
+            log.append("closed")
+
+    log, sample = [], row("slow")
+    if isinstance(toolbox, HttpToolbox):
+        toolbox._specs = None
+    await toolbox.open(sample.id, sample)
+    running = asyncio.create_task(toolbox.run([ToolCall("wait", {})], sample.id, 0))
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    assert await toolbox.close(sample.id) == 0.0
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(ToolServerError, match="its episode ended during the call"):
+        await running
+    assert log == ["cancelled", "closed"]
+
+
 # -- parameters that agentrl fills ----------------------------------------------------------------
 
 

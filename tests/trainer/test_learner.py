@@ -383,6 +383,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_any_weight_changes(folde
     assert all(math.isfinite(v) for v in metrics.values())
 
 
+def test_the_error_for_a_nan_loss_says_whether_weights_have_changed(folder, batch):
+    learner = Learner(folder, config(**FULL | PPO), total_steps=4)
+    targets = targets_of(learner, batch)
+    before = weights(learner)
+    with pytest.raises(RunStopped, match=r"critic's loss .* Earlier optimizer steps of this train"):
+        learner.update(batch, replace(targets, returns=targets.returns * NAN), 1)
+    assert not same(weights(learner), before)
+
+
 def test_the_error_for_a_nan_loss_names_a_custom_loss_first(folder, batch):
     policy_loss("mine")(lambda logprobs, old, a, mask, config: (logprobs * NAN, {}))
     learner = Learner(folder, config(**FULL, algorithm__policy_loss="mine"), total_steps=1)

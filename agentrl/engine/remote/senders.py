@@ -6,6 +6,7 @@ The module `buckets` sends weights within one machine.
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -18,6 +19,8 @@ from agentrl.engine.remote.files import tensor_names, transfer_folder, write_upd
 from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
+
+log = logging.getLogger("agentrl")
 
 SEND_SECONDS = 1800.0
 """The time limit for a server to load weights or an adapter."""
@@ -84,6 +87,8 @@ class VLLMDiskSender(Sender):
         super().__init__(admin)
         self._names = names
         self.stale_head = stale_head
+        self._has_warned = False
+        """True if the log says already that the server's weights are not checked."""
 
     def send(self, update: Update) -> int:
         """Send all weights. The server must be paused, without turns in flight.
@@ -110,7 +115,13 @@ class VLLMDiskSender(Sender):
                 )
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             self._admin.manage("/collective_rpc", body, seconds=SEND_SECONDS)
-        check_norms(self._admin, update)
+        if not check_norms(self._admin, update) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s has no checksums of its weights, so it is not checked that it holds those that"
+                " were sent",
+                self._admin.url,
+            )
         return size
 
 

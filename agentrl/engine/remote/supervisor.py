@@ -310,6 +310,7 @@ class Supervisor:
                 refused = {
                     replica for replica in candidates if not self._publish_to(replica, update)
                 }
+                # If no replica loaded it, none may sample from older weights.
                 self.version = update.version
             finally:
                 self._publishing = False
@@ -370,6 +371,7 @@ class Supervisor:
         except EngineError as e:
             self.exclude(replica, engine, e, broken=is_dead(engine, e), stale=True)
             return False
+        # From now on this replica is usable, and those with older weights are not.
         self.version = update.version
         self._admit(replica)
         return True

@@ -125,14 +125,22 @@ def _is_same(server_weights: list[Any], sent: Tensor) -> bool:
 
 
 def _digest(update: Update) -> int:
-    """Return a number that differs if any weight does: sums of bits, by row and by name."""
+    """Return a number that changes if weights change; other weights rarely have the same number.
+
+    For each tensor it is a hash of two sums: the sums of the bits of each row, weighted by the
+    row's position, and those of each column. So it also changes if values only change places. It is
+    compared with earlier digests of this function only, never with a server's.
+    """
     total = 0
     for name, tensor in update.weights():
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view(torch.int16).reshape(len(tensor) if tensor.dim() else 1, -1)
-        rows = bits.sum(1, dtype=torch.int64)
-        positions = torch.arange(1, len(rows) + 1, device=rows.device)
-        total ^= hash((name, int((rows * positions).sum())))
+        sums = []
+        for axis in (1, 0):  # Two passes: weighting each value needs a copy of four times the size.
+            totals = bits.sum(axis, dtype=torch.int64)
+            positions = torch.arange(1, len(totals) + 1, device=totals.device)
+            sums.append(int((totals * positions).sum()))
+        total ^= hash((name, *sums))
     return total
 
 
