@@ -15,6 +15,10 @@ from pathlib import Path
 
 from agentrl.errors import UserError
 
+_ELSEWHERE = ("agentrl", "verl")
+"""Packages that a folder never provides, also if it is that of a git clone: agentrl is installed,
+and `agentrl.compat.verl` provides verl if it is not installed."""
+
 
 def find_siblings(path: Path) -> list[Path]:
     """Return the Python files of its folder that a file imports, directly or through each other.
@@ -48,14 +52,17 @@ def make_siblings_importable(path: Path) -> None:
     importlib.invalidate_caches()
     for file in (path, *siblings):
         for name in _imported_names(file, folder, relative=False):
-            for own in (folder / name / "__init__.py", folder / f"{name}.py"):
-                if own.is_file() and name != "agentrl":
-                    _check_import(file, name, own)
+            top = name.partition(".")[0]
+            for own in (folder / top / "__init__.py", folder / f"{top}.py"):
+                if own.is_file():
+                    _check_import(file, top, own)
                     break
 
 
 def _imported_names(file: Path, folder: Path, *, relative: bool = True) -> Iterator[str]:
-    """Return the names of the modules and packages that a file may import from a folder.
+    """Return the dotted names that a file may import from a folder.
+
+    They include names that may be modules: for `from a import b`, "a" and "a.b".
 
     Args:
         file: a Python file in the folder, or in a package in it.
@@ -66,23 +73,29 @@ def _imported_names(file: Path, folder: Path, *, relative: bool = True) -> Itera
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return  # The import itself reports this.
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield str(node.module).partition(".")[0]
-        elif isinstance(node, ast.ImportFrom) and relative and file.parent == folder:
-            modules = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (module.partition(".")[0] for module in modules)
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level and not (relative and file.parent == folder):
+                continue
+            parent = [node.module] if node.module else []
+            names += [*parent, *(".".join([*parent, alias.name]) for alias in node.names)]
+    yield from (name for name in names if name.partition(".")[0] not in _ELSEWHERE)
 
 
 def _files_of(name: str, folder: Path) -> list[Path]:
-    """Return the files of the module or package with a name in a folder."""
-    package = folder / name
-    if (package / "__init__.py").is_file() or any(package.glob("*.py")):
-        return sorted(package.rglob("*.py"))
-    module = folder / f"{name}.py"
-    return [module] if module.is_file() else []
+    """Return the files in a folder of the module or package with a dotted name.
+
+    If its first part is a package with an `__init__.py`, these are all files of that package.
+    """
+    top, *rest = name.split(".")
+    if (folder / top / "__init__.py").is_file():
+        return sorted((folder / top).rglob("*.py"))
+    if (module := folder / f"{top}.py").is_file():
+        return [module]
+    return _files_of(".".join(rest), folder / top) if rest and (folder / top).is_dir() else []
 
 
 def _check_import(file: Path, name: str, own: Path) -> None:

@@ -46,16 +46,18 @@ FILES = {
 def own_modules(monkeypatch, no_tools):
     """Forget the folders and the modules that a test imports."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     modules = set(sys.modules)
     yield
     for name in set(sys.modules) - modules:
-        if name.startswith("sibling_"):
+        if name.startswith(("sibling_", "verl")):
             del sys.modules[name]
 
 
 def write(folder: Path, **files: str) -> str:
     """Write files, `a__b` as `a/b.py`; return the path of env.py."""
-    return write_files(folder, {f"{n.replace('__', '/')}.py": text for n, text in files.items()})
+    names = {name: name.replace("__", "/", 1) for name in files}
+    return write_files(folder, {f"{names[name]}.py": text for name, text in files.items()})
 
 
 def write_files(folder: Path, files: dict[str, str]) -> str:
@@ -130,6 +132,20 @@ def test_a_package_without_code_is_not_meant(tmp_path):
     (tmp_path / "yaml").mkdir()
     (tmp_path / "yaml/rows.jsonl").write_text("{}")
     assert registry.load_file(write(tmp_path, env="import yaml")).yaml.safe_load("1") == 1
+
+
+def test_a_clone_of_agentrl_or_verl_in_the_folder_is_not_imported(tmp_path):
+    path = write(
+        tmp_path,
+        env="import agentrl\nfrom verl.tools.base_tool import BaseTool",
+        agentrl____init__="raise AssertionError",
+        verl__setup="raise AssertionError",
+        verl____init__="raise AssertionError",
+    )
+    before = list(sys.path)
+    assert find_siblings(Path(path)) == []
+    assert registry.load_file(path).BaseTool.__module__.startswith("agentrl.compat.verl")
+    assert sys.path == before
 
 
 def test_an_error_in_a_module_of_the_folder_names_it(tmp_path):
