@@ -29,7 +29,7 @@ LAYERS = (
     ("capacity", "servers"),
     ("trainer",),
     ("cluster",),
-    ("compat", "testing", "view"),
+    ("compat", "testing"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -41,8 +41,8 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("tools/serving/", "view/"),
-    "uvicorn": ("tools/serving/", "view/"),
+    "fastapi": ("tools/serving/",),
+    "uvicorn": ("tools/serving/",),
     "typer": ("cli/",),
 }
 
