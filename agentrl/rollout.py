@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl import sandbox
-from agentrl.agent_loops.attempt import CLEANUP_SECONDS, World, mix_seed
+from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Runtime, mix_seed
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -80,21 +80,21 @@ class _Dropped:
 class Rollouts:
     """A synchronous interface that plays and scores episodes."""
 
-    def __init__(self, world: World, scorer: Scorer, *, seed: int):
+    def __init__(self, runtime: Runtime, scorer: Scorer, *, seed: int):
         """Start the thread of the event loop.
 
         Args:
-            world: engine, template, toolbox and config.
+            runtime: engine, template, toolbox and config.
             scorer: computes the rewards of trajectories.
             seed: the seed of the run.
         """
-        self.world = world
+        self.runtime = runtime
         self._scorer = scorer
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
         self._has_shown_bug = False
-        self._watchdog = Watchdog(world.config.trainer.watchdog_s, causes=waiting_requests)
+        self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
@@ -166,7 +166,7 @@ class Rollouts:
                 self.run(self._drain())
         finally:  # also if the thread died: processes of parser and rewards must be stopped
             self._scorer.stop()
-            self.world.close()
+            self.runtime.close()
             self._watchdog.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
@@ -179,7 +179,7 @@ class Rollouts:
         try:
             await self._scorer.close()
         finally:
-            await self.world.toolbox.aclose()
+            await self.runtime.toolbox.aclose()
             await sandbox.release()
             leave_pool()
 
@@ -206,7 +206,7 @@ class Rollouts:
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
         for play in plays:
-            self.world.sampler.begin(play.episode_id)
+            self.runtime.sampler.begin(play.episode_id)
         size = per_sample if self._scorer.has_group_reward else 1
         parts = [plays[i : i + size] for i in range(0, len(plays), size)]
         with self._watchdog.armed():
@@ -228,11 +228,11 @@ class Rollouts:
                 if attempt:
                     self._watchdog.remove(episode_id)
                     episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
-                    self.world.sampler.begin(episode_id)
+                    self.runtime.sampler.begin(episode_id)
                 try:
-                    await self.world.sampler.ready()
+                    await self.runtime.sampler.ready()
                     trajectory = await play_episode(
-                        self.world,
+                        self.runtime,
                         sample,
                         episode_id=episode_id,
                         rollout=play.rollout,
@@ -315,7 +315,7 @@ def open_rollouts(
     sandbox.configure(config.sandbox)
     with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
         rollouts = Rollouts(
-            World(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
+            Runtime(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
         )
         try:
             yield rollouts

@@ -30,7 +30,7 @@ from workload.conversations import TOOLS, Talk, narrow, passages, register_tools
 from workload.floor import Floor, Row
 from workload.tokenizer import workload_tokenizer
 
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -109,7 +109,7 @@ class Agentrl:
         most = {"max_turns": case.turns + 1, "max_tool_calls": case.turns + 1}
         config = Config.model_validate({"rollout": {**most, "max_trajectory_tokens": 1 << 20}})
         self._sampler = Ready(case.engine_ms / 1e3)
-        self._world = World(self._sampler, template, toolbox, config)
+        self._runtime = Runtime(self._sampler, template, toolbox, config)
         self._played = 0
 
     async def play(self, talk: Talk) -> Trajectory:
@@ -118,7 +118,7 @@ class Agentrl:
         self._sampler.announce(episode_id, talk)
         sample = Sample(episode_id, talk.prompt, agent_name="tool_agent", tools=TOOLS)
         trajectory = await play_episode(
-            self._world, sample, episode_id=episode_id, rollout=0, sampling=Sampling(), seed=0
+            self._runtime, sample, episode_id=episode_id, rollout=0, sampling=Sampling(), seed=0
         )
         return trajectory
 

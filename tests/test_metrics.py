@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.agent_loops import agent_loop
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
@@ -66,8 +66,8 @@ def test_each_turn_has_the_number_of_cached_tokens():
 
     tokenizer = byte_tokenizer()
     engine, config = Caching(["a", "b"], tokenizer), Config()
-    world = World(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
-    rollouts = Rollouts(world, make_scorer(config.reward), seed=0)
+    runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
+    rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
     sample = Sample("r", (Message("user", "?"),), "twice", "openai/gsm8k", "12")
     try:
         [group] = rollouts.collect([sample], n=1, sampling=Sampling(), step=0)

@@ -18,7 +18,7 @@ from support.forked_python import run_agentrl
 from torch.testing import assert_close
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.config import load_config
 from agentrl.engine.base import Sampling
@@ -100,8 +100,8 @@ def test_trajectories_of_an_old_run_are_replayed(old, monkeypatch):
     assert loops == {"twice": 12, "single_turn": 6, "tool_agent": 6}
     for then in stored:
         sampler = Recorded([then.trajectory])
-        world = World(sampler, template, LocalToolbox(), config)
-        with closing(Rollouts(world, make_scorer(config.reward), seed=0)) as rollouts:
+        runtime = Runtime(sampler, template, LocalToolbox(), config)
+        with closing(Rollouts(runtime, make_scorer(config.reward), seed=0)) as rollouts:
             sampling = Sampling(max_tokens=config.rollout.max_turn_tokens)
             [group] = rollouts.collect([then.trajectory.sample], n=1, sampling=sampling, step=1)
         [now] = group.scored

@@ -11,7 +11,7 @@ from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
@@ -42,8 +42,8 @@ def rollouts():
 
     def make(engine, **sections):
         config = Config.model_validate(sections)
-        world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-        opened.append(Rollouts(world, make_scorer(config.reward), seed=0))
+        runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
+        opened.append(Rollouts(runtime, make_scorer(config.reward), seed=0))
         return opened[-1]
 
     yield make
@@ -95,8 +95,8 @@ def test_a_row_whose_prompt_cannot_be_rendered_is_dropped_with_its_reason(caplog
     )
     config = Config()
     engine = Scripted(["#### 12"], tokenizer)
-    world = World(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
-    playing = Rollouts(world, make_scorer(config.reward), seed=0)
+    runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
+    playing = Rollouts(runtime, make_scorer(config.reward), seed=0)
     samples = rows(20, "single_turn")
     samples[3] = replace(samples[3], prompt=(Message("user", "! <|im_end|>"),))
     try:
@@ -430,7 +430,7 @@ def test_pass_at_k_is_the_unbiased_estimate(rollouts):
 def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
     closed = []
 
-    class ClosedWorld(World):
+    class ClosedRuntime(Runtime):
         def close(self):
             closed.append(1)
 
@@ -439,8 +439,8 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
             raise OSError("connection lost")
 
     toolbox = BrokenToolbox() if fault == "the toolbox raises" else LocalToolbox()
-    world = ClosedWorld(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
-    rollouts = Rollouts(world, make_scorer(Config().reward), seed=0)
+    runtime = ClosedRuntime(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
+    rollouts = Rollouts(runtime, make_scorer(Config().reward), seed=0)
     if fault == "the toolbox raises":
         with pytest.raises(OSError, match="connection lost"):
             rollouts.close()

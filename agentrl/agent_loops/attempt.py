@@ -42,7 +42,7 @@ its cancelled episodes. The toolbox has its own limits for closing tools."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Runtime:
     """The parts that all episodes of a run share: engine, chat template, tools and config."""
 
     sampler: Sampler
@@ -105,7 +105,7 @@ class Attempt:
     `episode_id`.
     """
 
-    world: World
+    runtime: Runtime
     sample: Sample
     episode_id: str
     """Unique per attempt."""
@@ -137,7 +137,7 @@ class Attempt:
     """`rollout.timeout_s` from `start_clock` on. Waits for a free connection do not count."""
     end_reason: str = ""
     """The exhausted budget; "done" if the attempt ended without one; "" while it runs."""
-    engine: asyncio.Lock = field(default_factory=asyncio.Lock)
+    engine_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a request, because an engine accepts one request of an episode at a time."""
     active_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """The tasks in which a method of an episode (`generate`, `call_tools`, ...) is running."""
@@ -146,14 +146,14 @@ class Attempt:
         self.start_clock()
         self.sampling = replace(
             self.sampling,
-            max_tokens=self.world.config.rollout.max_turn_tokens,
-            stop_ids=self.world.template.stop_ids,
+            max_tokens=self.runtime.config.rollout.max_turn_tokens,
+            stop_ids=self.runtime.template.stop_ids,
         )
 
     def start_clock(self) -> None:
         """Start or restart the time limit. It is restarted after the tools are opened."""
         self.started = time.monotonic()
-        self.limit = TimeLimit(self.world.config.rollout.timeout_s)
+        self.limit = TimeLimit(self.runtime.config.rollout.timeout_s)
 
     @property
     def deadline(self) -> float:
@@ -233,14 +233,14 @@ class Attempt:
         while True:
             deadline = min(until, self.deadline)
             try:
-                generation = await self.world.sampler.generate(
+                generation = await self.runtime.sampler.generate(
                     ids,
                     sampling,
                     episode_id=self.episode_id,
                     seed=mix_seed(self.seed, self.rollout, *seed),
                     deadline=deadline,
                 )
-                return cut_at_stop(generation, self.world.template, sampling.stop)
+                return cut_at_stop(generation, self.runtime.template, sampling.stop)
             except EngineError:
                 self.check()  # Raises `EpisodeOver` if the time of the episode is over as well.
                 if time.monotonic() < deadline or min(until, self.deadline) == deadline:
@@ -272,8 +272,8 @@ class Attempt:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""
         used = sum(map(len, self.rows))
         return min(
-            self.world.config.rollout.max_trajectory_tokens - used - new,
-            self.world.sampler.max_length - len(row.ids) - new,
+            self.runtime.config.rollout.max_trajectory_tokens - used - new,
+            self.runtime.sampler.max_length - len(row.ids) - new,
         )
 
 

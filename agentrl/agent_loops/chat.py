@@ -45,13 +45,13 @@ class EngineChat:
                 policy's: `rollout.budget_policy` must not penalize it.
             Infrastructure: the engine failed, or the model used all of `max_tokens` for thinking.
         """
-        attempt, template = self._attempt, self._attempt.world.template
+        attempt, template = self._attempt, self._attempt.runtime.template
         ids = template.prompt(messages, is_from_row=lambda message: False, exact=False)
-        remaining = attempt.world.sampler.max_length - len(ids)
+        remaining = attempt.runtime.sampler.max_length - len(ids)
         if remaining < 1:
             raise PromptTooLong(
                 f"the conversation of the model that plays the user has {len(ids)} tokens, but the"
-                f" engine's context length is {attempt.world.sampler.max_length}"
+                f" engine's context length is {attempt.runtime.sampler.max_length}"
             )
         sampling = Sampling(
             temperature=temperature,
@@ -61,7 +61,7 @@ class EngineChat:
         )
         seed = self._requests, CHAT_SEED
         self._requests += 1
-        async with attempt.engine:
+        async with attempt.engine_lock:
             _, text = await attempt.sample_turn(ids, sampling, seed, deadline)
         for end in sampling.stop:
             text = text.removesuffix(end)

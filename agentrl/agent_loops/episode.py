@@ -84,11 +84,11 @@ class Episode:
         self.turns = attempt.turns
         self.schemas = schemas
         self._attempt = attempt
-        self._world = attempt.world
+        self._runtime = attempt.runtime
         self._interaction = interaction
         self._conversation = conversation
-        template, is_first = self._world.template, conversation == 0
-        tools = self._world.toolbox.schemas(attempt.sample.tools) if is_first else ()
+        template, is_first = self._runtime.template, conversation == 0
+        tools = self._runtime.toolbox.schemas(attempt.sample.tools) if is_first else ()
         # A tool's description may spell a control token. Then the row's messages that contain it
         # are not trusted to use it as one.
         control_tokens = template.control_tokens_of(tools)
@@ -151,12 +151,12 @@ class Episode:
                 raised.
             Infrastructure: the engine failed. The sample is played again.
         """
-        attempt, rollout = self._attempt, self._world.config.rollout
+        attempt, rollout = self._attempt, self._runtime.config.rollout
         self._require_idle("generate")
         self._is_generating = True
         try:
             with attempt.active():
-                async with attempt.engine:
+                async with attempt.engine_lock:
                     attempt.check()  # Another conversation may have used up the budget meanwhile.
                     stops = (stop,) if isinstance(stop, str) else tuple(stop)
                     return await self._generate(rollout, stops, parse)
@@ -169,7 +169,7 @@ class Episode:
         stop: tuple[str, ...],
         parse: Callable[[str], list[ToolCall]] | None,
     ) -> Message:
-        attempt, template = self._attempt, self._world.template
+        attempt, template = self._attempt, self._runtime.template
         if len(attempt.turns) >= rollout.max_turns:
             raise attempt.end_with("turns")
         row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
@@ -187,7 +187,7 @@ class Episode:
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
         calls = (
-            parse(full_text) if parse else await self._world.parse_calls(full_text, self.schemas)
+            parse(full_text) if parse else await self._runtime.parse_calls(full_text, self.schemas)
         )
         if opening:
             calls = _shift_spans(calls, -len(opening))
@@ -271,25 +271,25 @@ class Episode:
                     " between. The first call returned the results; they are also in the turn's"
                     " tool_results"
                 )
-            if attempt.tool_calls + len(calls) > self._world.config.rollout.max_tool_calls:
+            if attempt.tool_calls + len(calls) > self._runtime.config.rollout.max_tool_calls:
                 raise attempt.end_with("tool_calls")
             attempt.tool_calls += len(calls)
             self._tools_index = index
             start_time = time.monotonic()
-            with attempt.waiting_for(f"tools {self._world.toolbox.where}"):
-                results = await self._world.toolbox.run(
+            with attempt.waiting_for(f"tools {self._runtime.toolbox.where}"):
+                results = await self._runtime.toolbox.run(
                     calls, self.episode_id, index, self._context.messages
                 )
         seconds = time.monotonic() - start_time
-        results = [self._world.truncate(r) for r in results]
+        results = [self._runtime.truncate(r) for r in results]
         turn = attempt.turns[index]
-        penalties, row = self._world.config.tools.penalties, attempt.rows[turn.segment]
+        penalties, row = self._runtime.config.tools.penalties, attempt.rows[turn.segment]
         reward = sum(r.reward for r in results if r.reward is not None)
         attempt.turns[index] = replace(
             turn,
             tool_results=tuple(results),
             tool_seconds=seconds,
-            penalties=call_penalties(turn, results, penalties, row, self._world.template),
+            penalties=call_penalties(turn, results, penalties, row, self._runtime.template),
             rewards={**turn.rewards, **({"tool": reward} if reward else {})},
         )
         self.observe(
@@ -424,7 +424,7 @@ class Episode:
 
     def _count_control_tokens(self, messages: Iterable[Message]) -> None:
         """Count the texts of control tokens in messages that the policy did not write."""
-        template, is_from_row = self._world.template, self._context.is_from_row
+        template, is_from_row = self._runtime.template, self._context.is_from_row
         attempts = (template.count_control_tokens(m, is_from_row(m)) for m in messages)
         self._attempt.control_token_attempts += sum(attempts)
 

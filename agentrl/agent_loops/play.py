@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, World, make_template
+from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, Runtime, make_template
 from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
@@ -26,7 +26,7 @@ log = logging.getLogger("agentrl")
 
 
 async def play_episode(
-    world: World,
+    runtime: Runtime,
     sample: Sample,
     *,
     episode_id: str,
@@ -37,10 +37,10 @@ async def play_episode(
 ) -> Trajectory:
     """Play one attempt at a sample to its end and return the trajectory.
 
-    `world.sampler.begin(episode_id)` must have been called.
+    `runtime.sampler.begin(episode_id)` must have been called.
 
     Args:
-        world: the parts that all episodes of the run share.
+        runtime: the parts that all episodes of the run share.
         sample: the dataset row.
         episode_id: unique per attempt.
         rollout: the index of this rollout among the sample's n rollouts.
@@ -59,21 +59,21 @@ async def play_episode(
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
-        attempt = Attempt(world, sample, episode_id, rollout, sampling, seed)
+        attempt = Attempt(runtime, sample, episode_id, rollout, sampling, seed)
         if watch:
             watch(attempt)
         if sample.tools:
             has_open_tools = True
-            attempt.enter(f"opening tools {world.toolbox.where}")
+            attempt.enter(f"opening tools {runtime.toolbox.where}")
             with user_code(f"opening the tools of row {sample.id!r}"):
-                await world.toolbox.open(episode_id, sample)
+                await runtime.toolbox.open(episode_id, sample)
             attempt.start_clock()
         # After the tools are open: a toolbox reads the tools of a server then.
-        tool_schemas = world.toolbox.schemas(sample.tools)
+        tool_schemas = runtime.toolbox.schemas(sample.tools)
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, tool_schemas)
         attempt.enter("loop")
-        arguments = world.config.interaction.kwargs
+        arguments = runtime.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
         episode = Episode(attempt, opening, schemas, interaction)
         try:
@@ -92,17 +92,17 @@ async def play_episode(
             )
         if has_open_tools:
             has_open_tools = False
-            tool_reward = await world.toolbox.close(episode_id)
+            tool_reward = await runtime.toolbox.close(episode_id)
         return episode.finish(stop_reason, tool_reward)
     finally:
         if attempt:
             await attempt.end()
-        world.sampler.end(episode_id)
+        runtime.sampler.end(episode_id)
         # An error in the clean-up must not hide the reason why the episode ended.
         try:
             if has_open_tools:
                 with contextlib.suppress(AgentRLError):
-                    await world.toolbox.close(episode_id)
+                    await runtime.toolbox.close(episode_id)
         finally:
             if interaction is not None:
                 await _close(interaction, sample)
@@ -150,11 +150,11 @@ def play(
     config = config or Config()
     template = make_template(tokenizer, config)
     tools = toolbox or LocalToolbox()
-    world = World(sampler, template, tools, config)
+    runtime = Runtime(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
     episode = play_episode(
-        world,
+        runtime,
         sample,
         episode_id=episode_id,
         rollout=0,
@@ -172,4 +172,4 @@ def play(
     try:
         return asyncio.run(play_and_close())
     finally:
-        world.close()
+        runtime.close()

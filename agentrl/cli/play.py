@@ -57,7 +57,7 @@ def play(
         sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
             for scored in group.scored:
-                typer.echo(transcript(scored, rollouts.world.template))
+                typer.echo(transcript(scored, rollouts.runtime.template))
 
 
 def transcript(scored: Scored, template: ChatTemplate) -> str:

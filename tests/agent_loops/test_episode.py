@@ -10,7 +10,7 @@ from support.examples import examples
 
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -306,10 +306,10 @@ def test_the_times_of_conversations_that_run_concurrently_are_their_own():
     script = Noting(
         lambda prompt, turn: "ok" if "critic" in prompt else call("nap_of_a_turn"), TOKENIZER
     )
-    world = World(script, TEMPLATE, LocalToolbox(), Config())
+    runtime = Runtime(script, TEMPLATE, LocalToolbox(), Config())
     t = asyncio.run(
         play_episode(
-            world,
+            runtime,
             sample("concurrent", tools=("nap_of_a_turn",)),
             episode_id="e",
             rollout=0,
@@ -343,9 +343,9 @@ def test_a_method_that_does_not_end_delays_the_end_of_its_episode_for_a_bounded_
 
     async def timed():
         start = time.monotonic()
-        world = World(Scripted(["a"], TOKENIZER), TEMPLATE, LocalToolbox(), Config())
+        runtime = Runtime(Scripted(["a"], TOKENIZER), TEMPLATE, LocalToolbox(), Config())
         await play_episode(
-            world,
+            runtime,
             sample("leaves_a_task", interaction="stubborn", tools=()),
             episode_id="e",
             rollout=0,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_fixtures import segment
 
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config, RewardConfig
 from agentrl.engine.base import Sampling
@@ -89,8 +89,9 @@ def test_only_training_rollouts_are_penalized():
     tokenizer = byte_tokenizer()
     tree = {"rollout": {"max_trajectory_tokens": 20}, "reward": {"overlong_buffer": 20}}
     config = Config.model_validate(tree)
-    world = World(Scripted(["#### 12"], tokenizer), ChatTemplate(tokenizer), LocalToolbox(), config)
-    rollouts = Rollouts(world, make_scorer(config.reward, {}, 20), seed=0)
+    engine = Scripted(["#### 12"], tokenizer)
+    runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
+    rollouts = Rollouts(runtime, make_scorer(config.reward, {}, 20), seed=0)
     try:
         [played] = rollouts.collect([SAMPLE], n=1, sampling=Sampling(), step=0, greedy=True)
         result = evaluate(rollouts, [SAMPLE], config.val)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.chat.formats.adapters import MAX_TEXT, UNREAD, ForeignParser
 from agentrl.chat.formats.strict_json import MAX_DEPTH
@@ -335,11 +335,11 @@ async def test_a_run_uses_the_python_of_its_servers_for_the_parser(tmp_path, wit
         {"rollout": {"tool_format": "sglang:fake", "python": other_python(tmp_path)}}
     )
     template = ChatTemplate(byte_tokenizer())
-    world = World(Scripted([], byte_tokenizer()), template, LocalToolbox(), config)
+    runtime = Runtime(Scripted([], byte_tokenizer()), template, LocalToolbox(), config)
     try:
-        assert await world.parse_calls(GOOD, SCHEMAS) == [ADD]
+        assert await runtime.parse_calls(GOOD, SCHEMAS) == [ADD]
     finally:
-        world.close()
+        runtime.close()
 
 
 def test_an_environment_without_it_is_named(tmp_path, without_sglang):

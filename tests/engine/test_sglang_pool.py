@@ -102,7 +102,7 @@ class World:
         )
         self.pool = EnginePool(openers, recovery=QUICK)
         self.rollouts = Rollouts(
-            attempt.World(self.pool, attempt.load_template(config), LocalToolbox(), config),
+            attempt.Runtime(self.pool, attempt.load_template(config), LocalToolbox(), config),
             make_scorer(config.reward),
             seed=0,
         )

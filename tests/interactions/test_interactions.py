@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.forked_python import ForkedPython
 
 from agentrl import load_config, play, registry
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -471,10 +471,10 @@ async def test_an_interaction_is_closed_if_the_episode_is_cancelled(registered):
         "g", PROMPT, "tool_agent", interaction="guest", interaction_kwargs={"does": "sleep"}
     )
     engine = Scripted(["Once."], TOKENIZER)
-    world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), Config())
+    runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), Config())
     engine.begin("e")
     playing = asyncio.create_task(
-        play_episode(world, sample, episode_id="e", rollout=0, sampling=Sampling(), seed=0)
+        play_episode(runtime, sample, episode_id="e", rollout=0, sampling=Sampling(), seed=0)
     )
     while not engine.requests:
         await asyncio.sleep(0.01)

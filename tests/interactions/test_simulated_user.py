@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from agentrl import play, registry
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.data import check_samples
@@ -193,8 +193,8 @@ def collect(config, answers, **sections):
         return 1.0
 
     scorer = make_scorer(config.reward.model_copy(update={"function": "always_one"}))
-    world = World(Scripted(answers, TOKENIZER), ChatTemplate(TOKENIZER), LocalToolbox(), config)
-    rollouts = Rollouts(world, scorer, seed=0)
+    runtime = Runtime(Scripted(answers, TOKENIZER), ChatTemplate(TOKENIZER), LocalToolbox(), config)
+    rollouts = Rollouts(runtime, scorer, seed=0)
     try:
         return rollouts.collect([ROW], n=4, sampling=Sampling(), step=1)
     finally:
@@ -272,8 +272,8 @@ def test_a_simulated_user_that_is_too_long_for_the_engine_is_no_budget_of_the_po
     with pytest.raises(PromptTooLong, match=message):
         play(long, engine, TOKENIZER)
     config = Config()
-    world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-    rollouts = Rollouts(world, make_scorer(config.reward), seed=0)
+    runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
+    rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
     requests = len(engine.requests)
     try:
         with pytest.raises(RunStopped, match="PromptTooLong"):
@@ -302,7 +302,7 @@ def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):
         scorer = make_scorer(config.reward.model_copy(update={"function": "always_one"}))
         conversations = []
         for _ in range(2):
-            rollouts = Rollouts(World(engine, template, LocalToolbox(), config), scorer, seed=0)
+            rollouts = Rollouts(Runtime(engine, template, LocalToolbox(), config), scorer, seed=0)
             try:
                 (group,) = rollouts.collect([ROW], n=4, sampling=Sampling(), step=1)
             finally:

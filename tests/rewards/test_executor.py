@@ -12,7 +12,7 @@ from support import hostile_functions as hostile
 from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
 from support.trajectories import make_trajectory, row
 
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config, RewardConfig, load_config
 from agentrl.errors import (
@@ -414,9 +414,9 @@ def rollouts():
 
     def make(engine, **sections):
         config = Config.model_validate(sections)
-        world = World(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
+        runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
         scorer = make_scorer(config.reward, config.rollout.budget_policy)
-        opened.append(Rollouts(world, scorer, seed=0))
+        opened.append(Rollouts(runtime, scorer, seed=0))
         return opened[-1]
 
     yield make

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config, load_config
 from agentrl.engine.base import Sampling
@@ -211,8 +211,8 @@ def results(groups: list[Group]) -> set[str]:
 def _rollouts(served: RunningServer, script) -> Rollouts:
     tokenizer, box = byte_tokenizer(), HttpToolbox(served.url, served.token)
     box.connect()  # as a run does, before its first step
-    world = World(Scripted(script, tokenizer), ChatTemplate(tokenizer), box, Config())
-    return Rollouts(world, _scorer(world.config), seed=0)
+    runtime = Runtime(Scripted(script, tokenizer), ChatTemplate(tokenizer), box, Config())
+    return Rollouts(runtime, _scorer(runtime.config), seed=0)
 
 
 def test_a_server_killed_in_the_middle_of_a_call_costs_no_reward(file):
