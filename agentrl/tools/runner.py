@@ -183,7 +183,7 @@ class Runner:
         """
         tool = call.tool
         if instance is None:
-            return await self._answer(call, tool.target)
+            return await self._run_call(call, tool.target)
         try:
             async with asyncio.timeout(self._queue_seconds):
                 await instance.lock.acquire()
@@ -195,7 +195,7 @@ class Runner:
                     "timeout", f"{tool.name} is still running an earlier call that timed out"
                 )
             method = getattr(instance.value, call.function.attribute)
-            return await self._answer(call, method, instance)
+            return await self._run_call(call, method, instance)
         finally:
             instance.lock.release()
 
@@ -203,7 +203,7 @@ class Runner:
         self, tool: Tool, key: bytes, call: Callable[[], Awaitable[ToolResult]]
     ) -> ToolResult:
         """Return the cached result of an equal call, or run the call and cache its result."""
-        return await self._caches[tool].answer(key, call)
+        return await self._caches[tool].get_or_run(key, call)
 
     async def call_once(self, call: Call, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a method of an object that is created for this call and closed after it.
@@ -225,7 +225,7 @@ class Runner:
         instance = Instance(outcome[0])
         try:
             method = getattr(instance.value, call.function.attribute)
-            result = await self._answer(call, method, instance)
+            result = await self._run_call(call, method, instance)
             if "reward" in tool.hooks and instance.hanging_call is None:
                 reward = await self.reward(tool, instance)
                 result = replace(result, reward=(result.reward or 0.0) + reward)
@@ -291,7 +291,7 @@ class Runner:
             raise kind(f"tool {tool.name!r}: {hook_name}: {describe_for_log(error)}") from error
         return value
 
-    async def _answer(
+    async def _run_call(
         self, call: Call, target: Callable[..., Any], instance: Instance | None = None
     ) -> ToolResult:
         if not (call.function.is_async or call.tool.process):
@@ -441,7 +441,7 @@ class Executors:
         self._limits = limits
         self._threads = Threads(limits.threads, "tool")
         self._processes = Processes(limits.processes)
-        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._semaphores: dict[str, asyncio.Semaphore] = {}
         self._workers = asyncio.Semaphore(limits.processes)
         self._rate_limits: dict[str, RateLimit] = {}
         self._hanging: Counter[str] = Counter()
@@ -463,13 +463,13 @@ class Executors:
         """
         limited = tool.max_concurrency or tool.rate_limit or tool.process
         is_free = not limited and (is_async or self._threads.has_room)  # true for most calls
-        gate, seconds_to_start = None, self._limits.queue_seconds
+        semaphore, seconds_to_start = None, self._limits.queue_seconds
         try:
             async with contextlib.nullcontext() if is_free else asyncio.timeout(seconds_to_start):
                 if tool.max_concurrency:
                     new = asyncio.Semaphore(tool.max_concurrency)
-                    await self._gates.setdefault(tool.name, new).acquire()
-                    gate = self._gates[tool.name]
+                    await self._semaphores.setdefault(tool.name, new).acquire()
+                    semaphore = self._semaphores[tool.name]
                 if tool.rate_limit:
                     rate_limit = self._rate_limits.setdefault(tool.name, RateLimit(tool.rate_limit))
                     await rate_limit.wait(seconds_to_start)
@@ -485,14 +485,14 @@ class Executors:
                 else:
                     job = await self._threads.start(bound)
         except BaseException as e:
-            if gate is not None:
-                gate.release()
+            if semaphore is not None:
+                semaphore.release()
             if isinstance(e, TimeoutError):
                 raise self.overload_error(tool) from None
             raise
-        if gate is not None:
+        if semaphore is not None:
             # Released when the job really ends: a call that hangs keeps its slot.
-            job.add_done_callback(lambda _: gate.release())
+            job.add_done_callback(lambda _: semaphore.release())
         return job
 
     def mark_abandoned(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
@@ -594,7 +594,7 @@ class Deadline:
         self._seconds = seconds
         self._ends: dict[asyncio.Future[bool], float] = {}
         """The end of each wait, sorted by time."""
-        self._set = False
+        self._is_timer_set = False
 
     async def wait(self, job: asyncio.Future[Any], waiters: Waiters | None = None) -> bool:
         """Wait until the job is done, the timeout passes or the wait is cancelled.
@@ -611,33 +611,33 @@ class Deadline:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
         self._ends[waiter] = loop.time() + self._seconds
-        if not self._set:
-            self._set = True
-            loop.call_later(self._seconds, self._ring, loop)
-        wake = functools.partial(_wake, waiter)
-        job.add_done_callback(wake)
+        if not self._is_timer_set:
+            self._is_timer_set = True
+            loop.call_later(self._seconds, self._end_expired, loop)
+        end_wait = functools.partial(_end_wait, waiter)
+        job.add_done_callback(end_wait)
         if waiters is not None:
             waiters.add(waiter)
         try:
             return await waiter
         finally:
             del self._ends[waiter]
-            job.remove_done_callback(wake)
+            job.remove_done_callback(end_wait)
             if waiters is not None:
                 waiters.discard(waiter)
 
-    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _end_expired(self, loop: asyncio.AbstractEventLoop) -> None:
         """End the waits whose timeout has passed, and set the timer for the next one."""
         now = loop.time()
         for waiter, end in self._ends.items():
             if end > now:
-                loop.call_later(end - now, self._ring, loop)
+                loop.call_later(end - now, self._end_expired, loop)
                 return
-            _wake(waiter)
-        self._set = False
+            _end_wait(waiter)
+        self._is_timer_set = False
 
 
-def _wake(waiter: asyncio.Future[bool], _: object = None) -> None:
+def _end_wait(waiter: asyncio.Future[bool], _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(False)
 
@@ -648,10 +648,10 @@ class ResultCache:
     def __init__(self, max_size: int = MAX_CACHE_CHARACTERS):
         self._max_size = max_size
         self._total_size = 0
-        self._answers: OrderedDict[bytes, ToolResult] = OrderedDict()
+        self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[ToolResult]] = {}
 
-    async def answer(self, key: bytes, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    async def get_or_run(self, key: bytes, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         """Return the cached result, or join the call that is running, or run the call.
 
         Failures are not cached. If one of several waiting callers is cancelled, the others still
@@ -661,9 +661,9 @@ class ResultCache:
             key: the arguments.
             run: makes the call.
         """
-        entry = self._answers.get(key)
+        entry = self._results.get(key)
         if entry is not None:
-            self._answers.move_to_end(key)
+            self._results.move_to_end(key)
             return entry
         task = self._running.get(key)
         if task is None:
@@ -678,10 +678,10 @@ class ResultCache:
         finally:
             del self._running[key]
         if result.ok:
-            self._answers[key] = result
+            self._results[key] = result
             self._total_size += self._size(key, result)
             while self._total_size > self._max_size:
-                self._total_size -= self._size(*self._answers.popitem(last=False))
+                self._total_size -= self._size(*self._results.popitem(last=False))
         return result
 
     @staticmethod

@@ -220,7 +220,7 @@ class HttpToolbox(Toolbox):
         self.where = f"at {url}"
         self.url, self._token = url, token
         self._request_seconds, self._queue_seconds = request_seconds, queue_seconds
-        self._workers = [self._client(url)]
+        self._clients = [self._client(url)]
         """One client per worker of the server, by number."""
         self._specs: Registry[ToolSpec] | None = None
         self._specs_are_stale = False
@@ -247,7 +247,7 @@ class HttpToolbox(Toolbox):
             status, answer = fetch_json(
                 self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
             )
-            self._specs = self._read_tool_list(_check_answer(status, answer))
+            self._specs = self._read_tool_list(_check_response(status, answer))
         except ToolServerError as e:
             raise ConfigError(
                 f"no tool server at {self.url} ({e}). Start one with `agentrl tools serve"
@@ -306,7 +306,7 @@ class HttpToolbox(Toolbox):
             status, answer = await client.request_json(
                 "GET", "/tools", deadline=deadline, retries=1, wait_if_busy=True
             )
-            self._specs = self._read_tool_list(_check_answer(status, answer))
+            self._specs = self._read_tool_list(_check_response(status, answer))
             self._specs_are_stale = False
         return self._specs
 
@@ -316,7 +316,7 @@ class HttpToolbox(Toolbox):
 
     async def aclose(self) -> None:
         await asyncio.gather(*map(self.close, list(self._episodes)), return_exceptions=True)
-        await asyncio.gather(*(client.aclose() for client in self._workers))
+        await asyncio.gather(*(client.aclose() for client in self._clients))
 
     def _serial_groups(self, episode_id: str) -> dict[str, str] | None:
         return self._episodes.get(episode_id, _NOT_OPEN).serial_groups
@@ -347,13 +347,13 @@ class HttpToolbox(Toolbox):
         self, method: str, path: str, body: Any, seconds: float, episode_id: str
     ) -> Any:
         # Every request carries its key (episode, turn, index), so it may be sent again.
-        client = self._workers[worker_number(episode_id, len(self._workers))]
+        client = self._clients[worker_number(episode_id, len(self._clients))]
         status, answer = await client.request_json(
             method, path, body, deadline=time.monotonic() + seconds, retries=1, wait_if_busy=True
         )
         if status == 421:
             self._specs_are_stale = True  # the server was restarted with other workers
-        return _check_answer(status, answer)
+        return _check_response(status, answer)
 
     def _read_tool_list(self, answer: Any) -> Registry[ToolSpec]:
         """Return the server's tools by name, and create one client per worker."""
@@ -369,7 +369,7 @@ class HttpToolbox(Toolbox):
         url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
         urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]
-        self._workers = [self._client(url) for url in urls]
+        self._clients = [self._client(url) for url in urls]
         return specs
 
     def _client(self, url: str) -> HttpClient:
@@ -387,7 +387,7 @@ _ERRORS: dict[str, type[AgentRLError]] = {
 }
 
 
-def _check_answer(status: int, answer: Any) -> Any:
+def _check_response(status: int, answer: Any) -> Any:
     """Return the answer of a successful request; raise the server's error otherwise."""
     if status == 200:
         return answer

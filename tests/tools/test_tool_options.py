@@ -199,11 +199,11 @@ async def test_a_cancelled_caller_leaves_a_shared_result_to_the_others():
         await asyncio.sleep(0.05)
         return ToolResult("found")
 
-    first, second = (asyncio.create_task(cache.answer(b"k", find_out)) for _ in range(2))
+    first, second = (asyncio.create_task(cache.get_or_run(b"k", find_out)) for _ in range(2))
     await asyncio.sleep(0.01)
     first.cancel()
     assert (await second).content == "found"
-    assert (await cache.answer(b"k", find_out)).seconds == 0.0
+    assert (await cache.get_or_run(b"k", find_out)).seconds == 0.0
     assert len(runs) == 1
 
 
@@ -219,12 +219,12 @@ def test_the_result_cache_is_bounded_and_drops_the_least_recently_used(lookups):
             async def find_out(size=size) -> ToolResult:
                 return ToolResult("x" * size)
 
-            result = await cache.answer(k, find_out)
+            result = await cache.get_or_run(k, find_out)
             assert len(result.content) == model.get(k, size)
             model[k] = model.pop(k, size)
             while sum(v + 501 for v in model.values()) > 4000:
                 del model[next(iter(model))]
-            assert [*cache._answers] == [*model]
+            assert [*cache._results] == [*model]
 
     asyncio.run(play())
 

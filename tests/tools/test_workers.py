@@ -351,7 +351,7 @@ async def test_a_server_that_is_stopped_ends_running_calls(file, tmp_path, optio
         running = asyncio.create_task(box.run([ToolCall("note", arguments)], "e", 0))
         assert await asyncio.to_thread(until, notes.exists)
         process.send_signal(signal.SIGTERM)
-        worker = box._workers[worker_number("e", len(box._workers))]
+        worker = box._clients[worker_number("e", len(box._clients))]
 
         async def status() -> str:
             _, answer = await worker.request_json("GET", "/health", deadline=time.monotonic() + 5)

@@ -191,12 +191,12 @@ class SGLangEngine(RemoteEngine):
             yield name, tensor.to(self._dtype or tensor.dtype)
 
     def _send(self, update: Update) -> int:
-        self._wake("weights")
+        self._resume_memory("weights")
         size = super()._send(update)
-        self._wake("kv_cache")
+        self._resume_memory("kv_cache")
         return size
 
-    def _wake(self, tag: str) -> None:
+    def _resume_memory(self, tag: str) -> None:
         if tag in self._released:
             self.admin.manage("/resume_memory_occupation", {"tags": [tag]})
             self._released.remove(tag)

@@ -214,10 +214,10 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(host.close_idle_sessions())
+        cleanup_task = asyncio.create_task(host.close_idle_sessions())
         async with mcp_endpoint.running() if mcp_endpoint else contextlib.nullcontext():
             yield
-        reaper.cancel()
+        cleanup_task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(10.0):
                 await host.aclose()

@@ -224,7 +224,8 @@ class Worker:
                 now = time.monotonic()
                 self._deaths.append(now)
                 too_often = (
-                    len(self._deaths) == RESTARTS and self._deaths[0] > now - RESTARTS_WITHIN_SECONDS
+                    len(self._deaths) == RESTARTS
+                    and self._deaths[0] > now - RESTARTS_WITHIN_SECONDS
                 )
                 consequence = "too often to be restarted" if too_often else "and is restarted"
                 message = f"the tool server ended by itself, code {process.exit_code}"
