@@ -32,6 +32,7 @@ A model's mistakes (malformed calls, unknown tools, bad arguments) are not excep
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,11 @@ class AgentRLError(Exception):
     """Base of all errors that agentrl raises on purpose."""
 
 
-class Terminated(KeyboardInterrupt):
+class Terminated(SystemExit):
     """SIGTERM has arrived. A command saves the same as after Ctrl-C, and exits with code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class UserError(AgentRLError, ValueError):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from textwrap import indent
 from typing import TypeVar
 
@@ -39,8 +40,9 @@ from agentrl.chat.verify_template import (
     verify_template,
 )
 from agentrl.config import AlgorithmConfig, Config
-from agentrl.data import load_checked, load_samples
+from agentrl.data import load_checked
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
+from agentrl.plural import plural
 from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.leaks import find_leaks
 from agentrl.tools import LocalToolbox
@@ -95,18 +97,7 @@ def make_plan(config: Config) -> Plan:
     if not config.data.train and not config.data.val:
         raise ConfigError("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     problems: list[str] = []
-
-    def attempt(work: Callable[[], T]) -> T | None:
-        """Call `work` and return its result; add a `UserError` to `problems` and return None."""
-        try:
-            return work()
-        except UserError as e:
-            problems.append(str(e))
-            return None
-
-    for file in config.files:
-        attempt(partial(registry.load_file, file))
-    # If a file does not load, its tools are missing in every row. Report the cause alone.
+    _load_files(config, problems)
     all_files_loaded = not problems
     for name, where in registry.interactions.replaced().items():
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
@@ -121,17 +112,14 @@ def make_plan(config: Config) -> Plan:
             f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind
         ]
     rollout = config.rollout
-    scorer = attempt(
-        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+    scorer = _attempt(
+        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
+        problems,
     )
-    rows: list[Sequence[Sample]] = []
-    load_and_check = partial(load_checked, configured=config.interaction.kwargs)
-    load = load_and_check if all_files_loaded else load_samples
-    for path in (config.data.train, config.data.val):
-        samples = (attempt(partial(load, path, config.data.agent_name)) if path else None) or []
-        if scorer and all_files_loaded:
-            attempt(partial(check_graders, samples, scorer, path))
-        rows.append(samples)
+    rows = _load_rows(config, problems)
+    if scorer and all_files_loaded:
+        for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
+            _attempt(partial(check_graders, samples, scorer, path), problems)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
     for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
@@ -146,6 +134,48 @@ def make_plan(config: Config) -> Plan:
             f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
         )
     return plan
+
+
+def find_problems(config: Config) -> list[str]:
+    """Return the mistakes in the user's files and rows that do not depend on other keys.
+
+    A command reports them together with the mistakes of a config that is not valid as a whole.
+    """
+    problems: list[str] = []
+    _load_files(config, problems)
+    _load_rows(config, problems)
+    return problems
+
+
+def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
+    """Call `work` and return its result; add a `UserError` to `problems` and return None."""
+    try:
+        return work()
+    except UserError as e:
+        problems.append(str(e))
+        return None
+
+
+def _load_files(config: Config, problems: list[str]) -> None:
+    for file in config.files:
+        _attempt(partial(registry.load_file, file), problems)
+
+
+def _load_rows(config: Config, problems: list[str]) -> list[Sequence[Sample]]:
+    """Load and check the rows for training and for validation; `problems` are those of the files.
+
+    If a file does not load, its names are missing in the rows. Then a note says so.
+    """
+    rows: list[Sequence[Sample]] = []
+    have_files_failed = bool(problems)
+    load = partial(load_checked, configured=config.interaction.kwargs)
+    for path in (config.data.train, config.data.val):
+        known = len(problems)
+        load_path = partial(load, path, config.data.agent_name)
+        rows.append((_attempt(load_path, problems) if path else None) or [])
+        if have_files_failed and len(problems) > known and Path(path).is_file():
+            problems[-1] += "\n(A name may be unknown because a file above could not be loaded.)"
+    return rows
 
 
 def _programs(plan: Plan) -> list[str]:
@@ -219,7 +249,7 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
         lines = [
             line
             for name, count, fails in failures
-            for line in format_verdicts(fails, f"{count} rows of {name}, ")
+            for line in format_verdicts(fails, f"{plural(count, 'row')} of {name}, ")
         ]
         react = any(name == "react" for name, _, _ in failures)
         raise TemplateError(
@@ -423,7 +453,7 @@ def describe_run(plan: Plan) -> str:
     for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
         if not samples:
             continue
-        lines.append(f"{path}: {len(samples)} rows")
+        lines.append(f"{path}: {plural(len(samples), 'row')}")
         kinds = Counter((s.agent_name, s.tools, s.interaction) for s in samples)
         for (agent, tools, interaction), count in sorted(kinds.items()):
             suffix = f", interaction {interaction}" if interaction else ""
@@ -450,9 +480,11 @@ def describe_run(plan: Plan) -> str:
         ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
         on_ranks = f" on {ranks} ranks" if ranks > 1 else ""
         lines.append(
-            f"a step: {config.data.batch_size} prompts x {config.rollout.n} rollouts = {size}"
-            f" trajectories -> {updates} optimizer steps of {min(mini, size)}"
-            f"{on_ranks} ({_describe_algorithm(config.algorithm)}); {plan.total_steps} steps"
+            f"a step: {plural(config.data.batch_size, 'prompt')} x"
+            f" {plural(config.rollout.n, 'rollout')} = {size} trajectories ->"
+            f" {plural(updates, 'optimizer step')} of {min(mini, size)}"
+            f"{on_ranks} ({_describe_algorithm(config.algorithm)});"
+            f" {plural(plan.total_steps, 'step')}"
         )
         lines += _describe_extra_rollouts(config)
     return "\n".join(lines)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from agentrl import __version__
 from agentrl.cli import (
@@ -68,12 +71,18 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command and its arguments; None: those of this process.
     """
+    from agentrl.cli.unknown_options import take_unknown_options, unknown_options
     from agentrl.errors import AgentRLError
 
     words = sys.argv[1:] if words is None else words
     try:
-        _refuse_dashed_keys(words)
-        app(list(words), prog_name="agentrl")
+        with _raise_on_sigterm():
+            words, mistakes = take_unknown_options(get_command(app), words)
+            token = unknown_options.set(tuple(mistakes))
+            try:
+                app(words, prog_name="agentrl")
+            finally:
+                unknown_options.reset(token)
     except AgentRLError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
@@ -82,12 +91,20 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _refuse_dashed_keys(words: Sequence[str]) -> None:
-    """Explain how to write `--rollout.n 4`: names of keys contain a dot, those of options never."""
-    from agentrl.errors import ConfigError
+@contextlib.contextmanager
+def _raise_on_sigterm() -> Iterator[None]:
+    """Raise `Terminated` in the main thread if SIGTERM arrives within the block."""
+    from agentrl.errors import Terminated
 
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if match := re.fullmatch(r"--(\w+(?:\.\w+)+)(?:=(.*))?", word, re.DOTALL):
-            key, value = match.group(1), match.group(2)
-            value = (following or "VALUE") if value is None else value
-            raise ConfigError(f"{word}: write config keys without dashes: {key}={value}")
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_sigterm(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

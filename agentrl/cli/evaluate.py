@@ -17,6 +17,7 @@ from agentrl.cli.options import (
     describe_sampling,
     read_config_to_play,
 )
+from agentrl.plural import plural
 
 
 def eval_(
@@ -49,7 +50,8 @@ def eval_(
     with open_session(settings) as (plan, rollouts):
         sampling = describe_sampling(val.temperature)
         greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
-        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {val.n} ({sampling}){greedy}")
+        rows = plural(len(plan.train), "row")
+        typer.echo(f"{settings.data.train}: {rows} x {val.n} ({sampling}){greedy}")
         result = evaluate(rollouts, plan.train, val)
     typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
     if output is not None:
@@ -129,9 +131,10 @@ def generate(
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
     with open_session(settings) as (plan, rollouts):
         sampling_text = describe_sampling(val.temperature)
-        typer.echo(f"{settings.data.train}: {len(plan.train)} rows x {n} ({sampling_text})")
+        rows = plural(len(plan.train), "row")
+        typer.echo(f"{settings.data.train}: {rows} x {n} ({sampling_text})")
         groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
     texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
     rows = read_rows(settings.data.train)
     write_rows(output, [{**row, "responses": texts.get(i, [])} for i, row in enumerate(rows)])
-    typer.echo(f"saved {len(groups)} rows with {n} responses each to {output}")
+    typer.echo(f"saved {plural(len(groups), 'row')} with {plural(n, 'response')} each to {output}")

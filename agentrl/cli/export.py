@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from agentrl.plural import plural
+
 
 def export(
     checkpoint: Annotated[
@@ -51,4 +53,4 @@ def export(
             err=True,
         )
     kind = f"an adapter for {result.base}" if result.adapter else "a model"
-    typer.echo(f"{out}: {kind}, trained for {result.checkpoint.step} steps")
+    typer.echo(f"{out}: {kind}, trained for {plural(result.checkpoint.step, 'step')}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.unknown_options import unknown_options
+
 if TYPE_CHECKING:
     from agentrl.config import Config
 
@@ -73,8 +75,9 @@ def read_config(
     Raises:
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
-    from agentrl.config import FIELDS, TINY, load_config
+    from agentrl.config import FIELDS, TINY
     from agentrl.config.load import flag_of
+    from agentrl.config.load import read_config as load_config
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
     flag_values = {keys[name]: value for name, value in flags.items() if value}
@@ -86,20 +89,26 @@ def read_config(
             load_config,
             flags=flag_values,
             translated=translation.settings,
-            mistakes=translation.mistakes,
+            mistakes=[*unknown_options.get(), *translation.mistakes],
         )
-        loaded = load()
+    else:
+        load = partial(
+            load_config,
+            str(config) if config else None,
+            overrides or [],
+            flag_values,
+            mistakes=unknown_options.get(),
+        )
+    loaded, mistakes = load()
+    if verls and not mistakes:
         typer.echo(
             f"{verls} is translated from verl's keys to agentrl's.\n{translation.report()}\n"
         )
-    else:
-        load = partial(load_config, str(config) if config else None, overrides or [], flag_values)
-        loaded = load()
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
-        loaded = load(preset=tiny_settings(loaded))
-    _check_rows_and_model(loaded)
+        loaded, mistakes = load(preset=tiny_settings(loaded))
+    _refuse_mistakes(loaded, mistakes)
     return loaded
 
 
@@ -206,13 +215,31 @@ def describe_sampling(temperature: float) -> str:
     return f"sampled at T={temperature}" if temperature else "greedy"
 
 
-def _check_rows_and_model(config: Config) -> None:
-    from agentrl.errors import ConfigError
+def _refuse_mistakes(config: Config, mistakes: list[str]) -> None:
+    """Report the mistakes of a config, and with them those of the model, files and rows.
 
-    missing = []
+    Raises:
+        ConfigError: there are mistakes, no rows or no model.
+    """
+    from agentrl.config import TINY
+    from agentrl.config.load import refuse
+    from agentrl.errors import ConfigError, UserError
+
+    problems = []
     if not config.data.train and not config.data.val:
-        missing.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
+        problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not config.model.path:
-        missing.append("no model: set --model to a folder, a hub name or tiny (model.path)")
-    if missing:
-        raise ConfigError("\n".join(missing))
+        problems.append("no model: set --model to a folder, a hub name or tiny (model.path)")
+    elif config.model.path != TINY:
+        try:
+            resolve_model(config.model.path, say=lambda _: None)
+        except UserError as e:
+            problems.append(str(e))
+    if not mistakes and not problems:
+        return
+    from agentrl.plan import find_problems
+
+    problems += find_problems(config)
+    if not mistakes:
+        raise ConfigError("\n".join(problems))
+    refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])

@@ -15,6 +15,7 @@ from agentrl.cli.options import (
     describe_sampling,
     read_config_to_play,
 )
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
@@ -81,10 +82,19 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
             )
     rewards = ", ".join(f"{k} {v:g}" for k, v in scored.rewards.items())
     lines.append(
-        f"── {t.stop_reason} · {len(t.turns)} turns · {t.sampled_tokens} sampled tokens ·"
+        f"── {_describe_end(t.stop_reason)} · {plural(len(t.turns), 'turn')} ·"
+        f" {plural(t.sampled_tokens, 'sampled token')} ·"
         f" reward {scored.reward:g} ({rewards}) · ground truth {t.sample.ground_truth!r}\n"
     )
     return "\n".join(lines)
+
+
+def _describe_end(stop_reason: str) -> str:
+    """Return `done`, or the key of the budget that ended the episode."""
+    from agentrl.config.sections import BUDGETS
+
+    key = BUDGETS.get(stop_reason)
+    return f"stopped: {key}" if key else stop_reason
 
 
 def _marked(text: str, mark: str) -> list[str]:

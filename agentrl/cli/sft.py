@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.options import Files, resolve_model
+from agentrl.plural import plural
 
 
 def sft(
@@ -108,8 +109,8 @@ def sft(
         learner = SFTLearner(config, fresh=fresh, placement=placement)
         trained, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
         typer.echo(
-            f"{len(examples)} conversations with {tokens:,} tokens, {trained:,} of them from the"
-            f" assistant; {steps} steps of {batch_size}"
+            f"{plural(len(examples), 'conversation')} with {tokens:,} tokens, {trained:,} of them"
+            f" from the assistant; {plural(steps, 'step')} of {batch_size}"
         )
         learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, typer.echo))
         output.mkdir(parents=True, exist_ok=True)

@@ -66,10 +66,10 @@ def serve(
         agentrl tools serve shelf:calculator --mcp
     """
     import os
-    import signal
     import sys
 
     from agentrl.config import load_config
+    from agentrl.errors import Terminated
 
     token, paths = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
     missing_token = "" if token else token_env
@@ -89,8 +89,8 @@ def serve(
             max_calls=max_calls,
             mcp=mcp,
         )
-        server.serve_forever()
-        return
+        server.serve_forever()  # It returns after SIGTERM; Ctrl-C raises KeyboardInterrupt.
+        raise Terminated
     if mcp:
         from agentrl.errors import UserError
 
@@ -107,7 +107,6 @@ def serve(
         max_calls=max_calls,
         sandbox=programs.model_dump(),
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with served.handle as handle:
         _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
         names = [t["name"] for t in answer["tools"]]

@@ -13,6 +13,7 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.sections import FIELDS, Config
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
+from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 
 
@@ -38,6 +39,30 @@ def load_config(
     Raises:
         ConfigError: it lists all mistakes, each with its source, its value and the allowed values.
     """
+    config, mistakes = read_config(
+        yaml_path, overrides, flags, preset, translated=translated, mistakes=mistakes
+    )
+    refuse(mistakes)
+    return config
+
+
+def refuse(mistakes: Sequence[str]) -> None:
+    """Raise a `ConfigError` that lists the mistakes; do nothing if there are none."""
+    if mistakes:
+        lines = "".join(f"\n  - {mistake}" for mistake in mistakes)
+        raise ConfigError(f"{plural(len(mistakes), 'mistake')} in the configuration:{lines}")
+
+
+def read_config(
+    yaml_path: str | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    preset: Mapping[str, Any] | None = None,
+    *,
+    translated: Sequence[Setting] = (),
+    mistakes: Sequence[str] = (),
+) -> tuple[Config, list[str]]:
+    """Return the config of all valid values, and the mistakes. See `load_config`."""
     mistakes = [*mistakes]
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
     settings = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
@@ -48,15 +73,11 @@ def load_config(
     defaults = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
     merged = merge(defaults, types, mistakes) | merge(settings, types, mistakes)
     config = _validate(merged, mistakes)
-    if mistakes:
-        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        lines = "".join(f"\n  - {mistake}" for mistake in mistakes)
-        raise ConfigError(f"{count} in the configuration:{lines}")
     if config.trainer.output:
-        return config
+        return config, mistakes
     name = Path(config.data.train or config.data.val or "run").stem
     trainer = config.trainer.model_copy(update={"output": f"runs/{name}"})
-    return config.model_copy(update={"trainer": trainer})
+    return config.model_copy(update={"trainer": trainer}), mistakes
 
 
 def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
@@ -134,7 +155,13 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
             errors = e.errors(include_url=False)
         if not errors[0]["loc"]:
             mistakes.extend(str(errors[0]["ctx"]["error"]).splitlines())  # type: ignore[index]
-            return Config()
+            # The keys contradict each other. The run's files can be checked nevertheless.
+            files = {
+                path: setting.value
+                for path, setting in settings.items()
+                if path in ("files", "data.train", "data.val", "data.agent_name", "model.path")
+            }
+            return Config.model_validate(_tree(Setting(p, v, "") for p, v in files.items()))
         for error in errors:
             where = ".".join(map(str, error["loc"]))
             path = next(f for f in FIELDS if f"{where}.".startswith(f"{f}."))

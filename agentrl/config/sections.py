@@ -77,8 +77,14 @@ class ModelConfig(Section):
         return variables
 
 
-BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
-"""The stop reasons that are budgets."""
+BUDGETS = {
+    "turn_tokens": "rollout.max_turn_tokens",
+    "trajectory_tokens": "rollout.max_trajectory_tokens",
+    "turns": "rollout.max_turns",
+    "tool_calls": "rollout.max_tool_calls",
+    "time": "rollout.timeout_s",
+}
+"""The key of each budget, by the stop reason of an episode that has used it up."""
 POLICIES = ("keep", "zero", "mask")
 TOOL_FORMATS = (
     "auto", "hermes", "qwen3_coder", "glm", "llama_json", "llama_pythonic", "mistral", "deepseek",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.config import Config
+from agentrl.plural import plural
 from agentrl.trainer.curve import TRAINING, validation_series
 from agentrl.trainer.tracking import METRICS
 
@@ -106,7 +107,7 @@ class Console:
         self.close()
         validated = [(step, _format_scores(metrics)) for step, metrics in history]
         validated = [(step, scores) for step, scores in validated if scores]
-        lines = [f"\ndone: {history[-1][0]} steps"]
+        lines = [f"\ndone: {plural(history[-1][0], 'step')}"]
         if validated:
             (before, first), (after, last) = validated[0], validated[-1]
             lines.append(f"validation, step {before} -> {after}:")
@@ -182,7 +183,7 @@ class Console:
         line = Table.grid(padding=(0, 1))
         line.add_row(
             ProgressBar(total=self._total, completed=self._last, width=32),
-            f"{self._last}/{self._total}  {_format_duration(elapsed)} elapsed, about"
+            f"{self._last}/{self._total}  elapsed {_format_duration(elapsed)}, about"
             f" {_format_duration(remaining)} left",
         )
         return line

@@ -699,7 +699,7 @@ def test_a_run_is_refused_if_its_rows_need_more(plan, name, row, shape):
     if not shape:
         check_model_fits(plan(row, ROW), template, 10_000)
         return
-    with pytest.raises(TemplateError, match=rf"1 rows of {row['agent_name']}, .*{shape}.*:\n") as e:
+    with pytest.raises(TemplateError, match=rf"1 row of {row['agent_name']}, .*{shape}.*:\n") as e:
         check_model_fits(plan(row, ROW), template, 10_000)
     assert "agentrl check-template mine --fix" in str(e.value)
 
@@ -709,7 +709,7 @@ def test_every_kind_of_rows_that_is_refused_is_in_the_message(plan):
     template = load(family_tokenizer("mistral_v3"), "mistral_v3")
     with pytest.raises(TemplateError) as e:
         check_model_fits(plan(CHECKS, CHECKS_CALLS), template, 10_000)
-    assert str(e.value).count("1 rows of checks_itself, user only:") == 2
+    assert str(e.value).count("1 row of checks_itself, user only:") == 2
 
 
 def test_a_loop_whose_name_begins_with_react_may_use_react(plan):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from agentrl import __version__, load_config
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
 from agentrl.cli.session import _silence_training_warnings
+from agentrl.cli.unknown_options import ALIASES
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.trainer.console import next_commands
@@ -61,7 +63,97 @@ def test_the_package_is_a_command_too():
 )
 def test_a_key_is_no_option(run_cli, words, advice):
     _, err = run_cli("train", *words)
-    assert err == f"error: {words[0]}: write config keys without dashes: {advice}\n"
+    name = words[0].partition("=")[0]
+    assert f"- {name}: write config keys without dashes: {advice}\n" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--lr 1e-4", "no option --lr. Use optim.lr=1e-4"),
+        ("--learning-rate=1e-4", "no option --learning-rate. Use optim.lr=1e-4"),
+        ("--batch_size 4", "no option --batch_size. Use data.batch_size=4"),
+        ("--train-batch-size 4", "no option --train-batch-size. Use data.batch_size=4"),
+        ("--epochs 2", "no option --epochs. Use trainer.total_epochs=2"),
+        ("--max-steps", "no option --max-steps. Use trainer.total_steps=VALUE"),
+        ("--output-dir out", "no option --output-dir. Use --output out"),
+        ("--temperature 1", "Use rollout.temperature=1 or val.temperature=1"),
+        ("--dateset f", "no option --dateset. Did you mean --dataset?"),
+        ("--frobnicate", "no option --frobnicate. `--help` lists the options"),
+    ],
+)
+def test_an_unknown_option_names_the_key(run_cli, words, advice):
+    _, err = run_cli("train", *words.split())
+    assert advice in err and err.startswith("error: 3 mistakes")  # and neither rows nor model
+
+
+def test_the_keys_of_aliases_exist():
+    assert set(ALIASES.values()) <= FIELDS.keys()
+
+
+def test_a_command_without_keys_leaves_unknown_options_to_click(run_cli, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["init", "--frobnicate"])
+    assert ended.value.code == 2 and "No such option: --frobnicate" in capsys.readouterr().err
+    assert "write config keys without dashes: optim.lr=1" in run_cli("sft", "--optim.lr", "1")[1]
+
+
+def test_mistakes_of_all_kinds_are_one_message(run_cli, tmp_path):
+    rows = tmp_path / "val.jsonl"
+    rows.write_text(json.dumps({**ROW, "tools": ["calculater"]}))
+    _, err = run_cli(
+        "check", "--lr", "1", "optim.lrr=1", "data.batch_size=0", "--dataset", "missing.jsonl",
+        "--val-dataset", str(rows), "-f", "missing.py", "--model", "./missing",
+    )  # fmt: skip
+    for part in (
+        "7 mistakes", "--lr", "optim.lrr", "data.batch_size=0", "no such file: missing.jsonl",
+        "no such file: missing.py", "no model folder at ./missing", "no tool named 'calculater'",
+    ):  # fmt: skip
+        assert part in err, part
+    assert err.count("error:") == 1
+
+
+def test_keys_that_contradict_each_other_do_not_hide_a_missing_file(run_cli):
+    _, err = run_cli(
+        "check",
+        "--dataset",
+        "missing.jsonl",
+        "--model",
+        "tiny",
+        "rollout.name=sglang",
+        "rollout.sync=nccl",
+        "rollout.urls=[http://127.0.0.1:1]",
+    )
+    assert "rollout.sync" in err and "no such file: missing.jsonl" in err
+
+
+WAIT = """
+import time
+
+print("loading", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_exit_codes_of_signals(tmp_path, rows, sent, code):
+    file = tmp_path / "slow.py"
+    file.write_text(WAIT)
+    words = ["check", "--dataset", rows, "--model", "tiny", "-f", str(file)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == code and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("command", ["train", "check", "play", "eval"])
@@ -85,7 +177,7 @@ def check(rows, model, *words):
 def test_check_prints_the_graders_and_doubtful_settings(run_cli, rows, random_model):
     out, err = run_cli(*check(rows, random_model))
     assert "grader gsm8k: 2 rows of data_source openai/gsm8k" in out
-    assert "grader gsm8k: 1 rows of data_source agentrl/arithmetic" in out
+    assert "grader gsm8k: 1 row of data_source agentrl/arithmetic" in out
     assert "note: data.batch_size=16 is more than the 3 rows" in err
     assert "data.batch_size" not in run_cli(*check(rows, random_model, "data.batch_size=3"))[1]
 

@@ -221,9 +221,9 @@ def run_export(monkeypatch, capsys):
 def test_the_command(run_export, lora, random_model, tmp_path):
     root, _ = lora
     output = run_export(root, tmp_path / "a")
-    assert output == f"{tmp_path / 'a'}: an adapter for {random_model}, trained for 1 steps\n"
+    assert output == f"{tmp_path / 'a'}: an adapter for {random_model}, trained for 1 step\n"
     output = run_export(root, tmp_path / "b", "--merge", "--dtype", "bfloat16")
-    assert output == f"{tmp_path / 'b'}: a model, trained for 1 steps\n"
+    assert output == f"{tmp_path / 'b'}: a model, trained for 1 step\n"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
     assert run_export(root, tmp_path / "a").startswith("error: ")
 
@@ -242,4 +242,4 @@ def test_a_damaged_checkpoint_is_skipped_with_a_note(run_export, full, tmp_path)
     (run / "global_step_00000002" / "meta.json").unlink()
     first, second = run_export(run, tmp_path / "out").splitlines()
     assert first.startswith("skipped: ") and "global_step_00000002 is incomplete" in first
-    assert second.endswith("a model, trained for 1 steps")
+    assert second.endswith("a model, trained for 1 step")
