@@ -76,7 +76,7 @@ class Lenient:
     """A canary that reports an error that would stop a run, and continues."""
 
     def __init__(self, strict: Canary, report: Callable[[str], None]):
-        self.strict, self.reference = strict, strict.reference
+        self.strict, self.baseline_noise = strict, strict.baseline_noise
         self._report = report
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:

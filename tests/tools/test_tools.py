@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.tool_server import TOKEN, row, serving_tools
 
 from agentrl import registry
-from agentrl.agent_loops.attempt import World
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -631,7 +631,7 @@ async def test_a_server_that_was_restarted_is_asked_for_its_tools_again(url):
 async def test_a_tool_server_that_is_down_is_no_bug_of_the_loop():
     """Also for an episode that is the first to need the server's tools."""
     tokenizer = byte_tokenizer()
-    world = World(
+    runtime = Runtime(
         Scripted(["a"], tokenizer),
         ChatTemplate(tokenizer),
         HttpToolbox("http://127.0.0.1:1"),
@@ -639,7 +639,7 @@ async def test_a_tool_server_that_is_down_is_no_bug_of_the_loop():
     )
     with pytest.raises(ToolServerError, match=r"GET http://127\.0\.0\.1:1/tools"):
         await play_episode(
-            world,
+            runtime,
             replace(row("add"), agent_name="tool_agent"),
             episode_id="e",
             rollout=0,
