@@ -20,12 +20,12 @@ from agentrl.testing.tokenizer import byte_tokenizer
 __all__ = ["Scripted", "byte_tokenizer", "call", "react_call"]
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """Return an assistant turn that calls a tool, in the Hermes / Qwen format."""
     body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def react_call(name: str, **arguments: Any) -> str:
+def react_call(name: str, /, **arguments: Any) -> str:
     """Return an assistant turn that calls a tool, in the format of the `react` loop."""
     return f"Action: {name}\nAction Input: {json.dumps(arguments)}\nObservation:"
