@@ -132,8 +132,8 @@ def importance_weight_metrics(
 MAX_GROWTH = 10.0
 """The largest mean difference of a step, as a multiple of the baseline noise."""
 MIN_BASELINE_NOISE = 1e-3
-"""The smallest baseline noise: arithmetic may differ by this much even if the difference at the start
-was smaller."""
+"""The smallest baseline noise: arithmetic may differ by this much even if the difference at the
+start was smaller."""
 
 
 @dataclass(frozen=True, slots=True)
