@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import runpy
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-ROWS = {"train.jsonl": (11, 192), "val.jsonl": (12, 48)}
-"""File -> seed and number of rows."""
+
+class Template(StrEnum):
+    """The starter projects: folders of `starter`."""
+
+    TOOL = "tool"
+    INTERACTION = "interaction"
+    GAME = "game"
+    JUDGE = "judge"
 
 
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")] = Path("my_env"),
+    template: Annotated[
+        Template,
+        typer.Option(
+            help="tool: tools, and a little of everything; interaction: a simulated user; game: a"
+            " game of several turns; judge: answers graded by a judge model."
+        ),
+    ] = Template.TOOL,
 ) -> None:
     """Create a commented starter project: an environment, rows, a run config and tests.
 
     Examples:
         agentrl init my_env && cd my_env && agentrl train -c run.yaml
-    """
-    from itertools import islice
 
-    from agentrl.data import write_rows
-    from agentrl.demo.arithmetic import TOOL, rows
+        agentrl init my_game --template game
+    """
     from agentrl.errors import UserError
 
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose a new folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not an empty folder: choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted((Path(__file__).parent / "starter").iterdir()):
+    starter = Path(__file__).parent / "starter"
+    for file in (starter / "README.md", *sorted((starter / template).iterdir())):
         if file.is_file():
-            (folder / file.name).write_text(file.read_text())
-    for name, (seed, count) in ROWS.items():
-        samples = (r.sample for r in rows(seed) if r.sample.agent_name == "tool_agent")
-        write_rows(
-            folder / name,
-            [
-                {
-                    "prompt": [m.as_dict() for m in sample.prompt],
-                    "agent_name": sample.agent_name,
-                    "tools": [TOOL],
-                    "ground_truth": sample.ground_truth,
-                    **(_with_coach(sample.ground_truth) if i % 4 == 3 else {}),
-                }
-                for i, sample in enumerate(islice(samples, count))
-            ],
-        )
+            (folder / file.name).write_text(file.read_text("utf-8"), "utf-8")
+    with contextlib.chdir(folder):
+        runpy.run_path("rows.py")
     typer.echo(f"created {folder}. Next:\n  cd {folder}\n  agentrl check -c run.yaml")
     typer.echo("  agentrl train -c run.yaml")
-
-
-def _with_coach(ground_truth: str) -> dict[str, object]:
-    return {"interaction": "coach", "interaction_kwargs": {"ground_truth": ground_truth}}

@@ -1,4 +1,4 @@
-"""The starter project: its tests pass, it is wired, it trains, and what it prints works."""
+"""The starter projects: their tests pass, they train, and the commands that they print work."""
 
 import contextlib
 import io
@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from support.forked_python import run_python
 
+import agentrl.cli as agentrl_cli
 from agentrl.cli import main
+from agentrl.cli.init import Template
 
 pytestmark = pytest.mark.usefixtures("shipped_registries")
 
 AGENTRL = ["-m", "agentrl.cli"]
+STARTER = Path(agentrl_cli.__file__).parent / "starter"
 ASSISTANTS = (Path(__file__).parents[2] / "AGENTS.md").read_text()
 
 
@@ -53,6 +56,51 @@ def test_the_files_of_the_starter_project(project):
     assert (folder / "runs/starter/curve.svg").exists()
 
 
+TEMPLATES = [template.value for template in Template]
+
+
+def test_the_templates_are_the_folders():
+    folders = {f.name for f in STARTER.iterdir() if (f / "env.py").is_file()}
+    assert folders == set(TEMPLATES)
+
+
+def test_an_unknown_template_names_the_choices(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["init", str(tmp_path / "a"), "--template", "gam"])
+    assert ended.value.code == 2 and not (tmp_path / "a").exists()
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in TEMPLATES)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_is_a_project_whose_tests_need_only_pytest(template, tmp_path):
+    agentrl(f"agentrl init my_env --template {template}", tmp_path)
+    folder = tmp_path / "my_env"
+    files = {
+        "README.md",
+        "env.py",
+        "rows.py",
+        "run.yaml",
+        "test_env.py",
+        "train.jsonl",
+        "val.jsonl",
+    }
+    assert files <= set(os.listdir(folder))
+    plugins = ["no:asyncio", "no:timeout", "no:xdist", "no:hypothesispytest", "no:cacheprovider"]
+    run(["-m", "pytest", "-q", *(w for p in plugins for w in ("-p", p))], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_checks_plays_and_trains(template, tmp_path, tiny_model):
+    agentrl(f"agentrl init my_env --template {template}", tmp_path)
+    folder = tmp_path / "my_env"
+    assert "all checks passed" in run([*AGENTRL, "check", "-c", "run.yaml"], folder)
+    assert run([*AGENTRL, "play", "-c", "run.yaml", "-n", "2"], folder).count("ground truth") == 2
+    output = run([*AGENTRL, "train", "-c", "run.yaml", "trainer.total_steps=2"], folder)
+    assert "done: 2 steps" in output
+
+
 def test_check_lists_tools_and_interactions(project):
     output = agentrl("agentrl check -c run.yaml", project[0])
     assert (
@@ -73,7 +121,7 @@ def test_the_commands_that_a_run_prints(project):
     assert head.split() == ["reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
     assert sampled.split()[:2] == ["tool_agent", "sampled"]
     assert greedy.split()[:2] == ["tool_agent", "greedy"] and greedy.split()[4:6] == ["-", "-"]
-    assert "48 rows with 1 responses each" in generation
+    assert "48 rows with 1 response each" in generation
 
 
 def test_generate_refuses_existing_files_and_other_formats(project):

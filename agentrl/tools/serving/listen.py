@@ -192,7 +192,7 @@ class ToolServer(uvicorn.Server):
         self._drained_by = time.monotonic() + DRAIN_SECONDS
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain the server. The exit code is 0 after SIGTERM, and that of Ctrl-C after SIGINT."""
+        """Drain the server. After SIGTERM `serve_forever` returns; SIGINT raises there."""
         if self._host.is_draining:
             os._exit(128 + sig)
         if sig == signal.SIGINT:
