@@ -81,10 +81,12 @@ def read_config(
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
     flag_values = {keys[name]: value for name, value in flags.items() if value}
+    report = ""
     if verls := _verl_config(config, overrides or []):
         from agentrl.compat.verl.config import translate
 
         translation = translate(verls, (overrides or [])[1:])
+        report = translation.report()
         load = partial(
             load_config,
             flags=flag_values,
@@ -100,10 +102,8 @@ def read_config(
             mistakes=unknown_options.get(),
         )
     loaded, mistakes = load()
-    if verls and not mistakes:
-        typer.echo(
-            f"{verls} is translated from verl's keys to agentrl's.\n{translation.report()}\n"
-        )
+    if report and not mistakes:
+        typer.echo(f"{verls} is translated from verl's keys to agentrl's.\n{report}\n")
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
