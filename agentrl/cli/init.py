@@ -39,8 +39,10 @@ def init(
     """
     from agentrl.errors import UserError
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not an empty folder: choose a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     starter = Path(__file__).parent / "starter"
     for file in (starter / "README.md", *sorted((starter / template).iterdir())):
