@@ -190,8 +190,8 @@ def scores(model, weights):
 
 
 SENDERS = {
-    "ipc": lambda control, size: IpcSender(admin, bucket_bytes=size),
-    "gloo": lambda control, size: NcclSender(admin, backend="gloo", bucket_bytes=size),
+    "ipc": lambda admin, size: IpcSender(admin, bucket_bytes=size),
+    "gloo": lambda admin, size: NcclSender(admin, backend="gloo", bucket_bytes=size),
 }
 
 

@@ -114,7 +114,7 @@ def test_ppo_gets_turn_rewards_at_their_tokens():
         [0.25, 0.5, 1],
     ]
     assert advantages_of(batch, keys, values)[0] == [0, 1, 1]
-    with pytest.raises(UserCodeError, match="needs the values of a critic"):
+    with pytest.raises(AssertionError, match="needs the values of a critic"):
         advantages_of(batch, keys)
 
 

@@ -161,7 +161,7 @@ def test_one_signal_saves_and_leaves_no_process(command, tmp_path, number):
         time.sleep(0.05)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "the same command resumes from there" in out
     [checkpoint] = output.glob("global_step_*")
     meta = json.loads((checkpoint / "meta.json").read_text())["meta"]
