@@ -469,9 +469,9 @@ class ChatTemplate:
         """Return the tokens between two turns as the template writes them for these contents.
 
         Args:
-            ids: the tokens for a template that does not read contents. They are returned unchanged
-                if this template is one, if it refuses the contents, or if it is unknown where it
-                writes them.
+            ids: the tokens that a template writes if it does not depend on the contents. They are
+                returned unchanged if this is such a template, if it refuses the contents, or if
+                the place of the contents in its text cannot be found.
             delta: the text that the template writes between the turns.
             messages: the messages after the first turn.
         """

@@ -156,7 +156,7 @@ class MarkedJson:
         return self._incomplete(text, start, "must be one complete JSON object")
 
     def _incomplete(self, text: str, start: int, why: str) -> tuple[list[ToolCall], int, bool]:
-        """Return one error for incomplete JSON, which extends to the next mark, and its end."""
+        """Return an error for incomplete JSON, and the end of this JSON: the next mark."""
         end = end_of_broken_json(text, start, any_tag(self._tags()), any_tag(self.thought[1:]))
         return [with_span(invalid_call(text[start:end], why), start, end)], end, False
 
