@@ -66,6 +66,7 @@ READ_AT_IMPORT: list[dict[str, str]] = [
     {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"},
     {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"},
 ]
+ALL_READ_AT_IMPORT = {name: value for each in READ_AT_IMPORT for name, value in each.items()}
 
 
 def one_step(folder: Path, group=None) -> tuple[Learner, torch.Tensor]:
@@ -152,7 +153,13 @@ def test_the_variables_are_restored_after_the_block(monkeypatch):
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("variables", READ_AT_IMPORT, ids=lambda v: "+".join(v))
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(ALL_READ_AT_IMPORT, id="all"),
+        *(pytest.param(v, id="+".join(v), marks=pytest.mark.slow) for v in READ_AT_IMPORT),
+    ],
+)
 def test_a_variable_that_a_library_reads_at_import_changes_no_bit_of_a_step(
     folder, tmp_path, variables
 ):
