@@ -9,6 +9,7 @@ from agentrl.config.load import load_config
 from agentrl.config.sections import (
     FIELDS,
     TINY,
+    TINY_SETTINGS,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -26,6 +27,7 @@ from agentrl.config.sections import (
 __all__ = [
     "FIELDS",
     "TINY",
+    "TINY_SETTINGS",
     "AlgorithmConfig",
     "Config",
     "DataConfig",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from agentrl.config.load import allowed, description, flag_of
-from agentrl.config.sections import FIELDS, Config
+from agentrl.config.sections import FIELDS, TINY_SETTINGS, Config
 
 HEAD = """\
 # Configuration
@@ -15,8 +15,8 @@ HEAD = """\
 <!-- Written by `make docs` from agentrl/config: edit that. -->
 
 Values come from five places, of which later ones override earlier ones: the defaults below, the
-settings of a model preset (`--model tiny`), a YAML file (`--config run.yaml`), overrides
-(`optim.lr=1e-5`), and flags (`--dataset rows.parquet`).
+settings of a model preset ([`--model tiny`](#the-preset-tiny)), a YAML file (`--config run.yaml`),
+overrides (`optim.lr=1e-5`), and flags (`--dataset rows.parquet`).
 
 ```yaml
 # run.yaml
@@ -34,10 +34,50 @@ brackets. The run's folder contains the resolved config, `config.yaml`, which `-
 One error reports all mistakes, before anything is loaded.
 """
 
+PRESET = """\
+## The preset tiny
+
+`--model tiny` is a model and a preset. The model has half a million parameters and a context of
+2,048 tokens. The first command that needs it trains it, in 1-2 minutes on two cores, and stores it
+in the user's cache (`AGENTRL_HOME` names another folder). The preset replaces these defaults:
+
+| key | value | default for other models |
+|---|---|---|
+{rows}
+
+A preset only replaces defaults: a YAML file, an override or a flag has its own value. So `--file`
+(`files`) replaces `shelf:calculator`; name both if rows use both. `a.b=null` sets the value of the
+preset. If `trainer.total_epochs` is set, the preset does not set `trainer.total_steps`.
+
+The preset belongs to the name `tiny`, not to the weights. `play`, `eval` and `train` of the trained
+model (`--model runs/demo/model`) take its values from the config of the run:
+`-c runs/demo/config.yaml`.
+
+What the model can do:
+
+- It knows the formats of `single_turn`, `tool_agent` (tool calls as in Hermes and Qwen) and
+  `react`, the teacher `gsm8k`, and answers after `####`.
+- It can learn, on a laptop, arithmetic word problems with one or two calls of a tool
+  `calculator(expression)`, also with rows, tools and rewards of your own.
+- It cannot read other texts: its tokenizer has 576 tokens, and it has seen only the demo's
+  problems. On another task its answers are noise, which still tests rows, tools, rewards and loops.
+- Of a tool it sees the name, and the names and types of the arguments, but no description.
+
+In Python, `agentrl.demo.tiny_config` applies the preset ([commands.md](commands.md#in-python)).
+"""
+
 
 def page() -> str:
     """Return the page in Markdown."""
-    return "\n".join([HEAD, *_tables()])
+    return "\n".join([HEAD, _preset(), *_tables()])
+
+
+def _preset() -> str:
+    rows = (
+        f"| `{path}` | `{json.dumps(value)}` | `{json.dumps(FIELDS[path].default)}` |"
+        for path, value in TINY_SETTINGS.items()
+    )
+    return PRESET.format(rows="\n".join(rows))
 
 
 def _tables() -> Iterator[str]:

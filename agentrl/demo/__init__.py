@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.config import TINY, Config, load_config
+from agentrl.config import TINY, TINY_SETTINGS, Config, load_config
 from agentrl.demo.recipe import tiny_model
-
-TINY_SETTINGS: dict[str, Any] = {
-    "files": ["shelf:calculator"],
-    "rollout.max_turn_tokens": 64,
-    "rollout.max_trajectory_tokens": 384,
-    "algorithm.ppo_epochs": 2,
-    "optim.lr": 2.5e-4,
-    "optim.lr_final": 0.3,
-    "trainer.total_steps": 60,
-    "trainer.test_freq": 10,
-    "trainer.save_freq": 30,
-}
-"""Defaults of config keys for runs of the `tiny` model."""
 
 
 def tiny_config(

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.forked_python import run_agentrl
+from support.forked_python import run_agentrl, run_python
 from typer.main import get_command
 
 from agentrl import play
@@ -97,11 +97,12 @@ def test_the_language_of_a_block_says_how_it_is_tested(page):
             assert not re.search(r"^(\$ |agentrl |pip |python |make )", block, re.MULTILINE), block
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("README.md", "testing")])
 def test_snippets_run(page, shipped_registries, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("model: {path: models/mine}")
     _leave_trajectories(Path("runs/demo/trajectories"))
+    Path("runs/demo/metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 1}}\n')
     space = {"__name__": f"docs_{page}"}
     for block in blocks(page, "python"):
         exec(compile(block, str(path_of(page)), "exec"), space)
@@ -114,6 +115,14 @@ def _leave_trajectories(folder: Path) -> None:
     sample = Sample("row-0", (Message("user", "How much is 3*4?"),))
     scored = Scored(play(sample, Scripted(["12"], tokenizer), tokenizer), {"outcome": 1.0}, 1.0)
     TrajectoryStore(folder).write(1, [Group(sample, (scored,))])
+
+
+def test_the_tests_on_the_page_about_tests_pass(tmp_path):
+    environment, *tests = blocks("testing", "python")
+    (tmp_path / "my_env.py").write_text(environment)
+    (tmp_path / "test_my_env.py").write_text("\n\n".join(tests))
+    done = run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path)
+    assert done.returncode == 0 and "14 passed" in done.stdout, done.stdout
 
 
 def test_all_columns_of_trajectories_are_documented():
