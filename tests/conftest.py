@@ -96,12 +96,16 @@ def sglang_tests(file: Path) -> frozenset[str]:
 LONG_FILES = (
     "cluster/test_cluster.py",
     "cluster/test_train.py",
+    "trainer/test_ranks.py",
     "config/test_every_key.py",
     "sandbox/test_sandbox.py",
     "rewards/test_graders_code_cheats.py",
     "test_open_files.py",
     "trainer/test_learner.py",
     "trainer/test_resume_run.py",
+    "cli/test_init.py",
+    "chat/test_check_template.py",
+    "docs/test_readme.py",
     "cli/test_cli.py",
     "rewards/test_executor.py",
 )
@@ -111,11 +115,11 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items):
     """Run the longest files first. The short ones then keep all processes busy until the end."""
 
+    positions = {Path(__file__).parent / file: i for i, file in enumerate(LONG_FILES)}
+
     def position(item) -> int:
-        if item.originalname in sglang_tests(item.path):
-            return -1
-        file = item.path.relative_to(Path(__file__).parent).as_posix()
-        return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+        is_sglang = item.originalname in sglang_tests(item.path)
+        return -1 if is_sglang else positions.get(item.path, len(LONG_FILES))
 
     items.sort(key=position)
 
