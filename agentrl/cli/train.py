@@ -63,6 +63,7 @@ def train(
         check_run(settings)
         return
     from agentrl.capacity import check_open_files
+    from agentrl.config import TINY
     from agentrl.plan import check_policy_learns, make_plan
 
     plan = make_plan(settings)
@@ -72,6 +73,10 @@ def train(
     from agentrl.cluster import open_placement
     from agentrl.trainer import Trainer
 
+    if settings.model.path == TINY:
+        from agentrl.demo import describe_preset
+
+        typer.echo(f"note: {describe_preset(settings)}", err=True)
     print_notes(plan)
     with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
         Trainer(plan.config, plan, placement).run()

@@ -45,20 +45,24 @@ in the user's cache (`AGENTRL_HOME` names another folder). The preset replaces t
 |---|---|---|
 {rows}
 
-A preset only replaces defaults: a YAML file, an override or a flag has its own value. So `--file`
-(`files`) replaces `shelf:calculator`; name both if rows use both. `a.b=null` sets the value of the
-preset. If `trainer.total_epochs` is set, the preset does not set `trainer.total_steps`.
+`train` prints one line with the keys that the preset sets; `check` lists all keys that differ from
+the defaults. A preset only replaces defaults: a YAML file, an override, a flag or a config of
+verl's with verl's defaults has its own value. So `--file` (`files`) replaces `shelf:calculator`;
+name both if rows use both. `a.b=null` sets the value of the preset. If `trainer.total_epochs` is
+set, the preset does not set `trainer.total_steps`.
 
-The preset belongs to the name `tiny`, not to the weights. `play`, `eval` and `train` of the trained
-model (`--model runs/demo/model`) take its values from the config of the run:
-`-c runs/demo/config.yaml`.
+The preset belongs to the name `tiny`, not to the weights. After `--model models/mine`, a copy that
+`sft` or another run trained, the defaults are those of other models, with a learning rate that is
+too low for so small a model: take the values from a run of `tiny`, `-c runs/demo/config.yaml`, or
+write them down.
 
 What the model can do:
 
 - It knows the formats of `single_turn`, `tool_agent` (tool calls as in Hermes and Qwen) and
   `react`, the teacher `gsm8k`, and answers after `####`.
-- It can learn, on a laptop, arithmetic word problems with one or two calls of a tool
-  `calculator(expression)`, also with rows, tools and rewards of your own.
+- It can learn, on a laptop, word problems in the demo's words (bags, boxes, days) with one or two
+  calls of a tool `calculator(expression)`, also with rows, tools and rewards of your own. With
+  other words it mostly fails, and a run has no signal: [imitate first](debugging.md#imitate-first).
 - It cannot read other texts: its tokenizer has 576 tokens, and it has seen only the demo's
   problems. On another task its answers are noise, which still tests rows, tools, rewards and loops.
 - Of a tool it sees the name, and the names and types of the arguments, but no description.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from agentrl.config import TINY, TINY_SETTINGS, Config, load_config
+from agentrl.config.sources import assignment
 from agentrl.demo.recipe import tiny_model
 
 
@@ -41,4 +43,14 @@ def tiny_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-__all__ = ["TINY_SETTINGS", "tiny_config", "tiny_model", "tiny_settings"]
+def describe_preset(config: Config) -> str:
+    """Return a sentence with the keys that have the values of `TINY_SETTINGS`."""
+    keys = [
+        assignment(path, value)
+        for path, value in TINY_SETTINGS.items()
+        if attrgetter(path)(config) == value
+    ]
+    return f'the preset of {TINY!r} sets {" ".join(keys)} (docs/config.md, "The preset tiny")'
+
+
+__all__ = ["TINY_SETTINGS", "describe_preset", "tiny_config", "tiny_model", "tiny_settings"]

@@ -10,7 +10,7 @@ from agentrl import registry
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.cli.options import resolve_model
 from agentrl.config import Config, load_config
-from agentrl.demo import TINY_SETTINGS, recipe, tiny_config, tiny_model
+from agentrl.demo import TINY_SETTINGS, describe_preset, recipe, tiny_config, tiny_model
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import Recipe, conversation, share_copied
 from agentrl.errors import RunStopped, UserError
@@ -156,6 +156,15 @@ def test_the_settings_are_a_config():
     config = load_config(None, [], {"model.path": "tiny"}, preset=TINY_SETTINGS)
     assert config.files == ["shelf:calculator"]
     assert config.algorithm.ppo_epochs == 2
+
+
+def test_a_run_names_the_keys_that_the_preset_sets():
+    config = load_config(None, ["files=[mine.py]", "optim.lr=1e-3"], preset=TINY_SETTINGS)
+    assert describe_preset(config) == (
+        "the preset of 'tiny' sets rollout.max_turn_tokens=64 rollout.max_trajectory_tokens=384"
+        " algorithm.ppo_epochs=2 optim.lr_final=0.3 trainer.total_steps=60 trainer.test_freq=10"
+        ' trainer.save_freq=30 (docs/config.md, "The preset tiny")'
+    )
 
 
 def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
