@@ -8,6 +8,7 @@ the commands in `bash` are read by their own parsers (`test_readme.py` also runs
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import re
@@ -338,6 +339,45 @@ def test_the_arguments_of_trl_exist():
     assert len(named) > 40
     values = {"bnpo", "sapo", "luspo", "vespo"}
     assert not {name for name in named if name not in fields | values}
+
+
+def test_the_defaults_on_the_page_about_trl_are_those_of_the_code():
+    """`name` (value) in the table is the default, on the left of TRL, on the right of agentrl."""
+    trl = importlib.util.find_spec("trl")
+    if trl is None:
+        pytest.skip("needs trl")
+    transformers = importlib.util.find_spec("transformers").submodule_search_locations[0]
+    defaults = {}
+    for file in (
+        Path(transformers) / "training_args.py",
+        *(Path(trl.submodule_search_locations[0]) / "trainer").glob("*base_config.py"),
+        Path(trl.submodule_search_locations[0]) / "trainer/grpo_config.py",
+    ):
+        for field in ast.walk(ast.parse(file.read_text())):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Call):
+                for keyword in field.value.keywords:
+                    if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
+                        defaults[ast.unparse(field.target)] = keyword.value.value
+    section = text("trl").split("## Arguments of `GRPOConfig`")[1].split("\n## ")[0]
+    compared = 0
+    for row in section.splitlines():
+        if row.startswith("| `"):
+            theirs, ours = row.split("|")[1:3]
+            for name, value in re.findall(r"`(\w+)` \(`?([^)`]+)`?\)", theirs):
+                if defaults.get(name) is not None:
+                    assert _literal(value) == defaults[name], (name, value)
+                    compared += 1
+            for name, value in re.findall(r"`(\w+\.\w+)` \(`?([^)`,:;]+)`?[):]", ours):
+                assert _literal(value) == FIELDS[name].default, (name, value)
+                compared += 1
+    assert compared > 30
+
+
+def _literal(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip('"')
 
 
 def test_every_page_is_in_the_index():
