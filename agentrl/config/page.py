@@ -62,7 +62,7 @@ What the model can do:
   `react`, the teacher `gsm8k`, and answers after `####`.
 - It can learn, on a laptop, word problems in the demo's words (bags, boxes, days) with one or two
   calls of a tool `calculator(expression)`, also with rows, tools and rewards of your own. With
-  other words it mostly fails, and a run has no signal: [imitate first](debugging.md#imitate-first).
+  other words it starts lower; if all rewards stay 0, [imitate first](debugging.md#imitate-first).
 - It cannot read other texts: its tokenizer has 576 tokens, and it has seen only the demo's
   problems. On another task its answers are noise, which still tests rows, tools, rewards and loops.
 - Of a tool it sees the name, and the names and types of the arguments, but no description.
