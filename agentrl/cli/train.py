@@ -76,7 +76,8 @@ def train(
     if settings.model.path == TINY:
         from agentrl.demo import describe_preset
 
-        typer.echo(f"note: {describe_preset(settings)}", err=True)
+        if note := describe_preset(settings):
+            typer.echo(f"note: {note}", err=True)
     print_notes(plan)
     with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
         Trainer(plan.config, plan, placement).run()

@@ -44,12 +44,14 @@ def tiny_settings(config: Config) -> dict[str, Any]:
 
 
 def describe_preset(config: Config) -> str:
-    """Return a sentence with the keys that have the values of `TINY_SETTINGS`."""
+    """Return a sentence with the keys that have the values of `TINY_SETTINGS`; "" if none has."""
     keys = [
         assignment(path, value)
         for path, value in TINY_SETTINGS.items()
         if attrgetter(path)(config) == value
     ]
+    if not keys:
+        return ""
     return f'the preset of {TINY!r} sets {" ".join(keys)} (docs/config.md, "The preset tiny")'
 
 

@@ -165,6 +165,7 @@ def test_a_run_names_the_keys_that_the_preset_sets():
         " algorithm.ppo_epochs=2 optim.lr_final=0.3 trainer.total_steps=60 trainer.test_freq=10"
         ' trainer.save_freq=30 (docs/config.md, "The preset tiny")'
     )
+    assert describe_preset(load_config()) == ""
 
 
 def test_a_config_of_the_tiny_model(tmp_path, tiny_model):
