@@ -6,21 +6,27 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl import registry
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, Runtime, make_template
-from agentrl.agent_loops.chat import EngineChat
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import AgentRLError, EpisodeOver, UserCodeError, user_code
+from agentrl.errors import (
+    AgentRLError,
+    EpisodeOver,
+    Infrastructure,
+    PromptTooLong,
+    UserCodeError,
+    user_code,
+)
 from agentrl.interactions import Interaction, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
-from agentrl.trajectory import Sample, Trajectory
+from agentrl.trajectory import Message, Sample, Trajectory
 
 log = logging.getLogger("agentrl")
 
@@ -173,3 +179,70 @@ def play(
         return asyncio.run(play_and_close())
     finally:
         runtime.close()
+
+
+CHAT_SEED = -1
+"""Part of the seed of each reply, so that it differs from the seeds of the episode's own turns."""
+
+
+class EngineChat:
+    """A `Chat` (see `agentrl.http.chat`) with the engine and the chat template of the run.
+
+    The model that replies is the current policy, with its adapter. Its replies are in no row of the
+    episode and are never trained on.
+
+    Requests use the id of the episode, one at a time, as those of a spawned conversation do. With
+    an id of its own, an engine that decodes episodes in lockstep would deadlock, because one
+    episode would wait for another.
+    """
+
+    def __init__(self, attempt: Attempt):
+        self._attempt = attempt
+        self._requests = 0
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        deadline: float,
+        max_tokens: int = 512,
+        temperature: float = 1.0,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """Return the model's reply, without its thinking.
+
+        Raises:
+            EpisodeOver: the time is over.
+            PromptTooLong: the conversation is too long for the engine. This is no budget of the
+                policy's: `rollout.budget_policy` must not penalize it.
+            Infrastructure: the engine failed, or the model used all of `max_tokens` for thinking.
+        """
+        attempt, template = self._attempt, self._attempt.runtime.template
+        ids = template.prompt(messages, is_from_row=lambda message: False, exact=False)
+        remaining = attempt.runtime.sampler.max_length - len(ids)
+        if remaining < 1:
+            raise PromptTooLong(
+                f"the conversation of the model that plays the user has {len(ids)} tokens, but the"
+                f" engine's context length is {attempt.runtime.sampler.max_length}"
+            )
+        sampling = Sampling(
+            temperature=temperature,
+            max_tokens=min(max_tokens, remaining),
+            stop=tuple(stop),
+            stop_ids=template.stop_ids,
+        )
+        seed = self._requests, CHAT_SEED
+        self._requests += 1
+        async with attempt.engine_lock:
+            _, text = await attempt.sample_turn(ids, sampling, seed, deadline)
+        for end in sampling.stop:
+            text = text.removesuffix(end)
+        thinking = template.thinking
+        _, has_ended, reply = (thinking.opening(ids) + text).rpartition(thinking.end)
+        if has_ended:
+            return reply.strip()
+        if reply.lstrip().startswith(thinking.begin.strip()):
+            raise Infrastructure(
+                f"the policy used all of max_tokens={max_tokens} for thinking and wrote no message"
+            )
+        return text.strip()

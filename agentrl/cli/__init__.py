@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command and its arguments; None: those of this process.
     """
-    from agentrl.cli.unknown_options import take_unknown_options, unknown_options
+    from agentrl.cli.options import take_unknown_options, unknown_options
     from agentrl.errors import AgentRLError
 
     words = sys.argv[1:] if words is None else words

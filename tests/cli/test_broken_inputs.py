@@ -188,7 +188,7 @@ def test_a_broken_input_is_one_clear_message(case, name, capsys):
 
 
 def test_the_real_command_prints_the_same_message(tmp_path):
-    command = [sys.executable, "-m", "agentrl.cli", "train", "--dataset", "nowhere.parquet"]
+    command = [sys.executable, "-m", "agentrl", "train", "--dataset", "nowhere.parquet"]
     done = subprocess.run([*command, "--model", "tiny"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "nowhere.parquet" in done.stderr

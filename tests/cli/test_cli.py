@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from agentrl import __version__, load_config
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
+from agentrl.cli.options import ALIASES
 from agentrl.cli.session import _silence_training_warnings
-from agentrl.cli.unknown_options import ALIASES
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.trainer.console import next_commands

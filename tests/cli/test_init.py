@@ -17,7 +17,7 @@ from agentrl.cli.init import Template
 
 pytestmark = pytest.mark.usefixtures("shipped_registries")
 
-AGENTRL = ["-m", "agentrl.cli"]
+AGENTRL = ["-m", "agentrl"]
 STARTER = Path(agentrl_cli.__file__).parent / "starter"
 ASSISTANTS = (Path(__file__).parents[2] / "AGENTS.md").read_text()
 

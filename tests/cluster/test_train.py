@@ -223,7 +223,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
     output, rows, env = tmp_path / "run", flags["data.train"], flags["files"][0]
     endless = [o for o in RUN if "_steps" not in o] + ["trainer.total_steps=100000"]
     command = ForkedPython(
-        ["-m", "agentrl.cli", "train", "--dataset", rows, "-f", env,
+        ["-m", "agentrl", "train", "--dataset", rows, "-f", env,
          "--model", flags["model.path"], "--output", str(output), *endless,
          "trainer.save_freq=0", "trainer.n_gpus_per_node=2"],
         start_new_session=True, merge_outputs=True,

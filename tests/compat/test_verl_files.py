@@ -301,7 +301,7 @@ def train(verl, folder, rows, config="gsm8k_multiturn_grpo", **files) -> str:
         "trainer.logger=[console]",
         *("--model", "tiny", "--output", str(folder / "run")),
     ]
-    command = [sys.executable, "-m", "agentrl.cli", "train", *words]
+    command = [sys.executable, "-m", "agentrl", "train", *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) == 1

@@ -213,7 +213,7 @@ def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
     assert [c.split()[1] for c in commands[3:]] == ["sft", "train"]
     commands[4] += " trainer.total_steps=15 trainer.test_freq=15"
     for command in commands:
-        command = command.replace("agentrl ", "python -m agentrl.cli ").removeprefix("python ")
+        command = command.replace("agentrl ", "python -m agentrl ").removeprefix("python ")
         words = [sys.executable, *command.split()]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -16,8 +16,7 @@ from agentrl import sandbox
 from agentrl.config import RewardConfig, SandboxConfig
 from agentrl.errors import ConfigError, DataError, SandboxError
 from agentrl.rewards import check_graders, make_scorer
-from agentrl.rewards.code import READY, _endings, last_program
-from agentrl.rewards.code_tests import read_tests, same_output, same_value
+from agentrl.rewards.code import READY, _endings, last_program, read_tests, same_output, same_value
 from agentrl.rewards.graders import grader_of
 from agentrl.sandbox import Completed
 from agentrl.trajectory import Message, Sample

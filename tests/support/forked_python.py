@@ -164,7 +164,7 @@ def run_python(
 
 def run_agentrl(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end: `agentrl ...`."""
-    return run_python(["-m", "agentrl.cli", *arguments], **options)
+    return run_python(["-m", "agentrl", *arguments], **options)
 
 
 @cache

@@ -108,7 +108,7 @@ def test_mistakes(arguments, error, message, monkeypatch):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_server_without_a_token_says_so_once(workers):
-    command = ["-m", "agentrl.cli", "tools", "serve", CALCULATOR, "--port", "0"]
+    command = ["-m", "agentrl", "tools", "serve", CALCULATOR, "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, *command, "--workers", workers, "--token-env", "MY_TOKEN"],
         stdout=subprocess.PIPE,
@@ -127,7 +127,7 @@ def test_a_server_without_a_token_says_so_once(workers):
 def test_serve():
     """Served until Ctrl-C, with the token of the environment."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", "tools", "serve", CALCULATOR, "--port", "0"],
+        [sys.executable, "-m", "agentrl", "tools", "serve", CALCULATOR, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -196,7 +196,7 @@ def test_ctrl_c_on_the_command_line(env, transport):
     rows = file.with_name("rows.jsonl")
     rows.write_text(json.dumps(ROW) + "\n")
     options = ["--dataset", str(rows), "--model", "tiny", "-f", str(file), "reward.function=none"]
-    process = start(env, "-m", "agentrl.cli", "play", *options, f"tools.transport={transport}")
+    process = start(env, "-m", "agentrl", "play", *options, f"tools.transport={transport}")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0

@@ -286,7 +286,7 @@ def serving(tmp_path, token=""):
     file = tmp_path / "tools.py"
     file.write_text(TOOLS)
     server = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", "tools", "serve", str(file), "--port=0", "--mcp"],
+        [sys.executable, "-m", "agentrl", "tools", "serve", str(file), "--port=0", "--mcp"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "AGENTRL_TOOLS_TOKEN": token},

@@ -325,7 +325,7 @@ def test_ports_are_numbered_from_the_first(file):
 def serve(file: str, *options: str) -> tuple[subprocess.Popen[str], str]:
     """`agentrl tools serve` and its URL."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", "tools", "serve", file, "--port", "0", *options],
+        [sys.executable, "-m", "agentrl", "tools", "serve", file, "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -417,7 +417,7 @@ def test_no_tools_at_all(tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "tools", "serve", str(empty), "--workers", "2",
+        [sys.executable, "-m", "agentrl", "tools", "serve", str(empty), "--workers", "2",
          "--port", "0"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

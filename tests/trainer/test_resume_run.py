@@ -28,7 +28,7 @@ def command(tiny_model, tmp_path_factory):
         table = pq.read_table(ROOT / "datasets" / f"arithmetic_{name}.parquet").slice(0, count)
         pq.write_table(table, folder / f"{name}.parquet")
     return [
-        "-m", "agentrl.cli", "train",
+        "-m", "agentrl", "train",
         "--dataset", str(folder / "train.parquet"),
         "--val-dataset", str(folder / "val.parquet"),
         "--model", "tiny",

@@ -1,9 +1,11 @@
-"""verl's base classes, its tool decorator and its response type, for user files."""
+"""What user files import from verl: base classes, the tool decorator, the response, helpers."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -151,3 +153,41 @@ def function_tool(
     if callable(name):
         return register(name)
     return lambda function: register(function, name or "")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def rollout_trace_op(function: F) -> F:
+    """Return the function unchanged; in verl, this decorator traces calls."""
+    return function
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
+    """Create a folder; this is verl's `hdfs_io.makedirs`."""
+    os.makedirs(_local(name), mode=mode, exist_ok=exist_ok)
+
+
+def exists(path: str, **kwargs: Any) -> bool:
+    """Return whether a path exists; this is verl's `hdfs_io.exists`."""
+    return os.path.exists(_local(path))
+
+
+def copy(src: str, dst: str, **kwargs: Any) -> bool:
+    """Copy a file or a folder, into an existing folder too; this is verl's `hdfs_io.copy`."""
+    if os.path.isdir(_local(src)):
+        shutil.copytree(src, _local(dst), dirs_exist_ok=True)
+    else:
+        shutil.copy(src, _local(dst))
+    return True
+
+
+def _local(path: str) -> str:
+    """Return the path, if it is on this machine.
+
+    Raises:
+        UserError: the path is on HDFS.
+    """
+    if path.startswith("hdfs:"):
+        raise UserError(f"{path}: agentrl does not read or write HDFS. Use a path of this machine")
+    return path
