@@ -12,7 +12,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from agentrl import open_files, registry
-from agentrl.config import SandboxConfig
+from agentrl.config import SandboxConfig, file_names
 from agentrl.errors import ConfigError
 from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.open_files import RESERVED
@@ -122,7 +122,7 @@ def _load(plan: Plan) -> _Load:
         loads.append(_Load(size * n, formula, f"data.{key} or rollout.n"))
     if plan.val:
         rows = len(plan.val)
-        formula = f"{rows} rows of {c.data.val} x val.n={c.val.n}"
+        formula = f"{rows} rows of {file_names(c.data.val)} x val.n={c.val.n}"
         loads.append(_Load(rows * c.val.n, formula, "val.n, or fewer rows to validate on"))
     return max(loads)
 
@@ -158,5 +158,5 @@ def _uses_http(plan: Plan) -> bool:
 
 
 def _tools(plan: Plan) -> list[Tool]:
-    names = {name for sample in plan.samples for name in sample.tools}
+    names = {name for kind in plan.kinds for name in kind.sample.tools}
     return [registry.tools.get(name) for name in sorted(names) if name in registry.tools]

@@ -10,19 +10,18 @@ import json
 import logging
 import time
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
 from textwrap import indent
 from typing import TypeVar
 
 from agentrl import registry, sandbox
 from agentrl.agent_loops import AgentLoop
-from agentrl.agent_loops.loops import Schemas
+from agentrl.agent_loops.loops import Schemas, plain_opening, react_opening
 from agentrl.chat import ChatTemplate
 from agentrl.chat.formats import FORMATS
 from agentrl.chat.formats.detect import (
@@ -39,8 +38,20 @@ from agentrl.chat.verify_template import (
     format_verdicts,
     verify_template,
 )
-from agentrl.config import AlgorithmConfig, Config
-from agentrl.data import load_checked
+from agentrl.config import AlgorithmConfig, Config, file_names, row_files
+from agentrl.data import (
+    ColumnNames,
+    Kind,
+    Rows,
+    describe_row,
+    draw,
+    find_kinds,
+    load_checked,
+    parts_to_check,
+    prompt_bytes,
+    row_order,
+    sample_rows,
+)
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
 from agentrl.plural import plural
 from agentrl.rewards import Scorer, check_graders
@@ -60,6 +71,8 @@ CANARY_TOKENS = 256
 MAX_COMPARE_SECONDS = 30.0
 """The time limit for comparing the tokens of prompts with the rendered template, in seconds. It is
 enough for 200,000 short rows."""
+NORMALIZED_GROWTH = 3
+"""A tokenizer that normalizes text (NFC) may make it so many times longer, in bytes."""
 MAX_VERIFIED_KINDS = 8
 """The number of kinds of rows for which the template is verified. The most common kinds are."""
 
@@ -74,9 +87,25 @@ class Plan:
     scorer: Scorer
 
     @property
-    def samples(self) -> Sequence[Sample]:
-        """All rows, those for training first."""
-        return [*self.train, *self.val]
+    def kinds(self) -> list[Kind]:
+        """The kinds of rows, those for training first."""
+        return [*find_kinds(self.train), *find_kinds(self.val)]
+
+    @property
+    def splits(self) -> list[tuple[str, Sequence[Sample]]]:
+        """The rows for training and those for validation, with the names of their files."""
+        data = self.config.data
+        return [(file_names(data.train), self.train), (file_names(data.val), self.val)]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the training rows; "" if they are not from files."""
+        return self.train.fingerprint if isinstance(self.train, Rows) else ""
+
+    @property
+    def epoch_rows(self) -> int:
+        """The number of rows in an epoch: files with a weight are played more or less often."""
+        return row_order(self.train, self.config.trainer.seed).epoch_rows
 
     @property
     def total_steps(self) -> int:
@@ -85,7 +114,7 @@ class Plan:
         A step counts as one batch, even if more rows are played to fill it.
         """
         trainer, size = self.config.trainer, self.config.data.batch_size
-        return trainer.total_steps or trainer.total_epochs * max(1, len(self.train) // size)
+        return trainer.total_steps or trainer.total_epochs * max(1, self.epoch_rows // size)
 
 
 def make_plan(config: Config) -> Plan:
@@ -117,13 +146,14 @@ def make_plan(config: Config) -> Plan:
         problems,
     )
     rows = _load_rows(config, problems)
+    parts = [part for split in rows for part in parts_to_check(split)]
     if scorer and all_files_loaded:
-        for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
-            _attempt(partial(check_graders, samples, scorer, path), problems)
+        for file, first, samples in parts:
+            _attempt(partial(check_graders, samples(), scorer, file, first), problems)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
-    for path, samples in zip((config.data.train, config.data.val), rows, strict=True):
-        for leak in find_leaks(samples, _tools_text(), path):
+    for file, first, samples in parts:
+        for leak in find_leaks(samples(), _tools_text(), file, first):
             log.warning("%s", leak)
     plan = Plan(config, rows[0], rows[1], scorer)
     sandbox.configure(config.sandbox)
@@ -168,12 +198,15 @@ def _load_rows(config: Config, problems: list[str]) -> list[Sequence[Sample]]:
     """
     rows: list[Sequence[Sample]] = []
     have_files_failed = bool(problems)
-    load = partial(load_checked, configured=config.interaction.kwargs)
-    for path in (config.data.train, config.data.val):
+    data = config.data
+    names = ColumnNames(data.prompt_key, data.reward_fn_key)
+    for source in (data.train, data.val):
         known = len(problems)
-        load_path = partial(load, path, config.data.agent_name)
-        rows.append((_attempt(load_path, problems) if path else None) or [])
-        if have_files_failed and len(problems) > known and Path(path).is_file():
+        load = partial(
+            load_checked, row_files(source), data.agent_name, config.interaction.kwargs, names
+        )
+        rows.append((_attempt(load, problems) if source else None) or [])
+        if have_files_failed and len(problems) > known and ": row " in problems[-1]:
             problems[-1] += "\n(A name may be unknown because a file above could not be loaded.)"
     return rows
 
@@ -183,7 +216,7 @@ def _programs(plan: Plan) -> list[str]:
 
     With `tools.url`, the tools use the sandbox of that server, so they are left out.
     """
-    names = {name for sample in plan.samples for name in sample.tools}
+    names = {name for kind in plan.kinds for name in kind.sample.tools}
     tools = [
         f"the tool {name}"
         for name in sorted(names if not plan.config.tools.url else ())
@@ -195,7 +228,7 @@ def _programs(plan: Plan) -> list[str]:
 def rewards_with_programs(plan: Plan) -> list[str]:
     """Return the names of the rewards of the rows that run programs."""
     names = []
-    for source in sorted({sample.data_source for sample in plan.samples}):
+    for source in sorted({kind.sample.data_source for kind in plan.kinds}):
         with suppress(DataError):  # `make_plan` refuses rows without a reward
             names += [g.name for g in plan.scorer.graders(source) if g.options.sandbox]
     return list(dict.fromkeys(names))
@@ -314,8 +347,9 @@ def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -
 def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counter[str]:
     """Refuse rows whose prompt is too long, or cannot be encoded as the template renders it.
 
-    The tokens of every prompt are compared with the rendered template for `MAX_COMPARE_SECONDS`.
-    After that, they are compared for the first row of each shape only.
+    The tokens of the first prompt of each kind are compared with the rendered template, and those
+    of all prompts for `MAX_COMPARE_SECONDS` (of a sample of them, if there are very many rows).
+    Other prompts are tokenized only if they may be too long.
 
     Returns:
         The number of rows that show tools, by agent loop.
@@ -324,30 +358,23 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
         TemplateError: the message names the rows and why they cannot be encoded.
         DataError: prompts are too long. The message names the rows and their lengths.
     """
-    toolbox, deadline = LocalToolbox(), time.monotonic() + MAX_COMPARE_SECONDS
-    refused, too_long, compared_rows = [], [], 0
+    deadline = time.monotonic() + MAX_COMPARE_SECONDS
+    refused: list[str] = []
+    too_long: list[str] = []
+    compared_rows = 0
     loops: Counter[str] = Counter()
-    for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
-        shapes = set()
-        for sample in samples:
-            messages, schemas = _opening(sample, toolbox)
-            if schemas:
-                loops[sample.agent_name] += 1
-            roles = tuple((m.role, bool(m.content.strip())) for m in messages)
-            shape = (sample.agent_name, sample.tools, roles)
-            compared = shape not in shapes or time.monotonic() < deadline
-            shapes.add(shape)
-            compared_rows += compared
-            try:
-                if compared:
-                    length = len(template.prompt(messages, schemas))
-                else:
-                    length = template.length(messages, schemas)
-            except TemplateError as e:
-                refused.append(f"{path}: row {sample.row}: {e}")
-                continue
-            if length >= max_length:
-                too_long.append(f"{path}: row {sample.row}: the prompt has {length} tokens")
+    for path, samples in plan.splits:
+        prompts = _Prompts(samples, template)
+        loops += prompts.count_rows_with_tools()
+        compared_rows += prompts.compare(deadline)
+        prompts.measure_long(max_length)
+        where = partial(describe_row, samples, path)
+        refused += [f"{where(row)}: {error}" for row, error in sorted(prompts.errors.items())]
+        too_long += [
+            f"{where(row)}: the prompt has {length} tokens"
+            for row, length in sorted(prompts.lengths.items())
+            if length >= max_length
+        ]
     if refused:
         shown = "\n".join(refused[:20])
         raise TemplateError(
@@ -364,10 +391,80 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
     return loops
 
 
+class _Prompts:
+    """The lengths of prompts in tokens, by row, and why prompts cannot be encoded."""
+
+    def __init__(self, samples: Sequence[Sample], template: ChatTemplate):
+        self.lengths: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
+        self._samples, self._template = samples, template
+        self._toolbox = LocalToolbox()
+
+    def count_rows_with_tools(self) -> Counter[str]:
+        """Return the number of rows that show tools, by agent loop."""
+        counts: Counter[str] = Counter()
+        for kind in find_kinds(self._samples):
+            if _opening(kind.sample, self._toolbox)[1]:
+                counts[kind.sample.agent_name] += len(kind.rows)
+        return counts
+
+    def compare(self, deadline: float) -> int:
+        """Compare tokens with the rendered template: the first row of each kind, and more rows.
+
+        Args:
+            deadline: the time, by `time.monotonic`, after which no further rows are compared.
+
+        Returns:
+            The number of rows that were compared.
+        """
+        for kind in find_kinds(self._samples):
+            self._measure(int(kind.rows[0]), kind.sample, exact=True)
+        rows = sample_rows(self._samples)
+        numbers = range(len(self._samples)) if rows is None else rows.tolist()
+        for row, sample in zip(numbers, draw(self._samples, rows), strict=True):
+            if time.monotonic() >= deadline:
+                break
+            self._measure(row, sample, exact=True)
+        return len(self.lengths) + len(self.errors)
+
+    def measure_long(self, max_length: int) -> None:
+        """Count the tokens of the prompts that may have `max_length`.
+
+        A text has at most as many tokens as bytes. The template adds as many tokens to each row of
+        a kind, and the first row of each kind was measured. Only a loop with an opening of its own
+        may add any text to a row, so its rows are read.
+        """
+        sizes = prompt_bytes(self._samples)
+        if self._template.encoder.plain_tokenizer.normalizer:
+            sizes = NORMALIZED_GROWTH * sizes
+        for kind in find_kinds(self._samples):
+            first = int(kind.rows[0])
+            added = self.lengths.get(first, max_length)
+            loop = registry.agent_loops.get(kind.sample.agent_name)
+            rows = kind.rows
+            if loop.opening in (plain_opening, react_opening):
+                rows = rows[sizes[rows] + added >= max_length]
+            for row in rows.tolist():
+                self._measure(row, self._samples[row], exact=False)
+
+    def _measure(self, row: int, sample: Sample, *, exact: bool) -> None:
+        if row in self.lengths or row in self.errors:
+            return
+        messages, schemas = _opening(sample, self._toolbox)
+        try:
+            if exact:
+                self.lengths[row] = len(self._template.prompt(messages, schemas))
+            else:
+                self.lengths[row] = self._template.length(messages, schemas)
+        except TemplateError as e:
+            self.errors[row] = str(e)
+
+
 def longest_prompt(plan: Plan, template: ChatTemplate) -> int:
-    """Return the tokens of the prompt with the most characters."""
-    longest = max(plan.samples, key=lambda sample: sum(len(m.content) for m in sample.prompt))
-    return template.length(*_opening(longest, LocalToolbox()))
+    """Return the tokens of the prompt with the most bytes."""
+    sizes = [(sizes, samples) for _, samples in plan.splits if len(sizes := prompt_bytes(samples))]
+    sizes, samples = max(sizes, key=lambda split: split[0].max())
+    return template.length(*_opening(samples[int(sizes.argmax())], LocalToolbox()))
 
 
 def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
@@ -377,7 +474,7 @@ def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> arra
     several prompts because a mean over more tokens has less noise.
     """
     row, toolbox = token_array(), LocalToolbox()
-    for sample in islice(plan.samples, CANARY_TOKENS):
+    for sample in islice(chain(plan.train, plan.val), CANARY_TOKENS):
         row.extend(template.prompt(*_opening(sample, toolbox), exact=False))
         if len(row) >= CANARY_TOKENS:
             break
@@ -393,14 +490,17 @@ def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list
     Returns:
         For each kind of rows: its loop, the number of rows, and the verdicts.
     """
-    kinds: dict[tuple[str, tuple[str, ...], bool, bool], list[Sample]] = defaultdict(list)
-    for sample in plan.samples:
-        has_system = any(m.role == "system" for m in sample.prompt)
-        kinds[sample.agent_name, sample.tools, bool(sample.interaction), has_system].append(sample)
-    most_common = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:MAX_VERIFIED_KINDS]
+    counts: Counter[tuple[str, tuple[str, ...], bool, bool]] = Counter()
+    first: dict[tuple[str, tuple[str, ...], bool, bool], Sample] = {}
+    for kind in plan.kinds:
+        sample = kind.sample
+        shown = sample.agent_name, sample.tools, bool(sample.interaction), kind.has_system
+        counts[shown] += len(kind.rows)
+        first.setdefault(shown, sample)
     verdicts, toolbox = [], LocalToolbox()
-    for (name, tools, has_interaction, _), samples in most_common:
-        messages, schemas = _opening(samples[0], toolbox)
+    for shown, count in counts.most_common(MAX_VERIFIED_KINDS):
+        name, tools, has_interaction, _ = shown
+        messages, schemas = _opening(first[shown], toolbox)
         shows_system = any(m.role == "system" for m in messages)
         has_user = has_interaction or name not in SHIPPED_LOOPS
         has_tools = bool(tools and schemas)
@@ -416,7 +516,7 @@ def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list
             shapes.append(CALLS_ALONE)
         if shapes:
             shapes = [replace(shape, system=shows_system) for shape in shapes]
-            verdicts.append((name, len(samples), verify_template(template, schemas, shapes)))
+            verdicts.append((name, count, verify_template(template, schemas, shapes)))
     return verdicts
 
 
@@ -450,16 +550,21 @@ def describe_history(plan: Plan, template: ChatTemplate) -> str:
 def describe_run(plan: Plan) -> str:
     """Return lines about the rows by loop and tools, the sandbox, and the size of a step."""
     lines = []
-    for path, samples in ((plan.config.data.train, plan.train), (plan.config.data.val, plan.val)):
+    for path, samples in plan.splits:
         if not samples:
             continue
         lines.append(f"{path}: {plural(len(samples), 'row')}")
-        kinds = Counter((s.agent_name, s.tools, s.interaction) for s in samples)
+        if isinstance(samples, Rows):
+            lines += _describe_files(samples)
+        kinds: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        for kind in find_kinds(samples):
+            s = kind.sample
+            kinds[s.agent_name, s.tools, s.interaction] += len(kind.rows)
         for (agent, tools, interaction), count in sorted(kinds.items()):
             suffix = f", interaction {interaction}" if interaction else ""
             lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{suffix}")
     config = plan.config
-    interactions = {sample.interaction for sample in plan.samples}
+    interactions = {kind.sample.interaction for kind in plan.kinds}
     lines += [
         f"interaction.kwargs.{name}: no row has this interaction"
         for name in config.interaction.kwargs
@@ -490,6 +595,20 @@ def describe_run(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _describe_files(rows: Rows) -> Iterator[str]:
+    """Yield what else is known about the rows: their files, and which rows were checked."""
+    if len(rows.files) > 1:
+        for (file, indices), weight in zip(rows.files, rows.weights, strict=True):
+            suffix = f", {weight:g} times per epoch" if weight != 1 else ""
+            yield f"  {len(indices):6d} rows of {file}{suffix}"
+    checked = sample_rows(rows)
+    if checked is not None:
+        yield (
+            f"  the structure of all rows was checked. Names, arguments, ground truths and leaks:"
+            f" {len(checked):,} rows at equal distances, and the first of each kind"
+        )
+
+
 def _describe_algorithm(config: AlgorithmConfig) -> str:
     """Return the algorithm's name, and its parts that differ from the name's defaults."""
     defaults = AlgorithmConfig(name=config.name)
@@ -513,7 +632,7 @@ def _describe_extra_rollouts(config: Config) -> Iterator[str]:
 
 def render_first_prompts(plan: Plan, template: ChatTemplate) -> str:
     """Return the first prompt of each loop, as the model reads it."""
-    first = {s.agent_name: s for s in reversed(plan.samples)}
+    first = {kind.sample.agent_name: kind.sample for kind in reversed(plan.kinds)}
     lines = []
     for agent, sample in sorted(first.items()):
         prompt = template.decode(template.prompt(*_opening(sample, LocalToolbox())))

@@ -59,7 +59,7 @@ def _servers(plan: Plan) -> Iterator[ConfiguredServer]:
             yield from _server(f"reward.kwargs.{name}", name, reward.kwargs.get(name))
     else:
         yield from _server("reward.kwargs", reward.function, reward.kwargs)
-    for name in sorted({sample.interaction for sample in plan.samples}):
+    for name in sorted({kind.sample.interaction for kind in plan.kinds}):
         yield from _server(f"interaction.kwargs.{name}", name, config.interaction.kwargs.get(name))
     if config.rollout.name != "local":
         for i, url in enumerate(config.rollout.urls):

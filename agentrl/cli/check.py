@@ -202,14 +202,15 @@ def _list_unchecked(config: Config) -> list[str]:
 def print_notes(plan: Plan) -> None:
     """Print notes on settings that are valid but probably not intended."""
     from agentrl.capacity import shared_connections
-    from agentrl.config import without_effect
+    from agentrl.config import file_names, without_effect
     from agentrl.config.checks import doubtful
 
     notes = [*without_effect(plan.config), *doubtful(plan.config)]
-    rows, size = len(plan.train), plan.config.data.batch_size
+    rows, size = plan.epoch_rows, plan.config.data.batch_size
     if 0 < rows < size:
         notes.append(
-            f"data.batch_size={size} is more than the {rows} rows of {plan.config.data.train}:"
+            f"data.batch_size={size} is more than the {rows} rows of"
+            f" {file_names(plan.config.data.train)}:"
             " a step plays some of them more than once"
         )
     if shared := shared_connections(plan):
@@ -259,7 +260,7 @@ def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
     """Refuse a toolbox that lacks tools of the rows: a tool server may have loaded other files."""
     from agentrl.errors import ConfigError, RegistryError
 
-    for names in sorted({s.tools for s in plan.samples}):
+    for names in sorted({kind.sample.tools for kind in plan.kinds}):
         try:
             toolbox.schemas(names)
         except RegistryError as e:
@@ -268,7 +269,9 @@ def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
 
 def _describe_rewards(plan: Plan) -> str:
     """Return the reward function of each data source, with the number of rows."""
-    sources = Counter(s.data_source for s in plan.samples)
+    sources: Counter[str] = Counter()
+    for kind in plan.kinds:
+        sources[kind.sample.data_source] += len(kind.rows)
     return "\n".join(
         f"{plan.scorer.describe(source)}: {plural(count, 'row')}"
         f" {f'of data_source {source}' if source else 'without data_source'}"

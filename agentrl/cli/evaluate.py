@@ -42,6 +42,7 @@ def eval_(
     import json
 
     from agentrl.cli.session import open_session
+    from agentrl.config import file_names
     from agentrl.evaluate import evaluate
     from agentrl.store import TrajectoryStore
 
@@ -51,9 +52,11 @@ def eval_(
         sampling = describe_sampling(val.temperature)
         greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
         rows = plural(len(plan.train), "row")
-        typer.echo(f"{settings.data.train}: {rows} x {val.n} ({sampling}){greedy}")
+        typer.echo(f"{file_names(settings.data.train)}: {rows} x {val.n} ({sampling}){greedy}")
         result = evaluate(rollouts, plan.train, val)
-    typer.echo("\n".join(table(result.metrics, sorted({s.agent_name for s in plan.train}), val.n)))
+    typer.echo(
+        "\n".join(table(result.metrics, sorted({k.sample.agent_name for k in plan.kinds}), val.n))
+    )
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
@@ -123,7 +126,8 @@ def generate(
         raise UserError(f"--output {output} already exists: choose a new file")
 
     from agentrl.cli.session import open_session
-    from agentrl.data import read_rows, write_rows
+    from agentrl.config import file_names
+    from agentrl.data import Rows, write_rows
     from agentrl.engine.base import Sampling
 
     settings = read_config_to_play(config, overrides, dataset, model, file)
@@ -132,9 +136,10 @@ def generate(
     with open_session(settings) as (plan, rollouts):
         sampling_text = describe_sampling(val.temperature)
         rows = plural(len(plan.train), "row")
-        typer.echo(f"{settings.data.train}: {rows} x {n} ({sampling_text})")
+        typer.echo(f"{file_names(settings.data.train)}: {rows} x {n} ({sampling_text})")
         groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
     texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
-    rows = read_rows(settings.data.train)
-    write_rows(output, [{**row, "responses": texts.get(i, [])} for i, row in enumerate(rows)])
+    assert isinstance(plan.train, Rows)  # `make_plan` reads them from files
+    rows = enumerate(plan.train.raw())
+    write_rows(output, [{**row, "responses": texts.get(i, [])} for i, row in rows])
     typer.echo(f"saved {plural(len(groups), 'row')} with {plural(n, 'response')} each to {output}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,21 +40,21 @@ def play(
         agentrl play -c runs/a/config.yaml --model runs/a/model -n 3
     """
     from agentrl.cli.session import open_session
+    from agentrl.config import file_names
     from agentrl.engine.base import Sampling
     from agentrl.errors import DataError
     from agentrl.registry import agent_loops
 
     settings = read_config_to_play(config, overrides, dataset, model, file)
     with open_session(settings) as (plan, rollouts):
-        rows = [s for s in plan.train if not agent or s.agent_name == agent_loops.canonical(agent)][
-            :n
-        ]
+        wanted = agent_loops.canonical(agent)
+        rows = list(islice((s for s in plan.train if not agent or s.agent_name == wanted), n))
+        files = file_names(settings.data.train)
         if not rows:
-            raise DataError(f"no row of {settings.data.train} has the agent loop {agent!r}")
+            raise DataError(f"no row of {files} has the agent loop {agent!r}")
         temperature = settings.rollout.temperature
         typer.echo(
-            f"{settings.data.train}: {len(rows)} of {len(plan.train)} rows"
-            f" ({describe_sampling(temperature)})\n"
+            f"{files}: {len(rows)} of {len(plan.train)} rows ({describe_sampling(temperature)})\n"
         )
         sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):

@@ -26,8 +26,16 @@ def sft(
         ),
     ] = None,
     column: Annotated[
-        str, typer.Option(help="The column with the conversations: lists of messages.")
+        str,
+        typer.Option(
+            "--column",
+            "--response-key",
+            help="The column with the conversations, or with the answers to the prompts.",
+        ),
     ] = "messages",
+    prompt_key: Annotated[
+        str, typer.Option(help="The column with the prompts that answers continue.")
+    ] = "prompt",
     file: Files = None,
     lora_rank: Annotated[
         int, typer.Option(help="Rank of a LoRA adapter; 0: train all weights.", min=0)
@@ -50,7 +58,8 @@ def sft(
     """Fine-tune a model on the assistant messages of conversations.
 
     If a conversation starts with an assistant message, it continues the row's prompt, as the row's
-    agent loop shows it. Other conversations are complete. The tools of the row are shown too.
+    agent loop shows it. A text is such a message. Other conversations are complete. The tools of
+    the row are shown too.
 
     A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
     <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
@@ -61,6 +70,9 @@ def sft(
 
         agentrl sft --dataset rows.parquet --column gold -f my_tools.py --model models/base
         --lora-rank 16 --output models/adapter
+
+        agentrl sft --dataset qa.parquet --prompt-key question --response-key answer
+        --model models/base --output models/chat
 
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat
         trainer.n_gpus_per_node=8 optim.recompute=true
@@ -91,7 +103,7 @@ def sft(
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
     max_length: int = load_model_config(path).max_position_embeddings
-    examples = load_examples(dataset, column, template, max_length)
+    examples = load_examples(dataset, column, template, max_length, prompt_key)
     steps = steps or -(-len(examples) // batch_size)
     config = make_sft_config(
         path,

@@ -22,6 +22,8 @@ from agentrl.config.sections import (
     ToolsConfig,
     TrainerConfig,
     ValConfig,
+    file_names,
+    row_files,
 )
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "ToolsConfig",
     "TrainerConfig",
     "ValConfig",
+    "file_names",
     "load_config",
+    "row_files",
     "without_effect",
 ]

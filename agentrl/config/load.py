@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.sections import FIELDS, Config
+from agentrl.config.sections import FIELDS, Config, file_names
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
 from agentrl.plural import plural
@@ -75,7 +75,8 @@ def read_config(
     config = _validate(merged, mistakes)
     if config.trainer.output:
         return config, mistakes
-    name = Path(config.data.train or config.data.val or "run").stem
+    files = file_names(config.data.train or config.data.val).partition(", ")[0]
+    name = Path(files or "run").stem
     trainer = config.trainer.model_copy(update={"output": f"runs/{name}"})
     return config.model_copy(update={"trainer": trainer}), mistakes
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
@@ -40,13 +40,39 @@ RENDERING = (
 """Arguments of the chat template that agentrl sets itself."""
 
 
+ROW_FILES = "text, or a list of files: texts, or mappings with path and weight > 0"
+
+
+class RowFile(Section):
+    """A file of rows, and how often its rows are played in an epoch."""
+
+    path: str
+    weight: float = Field(1.0, gt=0)
+
+
+def row_files(value: str | Sequence[str | RowFile]) -> str | list[str | dict[str, Any]]:
+    """Return a value of `data.train` in plain types, as `agentrl.data.open_rows` takes it."""
+    if isinstance(value, str):
+        return value
+    return [item if isinstance(item, str) else item.model_dump() for item in value]
+
+
+def file_names(value: str | Sequence[str | RowFile]) -> str:
+    """Return the files of `data.train` or `data.val` as a text for messages."""
+    items = [value] if isinstance(value, str) else value
+    return ", ".join(item if isinstance(item, str) else item.path for item in items)
+
+
 class DataConfig(Section):
     """The dataset."""
 
-    train: str = key("", flag="--dataset")
-    """Training rows: a .parquet or .jsonl file."""
-    val: str = key("", flag="--val-dataset")
-    """Validation rows: a .parquet or .jsonl file. Empty: no validation."""
+    train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
+    """Training rows: a .parquet or .jsonl file, a glob, or a list of these, for example
+    `[{path: a.parquet, weight: 2}, "b/*.jsonl"]`. The rows of a file with weight 2 are played
+    two times per epoch."""
+    val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
+    """Validation rows: a file, a glob, or a list of these, without weights. Empty: no validation.
+    """
     batch_size: int = key(16, ge=1)
     """Prompts per step."""
     gen_batch_size: int = key(0, ge=0)
@@ -56,6 +82,10 @@ class DataConfig(Section):
     """Shuffle the rows in every epoch. false: the order of the file."""
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
+    prompt_key: str = key("prompt", min_length=1)
+    """The column with the prompts."""
+    reward_fn_key: str = key("data_source", min_length=1)
+    """The column with the data source of a row, which chooses its grader."""
     untrusted: bool = False
     """Encode prompts without any control tokens. By default, tags such as `<think>` in a prompt
     become control tokens."""
@@ -588,6 +618,12 @@ def contradictions(c: Config) -> Iterator[str]:
         yield (
             "algorithm.tis_mode=mask with algorithm.tis_cap=1 masks every token whose logprobs in"
             " engine and trainer differ at all. Set algorithm.tis_cap above 1"
+        )
+    weighted = [f.path for f in c.data.val if isinstance(f, RowFile) and f.weight != 1]
+    if weighted:
+        yield (
+            f"data.val: a validation plays each row once, so {', '.join(weighted)} must have no"
+            " weight. Set val.n to play all rows more often"
         )
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"

@@ -1,8 +1,39 @@
 """Dataset rows: read .parquet and .jsonl files, check the rows, and order them for training."""
 
 from agentrl.data.check import check_samples, load_checked
+from agentrl.data.dataset import (
+    Kind,
+    Rows,
+    describe_row,
+    draw,
+    find_kinds,
+    load_samples,
+    open_rows,
+    parts_to_check,
+    prompt_bytes,
+    row_order,
+    sample_rows,
+)
 from agentrl.data.files import read_rows, write_rows
 from agentrl.data.order import RowOrder
-from agentrl.data.rows import load_samples
+from agentrl.data.rows import ColumnNames
 
-__all__ = ["RowOrder", "check_samples", "load_checked", "load_samples", "read_rows", "write_rows"]
+__all__ = [
+    "ColumnNames",
+    "Kind",
+    "RowOrder",
+    "Rows",
+    "check_samples",
+    "describe_row",
+    "draw",
+    "find_kinds",
+    "load_checked",
+    "load_samples",
+    "open_rows",
+    "parts_to_check",
+    "prompt_bytes",
+    "read_rows",
+    "row_order",
+    "sample_rows",
+    "write_rows",
+]

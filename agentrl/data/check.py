@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from agentrl import registry
-from agentrl.data.rows import Mistakes, load_samples
+from agentrl.data.dataset import Rows, Source, draw, open_rows, sample_rows
+from agentrl.data.rows import COLUMN_NAMES, ColumnNames, Mistakes
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, find_argument_problems, merge_arguments
 from agentrl.trajectory import Sample
 
@@ -37,17 +38,48 @@ def check_samples(
 
 
 def load_checked(
-    path: str, default_agent_name: str = "single_turn", configured: Configured | None = None
-) -> list[Sample]:
-    """Read a dataset's rows and check them, as `load_samples` and `check_samples` do.
+    source: Source,
+    default_agent_name: str = "single_turn",
+    configured: Configured | None = None,
+    names: ColumnNames = COLUMN_NAMES,
+) -> Rows:
+    """Open a dataset's rows and check them, as `open_rows` and `check_samples` do.
+
+    Of more than `SAMPLED_ABOVE` rows, `check_samples` checks those of `sample_rows`; `open_rows`
+    checks the structure of all rows in any case.
 
     Raises:
-        DataError: as `load_samples` and `check_samples` do. The message has all mistakes.
+        DataError: as `open_rows` and `check_samples` do. The message has all mistakes.
     """
-    return load_samples(path, default_agent_name, partial(_check_all, configured=configured or {}))
+
+    def check(rows: Rows, mistakes: Mistakes) -> None:
+        wrong = mistakes.rows | _check_columns(rows, mistakes)
+        samples = (sample for sample in draw(rows, sample_rows(rows)) if sample.row not in wrong)
+        _check_all(samples, mistakes, configured or {})
+
+    return open_rows(source, default_agent_name, names, check)
 
 
-def _check_all(samples: Sequence[Sample], mistakes: Mistakes, configured: Configured) -> None:
+def _check_columns(rows: Rows, mistakes: Mistakes) -> set[int]:
+    """Add a mistake for each file that lacks a column; return the rows without a prompt."""
+    wrong: set[int] = set()
+    for _, indices in rows.files:
+        of_file = [kind.sample for kind in rows.kinds if kind.rows[0] in indices]
+        found = rows.columns(indices[0])
+        names = rows.names
+        for name, is_missing in (
+            (names.prompt, not any(m.content for s in of_file for m in s.prompt)),
+            (names.data_source, not any(s.data_source for s in of_file)),
+        ):
+            if name in found or not is_missing or name == "data_source":
+                continue
+            mistakes.add_all(indices, name, f"no column {name!r}; found: {', '.join(found)}")
+            if name == names.prompt:
+                wrong.update(indices)
+    return wrong
+
+
+def _check_all(samples: Iterable[Sample], mistakes: Mistakes, configured: Configured) -> None:
     check_interaction = partial(_check_interaction, configured=configured)
     checks = (_check_prompt, _check_loop, _check_tools, check_interaction)
     for sample in samples:

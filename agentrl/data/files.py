@@ -1,5 +1,9 @@
 """Read and write rows, one dictionary each, as .parquet and .jsonl.
 
+Files are read in batches. `Batch.array` holds the rows as Arrow: the lines of a JSONL file as they
+are, or the columns of a Parquet file as one struct. So both are kept exactly, and `decode` makes
+the same dictionaries from them at any time.
+
 A Parquet column of dictionaries gives every row the keys of all rows, with nulls. So `write_rows`
 writes a column that would change that way as JSON and lists it in the file's metadata, and
 `read_rows` restores it exactly. In files of other programs, null keys are removed only in the
@@ -9,10 +13,10 @@ columns `KWARGS`, where rows usually have different keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -28,13 +32,28 @@ JSON_COLUMNS = b"agentrl.json_columns"
 MAX_BYTES = 2 << 30
 """The maximum size of a decoded file. Footers can be wrong, so the decoded bytes are counted."""
 BATCH_ROWS = 64
-"""The number of rows that are decoded before the size is checked."""
+"""The maximum number of rows in a batch. A small Parquet file can decode to batches of any size, so
+the decoded bytes are counted after each."""
+BATCH_BYTES = 1 << 20
+"""The number of bytes of JSON lines that ends a batch."""
+SUFFIXES = (".parquet", ".jsonl")
 
 Row = dict[str, Any]
 
 
+class Batch(NamedTuple):
+    """Some consecutive rows of a file."""
+
+    array: pa.Array
+    """The rows: lines of JSON (`large_binary`), or structs of a Parquet file's columns."""
+    rows: list[Row]
+    """The rows, decoded."""
+    metadata: dict[bytes, bytes]
+    """What `decode` needs to know about the file."""
+
+
 def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
-    """Read a .parquet or .jsonl file.
+    """Read all rows of a .parquet or .jsonl file into memory.
 
     Null values of a parquet row are dropped.
 
@@ -42,34 +61,77 @@ def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
         DataError: the file is missing, damaged, empty, has another format, or has more than
             `max_bytes` when decoded.
     """
+    rows: list[Row] = []
+    size = 0
+    for batch in read_batches(path):
+        rows += batch.rows
+        size += batch.array.nbytes
+        if size > max_bytes:
+            raise DataError(
+                f"{path}: has more than {max_bytes >> 20:,} MiB when decoded (at row"
+                f" {len(rows):,}). Split the file"
+            )
+    return rows
+
+
+def read_batches(
+    path: str | Path, select: Callable[[pa.StructArray], pa.StructArray] | None = None
+) -> Iterator[Batch]:
+    """Yield the rows of a .parquet or .jsonl file in batches of at most `BATCH_ROWS`.
+
+    Args:
+        path: the file.
+        select: returns the part of a Parquet batch to decode into `Batch.rows`; None: all of it.
+
+    Raises:
+        DataError: the file is missing, damaged, empty or has another format.
+    """
+    file = find_file(path)
+    is_empty = True
+    try:
+        for batch in _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file, select):
+            is_empty = False
+            yield batch
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e})") from None
+    if is_empty:
+        raise DataError(f"{path}: has no rows")
+
+
+def find_file(path: str | Path) -> Path:
+    """Return the file at a path, after `~` is replaced.
+
+    Raises:
+        DataError: there is no such file, or its name has another ending.
+    """
     file = Path(path).expanduser()
-    reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl}.get(file.suffix)
-    if reader is None:
+    if file.suffix not in SUFFIXES:
         raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
     if not file.is_file():
         siblings = [f.name for f in file.parent.glob("*")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, siblings)
         raise DataError(f"no such file: {path} (resolved to {file.resolve()}).{hint}")
-    rows: list[Row] = []
-    size = 0
-    try:
-        for batch_rows, decoded in reader(file):
-            rows += batch_rows
-            size += decoded
-            if size > max_bytes:
-                raise DataError(
-                    f"{path}: has more than {max_bytes >> 20:,} MiB when decoded (at row"
-                    f" {len(rows):,}). Split the file"
-                )
-    except OSError as e:
-        raise DataError(f"{path}: cannot be read ({e})") from None
-    if not rows:
-        raise DataError(f"{path}: has no rows")
-    return rows
+    return file
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[list[Row], int]]:
+def decode(array: pa.Array, metadata: Mapping[bytes, bytes]) -> list[Row]:
+    """Return the rows in `Batch.array` of a batch with this metadata.
+
+    Null values of a parquet row are dropped.
+    """
+    if not isinstance(array, pa.StructArray):
+        return [orjson.loads(line) for line in array.to_pylist()]
+    paths = metadata.get(JSON_COLUMNS)
+    clean = partial(_decode_json, orjson.loads(paths)) if paths else _without_null_kwargs
+    rows = pa.RecordBatch.from_struct_array(array).to_pylist()
+    return [clean({k: v for k, v in row.items() if v is not None}) for row in rows]
+
+
+def _read_jsonl(file: Path) -> Iterator[Batch]:
     wrong: list[str] = []
+    rows: list[Row] = []
+    kept: list[bytes] = []
+    size = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -82,23 +144,44 @@ def _read_jsonl(file: Path) -> Iterator[tuple[list[Row], int]]:
             if not isinstance(row, dict):
                 wrong.append(f"{file}: line {number} is not a JSON object but {line[:40]!r}")
                 continue
-            yield [row], len(line)
+            rows.append(row)
+            kept.append(line)
+            size += len(line)
+            if len(rows) == BATCH_ROWS or size >= BATCH_BYTES:
+                yield Batch(pa.array(kept, pa.large_binary()), rows, {})
+                rows, kept, size = [], [], 0
     if wrong:
         last_line = [f"and {len(wrong) - 20:,} more lines"] if len(wrong) > 20 else []
         raise DataError("\n".join([*wrong[:20], *last_line]))
+    if rows:
+        yield Batch(pa.array(kept, pa.large_binary()), rows, {})
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[list[Row], int]]:
+def _read_parquet(
+    file: Path, select: Callable[[pa.StructArray], pa.StructArray] | None
+) -> Iterator[Batch]:
     try:
-        with pq.ParquetFile(file) as parquet:
+        # Without `pre_buffer`, whole row groups are not held in memory.
+        with pq.ParquetFile(file, pre_buffer=False) as parquet:
             paths = (parquet.schema_arrow.metadata or {}).get(JSON_COLUMNS)
-            clean = partial(_decode_json, orjson.loads(paths)) if paths else _without_null_kwargs
-            for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
-                rows = [{k: v for k, v in r.items() if v is not None} for r in batch.to_pylist()]
-                yield [clean(row) for row in rows], batch.nbytes
+            metadata = {JSON_COLUMNS: paths} if paths else {}
+            for part in parquet.iter_batches(BATCH_ROWS, use_threads=False):
+                array = _without_dictionaries(part).to_struct_array()
+                yield Batch(array, decode(select(array) if select else array, metadata), metadata)
     except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as e:
         reason = str(e).splitlines()[0]
         raise DataError(f"{file}: damaged, or not a Parquet file ({reason})") from None
+
+
+def _without_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch whose dictionary columns hold their values.
+
+    A dictionary may differ between batches, which an Arrow file does not allow.
+    """
+    for i, column in enumerate(batch.columns):
+        if isinstance(column, pa.DictionaryArray):
+            batch = batch.set_column(i, batch.schema.names[i], column.dictionary_decode())
+    return batch
 
 
 def _decode_json(paths: Iterable[Sequence[str]], row: Row) -> Row:

@@ -7,18 +7,17 @@ Plain rows have their fields at the top level; verl's rows have them in `extra_i
 from __future__ import annotations
 
 import difflib
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import orjson
 
 from agentrl import registry
-from agentrl.data.files import Row, read_rows
+from agentrl.data.files import Row
 from agentrl.errors import DataError
 from agentrl.trajectory import Message, Role, Sample
-
-log = logging.getLogger("agentrl")
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 """The keys of `extra_info` that are not copied to `Sample.extra`."""
@@ -34,24 +33,81 @@ DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that do not name one, if a file of the run defines it."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
+MAX_NEAR_MISSES = 10_000
+"""The number of column names whose spelling is checked only once."""
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnNames:
+    """The columns of the files that have names of their own: `data.prompt_key`, `reward_fn_key`."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+
+
+COLUMN_NAMES = ColumnNames()
+
+
+class Origins:
+    """The files of a run's rows, end to end. Rows are counted from 0 over all files."""
+
+    def __init__(self, *paths: str):
+        self._paths = list(paths)
+        self._starts = [0] * len(paths)
+
+    def append(self, path: str, start: int) -> None:
+        """Add a file whose first row is row `start`."""
+        self._paths.append(path)
+        self._starts.append(start)
+
+    @property
+    def start(self) -> int:
+        """The first row of the last file."""
+        return self._starts[-1]
+
+    def find(self, row: int) -> tuple[str, int]:
+        """Return the file of a row, and the row's number in it, from 0."""
+        i = bisect_right(self._starts, row) - 1
+        return self._paths[i], row - self._starts[i]
+
+    def describe(self, row: int) -> str:
+        """Return `a.jsonl: row 3`."""
+        path, number = self.find(row)
+        return f"{path}: row {number}"
 
 
 class Mistakes:
-    """The mistakes in the rows of one file. The same mistake in many rows is listed once."""
+    """The mistakes in rows. The same mistake in many rows is listed once."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.ignored = 0
-        """The number of rows whose `interaction_kwargs` are ignored."""
+    def __init__(self, path: str = ""):
+        """Start without mistakes.
+
+        Args:
+            path: the file of the rows; "": `origins` gets all files.
+        """
+        self.origins = Origins(*([path] if path else []))
         self._rows: dict[tuple[str, str], list[int]] = {}
 
     def add(self, row: int, field: str, what: str) -> None:
         """Add a mistake in `field` of row `row` (counted from 0); `what` is the message."""
         self._rows.setdefault((field, what), []).append(row)
 
+    def add_all(self, rows: Iterable[int], field: str, what: str) -> None:
+        """Add the same mistake in several rows."""
+        self._rows.setdefault((field, what), []).extend(rows)
+
+    def merge(self, other: Mistakes) -> None:
+        """Add the mistakes of another list about the same files."""
+        for mistake, rows in other._rows.items():
+            self._rows.setdefault(mistake, []).extend(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
     @property
     def rows(self) -> set[int]:
-        """The rows that have mistakes."""
+        """The rows that have mistakes. The set is made anew at each call."""
         return {row for rows in self._rows.values() for row in rows}
 
     def raise_any(self) -> None:
@@ -65,7 +121,7 @@ class Mistakes:
         lines = []
         for (field, what), rows in list(self._rows.items())[:SHOWN]:
             more = f" (and in {len(rows) - 1:,} more rows)" if len(rows) > 1 else ""
-            lines.append(f"{self.path}: row {rows[0]}, {field}: {what}{more}")
+            lines.append(f"{self.origins.describe(rows[0])}, {field}: {what}{more}")
         hidden = len(self._rows) - len(lines)
         if hidden:
             lines.append(f"and {hidden:,} more different mistakes")
@@ -76,86 +132,83 @@ class Mistakes:
         raise DataError(f"{wrong:,} rows are wrong (rows count from 0):{listed}")
 
 
-def load_samples(
-    path: str,
-    default_agent_name: str = "single_turn",
-    check: Callable[[Sequence[Sample], Mistakes], None] | None = None,
-) -> list[Sample]:
-    """Read a dataset's rows.
+class RowReader:
+    """Converts rows to samples. A value that it cannot read becomes a mistake."""
 
-    Args:
-        path: a .parquet or .jsonl file.
-        default_agent_name: the loop of rows without `agent_name`.
-        check: a function that checks the well-formed rows and adds their mistakes.
+    def __init__(
+        self,
+        mistakes: Mistakes,
+        names: ColumnNames = COLUMN_NAMES,
+        agent_name: str = "single_turn",
+        unnamed_interaction: str | None = None,
+    ):
+        """Prepare for rows of the same kind of file.
 
-    Raises:
-        DataError: the file cannot be read, or rows have mistakes. The message has all of them.
-    """
-    mistakes = Mistakes(path)
-    samples = [
-        _Reader(row, number, mistakes).sample(default_agent_name)
-        for number, row in enumerate(read_rows(path))
-    ]
-    first: dict[str, int] = {}
-    for sample in samples:
-        row = first.setdefault(sample.id, sample.row)
-        if row != sample.row:
-            mistakes.add(sample.row, "id", f"{sample.id!r} is already the id of row {row}")
-    if check:
-        malformed = mistakes.rows
-        check([s for s in samples if s.row not in malformed], mistakes)
-    mistakes.raise_any()
-    if mistakes.ignored:
-        log.warning(
-            "%s: interaction_kwargs without a name are ignored, as in verl, because no file of the"
-            " run (--file) defines an interaction (rows: %s)",
-            path,
-            f"{mistakes.ignored:,}",
+        Args:
+            mistakes: gets the mistakes.
+            names: the names of columns.
+            agent_name: the loop of rows without one.
+            unnamed_interaction: the interaction of verl's rows whose `interaction_kwargs` have no
+                name; None: they have no interaction (`find_unnamed_interaction`).
+        """
+        self._mistakes = mistakes
+        self._names = names
+        self._agent_name = agent_name
+        self._unnamed_interaction = unnamed_interaction
+        self.columns = tuple(
+            {"prompt": names.prompt, "data_source": names.data_source}.get(name, name)
+            for name in COLUMNS
         )
-    return samples
-
-
-class _Reader:
-    """Converts one row. A value that it cannot read becomes a mistake."""
-
-    def __init__(self, row: Row, number: int, mistakes: Mistakes):
-        self.number = number
-        self.mistakes = mistakes
-        self.row = {name: value for name, value in row.items() if value is not None}
-        self.extra = self.mapping("extra_info", self.row.get("extra_info"))
-        self.refuse_near_misses("", self.row, COLUMNS)
-        self.refuse_near_misses("extra_info.", self.extra, INNER)
+        """The columns that are not copied to `Sample.extra`."""
+        self._known = frozenset(self.columns)
+        self._near_misses: dict[tuple[str, str], str] = {}
+        self.number = 0
+        """The number of the row that is read, for messages."""
+        self.row: Row = {}
+        self.extra: Row = {}
 
     def wrong(self, field: str, what: str) -> None:
-        self.mistakes.add(self.number, field, what)
+        self._mistakes.add(self.number, field, what)
 
-    def sample(self, default_agent_name: str) -> Sample:
+    def read(self, row: Row, number: int) -> Sample:
+        """Return the sample of a row.
+
+        Args:
+            row: the row, as `read_rows` returns it.
+            number: the number of the row, from 0.
+        """
+        self.number = number
+        self.row = row = {name: value for name, value in row.items() if value is not None}
+        self.extra = extra = self.mapping("extra_info", row.get("extra_info"))
+        known = self._known
+        rest = {k: v for k, v in row.items() if k not in known}
+        self.refuse_near_misses("", rest, self.columns)
+        inner = {k: v for k, v in extra.items() if k not in INNER}
+        self.refuse_near_misses("extra_info.", inner, INNER)
         for name in MEDIA:
-            if self.row.get(name):
+            if row.get(name):
                 self.wrong(name, "agentrl trains on text only. Remove the column, or the row")
         tools_kwargs = self.mapping("tools_kwargs", self.either("tools_kwargs", "tools_kwargs"))
         for tool, kwargs in tools_kwargs.items():
             self.check_tool_kwargs(tool, kwargs)
-        if self.extra.get("need_tools_kwargs") and not tools_kwargs:
+        if extra.get("need_tools_kwargs") and not tools_kwargs:
             self.wrong("extra_info.need_tools_kwargs", "is true, but there are no tools_kwargs")
         interaction, interaction_kwargs = self.interaction()
-        truth = self.mapping("reward_model", self.row.get("reward_model")).get("ground_truth")
-        agent_name = self.text("agent_name", default_agent_name)
+        truth = self.mapping("reward_model", row.get("reward_model")).get("ground_truth")
+        agent_name = self.text("agent_name", self._agent_name)
+        rest.update(inner)
         return Sample(
             id=self.id(),
-            prompt=tuple(self.prompt()),
+            prompt=self.prompt(),
             agent_name=registry.agent_loops.canonical(agent_name),
-            data_source=self.text("data_source", ""),
-            ground_truth=self.same("ground_truth", self.row.get("ground_truth"), truth),
+            data_source=self.text(self._names.data_source, ""),
+            ground_truth=self.same("ground_truth", row.get("ground_truth"), truth),
             tools=self.tools(tools_kwargs),
             tools_kwargs=tools_kwargs,
             interaction=interaction,
             interaction_kwargs=interaction_kwargs,
-            extra={
-                **{k: v for k, v in self.row.items() if k not in COLUMNS},
-                **{k: v for k, v in self.extra.items() if k not in INNER},
-            },
-            row=self.number,
+            extra=rest,
+            row=number,
         )
 
     def id(self) -> str:
@@ -165,33 +218,35 @@ class _Reader:
             self.wrong("id", f"must be a string or an integer, not {own!r}")
         return str(own)
 
-    def prompt(self) -> Iterable[Message]:
-        prompt = self.row.get("prompt", "")
+    def prompt(self) -> tuple[Message, ...]:
+        field = self._names.prompt
+        prompt = self.row.get(field, "")
         if isinstance(prompt, str):
-            yield Message("user", prompt)
-        elif isinstance(prompt, list):
-            for i, message in enumerate(prompt):
-                yield self.message(f"prompt[{i}]", message)
-        else:
-            self.wrong("prompt", f"must be a string or a list of messages, not {prompt!r:.60}")
+            return (Message("user", prompt),)
+        if not isinstance(prompt, list):
+            self.wrong(field, f"must be a string or a list of messages, not {prompt!r:.60}")
+            return ()
+        return tuple([self.message(field, i, message) for i, message in enumerate(prompt)])
 
-    def message(self, field: str, message: Any) -> Message:
+    def message(self, prompt: str, i: int, message: Any) -> Message:
         if not isinstance(message, dict):
-            self.wrong(field, f'must be {{"role": ..., "content": ...}}, not {message!r:.60}')
+            self.wrong(
+                f"{prompt}[{i}]", f'must be {{"role": ..., "content": ...}}, not {message!r:.60}'
+            )
             return Message("user", "")
         role: Any = message.get("role")
         content = message.get("content")
-        if role not in get_args(Role):
-            self.wrong(field, f"role {role!r} must be one of {', '.join(get_args(Role))}")
+        if role not in ROLES:
+            self.wrong(f"{prompt}[{i}]", f"role {role!r} must be one of {', '.join(ROLES)}")
             role = "user"
         if message.get("tool_calls"):
-            self.wrong(field, CALLS_ARE_TEXT)
+            self.wrong(f"{prompt}[{i}]", CALLS_ARE_TEXT)
         if isinstance(content, list) and all(isinstance(p, dict) for p in content):
             if any(part.get("type") != "text" for part in content):
-                self.wrong(field, "agentrl trains on text only, but a part is not text")
+                self.wrong(f"{prompt}[{i}]", "agentrl trains on text only, but a part is not text")
             content = "".join(str(part.get("text") or "") for part in content)
         if not isinstance(content, str):
-            self.wrong(field, f"content must be a string, not {content!r:.60}")
+            self.wrong(f"{prompt}[{i}]", f"content must be a string, not {content!r:.60}")
             content = ""
         return Message(role, content)
 
@@ -229,31 +284,12 @@ class _Reader:
         if name is None and own:
             self.wrong("interaction", "is missing, but there are interaction_kwargs")
         elif name is None and verl:
-            name = self.unnamed_interaction()
+            name = self._unnamed_interaction
             if name is None:
                 kwargs = {}
         if name is not None and not isinstance(name, str):
             self.wrong("interaction", f"must be a string, not {name!r:.60}")
         return str(name or ""), kwargs
-
-    def unnamed_interaction(self) -> str | None:
-        """Return the interaction of a verl row that names no interaction; None for no interaction.
-
-        verl's preprocessing scripts write the arguments of an interaction also for runs without
-        one. verl ignores them unless the run configures interactions. agentrl ignores them unless a
-        file of the run defines an interaction.
-        """
-        defined = registry.interactions.user_names()
-        if defined and DEFAULT_INTERACTION not in defined:
-            self.wrong(
-                "extra_info.interaction_kwargs",
-                f"has no name, and the files of the run define {', '.join(defined)}. Add one of"
-                " these as its name",
-            )
-        if DEFAULT_INTERACTION in defined:
-            return DEFAULT_INTERACTION
-        self.mistakes.ignored += not defined
-        return None
 
     # -- fields in general ------------------------------------------------------------------------
 
@@ -288,9 +324,37 @@ class _Reader:
             self.wrong(field, f"has two values: {plain!r:.60} and, in verl's place, {verl!r:.60}")
         return verl if plain is None else plain
 
-    def refuse_near_misses(self, prefix: str, row: Row, known: Iterable[str]) -> None:
+    def refuse_near_misses(self, prefix: str, row: Row, known: Sequence[str]) -> None:
         """Add a mistake for each misspelled column: it would become a field of `Sample.extra`."""
         for name in row:
-            if name not in known:
-                for meant in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
-                    self.wrong(f"{prefix}{name}", f"did you mean {meant!r}? Rename the column")
+            if meant := self.near_miss(prefix, name, known):
+                self.wrong(f"{prefix}{name}", f"did you mean {meant!r}? Rename the column")
+
+    def near_miss(self, prefix: str, name: str, known: Sequence[str]) -> str:
+        """Return the known column that an unknown name resembles, or ""."""
+        meant = self._near_misses.get((prefix, name))
+        if meant is None:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            meant = close[0] if close and name not in COLUMNS else ""
+            if len(self._near_misses) < MAX_NEAR_MISSES:
+                self._near_misses[prefix, name] = meant
+        return meant
+
+
+def find_unnamed_interaction() -> tuple[str | None, str]:
+    """Return the interaction of verl's rows that name no interaction, and why they are refused.
+
+    verl's preprocessing scripts write the arguments of an interaction also for runs without one.
+    verl ignores them unless the run configures interactions. agentrl ignores them unless a file of
+    the run defines an interaction.
+
+    Returns:
+        The interaction, or None if the arguments are ignored; and a mistake of such rows, or "".
+    """
+    defined = registry.interactions.user_names()
+    if not defined or DEFAULT_INTERACTION in defined:
+        return DEFAULT_INTERACTION if defined else None, ""
+    return None, (
+        f"has no name, and the files of the run define {', '.join(defined)}. Add one of these as"
+        " its name"
+    )

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +25,7 @@ from agentrl.agent_loops import AgentLoop
 from agentrl.config import TINY
 from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped
+from agentrl.installation import home
 from agentrl.interactions import gsm8k
 from agentrl.testing.tokenizer import SPECIAL, TAGS, chatml, fast_tokenizer
 from agentrl.trajectory import Message
@@ -121,15 +120,6 @@ class Recipe:
         ]
         text = json.dumps([asdict(self), CHAT_TEMPLATE, texts])
         return blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def home() -> Path:
-    """Return the folder for generated models: $AGENTRL_HOME, or a folder in the user's cache."""
-    if configured := os.environ.get("AGENTRL_HOME"):
-        return Path(configured).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "agentrl"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
 
 
 def tiny_model(

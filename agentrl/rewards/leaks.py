@@ -8,7 +8,7 @@ many questions by chance, so it counts only in such a form.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from agentrl.answers import plain_number, without_signs
 from agentrl.trajectory import Sample
@@ -23,8 +23,29 @@ FORM_SHARE = 0.05
 """Warn if more than this share of rows contains it in such a form: few-shot examples may, too."""
 
 
+class _Leaks:
+    """The rows whose ground truth occurs in one kind of text."""
+
+    def __init__(self) -> None:
+        self.in_form = self.plain = 0
+        self.first_in_form = self.first_plain = (0, "")
+        """The first row with its text."""
+
+    def add(self, row: int, truth: str, text: str) -> None:
+        """Count a row, if the truth occurs in the text."""
+        if truth not in text:
+            return
+        form = next((f.format(truth) for f in FORMS if _occurs(f.format(truth), text)), "")
+        if form:
+            self.first_in_form = self.first_in_form if self.in_form else (row, form)
+            self.in_form += 1
+        elif len(truth) >= SHORT and _occurs(truth, text):
+            self.first_plain = self.first_plain if self.plain else (row, truth)
+            self.plain += 1
+
+
 def find_leaks(
-    samples: Sequence[Sample], tool_texts: Callable[[Sample], str], file: str = ""
+    samples: Iterable[Sample], tool_texts: Callable[[Sample], str], file: str = "", first: int = 0
 ) -> Iterator[str]:
     """Yield a warning for each kind of leak in these rows.
 
@@ -32,35 +53,32 @@ def find_leaks(
         samples: the rows of a file.
         tool_texts: returns the texts that describe a row's tools to the model.
         file: the name of the file, for the messages.
+        first: the index of the file's first row.
     """
-    truths = [(s, truth) for s in samples if (truth := _truth(s))]
-    sources: tuple[tuple[str, Callable[[Sample], str]], ...] = (
-        ("the prompt", lambda s: "\n".join(m.content for m in s.prompt)),
-        ("the descriptions of the tools", tool_texts),
-    )
+    in_prompts, in_tools, truths = _Leaks(), _Leaks(), 0
+    for sample in samples:
+        if truth := _truth(sample):
+            truths += 1
+            row = sample.row - first
+            prompt = "\n".join(m.content for m in sample.prompt)
+            in_prompts.add(row, truth, without_signs(prompt))
+            in_tools.add(row, truth, without_signs(tool_texts(sample)))
     where = f"{file}: " if file else ""
-    for source, read in sources:
-        as_answer, plain = [], []
-        for sample, truth in truths:
-            text = without_signs(read(sample))
-            if truth not in text:
-                continue
-            form = next((f.format(truth) for f in FORMS if _occurs(f.format(truth), text)), "")
-            if form:
-                as_answer.append((sample, form))
-            elif len(truth) >= SHORT and _occurs(truth, text):
-                plain.append((sample, truth))
-        if len(as_answer) > FORM_SHARE * len(truths):
-            sample, form = as_answer[0]
+    for source, leaks in (
+        ("the prompt", in_prompts),
+        ("the descriptions of the tools", in_tools),
+    ):
+        if leaks.in_form > FORM_SHARE * truths:
+            row, form = leaks.first_in_form
             yield (
-                f"{where}{source} of {_share(as_answer, truths)} (first: row {sample.row}) contains"
+                f"{where}{source} of {_share(leaks.in_form, truths)} (first: row {row}) contains"
                 f" the right answer in a form that graders read, {form!r:.80}: a model gets the"
                 " reward by copying it"
             )
-        elif len(plain) > PLAIN_SHARE * len(truths):
-            sample, truth = plain[0]
+        elif leaks.plain > PLAIN_SHARE * truths:
+            row, truth = leaks.first_plain
             yield (
-                f"{where}{source} of {_share(plain, truths)} (first: row {sample.row}) contains"
+                f"{where}{source} of {_share(leaks.plain, truths)} (first: row {row}) contains"
                 f" the row's ground truth, {truth!r:.80}. Check whether this is intended"
             )
 
@@ -83,5 +101,5 @@ def _occurs(phrase: str, text: str) -> bool:
     return re.search(before + re.escape(phrase) + after, text) is not None
 
 
-def _share(leaks: Sequence[object], rows: Sequence[object]) -> str:
-    return f"{len(leaks)} of {len(rows)} rows" if len(rows) > 1 else "the row"
+def _share(leaks: int, rows: int) -> str:
+    return f"{leaks} of {rows} rows" if rows > 1 else "the row"

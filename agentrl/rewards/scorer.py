@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from agentrl.config import RewardConfig, RolloutConfig
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 BudgetPolicy = Mapping[str, str | float]
 """For each stop reason: "zero", "mask", "keep" (the default), or a number to subtract from the
 reward."""
+GRADED_AT_ONCE = 4096
+"""The number of ground truths that `check_graders` grades at once; each is a task of asyncio."""
 BY_SOURCE = "grader"
 """The name in `reward.functions` for the grader of the row's data_source."""
 
@@ -284,7 +287,9 @@ make_scorer = Scorer
 """The former name, until 0.2."""
 
 
-def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> None:
+def check_graders(
+    samples: Iterable[Sample], scorer: Scorer, file: str = "", first: int = 0
+) -> None:
     """Raise `DataError` if rows cannot be graded. It is called before anything is played.
 
     A grader that is chosen by `data_source` grades each row's own ground truth. If the ground truth
@@ -294,6 +299,7 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
         samples: the rows of one file.
         scorer: the run's scorer.
         file: the name of the file, for the message.
+        first: the index of the file's first row.
 
     Raises:
         DataError: rows have no grader, or a ground truth that their grader cannot read. The message
@@ -302,9 +308,9 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
     """
     if not scorer.uses_data_source:
         return
-    by_source: dict[str, list[Sample]] = defaultdict(list)
+    by_source: dict[str, list[_Truth]] = defaultdict(list)
     for sample in samples:
-        by_source[sample.data_source].append(sample)
+        by_source[sample.data_source].append(_Truth(sample.row - first, sample.ground_truth))
     problems = []
     for data_source, rows in by_source.items():
         try:
@@ -325,12 +331,19 @@ def check_graders(samples: Iterable[Sample], scorer: Scorer, file: str = "") -> 
         raise DataError("\n".join(f"{file}: {p}" if file else p for p in problems))
 
 
-def _find_unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
+class _Truth(NamedTuple):
+    """The ground truth of a row."""
+
+    row: int
+    ground_truth: Any
+
+
+def _find_unsolvable(rows: Sequence[_Truth], grader: Grader) -> list[_Truth]:
     """Return the rows whose own ground truth does not get full marks."""
     if grader.name in PROBLEMS:
         return [row for row in rows if PROBLEMS[grader.name](row.ground_truth)]
 
-    async def solves(row: Sample) -> bool:
+    async def solves(row: _Truth) -> bool:
         gold = GOLD[grader.name](row.ground_truth, **grader.kwargs)
         try:
             marks = await grader.grade_text(gold, row.ground_truth)
@@ -339,7 +352,10 @@ def _find_unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
         return marks["acc"] == 1.0
 
     async def solve_all() -> list[bool]:
-        return await asyncio.gather(*map(solves, rows))
+        solved: list[bool] = []
+        for part in range(0, len(rows), GRADED_AT_ONCE):
+            solved += await asyncio.gather(*map(solves, rows[part : part + GRADED_AT_ONCE]))
+        return solved
 
     # In a separate thread, because the caller may be on a running event loop.
     with ThreadPoolExecutor(1) as thread:
@@ -347,7 +363,7 @@ def _find_unsolvable(rows: Sequence[Sample], grader: Grader) -> list[Sample]:
     return [row for row, is_right in zip(rows, solved, strict=True) if not is_right]
 
 
-def _list_rows(rows: list[Sample]) -> str:
+def _list_rows(rows: Sequence[_Truth]) -> str:
     """Return `row 3`, or `rows 3, 5, 8, ... (120 in all)`."""
     listed = ", ".join(str(s.row) for s in rows[:3])
     suffix = f", ... ({len(rows)} in all)" if len(rows) > 3 else ""

@@ -21,7 +21,7 @@ from typing import Any
 
 from agentrl.config import Config
 from agentrl.config.sections import BUDGETS
-from agentrl.data import RowOrder
+from agentrl.data import row_order
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
 from agentrl.rollout import Rollouts
@@ -74,7 +74,7 @@ class Collector:
         """
         self._algorithm = config.algorithm
         self._rows, self._rollouts, self._collate = rows, rollouts, collate
-        self._order = RowOrder(len(rows), config.trainer.seed, config.data.shuffle)
+        self._order = row_order(rows, config.trainer.seed, config.data.shuffle)
         self._n = config.rollout.n
         self._sampling = Sampling(temperature=config.rollout.temperature)
         self._greedy = self._algorithm.adv_estimator == "remax"

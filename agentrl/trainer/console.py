@@ -199,7 +199,8 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
         config: the run's config.
     """
     rows = config.data.val or config.data.train
-    run = ["-c", str(folder / "config.yaml"), "--dataset", rows, "--model", str(folder / FINAL)]
+    dataset = ["--dataset", rows] if isinstance(rows, str) else []  # the config names them too
+    run = ["-c", str(folder / "config.yaml"), *dataset, "--model", str(folder / FINAL)]
     # With greedy sampling all rollouts of a row are the same.
     sampling = ["val.n=4"] if config.val.temperature > 0 else []
     return [

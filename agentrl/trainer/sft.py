@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.config import FIELDS, Config, load_config
-from agentrl.data import load_samples
+from agentrl.data import ColumnNames, open_rows
 from agentrl.data.rows import CALLS_ARE_TEXT, Mistakes
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm
 from agentrl.errors import ConfigError, RegistryError
@@ -59,6 +59,7 @@ FLAG_OF_KEY = {
     "model.path": "--model",
     "model.lora_rank": "--lora-rank",
     "data.train": "--dataset",
+    "data.prompt_key": "--prompt-key",
     "data.batch_size": "--batch-size",
     "trainer.total_steps": "--steps",
     "trainer.seed": "--seed",
@@ -305,18 +306,22 @@ class Example:
     mask: array[int]
 
 
-def load_examples(path: str, column: str, template: ChatTemplate, max_length: int) -> list[Example]:
+def load_examples(
+    path: str, column: str, template: ChatTemplate, max_length: int, prompt_key: str = "prompt"
+) -> list[Example]:
     """Return the conversations in a column of a dataset.
 
-    A cell is a list of `{"role", "content"}`, or such a list as JSON. If it begins with an
-    assistant message, it continues the row's prompt, which is shown as the row's agent loop shows
-    it. Otherwise it is the whole conversation. The prompt shows the tools that the row names.
+    A cell is a list of `{"role", "content"}`, or such a list as JSON, or another text, which is one
+    assistant message. If it begins with an assistant message, it continues the row's prompt, which
+    is shown as the row's agent loop shows it. Otherwise it is the whole conversation. The prompt
+    shows the tools that the row names.
 
     Args:
         path: a .parquet or .jsonl file.
         column: the column with the conversations.
         template: the model's chat template.
         max_length: most tokens of a conversation.
+        prompt_key: the column with the prompts.
 
     Raises:
         DataError: the file or rows cannot be read, or conversations are too long. The message lists
@@ -324,9 +329,9 @@ def load_examples(path: str, column: str, template: ChatTemplate, max_length: in
     """
     mistakes = Mistakes(path)
     examples = []
-    for sample in load_samples(path):
+    for sample in open_rows(path, names=ColumnNames(prompt=prompt_key)):
         try:
-            messages = _parse_messages(sample.extra.get(column))
+            messages = _parse_messages(sample.extra.get(column), sample.prompt, prompt_key)
             opening, schemas = _build_opening(sample, messages)
             ids, mask = template.trace([*opening, *messages], schemas)
             if len(ids) > max_length:
@@ -343,9 +348,13 @@ def load_examples(path: str, column: str, template: ChatTemplate, max_length: in
     return examples
 
 
-def _parse_messages(cell: Any) -> list[Message]:
+def _parse_messages(cell: Any, prompt: Sequence[Message], prompt_key: str) -> list[Message]:
     if cell is None:
         raise ValueError("is missing: name the column that holds the conversations with --column")
+    if isinstance(cell, str) and not cell.lstrip().startswith(("[", "{")):
+        if not any(m.content for m in prompt):
+            raise ValueError(f"is an answer, but the column {prompt_key!r} has no prompt")
+        return [Message("assistant", cell)]
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)

@@ -156,8 +156,6 @@ def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, co
         ("reward_model.enable=true", "judge"),
         ("reward_model.reward_manager=prime", "@reward"),
         ("data.train_max_samples=100", "all rows"),
-        ("data.prompt_key=question", "prompt"),
-        ("data.train_files=[a.parquet, b.parquet]", "one file"),
         ("actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left", "head or tail"),
         ("actor_rollout_ref.actor.no_such_key=1", "neither verl's"),
         ("critic.model.path=another/model", "model.path"),
@@ -170,8 +168,7 @@ def test_what_agentrl_cannot_do_is_an_error_that_names_the_fix(tmp_path, setting
     with pytest.raises(ConfigError, match=rf"(?s){re.escape(setting)}.*{message}") as refused:
         config_of(done)
     assert f"{path}=null leaves it out" in str(refused.value)
-    if path != "data.train_files":
-        assert not translated(tmp_path, base, f"{path}=null").mistakes
+    assert not translated(tmp_path, base, f"{path}=null").mistakes
 
 
 NUMBERS = [

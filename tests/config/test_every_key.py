@@ -113,6 +113,8 @@ CHANGES = {
     "data.gen_batch_size": ("4", FILTER),
     "data.shuffle": ("false", []),
     "data.agent_name": ("react", []),
+    "data.prompt_key": ("question", ["data.train={asked_rows}", "data.val={asked_rows}"]),
+    "data.reward_fn_key": ("topic", ["data.train={asked_rows}", "data.val={asked_rows}"]),
     "data.untrusted": ("true", ["data.train={tagged_rows}"]),
     "model.path": ("{other_model}", []),
     "model.lora_rank": ("2", []),
@@ -267,6 +269,8 @@ def world(tmp_path_factory, random_model):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     heard = [{"prompt": f"Say {i}.", "interaction": "echo_every_key"} for i in range(6)]
     (folder / "heard_rows.jsonl").write_text("\n".join(map(json.dumps, heard)))
+    asked = [{"prompt": "Say 1.", "question": f"Say {i}.", "topic": "a"} for i in range(6)]
+    (folder / "asked_rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
     shutil.copytree(random_model, folder / "other_model")
     weights = load_file(folder / "other_model/model.safetensors")
     torch.manual_seed(7)
@@ -289,6 +293,7 @@ def world(tmp_path_factory, random_model):
         "few_rows": folder / "few_rows.jsonl",
         "other_rows": folder / "other_rows.jsonl",
         "tagged_rows": folder / "tagged_rows.jsonl",
+        "asked_rows": folder / "asked_rows.jsonl",
         "heard_rows": folder / "heard_rows.jsonl",
         "other_model": folder / "other_model",
         "thinking_model": folder / "thinking_model",

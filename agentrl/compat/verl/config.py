@@ -504,12 +504,10 @@ def _engine(t: _Translator) -> None:
 def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
         files = t.get(path) or []
-        files = files if isinstance(files, list) else [str(files)]
-        if len(files) > 1:
-            why = "agentrl reads one file. Write the rows of all into one (agentrl.data.write_rows)"
-            t.refuse(path, why)
-        elif files:
-            t.take(ours, str(Path(str(files[0])).expanduser()), path)
+        files = files if isinstance(files, list) else [files]
+        paths = [str(Path(str(file)).expanduser()) for file in files]
+        if paths:
+            t.take(ours, paths if len(paths) > 1 else paths[0], path)
 
 
 def _reward(t: _Translator) -> None:

@@ -1,0 +1,407 @@
+"""The rows of one file as Arrow record batches: in memory, or in a cache file that is mapped.
+
+A row becomes a Python object only when it is drawn. When a table is built, the structure of every
+row is checked, and columns are added that describe the rows: their kind, the size of the prompt,
+their own id. Commands find what they need in these columns, instead of reading all rows.
+
+A table depends on the bytes of the file and on the names of its columns, not on other keys of the
+config, nor on the user's files: what these decide (the default agent loop, aliases, the interaction
+of verl's rows without one) is decided when a row is drawn.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from agentrl.data.files import MAX_BYTES, Row, decode, find_file, read_batches
+from agentrl.data.rows import INNER, ColumnNames, Mistakes, RowReader
+from agentrl.errors import DataError
+from agentrl.installation import home
+from agentrl.trajectory import Sample
+
+log = logging.getLogger("agentrl")
+
+FORMAT = 1
+"""The version of the cache files. Raise it if a table would be built differently."""
+MEMORY_BYTES = 32 << 20
+"""A table with fewer bytes stays in memory. It is built in about a second."""
+CACHE_BYTES = 64 << 30
+"""The size of the cache. Files that were not used for the longest time are removed first."""
+FREE_BYTES = 1 << 30
+"""The bytes of the disk that the cache leaves free, for the run."""
+BATCH_ROWS = 1024
+"""The number of rows in a batch of the table, if they have fewer than `BATCH_BYTES`."""
+BATCH_BYTES = 4 << 20
+STALE_SECONDS = 86400
+"""After this time, a temporary file belongs to a process that was killed."""
+
+DEFAULT_LOOP = "\0default"
+"""The `agent_name` of rows without one, in the key of a kind."""
+UNNAMED = "\0unnamed"
+"""The interaction of verl's rows whose `interaction_kwargs` have no name, in the key of a kind."""
+
+
+class Table:
+    """The rows of a file."""
+
+    def __init__(self, path: str, digest: str, batches: list[pa.RecordBatch]):
+        """Take the batches as they are.
+
+        Args:
+            path: the file, as the config names it.
+            digest: `hash_file` of the file.
+            batches: the rows, as `build_table` makes them.
+        """
+        self.path = path
+        self.digest = digest
+        self._batches = batches
+        self._metadata: dict[bytes, bytes] = batches[0].schema.metadata or {}
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        self.kinds = self._numbers("kind")
+        """The code of each row's kind: (rows,) int32. Rows of a kind have equal `kind_of`."""
+        self.prompt_bytes = self._numbers("prompt_bytes")
+        """The size of each prompt's contents in UTF-8: (rows,) int64."""
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def ids(self) -> pa.ChunkedArray:
+        """The rows' own ids; null for rows without one."""
+        return pa.chunked_array([batch.column("id") for batch in self._batches], pa.large_string())
+
+    def rows(self, numbers: range | np.ndarray) -> Iterator[tuple[int, Row]]:
+        """Yield rows with their numbers, which ascend; a batch is in memory at a time."""
+        if not len(numbers):
+            return
+        first, last = (
+            int(np.searchsorted(self._starts, numbers[end], side="right")) - 1 for end in (0, -1)
+        )
+        for i in range(first, last + 1):
+            begin, end = int(self._starts[i]), int(self._starts[i + 1])
+            column = self._batches[i].column("row")
+            if isinstance(numbers, range):
+                here: range | np.ndarray = range(max(numbers.start, begin), min(numbers.stop, end))
+                array = column.slice(here.start - begin, len(here))
+            else:
+                low, high = np.searchsorted(numbers, [begin, end])
+                here = numbers[low:high]
+                array = column.take(pa.array(here - begin))
+            yield from zip(map(int, here), decode(array, self._metadata), strict=True)
+
+    def row(self, number: int) -> Row:
+        """Return a row, as `read_rows` returns it."""
+        return next(self.rows(range(number, number + 1)))[1]
+
+    def _numbers(self, column: str) -> np.ndarray:
+        return np.concatenate([batch.column(column).to_numpy() for batch in self._batches])
+
+
+def kind_of(sample: Sample) -> tuple[Any, ...]:
+    """Return what the rows of a kind have in common.
+
+    That is agent loop, data source, tools, interaction, and the roles of the prompt's messages,
+    each with whether its content is not blank.
+    """
+    shape = tuple([(m.role, bool(m.content.strip())) for m in sample.prompt])
+    return sample.agent_name, sample.data_source, sample.tools, sample.interaction, shape
+
+
+def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
+    """Return the table of a file, from the cache if it is there.
+
+    Args:
+        path: a .parquet or .jsonl file.
+        names: the names of columns.
+        mistakes: gets the mistakes of rows. Its last file is this one.
+
+    Raises:
+        DataError: the file cannot be read, or changes while it is read; or it is too large for the
+            memory and no cache file can be written.
+    """
+    file = find_file(path)
+    try:
+        before = _state(file)
+        digest = hash_file(path)
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e})") from None
+    key = blake2b(f"{FORMAT} {digest} {names}".encode(), digest_size=16).hexdigest()
+    folder = home() / "rows"
+    if table := _find(folder, key, path, digest):
+        return table
+    start = mistakes.origins.start
+    for place in (folder, Path(tempfile.gettempdir()), None):
+        own = Mistakes()
+        own.origins = mistakes.origins
+        sink = _Sink(place, key if place == folder else "")
+        try:
+            for batch in _describe(path, names, own, start):
+                sink.add(batch)
+            if _state(file) != before:
+                raise DataError(f"{path}: changed while it was read. Start again")
+            batches = sink.finish(keep=not len(own))
+        except _TooLarge:
+            raise DataError(
+                f"{path}: has more than {MAX_BYTES >> 20:,} MiB when decoded, so it needs a cache"
+                f" file, and none can be written. Set AGENTRL_HOME to a folder on a disk with more"
+                " free space"
+            ) from None
+        except (OSError, pa.ArrowException) as e:
+            log.warning(
+                "the cache of rows cannot be written to %s (%s): %s",
+                place,
+                e,
+                "the run uses memory" if place != folder else "the run uses a temporary file",
+            )
+            continue
+        finally:
+            sink.close()
+        mistakes.merge(own)
+        return Table(path, digest, batches)
+    raise AssertionError("a table in memory has no errors of files")
+
+
+def hash_file(path: str) -> str:
+    """Return a hash of a file; "" if `path` is empty."""
+    if not path:
+        return ""
+    with open(Path(path).expanduser(), "rb") as f:
+        return file_digest(f, "blake2b").hexdigest()[:32]
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# -- columns that describe the rows ---------------------------------------------------------------
+
+
+def _describe(
+    path: str, names: ColumnNames, mistakes: Mistakes, start: int
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file with the columns that describe them, and find their mistakes.
+
+    Args:
+        path: the file.
+        names: the names of columns.
+        mistakes: gets the mistakes.
+        start: the number of rows in earlier files.
+    """
+    reader = RowReader(mistakes, names, DEFAULT_LOOP, UNNAMED)
+    codes: dict[tuple[Any, ...], int] = {}
+    parts: list[pa.Array] = []
+    kinds: list[int] = []
+    sizes: list[int] = []
+    ids: list[str | None] = []
+    size = 0
+    metadata: dict[bytes, bytes] = {}
+
+    def assemble() -> pa.RecordBatch:
+        row = pa.concat_arrays(parts)
+        columns = {
+            "row": row,
+            "kind": pa.array(kinds, pa.int32()),
+            "prompt_bytes": pa.array(sizes, pa.int64()),
+            "id": pa.array(ids, pa.large_string()),
+        }
+        batch = pa.record_batch(list(columns.values()), names=list(columns))
+        return batch.replace_schema_metadata(metadata)
+
+    number = start
+    for batch in read_batches(path, _part_to_check(reader)):
+        metadata = batch.metadata
+        for row in batch.rows:
+            sample = reader.read(row, number)
+            kinds.append(codes.setdefault(kind_of(sample), len(codes)))
+            sizes.append(sum([len(m.content.encode()) for m in sample.prompt]))
+            ids.append(sample.id if row.get("id") is not None else None)
+            number += 1
+        parts.append(batch.array)
+        size += batch.array.nbytes
+        if len(kinds) >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield assemble()
+            parts, kinds, sizes, ids, size = [], [], [], [], 0
+    if kinds:
+        yield assemble()
+
+
+def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArray]:
+    """Return a function that removes the columns without meaning for agentrl from a batch.
+
+    They are a large part of verl's rows (`extra_info.answer`, `question`), and cannot be wrong,
+    except for a name that is nearly a known one.
+    """
+
+    def select(
+        array: pa.StructArray, prefix: str, known: tuple[str, ...], *, deeper: bool
+    ) -> pa.StructArray:
+        fields, children = [], []
+        for i, field in enumerate(array.type):
+            if field.name not in known and not reader.near_miss(prefix, field.name, known):
+                continue
+            child = array.field(i)
+            if deeper and field.name == "extra_info" and pa.types.is_struct(child.type):
+                child = select(child, "extra_info.", INNER, deeper=False)
+                field = pa.field(field.name, child.type)
+            fields.append(field)
+            children.append(child)
+        if not fields:
+            return array
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+
+    return lambda array: select(array, "", reader.columns, deeper=True)
+
+
+# -- cache files ----------------------------------------------------------------------------------
+
+
+class _TooLarge(Exception):
+    """The table does not fit into memory, and there is no file."""
+
+
+class _Sink:
+    """Takes the batches of a table: in memory at first, in a file if there are many."""
+
+    def __init__(self, folder: Path | None, key: str):
+        """Start empty.
+
+        Args:
+            folder: the folder of the file; None: the table stays in memory.
+            key: the key of the table in the cache; "": the file is a temporary one.
+        """
+        self._folder = folder
+        self._key = key
+        self._kept: list[pa.RecordBatch] = []
+        self._bytes = self._checked = 0
+        self._file: Path | None = None
+        self._out: Any = None
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Add a batch.
+
+        Raises:
+            OSError: the file cannot be written.
+            _TooLarge: there is no file, and too little memory.
+        """
+        self._bytes += batch.nbytes
+        if self._folder is None and self._bytes > MAX_BYTES:
+            raise _TooLarge
+        if self._writer is not None:
+            self._write(batch)
+            return
+        self._kept.append(batch)
+        if self._folder is not None and self._bytes > MEMORY_BYTES:
+            self._open(self._folder)
+            for kept in self._kept:
+                self._write(kept)
+            self._kept = []
+
+    def finish(self, *, keep: bool) -> list[pa.RecordBatch]:
+        """Return all batches.
+
+        Args:
+            keep: put the file into the cache. If false, it has no name any more.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._writer is None:
+            return self._kept
+        assert self._file and self._folder
+        self._writer.close()
+        self._out.close()
+        batches = _map(self._file)
+        if keep and self._key:
+            os.replace(self._file, self._folder / f"{self._key}-{hash_file(str(self._file))}.arrow")
+            _limit_size(self._folder, self._key)
+        else:
+            self._file.unlink()
+        self._file = None
+        return batches
+
+    def close(self) -> None:
+        """Remove the file if it is not finished."""
+        with suppress(OSError, pa.ArrowException):
+            if self._writer is not None:
+                self._writer.close()
+                self._out.close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _open(self, folder: Path) -> None:
+        if self._key:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(".partial", ".rows-", folder)  # mode 0600
+        os.close(descriptor)
+        self._file = Path(name)
+        self._out = pa.OSFile(name, "wb")
+        self._writer = pa.ipc.new_file(self._out, self._kept[0].schema)
+
+    def _write(self, batch: pa.RecordBatch) -> None:
+        if self._bytes - self._checked > FREE_BYTES // 16:
+            self._checked = self._bytes
+            assert self._folder
+            if shutil.disk_usage(self._folder).free < FREE_BYTES:
+                raise OSError(errno.ENOSPC, "less than 1 GiB would be free")
+        self._writer.write_batch(batch)
+
+
+def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:
+    """Return the table with a key in the cache; None if it is missing or damaged."""
+    files: list[Path] = []
+    with suppress(OSError):
+        files = sorted(folder.glob(f"{key}-*.arrow"))
+    for file in files:
+        try:
+            batches = _map(file)
+            is_whole = file.stem.partition("-")[2] == hash_file(str(file))
+            if is_whole:
+                os.utime(file)
+                return Table(path, digest, batches)
+        except (OSError, pa.ArrowException, KeyError, IndexError):
+            pass
+        with suppress(OSError):
+            file.unlink()
+    return None
+
+
+def _map(file: Path) -> list[pa.RecordBatch]:
+    """Return the batches of an Arrow file. They stay valid if the file is removed."""
+    with pa.memory_map(str(file)) as source:
+        reader = pa.ipc.open_file(source)
+        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+
+def _limit_size(folder: Path, key: str) -> None:
+    """Remove the files that were not used for the longest time, but not those of `key`."""
+    files = []
+    for file in folder.iterdir():
+        with suppress(OSError):  # another process may remove it
+            status = file.stat()
+            if file.suffix == ".partial" and status.st_mtime < time.time() - STALE_SECONDS:
+                file.unlink()
+            else:
+                files.append((status.st_mtime, status.st_size, file))
+    total = sum(size for _, size, _ in files)
+    for _, size, file in sorted(files):
+        if total <= CACHE_BYTES:
+            return
+        if file.suffix == ".arrow" and not file.name.startswith(key):
+            with suppress(OSError):
+                file.unlink()
+                total -= size
