@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +22,7 @@ from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.registry import load_file
 from agentrl.rewards import make_scorer
 from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.workers.variables import environment_variables
 
 EXAMPLE = Path(__file__).parents[2] / "examples/cartpole"
 ROOM = ["rollout.max_turn_tokens=64", "rollout.max_trajectory_tokens=32768"]
@@ -126,9 +134,110 @@ def test_it_runs(name, capsys):
     assert f"{steps:7d} steps" in capsys.readouterr().out
 
 
+def test_the_memory_overwrites_the_oldest_transitions(monkeypatch):
+    dqn = load_file(str(EXAMPLE / "dqn.py"))
+    monkeypatch.setattr(dqn, "MEMORY", 5)
+    learner = dqn.Learner(0)
+    for start in (0, 4):  # 0 1 2 3, then 4 5 6 7
+        rows = np.arange(start, start + 4, dtype=np.float32)[:, None]
+        learner.store([np.tile(rows, n) for n in (4, 1, 1, 4, 1)])
+    assert learner.memory[2][:, 0].tolist() == [5, 6, 7, 3, 4] and learner.stored == 8
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+class InThisProcess:
+    """A placement and its group: the workers as objects of this process."""
+
+    def start_ranks(self, cls, *args):
+        self.workers = []
+        for rank in range(4):
+            with environment_variables({"RANK": str(rank)}):
+                self.workers.append(cls(*args))
+        return self
+
+    def load_weights(self, weights):
+        for worker in self.workers:
+            worker.load_weights(weights)
+
+    def play(self, shares, steps):
+        pairs = zip(self.workers, shares, strict=True)
+        return [worker.play(share, steps) for worker, share in pairs]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "spread_over",
+    ["objects", pytest.param("processes", marks=[pytest.mark.ray, pytest.mark.slow])],
+)
+def test_four_workers_play_with_the_learner_s_weights(monkeypatch, one_thread, spread_over):
+    dqn = load_file(str(EXAMPLE / "dqn.py"))
+    spread = load_file(str(EXAMPLE / "dqn_workers.py"))
+    stored, weights = [], []
+
+    class Learner(spread.Learner):
+        def store(self, transitions):
+            stored.append(transitions)
+            weights.append({k: v.clone() for k, v in self.q.state_dict().items()})
+            super().store(transitions)
+
+    if spread_over == "objects":
+        monkeypatch.setattr(spread, "open_placement", lambda config: nullcontext(InThisProcess()))
+    monkeypatch.setattr(spread, "Learner", Learner)
+    monkeypatch.setattr(spread, "WARM_UP", 100)
+    monkeypatch.setattr(spread, "epsilon", lambda step: 0.0)
+    curve = spread.train(300, seed=3)
+    assert curve[-1][0] == 300 and len(stored) == 12  # 3 rounds of 4 workers
+    # What each worker played is what it plays in this process with the learner's weights.
+    players = [dqn.Player(3_000 + rank) for rank in range(4)]
+    q = dqn.network()
+    for i, transitions in enumerate(stored):
+        q.load_state_dict(weights[i])
+        expected, _ = players[i % 4].play(q, 0.0, 25)
+        for column, other in zip(transitions, expected, strict=True):
+            np.testing.assert_array_equal(column, other)
+    assert len({t[0].tobytes() for t in stored}) == 12
+    first, _, last = (weights[i]["0.weight"] for i in (0, 4, 8))
+    assert not torch.equal(first, last)  # the learner learned between the rounds
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_the_workers():
+    """Ctrl-C of a terminal goes to all processes of the command's group."""
+    command = [sys.executable, str(EXAMPLE / "dqn_workers.py"), "--steps", "1000000"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           start_new_session=True)  # fmt: skip
+    assert run.stdout is not None and "steps" in run.stdout.readline()
+    started = descendants(run.pid)
+    assert len(started) > 4  # Ray's own processes, and the workers
+    os.killpg(run.pid, signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in errors, errors
+    end = time.monotonic() + 15
+    while left := [pid for pid in started if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def descendants(pid):
+    """The processes that a process started, and that these started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for file in files for child in file.read_text().split()]
+    return [*children, *(d for child in children for d in descendants(child))]
+
+
 @pytest.mark.slow
 @pytest.mark.learning
-@pytest.mark.parametrize(("name", "steps"), [("dqn", 30_000), ("ppo", 60_000)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("dqn", 30_000), ("dqn_workers", 30_000), ("ppo", 60_000)]
+)
 def test_it_learns(name, steps):
     threads = torch.get_num_threads()
     try:
