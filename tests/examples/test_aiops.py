@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,11 @@ def test_rows_are_new_and_do_not_give_the_answer_away(env):
     assert len({r["prompt"] for r in rows}) == 100 and rows == env.rows(100, 1, 2)
     assert all(r["ground_truth"] not in r["prompt"] for r in rows)
     assert not {r["prompt"] for r in env.rows(100, 3, 2)} & {r["prompt"] for r in rows}
-    # What cries the loudest, and what is logged the most, is not at fault.
-    loudest = 0
+    # The service with the most errors is never at fault: it waits.
     for row in rows:
-        lines = [line for line in row["prompt"].splitlines() if "%" in line]
-        worst = max(lines, key=lambda line: int(line.split("%")[-2].split()[-1]))
-        loudest += row["ground_truth"].startswith(worst.split(":")[0])
-    assert loudest < 60
+        lines = [line for line in row["prompt"].splitlines() if ": errors" in line]
+        worst = max(lines, key=lambda line: int(re.findall(r"(\d+)%", line)[2]))
+        assert not row["ground_truth"].startswith(worst.split(":")[0])
 
 
 def hacks(env, truth):
