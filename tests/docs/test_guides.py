@@ -262,6 +262,7 @@ def _read_arguments(words: list[str], monkeypatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Parsed):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "path", [str((ROOT / words[0]).parent), *sys.path])  # as Python does
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
 
