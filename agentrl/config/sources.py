@@ -204,11 +204,7 @@ def merge(
             elif fields.get(owner) is dict:
                 value = merged[owner].value if owner in merged else {}
                 if isinstance(value, dict):  # otherwise validation reports it
-                    name, _, inner = leaf.path[len(owner) + 1 :].partition(".")
-                    if inner and owner in NESTED_MAPPINGS and isinstance(value.get(name, {}), dict):
-                        value = {**value, name: {**value.get(name, {}), inner: leaf.value}}
-                    else:
-                        value = {**value, leaf.path[len(owner) + 1 :]: leaf.value}
+                    value = _with_entry(value, leaf.path[len(owner) + 1 :], leaf.value, owner)
                     merged[owner] = Setting(owner, value, leaf.source)
             elif owner and not verl_keys().explain_key(leaf.path):
                 mistakes.append(f"{leaf}: {owner} is a key, not a section")
@@ -220,6 +216,19 @@ def merge(
             else:
                 mistakes.append(f"{leaf}: {_unknown_key(leaf.path, fields)}")
     return merged
+
+
+def _with_entry(mapping: dict[str, Any], key: str, value: Any, owner: str) -> dict[str, Any]:
+    """Return a mapping with one more entry; `name.inner` sets an entry of the mapping `name`."""
+    # A name may contain dots itself, such as that of a reward in a file.
+    names = (n for n, inner in mapping.items() if isinstance(inner, dict))
+    name = next((n for n in names if key.startswith(f"{n}.")), "")
+    if not name and owner in NESTED_MAPPINGS and "." in key:
+        name = key.partition(".")[0]
+    inner = mapping.get(name, {})
+    if not name or not isinstance(inner, dict):
+        return {**mapping, key: value}
+    return {**mapping, name: {**inner, key[len(name) + 1 :]: value}}
 
 
 def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:

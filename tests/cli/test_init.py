@@ -9,7 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI, Request
 from support.forked_python import run_python
+from support.small_server import serving
 
 import agentrl.cli as agentrl_cli
 from agentrl.cli import main
@@ -99,6 +101,28 @@ def test_a_template_checks_plays_and_trains(template, tmp_path, tiny_model):
     assert run([*AGENTRL, "play", "-c", "run.yaml", "-n", "2"], folder).count("ground truth") == 2
     output = run([*AGENTRL, "train", "-c", "run.yaml", "trainer.total_steps=2"], folder)
     assert "done: 2 steps" in output
+
+
+def test_the_judge_of_its_template_grades_by_a_server(tmp_path, tiny_model):
+    """The server answers as a judge model does; nothing of agentrl runs in it."""
+    asked = []
+
+    async def judge(request: Request):
+        assert request.headers.get("authorization") is None
+        asked.append(await request.json())
+        message = {"role": "assistant", "content": '{"why": "right, with other words", "score": 8}'}
+        return {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    model = FastAPI()
+    model.post("/v1/chat/completions")(judge)
+    agentrl("agentrl init my_env --template judge", tmp_path)
+    with serving(model) as url:
+        command = f"agentrl play -c judge.yaml reward.kwargs.judge.url={url}/v1 -n 2"
+        output = agentrl(command, tmp_path / "my_env")
+    assert len(asked) == 2
+    assert {request["model"] for request in asked} == {"Qwen/Qwen2.5-7B-Instruct"}
+    assert all("the answer is #### and the number" in json.dumps(request) for request in asked)
+    assert output.count("reward 0.8") == 2, output
 
 
 def test_check_lists_tools_and_interactions(project):
