@@ -24,17 +24,19 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -42,7 +44,10 @@ from agentrl.config import Config
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.tracking import METRICS
 
+log = logging.getLogger("agentrl")
+
 META = "meta.json"
+LOCK = ".lock"
 LATEST = "latest_checkpointed_iteration.txt"
 KEEP = 2
 """The number of checkpoints to keep: the newest, and one more in case the newest is damaged on
@@ -60,6 +65,8 @@ class Checkpoint:
     step: int
     meta: Mapping[str, Any]
     """The `meta` of `save_checkpoint`, read back from JSON."""
+    files: tuple[str, ...] = ()
+    """The files that `meta.json` lists, relative to the folder; regular files only."""
     skipped: tuple[str, ...] = ()
     """One line for each newer checkpoint that could not be used, with the reason."""
 
@@ -230,8 +237,8 @@ def _verify(folder: Path) -> Checkpoint:
         raise ValueError(f"{folder / META} cannot be read: {e!r}") from None
     for name, saved in files.items():
         file = folder / name
-        # A link, or a name with `..`, may lead outside of the folder.
-        if file.resolve() != folder.resolve() / name:
+        # A link, an absolute name, or one with `..`, may lead outside of the folder.
+        if Path(name).is_absolute() or file.resolve() != folder.resolve() / name:
             raise ValueError(f"{folder} is damaged: {name} is outside of it")
         try:
             same = _file_record(file) == saved
@@ -239,7 +246,11 @@ def _verify(folder: Path) -> Checkpoint:
             raise ValueError(f"{folder} is damaged: {name}: {e.strerror}") from None
         if not same:
             raise ValueError(f"{folder} is damaged: {name} has changed since it was saved")
-    return Checkpoint(folder, step, meta)
+    # All tensor files of a folder are read, so one more would replace weights.
+    for extra in sorted(folder.rglob("*.safetensors")):
+        if str(extra.relative_to(folder)) not in files:
+            raise ValueError(f"{folder} is damaged: {META} does not list {extra.name} ({extra})")
+    return Checkpoint(folder, step, meta, tuple(files))
 
 
 def _publish_complete(staging: Path) -> None:
@@ -315,8 +326,21 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file for reading if it is a regular file, and neither a link nor a pipe.
+
+    Raises:
+        OSError: it does not exist, or is something else.
+    """
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return open(fd, "rb")
+
+
 def _file_record(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as f:
+    with open_regular(file) as f:
         return {
             "bytes": os.fstat(f.fileno()).st_size,
             "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
@@ -481,9 +505,10 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         UserError: another process holds the folder; the message names it.
+        RunStopped: the folder cannot be created.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
+    make_private_folder(folder)
+    with open(folder / LOCK, "a+", opener=_open_private) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -505,3 +530,39 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", json.dumps(value, default=str)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder for results that only its owner can read (mode 0700).
+
+    An existing folder keeps its mode, with two exceptions: an empty one, and that of a run whose
+    lock others can read, because agentrl 0.1 made such locks and folders. Whoever opens a folder to
+    others afterwards keeps it so. If others can read a folder with other files, that is reported.
+
+    Raises:
+        RunStopped: the folder cannot be created.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mode, lock = stat.S_IMODE(folder.stat().st_mode), folder / LOCK
+        if not mode & 0o077:
+            return
+        is_older_run = lock.is_file() and lock.stat().st_mode & 0o077
+        if is_older_run:
+            lock.chmod(0o600)
+            log.warning("%s is private now: mode 0700 (it was 0%o)", folder, mode)
+        elif not lock.exists() and any(folder.iterdir()):
+            log.warning(
+                "other users can read %s (mode 0%o): it held other files before, so its mode was"
+                " not changed. To make it private: chmod 700 %s",
+                *(folder, mode, folder),
+            )
+        if is_older_run or not any(folder.iterdir()):
+            folder.chmod(0o700)
+    except OSError as e:
+        raise RunStopped(f"cannot create {folder}: {e.strerror}") from e
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

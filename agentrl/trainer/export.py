@@ -18,7 +18,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.trainer.checkpoint import Checkpoint, open_checkpoint
+from agentrl.trainer.checkpoint import Checkpoint, open_checkpoint, open_regular
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import ADAPTER_FOLDER
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state
@@ -70,7 +70,7 @@ def export(
         tokenizer = load_tokenizer(base)
         with _atomic_folder(out) as folder:
             if adapter:
-                _copy_adapter(checkpoint.folder / ADAPTER_FOLDER, folder, base)
+                _copy_adapter(checkpoint, folder, base)
             else:
                 _load_policy(checkpoint, config, base, dtype).save_whole(folder)
             tokenizer.save_pretrained(folder)
@@ -106,14 +106,23 @@ def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Preci
     return policy
 
 
-def _copy_adapter(adapter: Path, folder: Path, base: str) -> None:
-    """Copy the saved adapter. In the copy the path of its base is absolute."""
-    if not adapter.is_dir():
+def _copy_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> None:
+    """Copy the saved adapter. In the copy the path of its base is absolute.
+
+    Only files that the checkpoint lists are copied: an exported folder is often published, so a
+    file that somebody else put there, or a link to one, must not become a part of it.
+    """
+    names = [name for name in checkpoint.files if Path(name).parts[0] == ADAPTER_FOLDER]
+    if not names:
         raise ConfigError(
             f"training started from the adapter {base!r}, which was merged: an adapter's folder"
             " could only name another base. Add --merge to export the whole model"
         )
-    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    for name in names:
+        copy = folder / Path(name).relative_to(ADAPTER_FOLDER)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with open_regular(checkpoint.folder / name) as source, open(copy, "xb") as target:
+            shutil.copyfileobj(source, target)
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())
     config["base_model_name_or_path"] = str(Path(base).resolve()) if Path(base).is_dir() else base

@@ -504,3 +504,44 @@ def test_keys_that_may_change_do_not_affect_weights():
             check_same_run(here, {"rollout": here["rollout"] | {key: value}})
     for key in CHANGEABLE_KEYS:
         assert key in FIELDS or any(fnmatch(field, key) for field in FIELDS), key
+
+
+# --- who can read a run's folder -----------------------------------------------------------------
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def lock(folder: Path, caplog) -> str:
+    """Take the lock of a folder; return what was logged."""
+    caplog.clear()
+    with run_lock(folder):
+        pass
+    return caplog.text
+
+
+def test_a_run_folder_is_private(tmp_path, caplog):
+    assert lock(tmp_path / "runs" / "a", caplog) == ""
+    assert mode_of(tmp_path / "runs" / "a") == 0o700 and mode_of(tmp_path / "runs/a/.lock") == 0o600
+    (tmp_path / "empty").mkdir(mode=0o755)
+    assert lock(tmp_path / "empty", caplog) == ""
+    assert mode_of(tmp_path / "empty") == 0o700
+
+
+def test_the_folder_of_an_older_run_becomes_private_once(tmp_path, caplog):
+    (tmp_path / ".lock").touch(mode=0o644)
+    tmp_path.chmod(0o755)
+    assert "is private now: mode 0700 (it was 0755)" in lock(tmp_path, caplog)
+    assert mode_of(tmp_path) == 0o700
+    tmp_path.chmod(0o750)  # the user shares the run
+    assert lock(tmp_path, caplog) == ""
+    assert mode_of(tmp_path) == 0o750
+
+
+def test_a_folder_with_other_files_keeps_its_mode(tmp_path, caplog):
+    (tmp_path / "thesis.tex").touch()
+    tmp_path.chmod(0o755)
+    assert f"chmod 700 {tmp_path}" in lock(tmp_path, caplog)
+    assert lock(tmp_path, caplog) == ""
+    assert mode_of(tmp_path) == 0o755

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -243,3 +245,65 @@ def test_a_damaged_checkpoint_is_skipped_with_a_note(run_export, full, tmp_path)
     first, second = run_export(run, tmp_path / "out").splitlines()
     assert first.startswith("skipped: ") and "global_step_00000002 is incomplete" in first
     assert second.endswith("a model, trained for 1 step")
+
+
+# --- files that do not belong to a checkpoint ----------------------------------------------------
+
+
+@pytest.fixture
+def strange_run(lora, tmp_path):
+    """A copy of a LoRA run, and a private key outside of it."""
+    shutil.copytree(lora[0], tmp_path / "run")
+    (tmp_path / "id_rsa").write_text("PRIVATE KEY")
+    return tmp_path / "run"
+
+
+def test_only_files_that_the_checkpoint_lists_are_exported(strange_run, tmp_path):
+    checkpoint = strange_run / "global_step_00000001"
+    (checkpoint / "adapter" / "key").symlink_to(tmp_path / "id_rsa")
+    (checkpoint / "adapter" / "folder").symlink_to(tmp_path)
+    (checkpoint / "adapter" / "notes.txt").write_text("PRIVATE KEY")
+    os.mkfifo(checkpoint / "adapter" / "pipe")
+    export(strange_run, tmp_path / "out")
+    files = [f for f in (tmp_path / "out").rglob("*") if f.is_file()]
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {f.name for f in files}
+    assert not {"key", "folder", "notes.txt", "pipe"} & {f.name for f in files}
+    assert not any(f.is_symlink() or b"PRIVATE KEY" in f.read_bytes() for f in files)
+
+
+def with_file(checkpoint: Path, name: str, target: Path) -> None:
+    """Add a file to the list of a checkpoint, with its true size and hash."""
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    content = target.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    meta["files"][name] = {"bytes": len(content), "sha256": digest}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("how", ["link", "absolute", "above", "linked folder", "pipe"])
+def test_a_list_that_leads_out_of_the_checkpoint_is_refused(strange_run, tmp_path, how):
+    checkpoint, key = strange_run / "global_step_00000001", tmp_path / "id_rsa"
+    name = {
+        "absolute": str(key),
+        "above": "adapter/../../../id_rsa",
+        "linked folder": "adapter/x/id_rsa",
+    }
+    name = name.get(how, "adapter/key")
+    if how == "link":
+        (checkpoint / name).symlink_to(key)
+    if how == "linked folder":
+        (checkpoint / "adapter" / "x").symlink_to(tmp_path)
+    if how == "pipe":
+        os.mkfifo(checkpoint / name)
+    with_file(checkpoint, name, key)
+    with pytest.raises(ConfigError, match=r"outside of it|not a regular file"):
+        export(strange_run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_a_checkpoint_does_not_list_are_refused(full, tmp_path):
+    shutil.copytree(full[0], tmp_path / "run")
+    [shard] = (tmp_path / "run" / "global_step_00000001" / "actor").iterdir()
+    shard.with_name("z.safetensors").symlink_to(shard)
+    with pytest.raises(ConfigError, match=r"meta\.json does not list z\.safetensors"):
+        export(tmp_path / "run", tmp_path / "out")
