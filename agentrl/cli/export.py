@@ -13,7 +13,10 @@ from agentrl.plural import plural
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or a run's folder (its newest checkpoint)."),
+        typer.Argument(
+            help="A checkpoint, a run's folder (its newest checkpoint), or RUN/best (the best by"
+            " trainer.keep_best)."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to create.")],
     merge: Annotated[

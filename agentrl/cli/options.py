@@ -39,7 +39,8 @@ ValDataset = Annotated[str | None, typer.Option(help="Rows to validate on (data.
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A model folder or hub name, or `tiny`: trained here on first use (model.path)."
+        help="A model folder or hub name; a run's folder or a checkpoint; or `tiny`: trained here"
+        " on first use (model.path)."
     ),
 ]
 Output = Annotated[str | None, typer.Option(help="The run's folder (trainer.output).")]
@@ -144,9 +145,11 @@ def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
 
 
 def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
-    """Return the model folder or hub name for a user's text; train the `tiny` model if necessary.
+    """Return the model folder or hub name for a user's text.
 
-    Possible misspellings of folder names are reported before the hub is asked.
+    The `tiny` model is trained if necessary. For a run or a checkpoint, the folder is that of its
+    exported policy (`agentrl.trainer.export.exported_model`). Possible misspellings of folder names
+    are reported before the hub is asked.
 
     Raises:
         UserError: the path is not a model folder, or the name is a misspelling of `tiny`.
@@ -161,9 +164,16 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
     from agentrl.registry import did_you_mean
 
     folder = Path(path).expanduser()
+    if _is_trained(folder):
+        from agentrl.trainer.export import exported_model
+
+        return str(exported_model(folder, say))
     if folder.is_dir():
         if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
-            raise UserError(f"{path} is not a model folder: it has no config.json")
+            raise UserError(
+                f"{path} is not a model folder: it has no config.json. It is not the folder of a"
+                " run either: it has no checkpoint"
+            )
         return str(folder)
     if folder.exists():
         raise UserError(f"{path} is a file: use its folder, {folder.parent}")
@@ -181,6 +191,15 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
         # This may not be a mistake: a folder can have the name of an owner on the hub.
         say(f"note: there is no folder {path!r}, so it is loaded from the hub.{suggestion}")
     return path
+
+
+def _is_trained(folder: Path) -> bool:
+    """Return whether a path is a checkpoint, a run with checkpoints, or `RUN/best`."""
+    if not folder.is_dir():
+        return folder.name == "best" and any(folder.parent.glob("global_step_*"))
+    if (folder / "config.json").is_file():
+        return False
+    return (folder / "meta.json").is_file() or any(folder.glob("global_step_*"))
 
 
 def with_model_folder(config: Config) -> Config:
@@ -231,7 +250,7 @@ def _refuse_mistakes(config: Config, mistakes: list[str]) -> None:
         problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not config.model.path:
         problems.append("no model: set --model to a folder, a hub name or tiny (model.path)")
-    elif config.model.path != TINY:
+    elif config.model.path != TINY and not _is_trained(Path(config.model.path).expanduser()):
         try:
             resolve_model(config.model.path, say=lambda _: None)
         except UserError as e:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,22 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.trainer.checkpoint import Checkpoint, open_checkpoint, open_regular
+from agentrl.trainer.checkpoint import (
+    META,
+    Checkpoint,
+    checkpoint_folders,
+    open_checkpoint,
+    open_regular,
+)
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import ADAPTER_FOLDER
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state
+from agentrl.trainer.tracking import METRICS, read_metrics
+
+EXPORTED = "exported"
+"""The folder in a run's folder with the exports that `--model RUN` has made."""
+BEST = "best"
+"""The name that stands for the best checkpoint in `RUN/best`."""
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -48,7 +61,8 @@ def export(
     or with `merge` that of a model, merged into the base.
 
     Args:
-        path: a checkpoint, or a run's folder for its newest valid one.
+        path: a checkpoint, a run's folder for its newest valid one, or `RUN/best` for the one with
+            the highest `trainer.keep_best`.
         out: the folder to make; it appears completely or not at all.
         merge: merge LoRA into the weights.
         dtype: the data type of a model's weights; "auto": that of its base, which the engine used
@@ -61,7 +75,89 @@ def export(
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists: name a new folder")
-    checkpoint = open_checkpoint(path)
+    return _export(_choose(path), out, merge, dtype, model)
+
+
+def exported_model(path: Path, say: Callable[[str], None] = print) -> Path:
+    """Return a folder with the policy of a run or a checkpoint, as an engine loads it.
+
+    The first call exports it to `exported/` in the run's folder; the name of the export has the
+    step and the hash of the checkpoint. Later calls return the same folder.
+
+    Args:
+        path: a checkpoint, a run's folder for its newest valid one, or `RUN/best`.
+        say: called with a line before an export.
+
+    Raises:
+        UserError: there is no such checkpoint, or its base model is missing.
+        RunStopped: the disk is full or refuses to write.
+    """
+    folders = [_find_best(path.parent)] if _is_best(path) else checkpoint_folders(path)
+    for folder in folders[:1]:
+        if (out := _export_path(folder)) and out.is_dir():
+            return out
+    checkpoint = _choose(path)
+    out = _export_path(checkpoint.folder)
+    assert out is not None  # the checkpoint was just read
+    if not out.is_dir():
+        for line in checkpoint.skipped:
+            say(f"skipped: {line}")
+        say(f"exporting {checkpoint.folder} to {out} (once; delete the folder when not needed)")
+        has_adapter = any(Path(name).parts[0] == ADAPTER_FOLDER for name in checkpoint.files)
+        _export(checkpoint, out, not has_adapter, "auto", "")
+    return out
+
+
+def _export_path(checkpoint: Path) -> Path | None:
+    """Return where a checkpoint is exported for engines; None if it has no readable `meta.json`."""
+    try:
+        with open_regular(checkpoint / META) as file:
+            key = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+    except OSError:
+        return None
+    checkpoint = checkpoint.resolve()
+    return checkpoint.parent / EXPORTED / f"{checkpoint.name}-{key}"
+
+
+def _choose(path: Path) -> Checkpoint:
+    return open_checkpoint(_find_best(path.parent) if _is_best(path) else path)
+
+
+def _is_best(path: Path) -> bool:
+    """Return whether a path is `RUN/best`, which names a checkpoint but is no folder."""
+    return path.name == BEST and not path.exists()
+
+
+def _find_best(run: Path) -> Path:
+    """Return the run's checkpoint with the highest value of its `trainer.keep_best`."""
+    folders = checkpoint_folders(run)
+    if not folders:
+        raise ConfigError(f"{run} is not a run with checkpoints")
+    try:
+        record = json.loads((folders[0] / META).read_bytes())
+        metric = record["meta"]["config"]["trainer"].get("keep_best", "")
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{folders[0] / META} cannot be read") from None
+    listed = ", ".join(folder.name for folder in folders)
+    if not metric:
+        raise ConfigError(
+            f"{run}: no checkpoint is known to be the best, because trainer.keep_best is empty."
+            f" Name one of {listed}"
+        )
+    values = {step: data.get(metric) for step, data in read_metrics(run / METRICS)}
+    scored = [
+        (value, folder)
+        for folder in folders
+        if (value := values.get(int(folder.name.rpartition("_")[2]))) is not None
+    ]
+    if not scored:
+        raise ConfigError(f"{run}: none of {listed} was validated, so {metric} is not known")
+    return max(scored, key=lambda pair: pair[0])[1]  # of equal ones the newest
+
+
+def _export(
+    checkpoint: Checkpoint, out: Path, merge: bool, dtype: Precision, model: str
+) -> ExportResult:
     config = _config_of(checkpoint)
     base = model or config.model.path
     lora = config.model.lora_rank > 0

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.chat import load_tokenizer
 from agentrl.cli import main
+from agentrl.cli.options import resolve_model
+from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
@@ -307,3 +309,66 @@ def test_tensors_that_a_checkpoint_does_not_list_are_refused(full, tmp_path):
     shard.with_name("z.safetensors").symlink_to(shard)
     with pytest.raises(ConfigError, match=r"meta\.json does not list z\.safetensors"):
         export(tmp_path / "run", tmp_path / "out")
+
+
+# --- a run or a checkpoint as --model ------------------------------------------------------------
+
+
+def ignore(line: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_is_a_model(kind, batch, tmp_path, request):
+    root, learner = request.getfixturevalue(kind)
+    run = shutil.copytree(root, tmp_path / "run")
+    lines: list[str] = []
+    first = resolve_model(str(run), lines.append)
+    says_the_same(load_causal_lm(first, torch.float32), learner, batch)
+    assert len(lines) == 1 and first in lines[0]
+    assert resolve_model(str(run / "global_step_00000001"), lines.append) == first
+    assert len(lines) == 1, "it is exported once"
+    assert Path(first).parent == run / "exported"
+    assert load_tokenizer(first)
+
+
+def test_a_run_means_its_newest_whole_checkpoint(full, tmp_path):
+    run = shutil.copytree(full[0], tmp_path / "run")
+    first = resolve_model(str(run), ignore)
+    second = shutil.copytree(run / "global_step_00000001", run / "global_step_00000002")
+    lines: list[str] = []
+    assert Path(resolve_model(str(run), lines.append)).name.startswith("global_step_00000002-")
+    shutil.rmtree(run / "exported")
+    (second / "meta.json").write_text("{")
+    assert resolve_model(str(run), lines.append) == first
+    assert "skipped: " in "".join(lines) and "global_step_00000002" in "".join(lines)
+
+
+def test_the_best_checkpoint_of_a_run(full, tmp_path):
+    run = shutil.copytree(full[0], tmp_path / "run")
+    for step in (2, 3):
+        shutil.copytree(run / "global_step_00000001", run / f"global_step_{step:08d}")
+    values = {1: 0.5, 2: 0.7, 3: 0.6, 4: 0.9}  # there is no checkpoint of step 4
+    lines = [json.dumps({"step": s, "data": {"val/acc/mean@1": v}}) for s, v in values.items()]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=r"trainer\.keep_best is empty.*global_step_00000003"):
+        export(run / "best", tmp_path / "out")
+    file = run / "global_step_00000003" / "meta.json"
+    meta = json.loads(file.read_text())
+    meta["meta"]["config"]["trainer"]["keep_best"] = "val/acc/mean@1"
+    file.write_text(json.dumps(meta))
+    assert export(run / "best", tmp_path / "out").checkpoint.folder.name == "global_step_00000002"
+    assert Path(resolve_model(str(run / "best"), ignore)).name.startswith("global_step_00000002-")
+
+
+def test_a_run_whose_base_is_an_adapter_is_a_model(lora, batch, tmp_path):
+    export(lora[0], tmp_path / "adapter")
+    root, learner = trained(tmp_path / "run", tmp_path / "adapter", batch, LORA)
+    says_the_same(load_causal_lm(resolve_model(str(root), ignore), torch.float32), learner, batch)
+
+
+def test_a_folder_without_a_checkpoint_is_no_model(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    for name in (tmp_path, tmp_path / "best"):
+        with pytest.raises(UserError, match=r"it has no checkpoint|no model folder"):
+            resolve_model(str(name), ignore)
