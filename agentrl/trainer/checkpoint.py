@@ -11,11 +11,10 @@ all random kills.)
       latest_checkpointed_iteration.txt    20
       .tmp-30-4711/                        being written by process 4711
 
-A run starts with `run_lock` on the folder. Then it calls `recover`, `find_checkpoint`, and
-`remove_later_checkpoints` for the step that it resumes from.
+A run starts with `run_lock` on the folder. Then it calls `recover`, `find_start` (of
+`agentrl.trainer.resume`), and `remove_later_checkpoints` for the step that it resumes from.
 
-One process works in a folder at a time (`run_lock`), and a run resumes under one config
-(`check_resumable`).
+One process works in a folder at a time (`run_lock`).
 """
 
 from __future__ import annotations
@@ -33,16 +32,10 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import ValidationError
-
-from agentrl.config import Config
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.trainer.tracking import METRICS
 
 log = logging.getLogger("agentrl")
 
@@ -172,16 +165,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ConfigError(f"{path} is not a checkpoint: {why}")
 
 
-def checkpoint_folders(path: Path) -> list[Path]:
-    """Return the checkpoint at a path, or those of a run's folder, newest first; nothing is read.
-
-    The result is empty if the path is neither.
-    """
-    if (path / META).is_file():
-        return [path]
-    return [*reversed(_steps(path).values())] if path.is_dir() else []
-
-
 def recover(root: Path) -> None:
     """Remove the leftovers of killed processes. Call it first, while holding the `run_lock`.
 
@@ -208,6 +191,14 @@ def remove_later_checkpoints(root: Path, step: int) -> None:
         _remove(folder)
     if later:
         _write_latest(root)
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file of the run's folder; a kill leaves the old content or the new one."""
+    staging = file.parent / f".tmp-{file.stem}-{os.getpid()}"
+    _write(staging, text)
+    staging.rename(file)
+    _fsync(file.parent)
 
 
 # -- folders of checkpoints -----------------------------------------------------------------------
@@ -301,10 +292,7 @@ def _write_latest(root: Path) -> None:
     if not steps:
         (root / LATEST).unlink(missing_ok=True)
         return
-    staging = root / f".tmp-latest-{os.getpid()}"
-    _write(staging, str(max(steps)))
-    staging.rename(root / LATEST)
-    _fsync(root)
+    replace_file(root / LATEST, str(max(steps)))
 
 
 def _is_disk_full(root: Path, error: Exception) -> bool:
@@ -385,126 +373,7 @@ def _is_alive(pid: int) -> bool:
     return pid != os.getpid()
 
 
-# --- checks before a run resumes -----------------------------------------------------------------
-
-
-CHANGEABLE_KEYS = frozenset(
-    {
-        "data.val",
-        "optim.compile",
-        "optim.offload",
-        "optim.recompute",
-        "tools.transport",
-        "rollout.engines",
-        "rollout.gpu_memory_utilization",
-        "rollout.launch",
-        "rollout.lora",
-        "rollout.python",
-        "rollout.sleep",
-        "rollout.sync",
-        "rollout.tensor_parallel_size",
-        "rollout.urls",
-        "trainer.logger",
-        "trainer.n_gpus_per_node",
-        "trainer.nnodes",
-        "trainer.output",
-        "trainer.placement",
-        "trainer.ray_address",
-        "trainer.resume",
-        "trainer.save_freq",
-        "trainer.test_freq",
-        "trainer.val_before_train",
-        "trainer.val_only",
-        "trainer.watchdog_s",
-        "val.*",
-    }
-)
-"""Config keys that a resumed run may change. They do not change the weights, except for rounding:
-another number of ranks, or compiled layers, add numbers in another order."""
-
-
-RUN_LENGTH_KEYS = frozenset({"trainer.total_steps", "trainer.total_epochs"})
-"""Config keys that a resumed run may change if the learning rate does not depend on the run's
-length."""
-
-
-def check_same_run(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check that a run resumes under the config of its checkpoint.
-
-    Otherwise the result would belong to neither config.
-
-    Args:
-        saved_config: the config in the checkpoint, nested.
-        config: the present one, nested.
-
-    Raises:
-        ConfigError: keys outside of `CHANGEABLE_KEYS` differ; `RUN_LENGTH_KEYS` too, unless
-            `optim.lr_final` is 1 in both. The message lists each with both values.
-    """
-    saved, current = dict(_flatten(saved_config)), dict(_flatten(config))
-    has_constant_lr = all(float(c.get("optim.lr_final", "nan")) == 1 for c in (saved, current))
-    allowed = CHANGEABLE_KEYS | RUN_LENGTH_KEYS if has_constant_lr else CHANGEABLE_KEYS
-    changed = [
-        f"  {key}: {saved.get(key, 'not set')} in the checkpoint, {current.get(key, 'not set')} now"
-        for key in sorted(saved.keys() | current.keys())
-        if saved.get(key) != current.get(key) and not any(fnmatch(key, a) for a in allowed)
-    ]
-    if changed:
-        length = any(line.strip().startswith(tuple(RUN_LENGTH_KEYS)) for line in changed)
-        why = (
-            f"\nThe run's length may change only with optim.lr_final=1: with"
-            f" {current.get('optim.lr_final', 'another')} the learning rate depends on it."
-        )
-        raise ConfigError(
-            "the checkpoint was made with another config:\n"
-            + "\n".join(changed)
-            + (why if length else "")
-            + "\nTo resume, use the same values. For a new run, use another --output. To start over"
-            " in this folder, use trainer.resume=never: this deletes the run in it."
-        )
-
-
-def check_resumable(checkpoint: Checkpoint, config: Config, rows: str) -> None:
-    """Check that a checkpoint belongs to this run.
-
-    Args:
-        checkpoint: the checkpoint of a training run.
-        config: the present config.
-        rows: the `hash_file` of the present training rows.
-
-    Raises:
-        ConfigError: config or rows differ, or the folder holds the record of another run.
-    """
-    check_same_run(_fill_defaults(checkpoint.meta["config"]), config.model_dump())
-    if checkpoint.meta["rows"] != rows:
-        raise ConfigError(
-            f"{config.data.train} has other rows than when {checkpoint.folder} was saved. Use the"
-            " same file, or another --output"
-        )
-    folder = Path(config.trainer.output)
-    is_foreign = checkpoint.folder.parent.resolve() != folder.resolve()
-    if is_foreign and (folder / METRICS).exists():
-        raise ConfigError(
-            f"trainer.resume={config.trainer.resume} is a checkpoint of another run, but {folder}"
-            " already holds the record of a run. Use trainer.resume=auto to resume that run, or"
-            " another --output"
-        )
-
-
-def hash_file(path: str) -> str:
-    """Return a hash of a file; "" if `path` is empty."""
-    if not path:
-        return ""
-    with open(path, "rb") as f:
-        return file_digest(f, "blake2b").hexdigest()[:32]
-
-
-def _fill_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved config with the keys that were added since, at their defaults."""
-    try:
-        return Config.model_validate(saved).model_dump()
-    except ValidationError:  # the caller reports keys and values that no longer exist
-        return saved
+# --- the lock of a run's folder -------------------------------------------------------------------
 
 
 @contextmanager
@@ -531,15 +400,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys with their values as JSON, the same for a file and for Python values."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, default=str)
 
 
 def make_private_folder(folder: Path) -> None:

@@ -16,8 +16,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
@@ -43,9 +45,7 @@ from agentrl.store import TrajectoryStore
 from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import (
-    check_resumable,
     find_checkpoint,
-    hash_file,
     recover,
     remove_later_checkpoints,
     run_lock,
@@ -59,6 +59,7 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
+from agentrl.trainer.resume import Start, find_start, write_config, write_fork
 from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
 from agentrl.trajectory import Group
 
@@ -242,8 +243,10 @@ class Trainer:
         trainer = self.config.trainer
         if self._unfinished is not None:
             self._complete(self._unfinished)
-        elif self.global_step == 0 and trainer.val_before_train and self.plan.val:
-            self.tracker.log(0, self._validate())
+        elif (
+            self.global_step == self.start.first_step and trainer.val_before_train and self.plan.val
+        ):
+            self.tracker.log(self.global_step, self._validate())
         while self.global_step < self.total_steps:
             self.interrupt.check()
             self._complete(self._advance())
@@ -254,7 +257,7 @@ class Trainer:
         metrics = self.step()
         self.global_step += 1
         metrics["training/global_step"] = self.global_step
-        metrics["training/epoch"] = self.position / len(self.plan.train)
+        metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)
         # An engine that fails to load the policy must not cost the trained step.
         self._unfinished, self._is_consistent = metrics, True
@@ -287,7 +290,8 @@ class Trainer:
         self.spare.close()
         failure = ""
         try:
-            if self._is_consistent and self.global_step > 0 and not self.interrupt.is_urgent:
+            has_steps = self.global_step > self.start.first_step
+            if self._is_consistent and has_steps and not self.interrupt.is_urgent:
                 self._save()
         except RunStopped as e:
             failure = f"{e}\n"
@@ -298,7 +302,9 @@ class Trainer:
         except Exception as e:
             return f"{failure}the checkpoint cannot be read: {type(e).__name__}: {e}"
         if saved is None:
-            return f"{failure}nothing was saved; the same command starts from the beginning"
+            fork = self.start.fork
+            origin = f"the fork of {fork.checkpoint} again" if fork else "from the beginning"
+            return f"{failure}nothing was saved; the same command starts {origin}"
         return f"{failure}saved after step {saved.step}; the same command resumes from there"
 
     def _validate(self) -> dict[str, float]:
@@ -317,31 +323,18 @@ class Trainer:
         """Load the model, find the checkpoint to resume from, start the engine and the tools."""
         config = self.config
         recover(self.folder)
-        checkpoint = find_checkpoint(self.folder, config.trainer.resume)
-        self._train_file_hash = hash_file(config.data.train)
-        if checkpoint is not None:
-            check_resumable(checkpoint, config, self._train_file_hash)
-        logging.disable_progress_bar()  # one bar per model folder is noise
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
+        self.total_steps = self.start.total_steps
         if not config.trainer.val_only:
-            (self.folder / "config.yaml").write_text(config.resolved_yaml())
+            write_fork(self.folder, self.start)
+        logging.disable_progress_bar()  # one bar per model folder is noise
         self.console = stack.enter_context(Console())
         self.console.note(describe_run(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
         group = start_ranks(self.placement, config.model.path, config)
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
-        if checkpoint is not None:
-            self.learner.ranks.load(checkpoint.folder)
-            self.global_step = checkpoint.step
-            # Older checkpoints lack both keys: each step took one batch, and the weight was fixed.
-            before = self.global_step * config.data.batch_size
-            self.position = checkpoint.meta.get("position", before)
-            self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
-            self._unfinished = checkpoint.meta["unfinished"]
-            for line in checkpoint.skipped:
-                self.console.note(f"skipped: {line}")
-            self.console.note(f"resuming from step {self.global_step} ({checkpoint.folder})")
+        canary = self._load(self.start)
         if config.rollout.name != "local":
             self.console.note(describe_engine(config))
         slots = self.placement.engine_slots() if self.placement else None
@@ -357,8 +350,8 @@ class Trainer:
             self.engine,
             make_canary_row(self.plan, template, self.engine.max_length),
             lambda ids: self.rollouts.run(self.engine.scores(ids)),
-            noise=checkpoint.meta.get("noise") if checkpoint else None,
-            canary_state=checkpoint.meta.get("canary") if checkpoint else None,
+            noise=canary.get("noise"),
+            canary_state=canary.get("canary"),
         )
         self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
@@ -366,9 +359,32 @@ class Trainer:
         self.interrupt = stack.enter_context(Interrupt())
         self._is_open = True
 
+    def _load(self, start: Start) -> Mapping[str, Any]:
+        """Load the state that the run starts from.
+
+        Returns:
+            The `meta` with the state of the canary. It is empty for a new run or a new fork, whose
+            engine or rows may be others.
+        """
+        if start.checkpoint is None:
+            return {}
+        meta = start.checkpoint.meta
+        self.learner.ranks.load(start.checkpoint.folder)
+        self.global_step, self.position = start.checkpoint.step, start.position
+        if "algorithm.kl_reward_coef" not in {change.key for change in start.new_changes}:
+            self.kl.load(meta.get("kl", self.kl.coef))  # older checkpoints: a fixed weight
+        for line in start.describe():
+            self.console.note(line)
+        if start.is_new_fork:  # the other run records its last step itself
+            return {}
+        self._unfinished = meta["unfinished"]
+        return meta
+
     def _begin(self, stack: ExitStack) -> None:
         """Open the records of the run, and cut what was written after its checkpoint."""
-        last_step = self.global_step if self.global_step > 0 else -1
+        last_step = self.global_step
+        if self.global_step == 0 or self.start.is_new_fork:
+            last_step = -1
         remove_later_checkpoints(self.folder, self.global_step)
         self.store.truncate_after(last_step)
         if self._unfinished is not None:
@@ -381,6 +397,7 @@ class Trainer:
             warn=self.console.note,
         )
         stack.callback(self.tracker.close)
+        write_config(self.folder, self.config, self.start)
         self.dead_steps = DeadSteps(read_metrics(self.folder / METRICS))
 
     def _save(self) -> None:
@@ -391,8 +408,10 @@ class Trainer:
                 self.learner.ranks.save,
                 {
                     "config": self.config.model_dump(mode="json"),
-                    "rows": self._train_file_hash,
+                    "rows": self.plan.fingerprint,
                     "position": self.position,
+                    "order_start": self.start.order_start,
+                    "changes": [asdict(change) for change in self.start.changes],
                     "kl": self.kl.coef,
                     "unfinished": self._unfinished,
                     "noise": self.publisher.noise,

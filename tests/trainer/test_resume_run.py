@@ -144,9 +144,10 @@ def test_a_finished_run_prints_its_result_again(command, straight):
 
 
 def test_another_config_in_the_same_folder_is_refused(command, straight):
-    done = run_python([*command, "--output", straight, "optim.lr=0.5"])
+    done = run_python([*command, "--output", straight, "algorithm.clip_high=0.5"])
     assert done.returncode == 1
-    assert "optim.lr" in done.stderr and "trainer.resume=never" in done.stderr
+    assert "algorithm.clip_high: 0.2 -> 0.5" in done.stderr
+    assert "another --output" in done.stderr and "trainer.resume=never" in done.stderr
     assert "Traceback" not in done.stderr
 
 
