@@ -165,6 +165,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ConfigError(f"{path} is not a checkpoint: {why}")
 
 
+def checkpoint_folders(path: Path) -> list[Path]:
+    """Return the checkpoint at a path, or those of a run's folder, newest first; nothing is read.
+
+    The result is empty if the path is neither.
+    """
+    if (path / META).is_file():
+        return [path]
+    return [*reversed(_steps(path).values())] if path.is_dir() else []
+
+
 def recover(root: Path) -> None:
     """Remove the leftovers of killed processes. Call it first, while holding the `run_lock`.
 
