@@ -21,6 +21,7 @@ from agentrl import registry
 from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.config import load_config
+from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.rewards import make_scorer
@@ -56,6 +57,19 @@ def test_an_old_run_resumes_as_it_would_have(old):
     assert_close([now[k] for k in timeless], [then[k] for k in timeless], **CLOSE)
     weights = load_file(old / "run/model/model.safetensors")
     assert_close(weights, load_file(old / "step_3.safetensors"), **CLOSE)
+
+
+def test_it_is_forked(old):
+    changed = ["trainer.total_steps=3", "optim.lr=0.02", "rollout.n=3", "--output", "fork"]
+    command = ["train", "-c", "config.yaml", "trainer.resume=run", *changed]
+    printed = agentrl(old, *command)
+    assert "changed after step 2: rollout.n: 2 -> 3" in printed
+    steps = [json.loads(line) for line in (old / "fork/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [2, 3] and steps[1]["data"]["actor/lr"] == 0.02
+    played = load_trajectories(old / "fork/trajectories", split="train")
+    order = RowOrder(4, seed=0)
+    assert [s.trajectory.sample.row for s in played][::3] == order.take(4, 2) != order.take(0, 2)
+    assert "done: 3 steps" in agentrl(old, *command)
 
 
 def test_it_is_exported(old):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import subprocess
+import time
+from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.forked_python import ForkedPython, run_agentrl
 
 from agentrl.config import FIELDS, Config, load_config
 from agentrl.errors import ConfigError, RunStopped
@@ -25,6 +31,7 @@ from agentrl.trainer.resume import (
     write_config,
     write_fork,
 )
+from agentrl.trainer.tracking import read_metrics
 
 ENV = """
 from agentrl import reward
@@ -274,27 +281,31 @@ def test_starting_over_removes_the_record_of_the_fork(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, random_model):
+def command(tmp_path_factory, random_model):
+    """Return the config keys of a run of two steps."""
     folder = tmp_path_factory.mktemp("resume")
     (folder / "env.py").write_text(ENV)
     for name, count in (("rows", 8), ("other", 6)):
         rows = [{"prompt": f"{name} {i}.", "ground_truth": "1"} for i in range(count)]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def run(output, *overrides, rows="rows"):
-        base = [
+    def command(output, *overrides, rows="rows"):
+        return [
             "trainer.total_steps=2", "trainer.save_freq=1", "data.batch_size=2", "rollout.n=2",
             "rollout.max_turn_tokens=4", "val.greedy=false", "optim.lr=0.01", "trainer.device=cpu",
             "tools.transport=in_process", "reward.function=letters_resume",
+            f"data.train={folder}/{rows}.jsonl", f"data.val={folder}/other.jsonl",
+            f"model.path={random_model}", f"files=[{folder}/env.py]", f"trainer.output={output}",
+            *overrides,
         ]  # fmt: skip
-        flags = {
-            "data.train": str(folder / f"{rows}.jsonl"),
-            "data.val": str(folder / "other.jsonl"),
-            "model.path": str(random_model),
-            "trainer.output": str(output),
-            "files": [str(folder / "env.py")],
-        }
-        trainer = Trainer(load_config(None, [*base, *overrides], flags))
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def run(command):
+    def run(output, *overrides, rows="rows"):
+        trainer = Trainer(load_config(None, command(output, *overrides, rows=rows)))
         trainer.run()
         return trainer
 
@@ -425,3 +436,102 @@ def test_a_fork_sets_a_new_weight_of_the_kl(run, tmp_path):
         [line] = [line["data"] for line in lines(tmp_path / name / "metrics.jsonl")][-1:]
         weights.append(line["actor/reward_kl_penalty_coeff"])
     assert weights == [adapted, 0.25]
+
+
+# --- kill -9 -------------------------------------------------------------------------------------
+
+
+def start_process(keys: list[str]) -> ForkedPython:
+    return ForkedPython(["-m", "agentrl", "train", *keys], merge_outputs=True)
+
+
+def finish(keys: list[str]) -> str:
+    done = run_agentrl("train", *keys)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def result(output: Path) -> tuple:
+    """Everything that a run leaves but times and the ids of episodes."""
+    records = [
+        (
+            line["step"],
+            {k: v for k, v in line["data"].items() if not k.startswith(("timing_s/", "perf/"))},
+        )
+        for line in lines(output / "metrics.jsonl")
+    ]
+    played = [
+        (s.step, s.split, s.scored.trajectory.sample.row, s.scored.trajectory.rollout,
+         s.scored.reward, s.scored.trajectory.segments)
+        for s in TrajectoryStore(output / "trajectories").read()
+    ]  # fmt: skip
+    weights = (output / "model/model.safetensors").read_bytes()
+    return records, played, weights, lines(output / "changes.jsonl")
+
+
+def test_kill_9_of_a_fork_before_its_first_checkpoint(command, run, parent, tmp_path):
+    changed = ["trainer.total_steps=4", "trainer.save_freq=0", "rollout.n=3"]
+    changed.append(f"trainer.resume={parent}")
+    run(tmp_path / "straight", *changed)
+    keys = command(tmp_path / "fork", *changed)
+    deadline = time.monotonic() + 120
+    with start_process(keys) as process:
+        record = tmp_path / "fork" / "metrics.jsonl"
+        while not record.exists() or not record.read_bytes():
+            assert process.poll() is None and time.monotonic() < deadline, process.read()
+            time.sleep(0.01)
+    assert not list((tmp_path / "fork").glob("global_step_*"))
+    assert f"fork of {parent}/global_step_00000002" in finish(keys)
+    assert result(tmp_path / "fork") == result(tmp_path / "straight")
+
+
+def kill_often(keys: list[str], output: Path, straight: Path, kills: int, make) -> None:
+    """Start a run and kill it at random moments; whenever it has ended, make its folder anew.
+
+    Each run that ends must be equal to the one that was never killed.
+    """
+    rng, seconds, steps = random.Random(kills), 3.0, set()
+    while kills:
+        begin = time.monotonic()
+        with start_process(keys) as process:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(rng.random() * seconds)
+            code = process.poll()
+        if code is None:
+            kills -= 1
+            steps.add(max((step for step, _ in read_metrics(output / "metrics.jsonl")), default=0))
+            continue
+        assert code == 0, process.read()
+        seconds = max(seconds, time.monotonic() - begin)
+        assert result(output) == result(straight)
+        shutil.rmtree(output)
+        make(output)
+    finish(keys)
+    assert result(output) == result(straight)
+    assert len(steps) > 4, "the kills did not hit the training"
+
+
+LONG = ("trainer.total_steps=14", "trainer.save_freq=3", "trainer.test_freq=4")
+
+
+@pytest.mark.slow
+def test_kills_of_a_fork_at_random_moments(command, parent, tmp_path):
+    before = files_of(parent)
+    changed = [*LONG, "optim.lr=0.02", "rollout.n=3", f"trainer.resume={parent}"]
+    finish(command(tmp_path / "straight", *changed, rows="other"))
+    keys = command(tmp_path / "fork", *changed, rows="other")
+    kill_often(keys, tmp_path / "fork", tmp_path / "straight", 20, lambda folder: None)
+    assert files_of(parent) == before
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_after_a_changed_learning_rate(command, parent, tmp_path):
+    changed = [*LONG, "optim.lr=0.02", "optim.lr_final=0.1", "optim.lr_warmup_steps=3"]
+    for name in ("straight", "run"):
+        shutil.copytree(parent, tmp_path / name)
+    finish(command(tmp_path / "straight", *changed))
+    keys = command(tmp_path / "run", *changed)
+    make = partial(shutil.copytree, parent)
+    kill_often(keys, tmp_path / "run", tmp_path / "straight", 20, make)
+    want = {s: scheduled(s, 0.02, 3, 0.1, 14) for s in range(3, 15)} | {1: 0.01, 2: 0.01}
+    assert rates(tmp_path / "run") == pytest.approx(want)
