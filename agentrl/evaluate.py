@@ -10,11 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.config import ValConfig
 from agentrl.engine.base import Sampling
-from agentrl.metrics import count_calls, mean
+from agentrl.errors import DataError
+from agentrl.metrics import count_calls, mean, standard_error, t_quantile
 from agentrl.rollout import Rollouts
+from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Sample, Scored
 
 
@@ -33,9 +36,11 @@ def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> E
 
     Returns:
         `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
-        `val/tool_call_rate`; the same metrics under `val/<agent_name>/` and, with verl's prefix,
-        `val-core/<data_source>/`; those of the greedy pass under `val_greedy/`. A rollout passes if
-        `acc` of its reward function (or the outcome, if it returns no `acc`) is at least 1.
+        `val/tool_call_rate`; `val/rows`, the number of rows, and `val/reward/se@n` and
+        `val/acc/se@n`, the standard errors of the means (`agentrl.metrics.standard_error`). The
+        same metrics under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`;
+        those of the greedy pass under `val_greedy/`. A rollout passes if `acc` of its reward
+        function (or the outcome, if it returns no `acc`) is at least 1.
 
     Raises:
         RunStopped: too many rollouts were dropped.
@@ -73,11 +78,16 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
     if not scored:
         return {}
     metrics = {
+        f"{prefix}/rows": float(len(groups)),
         f"{prefix}/reward/mean@{n}": mean([s.reward for s in scored]),
         f"{prefix}/acc/mean@{n}": mean([accuracy(s) for s in scored]),
         f"{prefix}/tool_call_rate": mean([count_calls(s.trajectory) > 0 for s in scored]),
         f"{prefix}/num_turns": mean([len(s.trajectory.turns) for s in scored]),
     }
+    for name, value in (("reward", lambda s: s.reward), ("acc", accuracy)):
+        error = standard_error([[value(s) for s in g.scored] for g in groups])
+        if not math.isnan(error):
+            metrics[f"{prefix}/{name}/se@{n}"] = error
     for k in [2**i for i in range(1, n.bit_length())]:
         metrics[f"{prefix}/acc/pass@{k}"] = mean([pass_at_k(g, k) for g in groups])
     return metrics
@@ -98,3 +108,97 @@ def pass_at_k(group: Group, k: int) -> float:
     c = sum(accuracy(s) >= 1 for s in group.scored)
     k = min(k, n)
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+# -- comparing runs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The rollouts of one validation, read from the folder of a run or of `agentrl eval`."""
+
+    step: int
+    groups: Mapping[str, Group]
+    """The sampled rollouts of each row, by the row's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The mean difference between two validations over the rows that both played."""
+
+    rows: int
+    mean: float
+    low: float
+    """The lower end of the interval of 95 %; NaN for one row."""
+    high: float
+
+
+def read_validation(folder: Path, step: int | None = None) -> Validation:
+    """Read a validation of a run, or the result of `agentrl eval --output`.
+
+    Args:
+        folder: the folder with `trajectories/`.
+        step: the step of the validation; None: the last one.
+
+    Raises:
+        DataError: there is no such validation, or its file is damaged.
+    """
+    store = TrajectoryStore(folder / "trajectories")
+    steps = store.steps("val")
+    if not steps:
+        raise DataError(
+            f"{folder} has no validation: there is no val-*.parquet in {store.folder}. Name the"
+            " folder of a run with data.val, or of `agentrl eval --output`"
+        )
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps))
+        raise DataError(f"{folder} was not validated at step {step}. Its validations: {listed}")
+    step = steps[-1] if step is None else step
+    scored: dict[str, list[Scored]] = defaultdict(list)
+    for rollout in store.read(step, "val"):
+        scored[rollout.scored.trajectory.sample.id].append(rollout.scored)
+    groups = {key: Group(s[0].trajectory.sample, tuple(s)) for key, s in scored.items()}
+    return Validation(step, groups)
+
+
+def shared_rows(first: Validation, second: Validation) -> list[str]:
+    """Return the ids of the rows that both validations played, with the same prompt and truth.
+
+    Rows of different files may have the same id, because an id may be the row's number.
+    """
+
+    def content(group: Group) -> tuple[object, ...]:
+        return group.sample.prompt, group.sample.agent_name, group.sample.ground_truth
+
+    return [
+        key
+        for key, group in first.groups.items()
+        if key in second.groups and content(second.groups[key]) == content(group)
+    ]
+
+
+def paired_difference(
+    first: Validation, second: Validation, value: Callable[[Scored], float]
+) -> Difference:
+    """Return the mean of `second - first` over their shared rows, with an interval of 95 %.
+
+    A row's value is the mean over its rollouts. The interval is that of the paired t-test: with the
+    difference d of each of R rows, mean(d) ± t(0.975, R - 1) * s(d) / sqrt(R). The difficulty of
+    a row is in both values, so the interval is narrower than for independent rows (Miller,
+    arXiv:2411.00640, section 4.2).
+
+    Raises:
+        DataError: there is no shared row.
+    """
+    differences = [
+        mean([value(s) for s in second.groups[key].scored])
+        - mean([value(s) for s in first.groups[key].scored])
+        for key in shared_rows(first, second)
+    ]
+    if not differences:
+        raise DataError("they share no rows")
+    center, half = mean(differences), math.nan
+    if len(differences) > 1:
+        error = standard_error([[d] for d in differences])
+        half = t_quantile(0.975, len(differences) - 1) * error
+    return Difference(len(differences), center, center - half, center + half)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from statistics import NormalDist
 
 from agentrl.trajectory import Group, Trajectory, Turn
 
@@ -11,6 +13,72 @@ from agentrl.trajectory import Group, Trajectory, Turn
 def mean(values: Collection[float]) -> float:
     """Return the mean of one or more values."""
     return sum(values) / len(values)
+
+
+def standard_error(values: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean over all values, clustered by row.
+
+    The rollouts of a row have its difficulty in common, so they are not independent. With the sum
+    d_g of (value - mean) over row g, G rows and N values, the standard error is
+
+        sqrt(G / (G - 1) * sum over g of d_g^2) / N
+
+    (the cluster-robust variance of a mean: Miller, "Adding Error Bars to Evals", arXiv:2411.00640,
+    section 2.2, with the factor G / (G - 1) for few clusters of Cameron and Miller, 2015, eq. 12).
+    With one value per row it is the usual s / sqrt(G). It covers the choice of the rows and the
+    sampling of the rollouts.
+
+    Args:
+        values: for each row, the values of its rollouts; rows without values are left out.
+
+    Returns:
+        NaN for fewer than two rows.
+    """
+    rows = [row for row in values if row]
+    if len(rows) < 2:
+        return math.nan
+    n = sum(map(len, rows))
+    center = math.fsum(x for row in rows for x in row) / n
+    squares = math.fsum(math.fsum(x - center for x in row) ** 2 for row in rows)
+    return math.sqrt(len(rows) / (len(rows) - 1) * squares) / n
+
+
+def t_quantile(p: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution.
+
+    Up to 200 degrees of freedom it inverts the finite sums of Abramowitz and Stegun, 26.7.3 and
+    26.7.4, to 12 digits. Above that it is their expansion 26.7.5, to 8 digits.
+
+    Args:
+        p: the probability, between 0.5 and 1 (0.975 for a two-sided interval of 95 %).
+        degrees: degrees of freedom, at least 1.
+    """
+    if degrees > 200:
+        z = NormalDist().inv_cdf(p)
+        terms = (
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        )
+        return z + sum(term / degrees**i for i, term in enumerate(terms, 1))
+    # With t = sqrt(degrees) * tan(angle), the probability of |T| <= t is a sum in cos(angle).
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _t_between(angle, degrees) < 2 * p - 1 else (low, angle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _t_between(angle: float, degrees: int) -> float:
+    """Return P(|T| <= sqrt(degrees) * tan(angle))."""
+    odd = degrees % 2
+    cosine = math.cos(angle)
+    term = cosine if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 + odd, degrees - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
 
 
 def summarize(name: str, values: Collection[float]) -> dict[str, float]:

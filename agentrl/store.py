@@ -149,6 +149,10 @@ class TrajectoryStore:
             if step in (None, shard_step) and split in (None, shard_split):
                 yield from _read_shard(path)
 
+    def steps(self, split: str) -> list[int]:
+        """Return the steps that have a file of this split, in order."""
+        return [step for _, step, shard_split in self._shards() if shard_split == split]
+
     def truncate_after(self, step: int) -> None:
         """Remove all files after a step (-1: all) and temporary files of killed processes."""
         for path, shard_step, _ in self._shards():

@@ -70,13 +70,17 @@ def eval_(
 def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:
     """Return a table of rewards, accuracy and tool calls, for all rows and for each loop.
 
+    Behind `±` is the standard error of a mean.
+
     Args:
         metrics: the metrics of an `Evaluation`.
         agents: the loops of its rows.
         n: rollouts per row of the sampled pass.
     """
     powers = [2**i for i in range(1, n.bit_length())]
-    lines = [["", "", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]]
+    lines = [
+        ["", "", "rows", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]
+    ]
     loops = [("all", ""), *((agent, f"/{agent}") for agent in agents)]
     for name, below in loops if len(agents) > 1 else [(*agents, "")]:
         passes = (("sampled", f"val{below}", n), ("greedy", f"val_greedy{below}", 1))
@@ -84,18 +88,112 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
             if f"{prefix}/reward/mean@{count}" not in metrics:
                 continue
             formats = {
+                "rows": ".0f",
                 f"reward/mean@{count}": ".3f",
                 f"acc/mean@{count}": ".3f",
                 **{f"acc/pass@{k}": ".3f" for k in powers},
                 "tool_call_rate": ".0%",
                 "num_turns": ".1f",
             }
-            values = [(metrics.get(f"{prefix}/{key}"), form) for key, form in formats.items()]
-            lines.append([name, label, *("-" if v is None else format(v, f) for v, f in values)])
+            cells = []
+            for key, form in formats.items():
+                value = metrics.get(f"{prefix}/{key}")
+                error = metrics.get(f"{prefix}/{key.replace('/mean@', '/se@')}")
+                has_error = "/mean@" in key and error is not None
+                cell = "-" if value is None else format(value, form)
+                cells.append(f"{cell} ± {error:.3f}" if has_error else cell)
+            lines.append([name, label, *cells])
+    return _aligned(lines, 2)
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Folders of runs, or of `eval --output`."),
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="The step of the validations; default: each run's last.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The picture to write, .svg.")] = Path("compare.svg"),
+) -> None:
+    """Compare the validations of runs: a table, paired differences to the first run, a picture.
+
+    A difference is paired: it is computed for each row that both runs validated, so the difficulty
+    of the rows cancels out. The interval of 95 % is that of the paired t-test over the rows. If it
+    does not contain 0, the rows and rollouts alone hardly explain the difference.
+
+    Examples:
+        agentrl compare runs/grpo runs/ppo
+
+        agentrl compare evals/base evals/trained --output base_and_trained.svg
+    """
+    from agentrl.errors import DataError, UserError
+    from agentrl.evaluate import accuracy, paired_difference, read_validation
+    from agentrl.metrics import mean, standard_error
+    from agentrl.trainer.curve import validation_points, write_comparison
+    from agentrl.trainer.tracking import METRICS
+
+    if len(runs) < 2:
+        raise UserError(f"compare needs two or more folders, and got only {runs[0]}")
+    if output.suffix != ".svg":
+        raise UserError(f"--output {output} must end in .svg")
+    names = [run.resolve().name for run in runs]
+    labels = [
+        str(run) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
+    ]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"a folder is named twice: {', '.join(map(str, runs))}")
+    validations = [read_validation(run, step) for run in runs]
+    values = {"reward": lambda s: s.reward, "acc": accuracy}
+    lines = [["", "step", "rows", *values]]
+    for label, validation in zip(labels, validations, strict=True):
+        groups = validation.groups.values()
+        cells = []
+        for value in values.values():
+            rows = [[value(s) for s in group.scored] for group in groups]
+            cells.append(
+                f"{mean([x for row in rows for x in row]):.3f} ± {standard_error(rows):.3f}"
+            )
+        lines.append([label, str(validation.step), str(len(groups)), *cells])
+    typer.echo("\n".join(_aligned(lines, 1)))
+    differences = [["", "rows", *(f"{name} [95 % interval]" for name in values)]]
+    for label, validation in zip(labels[1:], validations[1:], strict=True):
+        try:
+            found = [paired_difference(validations[0], validation, v) for v in values.values()]
+        except DataError:
+            raise UserError(
+                f"{runs[0]} and {label} share no rows: no id with the same prompt, loop and ground"
+                " truth is in both. Evaluate both on one file: agentrl eval --dataset FILE --model"
+                " RUN --output FOLDER"
+            ) from None
+        cells = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in found]
+        differences.append([f"{label} - {labels[0]}", str(found[0].rows), *cells])
+    typer.echo("\npaired differences on the rows that both have:")
+    typer.echo("\n".join(_aligned(differences, 1)))
+    for label, validation, (_, shared, *_) in zip(
+        labels[1:], validations[1:], differences[1:], strict=True
+    ):
+        sizes = [len(v.groups) for v in (validations[0], validation)]
+        if max(sizes) > int(shared):
+            typer.echo(
+                f"note: {labels[0]} has {sizes[0]} rows and {label} {sizes[1]}, {shared} in common",
+                err=True,
+            )
+    curves = {}
+    for label, run, validation in zip(labels, runs, validations, strict=True):
+        reward = mean([s.reward for g in validation.groups.values() for s in g.scored])
+        # The folder of `agentrl eval` has no metrics of steps.
+        curves[label] = validation_points(run / METRICS) or [(float(validation.step), reward)]
+    write_comparison(curves, output)
+    typer.echo(f"\nvalidation rewards over steps: {output}")
+
+
+def _aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table; the first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines

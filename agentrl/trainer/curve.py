@@ -52,7 +52,7 @@ STYLE: dict[Any, Any] = {
 }
 """matplotlib's parameters for a curve."""
 METADATA = {
-    "Title": "Learning curve: reward over training steps",
+    "Title": "Reward over training steps",
     **dict.fromkeys(("Creator", "Date", "Format", "Type")),
 }
 
@@ -81,25 +81,49 @@ def validation_series(keys: Iterable[str]) -> dict[str, str]:
 
 
 def write_curve(metrics_path: Path, svg_path: Path) -> None:
-    """Draw training and validation rewards over steps.
+    """Draw training and validation rewards over steps. The title is the name of the run's folder.
 
-    The training reward is smoothed, with its raw values as a thin line behind it. The first of the
-    series of `validation_series` are drawn, up to `MAX_LINES` lines in total.
+    The training reward is smoothed, with its raw values as a thin line behind it; the legend says
+    over how many steps. The first of the series of `validation_series` are drawn, up to `MAX_LINES`
+    lines in total.
 
     Args:
         metrics_path: a run's `metrics.jsonl`; a run without steps gives empty axes.
         svg_path: the file to write.
     """
-    import matplotlib
-
     steps = read_metrics(metrics_path)
     keys = {"training": TRAINING, **validation_series({key for _, data in steps for key in data})}
     series = {label: _points(steps, key) for label, key in keys.items()}
     lines = dict([(label, points) for label, points in series.items() if points][:MAX_LINES])
+    _save(lines, svg_path, metrics_path.resolve().parent.name, "training")
+
+
+def validation_points(metrics_path: Path) -> Points:
+    """Return the validations of a run as pairs of step and mean reward; [] if it has none."""
+    steps = read_metrics(metrics_path)
+    keys = validation_series({key for _, data in steps for key in data})
+    return _points(steps, keys.get("validation", ""))
+
+
+def write_comparison(lines: Mapping[str, Points], svg_path: Path) -> None:
+    """Draw the validation rewards of several runs over steps.
+
+    Args:
+        lines: by the name of a run, its `validation_points`; the first `MAX_LINES` are drawn.
+        svg_path: the file to write.
+    """
+    _save(dict(list(lines.items())[:MAX_LINES]), svg_path, "validation", "")
+
+
+def _save(lines: Mapping[str, Points], svg_path: Path, title: str, smoothed: str) -> None:
+    """Write a picture; `smoothed` is the label of the line to smooth, or ""."""
+    import matplotlib
+
     staging = svg_path.with_name(f".{svg_path.name}.tmp")
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the viewer's fonts draw the text
-        _draw(lines).savefig(staging, format="svg", transparent=True, metadata=METADATA)
+        figure = _draw(lines, _replace_unprintable(title[:80]), smoothed)
+        figure.savefig(staging, format="svg", transparent=True, metadata=METADATA)
     staging.replace(svg_path)
 
 
@@ -111,8 +135,8 @@ def _points(steps: Sequence[tuple[int, Mapping[str, float]]], key: str) -> Point
     ]
 
 
-def _draw(lines: Mapping[str, Points]) -> Figure:
-    """Return the figure with axes, lines and legend."""
+def _draw(lines: Mapping[str, Points], title: str, smoothed: str) -> Figure:
+    """Return the figure with title, axes, lines and legend."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -121,8 +145,11 @@ def _draw(lines: Mapping[str, Points]) -> Figure:
     figure = Figure(figsize=(7.6, 4.2), dpi=72, layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="reward")
     axes.set_xlim(min(xs), max(*xs, min(xs) + 1))
-    # Rewards from 0 to 1 get that scale, so that curves of different runs are comparable.
-    ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(min([0.0, *ys]), max([1.0, *ys]))
+    axes.set_title(title, loc="left", fontsize=10)
+    low, high = min(ys, default=0.0), max(ys, default=1.0)
+    if high - low < 1e-6 * max(1.0, abs(low), abs(high)):  # one value: put it in the middle
+        low, high = low - 0.5 * max(1.0, abs(low)), high + 0.5 * max(1.0, abs(high))
+    ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks)
     axes.set_ylim(ticks[0], ticks[-1])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
@@ -130,14 +157,16 @@ def _draw(lines: Mapping[str, Points]) -> Figure:
         axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     labels = []
     for i, (label, points) in enumerate(lines.items()):
-        style = _style(label, i)
-        if len(points) == 1 or (label != "training" and len(points) <= 20):
+        style = _style(label, i) if smoothed else {"color": COLOURS[i % len(COLOURS)], "lw": 1.8}
+        if len(points) == 1 or (label != smoothed and len(points) <= 20):
             style["marker"] = "."
-        if label == "training":
+        name = label[:40]
+        if label == smoothed and len(points) > 1:
             axes.plot(*zip(*_thin(points), strict=True), color=GREY, lw=0.8, alpha=0.35)
+            name += f" (thick: mean of {min(2 * _half_window(points) + 1, len(points))} steps)"
             points = _smooth(points)
         axes.plot(*zip(*_thin(points), strict=True), clip_on=False, **style)
-        labels.append(_replace_unprintable(f"{label[:40]} {points[-1][1]:.2f}"))
+        labels.append(_replace_unprintable(f"{name} {points[-1][1]:.2f}"))
     if lines:
         columns = max(1, 90 // (8 + max(map(len, labels))))
         handles = [line for line in axes.lines if line.get_alpha() is None]
@@ -163,12 +192,17 @@ def _style(label: str, index: int) -> dict[str, Any]:
     return {"color": colour, "lw": 1.8}
 
 
+def _half_window(points: Points) -> int:
+    """Return how many points on each side a smoothed point is the mean of."""
+    return len(points) // 40 + 1
+
+
 def _smooth(points: Points) -> Points:
     """Return a centred moving mean over about a twentieth of the run.
 
     The windows are shorter at the ends.
     """
-    half, n = len(points) // 40 + 1, len(points)
+    half, n = _half_window(points), len(points)
     sums = [0.0, *accumulate(y for _, y in points)]
     windows = [(max(0, i - half), min(n, i + half + 1)) for i in range(n)]
     means = [(sums[high] - sums[low]) / (high - low) for low, high in windows]

@@ -321,12 +321,13 @@ def test_the_table_of_an_evaluation():
     metrics = {f"val/{k}": v for k, v in one.items()}
     metrics |= {f"val/{a}/{k}": v for k, v in one.items() for a in ("react", "mine")}
     metrics |= {"val/tool_call_rate": 0.5, "val_greedy/reward/mean@1": 1.0}
+    metrics |= {"val/rows": 48.0, "val/reward/se@2": 0.0312}
     assert table(metrics, ["mine", "react"], 2) == [
-        "                reward    acc  pass@2  calls tools  turns",
-        "all    sampled   0.500  0.250   0.750          50%    2.0",
-        "all    greedy    1.000      -       -            -      -",
-        "mine   sampled   0.500  0.250   0.750            -    2.0",
-        "react  sampled   0.500  0.250   0.750            -    2.0",
+        "                rows         reward    acc  pass@2  calls tools  turns",
+        "all    sampled    48  0.500 ± 0.031  0.250   0.750          50%    2.0",
+        "all    greedy      -          1.000      -       -            -      -",
+        "mine   sampled     -          0.500  0.250   0.750            -    2.0",
+        "react  sampled     -          0.500  0.250   0.750            -    2.0",
     ]
     assert [line.split()[0] for line in table(metrics, ["mine"], 2)[1:]] == ["mine", "mine"]
 

@@ -142,9 +142,10 @@ def test_the_commands_that_a_run_prints(project):
     assert play.count("reward ") >= 3 and "ground truth" in play
     first, head, sampled, greedy = evaluation.splitlines()
     assert first == "val.jsonl: 48 rows x 4 (sampled at T=1.0), and a greedy pass"
-    assert head.split() == ["reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
+    assert head.split() == ["rows", "reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
     assert sampled.split()[:2] == ["tool_agent", "sampled"]
-    assert greedy.split()[:2] == ["tool_agent", "greedy"] and greedy.split()[4:6] == ["-", "-"]
+    assert greedy.split()[:3] == ["tool_agent", "greedy", "48"]
+    assert re.search(r"\d ± 0\.\d{3}  \d\.\d{3} ± 0\.\d{3} +- +- ", greedy), greedy
     assert "48 rows with 1 response each" in generation
 
 

@@ -18,7 +18,9 @@ from agentrl.trainer.curve import (
     MAX_POINTS,
     _smooth,
     _thin,
+    validation_points,
     validation_series,
+    write_comparison,
     write_curve,
 )
 
@@ -77,8 +79,9 @@ def run(steps: int, every: int, agents: list[str]) -> list[tuple[int, dict]]:
 def test_lines_legend_and_ticks(tmp_path):
     svg, texts = draw(tmp_path, run(140, 20, ["react", "tool_agent"]))
     labels = [re.sub(r" [\d.]+$", "", t) for t in texts[-5:]]
-    assert labels == ["training", "validation", "react", "tool_agent", "greedy"]
-    assert "greedy 0.75" in texts
+    training = "training (thick: mean of 9 steps)"
+    assert labels == [training, "validation", "react", "tool_agent", "greedy"]
+    assert "greedy 0.75" in texts and tmp_path.name in texts
     assert {"0", "0.2", "1", "20", "140", "step", "reward"} <= set(texts)
     assert len(svg) < 30_000
     assert "fill: #ffffff" not in svg and "stroke: #000000" not in svg, "for white and for black"
@@ -159,6 +162,34 @@ def test_ticks_are_round_and_span_the_values(tmp_path, low, high, ticks):
     assert numbers[: len(ticks.split())] == ticks.split()
     values = [float(number.replace(",", "")) for number in numbers]
     assert values[0] <= low and values[-1] >= high
+
+
+def test_a_smoothed_value_is_the_mean_that_the_legend_names(tmp_path):
+    steps = [(i, {"critic/score/mean": float(i * i)}) for i in range(1, 82)]
+    _, texts = draw(tmp_path, steps)
+    # 81 steps: windows of 3 on each side, at the end of the last step and the 3 before it.
+    last = sum(i * i for i in range(78, 82)) / 4
+    assert f"training (thick: mean of 7 steps) {last:.2f}" in texts
+
+
+def test_the_axis_fits_small_differences(tmp_path):
+    steps = [(i, {"val/reward/mean@1": 0.9 + i / 1000}) for i in range(10)]
+    _, texts = draw(tmp_path, steps)
+    rewards = texts[texts.index("step") + 1 : texts.index("reward")]
+    assert rewards[0] == "0.9" and rewards[-1] == "0.91"
+
+
+def test_runs_are_compared_in_one_picture(tmp_path):
+    for name, value in (("training", 0.25), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        lines = [{"step": s, "data": {"val/reward/mean@4": value * s}} for s in range(2)]
+        text = "\n".join(map(json.dumps, lines))
+        (tmp_path / name / "metrics.jsonl").write_text(text + "\n")
+    runs = {n: validation_points(tmp_path / n / "metrics.jsonl") for n in ("training", "b")}
+    assert runs["b"] == [(0.0, 0.0), (1.0, 0.75)]
+    write_comparison(runs, tmp_path / "compare.svg")
+    texts = [e.text for e in ElementTree.parse(tmp_path / "compare.svg").iter(f"{SVG}text")]
+    assert texts[-2:] == ["training 0.25", "b 0.75"] and "validation" in texts
 
 
 def test_smoothing_and_thinning_keep_ends_and_level():

@@ -1,0 +1,182 @@
+"""Standard errors, intervals and paired differences of validations, against other computations."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from statistics import stdev
+from xml.etree import ElementTree
+
+import mpmath
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from agentrl.cli import main
+from agentrl.config import ValConfig
+from agentrl.errors import DataError
+from agentrl.evaluate import evaluate, paired_difference, read_validation
+from agentrl.metrics import standard_error, t_quantile
+from agentrl.store import TrajectoryStore
+from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory
+
+# Student, "The Probable Error of a Mean", 1908: extra hours of sleep of ten patients under two
+# drugs. R's t.test(drug_2, drug_1, paired=TRUE): 1.58, [0.7001142, 2.4598858].
+DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+DRUG_2 = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+values_of_rows = st.lists(
+    st.lists(st.integers(-9, 9), min_size=1, max_size=4), min_size=2, max_size=6
+)
+
+
+def validation(*rewards: list[float], prompt: str = "How much?", first: int = 0) -> list[Group]:
+    groups = []
+    for i, row in enumerate(rewards, first):
+        sample = Sample(str(i), (Message("user", prompt),), ground_truth=i, row=i)
+        scored = [
+            Scored(Trajectory(sample, f"e-{i}-{k}", k, (), (), (), {}, "done"), {"outcome": r}, r)
+            for k, r in enumerate(row)
+        ]
+        groups.append(Group(sample, tuple(scored)))
+    return groups
+
+
+@pytest.fixture
+def store(tmp_path):
+    def write(name: str, groups: list[Group], step: int = 0):
+        TrajectoryStore(tmp_path / name / "trajectories").write(step, groups, split="val")
+        return tmp_path / name
+
+    return write
+
+
+@examples(100)
+@given(values_of_rows)
+def test_the_standard_error_is_the_clustered_one_of_the_literature(rows):
+    """Miller's formula, pair by pair, in exact numbers, times G / (G - 1)."""
+    n, clusters = sum(map(len, rows)), len(rows)
+    mean = Fraction(sum(map(sum, rows)), n)
+    within = sum((a - mean) * (b - mean) for row in rows for a in row for b in row)
+    expected = math.sqrt(within / n**2 * Fraction(clusters, clusters - 1))
+    assert standard_error(rows) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_with_one_rollout_a_row_it_is_the_usual_standard_error():
+    assert standard_error([[x] for x in DRUG_1]) == pytest.approx(stdev(DRUG_1) / math.sqrt(10))
+    # The same value twice in each row is no more information.
+    assert standard_error([[x, x] for x in DRUG_1]) == standard_error([[x] for x in DRUG_1])
+    assert math.isnan(standard_error([[1.0, 0.0]])) and math.isnan(standard_error([]))
+
+
+@pytest.mark.parametrize("degrees", [*range(1, 12), 30, 99, 100, 199, 200, 201, 500, 10**5])
+@pytest.mark.parametrize("p", [0.9, 0.975, 0.995])
+def test_quantiles_of_student(degrees, p):
+    """Against the incomplete beta function of mpmath."""
+    x = mpmath.mpf(degrees) / (degrees + mpmath.mpf(t_quantile(p, degrees)) ** 2)
+    half, tail = mpmath.mpf(1) / 2, mpmath.mpf(degrees) / 2
+    probability = 1 - mpmath.betainc(tail, half, 0, x, regularized=True) / 2
+    assert float(probability) == pytest.approx(p, abs=1e-8)
+
+
+def test_a_paired_difference_is_that_of_r(store):
+    first = read_validation(store("a", validation(*([x] for x in DRUG_1))))
+    second = read_validation(store("b", validation(*([x] for x in DRUG_2))))
+    found = paired_difference(first, second, lambda s: s.reward)
+    assert found.rows == 10 and found.mean == pytest.approx(1.58)
+    assert (found.low, found.high) == (pytest.approx(0.7001142), pytest.approx(2.4598858))
+    back = paired_difference(second, first, lambda s: s.reward)
+    assert (back.low, back.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
+
+
+def test_rows_are_paired_by_id_and_content(store):
+    first = read_validation(store("a", validation([0.0], [0.0], [0.0], [0.0])))
+    second = validation([1.0], first=3) + validation([5.0], prompt="Another question?")
+    found = paired_difference(first, read_validation(store("b", second)), lambda s: s.reward)
+    assert (found.rows, found.mean) == (1, 1.0) and math.isnan(found.low)
+    other = read_validation(store("c", validation([1.0], first=9)))
+    with pytest.raises(DataError, match="share no rows"):
+        paired_difference(first, other, lambda s: s.reward)
+
+
+def test_a_validation_is_read_by_step(store):
+    folder = store("a", validation([1.0, 0.0]), step=10)
+    store("a", validation([1.0, 1.0]), step=20)
+    assert [len(g.scored) for g in read_validation(folder).groups.values()] == [2]
+    assert read_validation(folder).step == 20 and read_validation(folder, 10).step == 10
+    with pytest.raises(DataError, match=r"not validated at step 15\. Its validations: 10, 20"):
+        read_validation(folder, 15)
+    with pytest.raises(DataError, match=r"no validation.*agentrl eval --output"):
+        read_validation(folder.parent)
+
+
+class Played:
+    """`Rollouts` that return groups which were scored before."""
+
+    def __init__(self, groups: list[Group]):
+        self.groups = groups
+
+    def collect(self, samples, **_):
+        return self.groups
+
+
+def test_an_evaluation_has_rows_and_standard_errors():
+    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    played: object = Played(validation(*rewards))
+    metrics = evaluate(played, [], ValConfig(n=2)).metrics  # type: ignore[arg-type]
+    assert metrics["val/rows"] == 3
+    assert metrics["val/reward/se@2"] == metrics["val/acc/se@2"] == standard_error(rewards)
+    # The row means are 0.5, 1, 0, and rows of equal size are as good as their means.
+    assert metrics["val/reward/se@2"] == pytest.approx(0.5 / math.sqrt(3))
+    one: object = Played(validation([1.0, 0.0]))
+    alone = evaluate(one, [], ValConfig(n=2)).metrics  # type: ignore[arg-type]
+    assert "val/reward/se@2" not in alone and alone["val/rows"] == 1
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", *map(str, words)])
+        out, err = capsys.readouterr()
+        assert bool(ended.value.code) == ("error:" in err), err
+        return out + err
+
+    return run
+
+
+def test_compare_prints_differences_and_draws_a_picture(compare, store, tmp_path):
+    store("sleep_1", validation(*([x] for x in DRUG_1)), step=10)
+    store("sleep_2", validation(*([x] for x in DRUG_2)), step=20)
+    output = compare("sleep_1", "sleep_2")
+    lines = [line.split() for line in output.splitlines()]
+    assert lines[0] == ["step", "rows", "reward", "acc"]
+    assert lines[1][:6] == ["sleep_1", "10", "10", "0.750", "±", "0.566"]
+    assert lines[2][:6] == ["sleep_2", "20", "10", "2.330", "±", "0.633"]
+    [difference] = [x for x in output.splitlines() if x.startswith("sleep_2 - sleep_1")]
+    assert difference.split()[3:7] == ["10", "+1.580", "[+0.700,", "+2.460]"]
+    texts = [e.text for e in ElementTree.parse(tmp_path / "compare.svg").iter()]
+    assert "sleep_1 0.75" in texts and "sleep_2 2.33" in texts
+    assert "note:" not in output
+
+
+def test_compare_says_which_rows_are_not_shared(compare, store):
+    store("a", validation([0.0], [1.0], [1.0]))
+    store("b", validation([1.0], [1.0]))
+    assert "note: a has 3 rows and b 2, 2 in common" in compare("a", "b")
+    store("c", validation([1.0], [1.0], prompt="Another question?"))
+    output = compare("a", "c")
+    assert "error: a and c share no rows" in output and "agentrl eval --dataset" in output
+
+
+def test_compare_refuses_what_cannot_be_compared(compare, store):
+    store("a", validation([0.0], [1.0]))
+    assert "needs two or more folders" in compare("a")
+    assert "named twice" in compare("a", "a")
+    assert "must end in .svg" in compare("a", "a", "--output", "x.png")
+    assert "has no validation" in compare("a", "nowhere")
