@@ -3,8 +3,11 @@
     python examples/aiops/env.py data/aiops_train.jsonl --rows 512 --seed 1 --difficulty 2
 
 In the first turn the assistant reasons, in the second it writes JSON only. The service with the
-most errors is usually not the faulty one: other services wait for the faulty service and log
-timeouts. The difficulty is the number of services that wait.
+most errors is not the faulty one: other services wait for the faulty service and log timeouts. The
+difficulty is the number of services that wait.
+
+The column `trace`, for `agentrl sft`, is an episode that is right in about a third of the rows, so
+that reinforcement learning has something to improve.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ Do not write JSON yet.
 NOW = """\
 Now answer with only a JSON object: {{"service": "...", "incident_type": "..."}}. \
 Incident types: {types}."""
+THOUGHT = "{service} is at fault. Its metrics and its log show {incident_type}."
+RIGHT_SHARE = 0.35
+"""The share of rows whose `trace` is right."""
 MIN_THOUGHT = 40
 """The minimum number of characters of the reasoning."""
 
@@ -54,7 +60,12 @@ class Report(Interaction):
         if self.has_asked:
             return None
         self.has_asked = True
-        return Reply(NOW.format(types=", ".join(SYMPTOMS)))
+        return Reply(question())
+
+
+def question() -> str:
+    """Return the message that asks for the report."""
+    return NOW.format(types=", ".join(SYMPTOMS))
 
 
 @reward("service_incident")
@@ -107,6 +118,7 @@ def rows(count: int, seed: int, difficulty: int = 2) -> list[dict[str, Any]]:
             "data_source": "examples/aiops",
             "ground_truth": f"{fault}:{kind}",
             "interaction": "aiops_report",
+            "trace": conversation(*habit(fault, kind, others, rng)),
         }
     return list(rows_by_text.values())
 
@@ -140,8 +152,28 @@ def gold(row: dict[str, Any]) -> list[str]:
     for kind, (metrics, _) in SYMPTOMS.items():
         for service in re.findall(rf"^(\w+): {re.escape(metrics)}$", text, re.MULTILINE):
             fault, incident_type = fault or service, kind
-    report = json.dumps({"service": fault, "incident_type": incident_type})
-    return [f"Others wait for {fault}. The metrics of {fault} show: {incident_type}.", report]
+    return [m["content"] for m in conversation(fault, incident_type) if m["role"] == "assistant"]
+
+
+def conversation(service: str, incident_type: str) -> list[dict[str, str]]:
+    """Return an episode's messages after the prompt, with a report that may be wrong."""
+    report = {"service": service, "incident_type": incident_type}
+    return [
+        {"role": "assistant", "content": THOUGHT.format(**report)},
+        {"role": "user", "content": question()},
+        {"role": "assistant", "content": json.dumps(report)},
+    ]
+
+
+def habit(fault: str, kind: str, others: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """Return the service and type that a hasty engineer reports: right in RIGHT_SHARE of cases.
+
+    The mistakes name another type of incident, and sometimes a service that waits.
+    """
+    if rng.random() < RIGHT_SHARE:
+        return fault, kind
+    service = rng.choice(others) if rng.random() < 0.15 else fault
+    return service, rng.choice([other for other in SYMPTOMS if other != kind])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.registry import load_file
 from agentrl.rewards import check_graders, make_scorer
 from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.trainer.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples/aiops"
 ROOM = ["rollout.max_turn_tokens=8192", "rollout.max_trajectory_tokens=32768"]
@@ -65,6 +68,21 @@ def test_rows_are_new_and_do_not_give_the_answer_away(env):
         assert not row["ground_truth"].startswith(worst.split(":")[0])
 
 
+@pytest.mark.parametrize("difficulty", [0, 1, 2])
+def test_a_trace_has_the_right_form_and_is_right_in_a_third_of_the_rows(env, tmp_path, difficulty):
+    traces = made(env, tmp_path, 400, 2, difficulty)
+    reports = [env.parse_report(row["trace"][-1]["content"]) for row, _ in traces]
+    pairs = list(zip(reports, [row["ground_truth"] for row, _ in traces], strict=True))
+    assert None not in reports
+    assert 0.25 < sum(report == truth for report, truth in pairs) / 400 < 0.45
+    for row, sample in traces[:5]:
+        s = scored(sample, *(m["content"] for m in row["trace"] if m["role"] == "assistant"))
+        assert s.metrics["json_only"] == 1
+        assert [m.content for m in s.trajectory.messages[1:]] == [
+            m["content"] for m in row["trace"]
+        ]
+
+
 def hacks(env, truth):
     """Ways to be paid without being right, or right for the wrong reasons: what each is worth."""
     service, kind = truth.split(":")
@@ -112,3 +130,22 @@ def test_the_config_loads_and_every_key_has_an_effect(env, tmp_path):
     assert without_effect(config) == [] and config.diff()
     samples = [sample for _, sample in made(env, tmp_path, 3)]
     check_graders(samples, make_scorer(config.reward), "rows.jsonl")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(tmp_path, tiny_model):
+    """With fewer steps than the page has: its table shows what is learned."""
+    (tmp_path / "examples").symlink_to(EXAMPLE.parent)
+    page = (
+        (EXAMPLE / "README.md").read_text().replace("\\\n", "").replace("--steps 400", "--steps 2")
+    )
+    commands = [c for c in page.splitlines() if c.startswith(("python ex", "agentrl "))][:6]
+    assert [c.split()[1] for c in commands[3:]] == ["sft", "check", "train"]
+    commands[-1] += " trainer.total_steps=1 trainer.test_freq=1"
+    for command in commands:
+        command = command.replace("agentrl ", "python -m agentrl ").removeprefix("python ")
+        words = [sys.executable, *command.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_metrics(tmp_path / "runs" / "aiops" / "metrics.jsonl")
+    assert sum("val/acc/mean@1" in m for _, m in metrics) == 2
