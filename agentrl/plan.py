@@ -68,9 +68,9 @@ SHIPPED_LOOPS = ("single_turn", "tool_agent", "react")
 messages. A loop of the user may add user messages."""
 CANARY_TOKENS = 256
 """The length in tokens of the canary: the row that engines score after each weight update."""
-MAX_COMPARE_SECONDS = 30.0
+MAX_COMPARE_SECONDS = 10.0
 """The time limit for comparing the tokens of prompts with the rendered template, in seconds. It is
-enough for 200,000 short rows."""
+enough for 40,000 short rows."""
 NORMALIZED_GROWTH = 3
 """A tokenizer that normalizes text (NFC) may make it so many times longer, in bytes."""
 MAX_VERIFIED_KINDS = 8

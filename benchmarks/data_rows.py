@@ -1,4 +1,4 @@
-"""Measure `agentrl check` on many rows: seconds and peak memory, the first time and the second time.
+"""Measure `agentrl check` on many rows: its time and peak memory, without and with a cache file.
 
 One JSON object a line: name, value, unit, context. `python benchmarks/data_rows.py 10000 1000000`
 measures these numbers of rows, each as JSONL and as Parquet.

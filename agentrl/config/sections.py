@@ -90,6 +90,17 @@ class DataConfig(Section):
     """Encode prompts without any control tokens. By default, tags such as `<think>` in a prompt
     become control tokens."""
 
+    @field_validator("val")
+    @classmethod
+    def _check_weights(cls, val: str | list[str | RowFile]) -> str | list[str | RowFile]:
+        weighted = [f.path for f in val if isinstance(f, RowFile) and f.weight != 1]
+        if weighted:
+            raise ValueError(
+                f"a validation plays each row once, so {', '.join(weighted)} must have no weight."
+                " val.n plays all rows more often"
+            )
+        return val
+
 
 class ModelConfig(Section):
     """The policy."""
@@ -619,12 +630,6 @@ def contradictions(c: Config) -> Iterator[str]:
         yield (
             "algorithm.tis_mode=mask with algorithm.tis_cap=1 masks every token whose logprobs in"
             " engine and trainer differ at all. Set algorithm.tis_cap above 1"
-        )
-    weighted = [f.path for f in c.data.val if isinstance(f, RowFile) and f.weight != 1]
-    if weighted:
-        yield (
-            f"data.val: a validation plays each row once, so {', '.join(weighted)} must have no"
-            " weight. Set val.n to play all rows more often"
         )
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"

@@ -16,11 +16,12 @@ from agentrl.data.dataset import (
 )
 from agentrl.data.files import read_rows, write_rows
 from agentrl.data.order import RowOrder
-from agentrl.data.rows import ColumnNames
+from agentrl.data.rows import ColumnNames, Mistakes
 
 __all__ = [
     "ColumnNames",
     "Kind",
+    "Mistakes",
     "RowOrder",
     "Rows",
     "check_samples",

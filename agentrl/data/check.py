@@ -53,17 +53,23 @@ def load_checked(
     """
 
     def check(rows: Rows, mistakes: Mistakes) -> None:
-        wrong = mistakes.rows | _check_columns(rows, mistakes)
+        wrong = mistakes.rows
+        wrong |= _check_columns(rows, wrong, mistakes)
         samples = (sample for sample in draw(rows, sample_rows(rows)) if sample.row not in wrong)
         _check_all(samples, mistakes, configured or {})
 
     return open_rows(source, default_agent_name, names, check)
 
 
-def _check_columns(rows: Rows, mistakes: Mistakes) -> set[int]:
-    """Add a mistake for each file that lacks a column; return the rows without a prompt."""
+def _check_columns(rows: Rows, known: set[int], mistakes: Mistakes) -> set[int]:
+    """Add a mistake for each file that lacks a column; return the rows without a prompt.
+
+    A file whose first row is wrong already is left out: its column may be misspelled.
+    """
     wrong: set[int] = set()
     for _, indices in rows.files:
+        if indices[0] in known:
+            continue
         of_file = [kind.sample for kind in rows.kinds if kind.rows[0] in indices]
         found = rows.columns(indices[0])
         names = rows.names

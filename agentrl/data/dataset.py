@@ -18,7 +18,6 @@ from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from agentrl.data.order import RowOrder
 from agentrl.data.rows import (
@@ -340,16 +339,14 @@ def list_files(source: Source) -> list[tuple[str, float]]:
 
 def _check_ids(rows: Rows, tables: Sequence[Table], mistakes: Mistakes) -> None:
     """Add a mistake for each id that occurs twice. Rows without one have their index as id."""
-    ids = pa.chunked_array([c for table in tables for c in table.ids.chunks], pa.large_string())
-    if ids.null_count == len(ids):
-        return
-    if ids.null_count:
-        numbers = pa.array(np.arange(len(ids))).cast(pa.large_string())
-        ids = pc.if_else(pc.is_null(ids), numbers, ids)  # type: ignore[attr-defined]
-    if len(ids.unique()) == len(ids):
+    chunks = [chunk for table in tables for chunk in table.ids.chunks]
+    ids = pa.chunked_array(chunks, pa.string())
+    if ids.null_count == len(ids) or (not ids.null_count and len(ids.unique()) == len(ids)):
         return
     first: dict[str, int] = {}
-    for row, name in enumerate(ids.to_pylist()):
+    own = (name for chunk in chunks for name in chunk.to_pylist())
+    for row, name in enumerate(own):
+        name = str(row) if name is None else name
         earlier = first.setdefault(name, row)
         if earlier != row:
             file, number = rows.origin(earlier)

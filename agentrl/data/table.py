@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,9 +43,13 @@ CACHE_BYTES = 64 << 30
 """The size of the cache. Files that were not used for the longest time are removed first."""
 FREE_BYTES = 1 << 30
 """The bytes of the disk that the cache leaves free, for the run."""
+CHECKED_BYTES = 64 << 20
+"""The bytes after which the free space is looked up again."""
 BATCH_ROWS = 1024
 """The number of rows in a batch of the table, if they have fewer than `BATCH_BYTES`."""
 BATCH_BYTES = 4 << 20
+RELEASE_BATCHES = 64
+"""The number of batches after which the memory of a file that is read through is released."""
 STALE_SECONDS = 86400
 """After this time, a temporary file belongs to a process that was killed."""
 
@@ -54,26 +59,40 @@ UNNAMED = "\0unnamed"
 """The interaction of verl's rows whose `interaction_kwargs` have no name, in the key of a kind."""
 
 
+class Stored(NamedTuple):
+    """The batches of a table, and the file that they are mapped from."""
+
+    batches: list[pa.RecordBatch]
+    file: mmap.mmap | None = None
+
+    def release(self) -> None:
+        """Let the system take back the memory of the file that was read; it can be read again."""
+        if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.file.madvise(mmap.MADV_DONTNEED)
+
+
 class Table:
     """The rows of a file."""
 
-    def __init__(self, path: str, digest: str, batches: list[pa.RecordBatch]):
+    def __init__(self, path: str, digest: str, stored: Stored):
         """Take the batches as they are.
 
         Args:
             path: the file, as the config names it.
             digest: `hash_file` of the file.
-            batches: the rows, as `build_table` makes them.
+            stored: the rows, as `load_table` stores them.
         """
         self.path = path
         self.digest = digest
-        self._batches = batches
+        self._batches = batches = stored.batches
+        self._stored = stored
         self._metadata: dict[bytes, bytes] = batches[0].schema.metadata or {}
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self.kinds = self._numbers("kind")
+        self.kinds = self._numbers("kind", np.int32)
         """The code of each row's kind: (rows,) int32. Rows of a kind have equal `kind_of`."""
-        self.prompt_bytes = self._numbers("prompt_bytes")
+        self.prompt_bytes = self._numbers("prompt_bytes", np.int64)
         """The size of each prompt's contents in UTF-8: (rows,) int64."""
+        stored.release()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -81,7 +100,7 @@ class Table:
     @property
     def ids(self) -> pa.ChunkedArray:
         """The rows' own ids; null for rows without one."""
-        return pa.chunked_array([batch.column("id") for batch in self._batches], pa.large_string())
+        return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
 
     def rows(self, numbers: range | np.ndarray) -> Iterator[tuple[int, Row]]:
         """Yield rows with their numbers, which ascend; a batch is in memory at a time."""
@@ -100,14 +119,18 @@ class Table:
                 low, high = np.searchsorted(numbers, [begin, end])
                 here = numbers[low:high]
                 array = column.take(pa.array(here - begin))
-            yield from zip(map(int, here), decode(array, self._metadata), strict=True)
+            decoded = decode(array, self._metadata)
+            if i > first and i % RELEASE_BATCHES == 0:
+                self._stored.release()
+            yield from zip(map(int, here), decoded, strict=True)
 
     def row(self, number: int) -> Row:
         """Return a row, as `read_rows` returns it."""
         return next(self.rows(range(number, number + 1)))[1]
 
-    def _numbers(self, column: str) -> np.ndarray:
-        return np.concatenate([batch.column(column).to_numpy() for batch in self._batches])
+    def _numbers(self, column: str, dtype: type[np.integer]) -> np.ndarray:
+        arrays = [batch.column(column) for batch in self._batches]
+        return np.concatenate([np.frombuffer(a.buffers()[1], dtype, len(a)) for a in arrays])
 
 
 def kind_of(sample: Sample) -> tuple[Any, ...]:
@@ -152,7 +175,7 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
                 sink.add(batch)
             if _state(file) != before:
                 raise DataError(f"{path}: changed while it was read. Start again")
-            batches = sink.finish(keep=not len(own))
+            stored = sink.finish(keep=not len(own))
         except _TooLarge:
             raise DataError(
                 f"{path}: has more than {MAX_BYTES >> 20:,} MiB when decoded, so it needs a cache"
@@ -170,7 +193,7 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
         finally:
             sink.close()
         mistakes.merge(own)
-        return Table(path, digest, batches)
+        return Table(path, digest, stored)
     raise AssertionError("a table in memory has no errors of files")
 
 
@@ -212,13 +235,15 @@ def _describe(
 
     def assemble() -> pa.RecordBatch:
         row = pa.concat_arrays(parts)
+        own = pa.lib.StringBuilder()  # type: ignore[attr-defined]
+        own.append_values(ids)
         columns = {
             "row": row,
-            "kind": pa.array(kinds, pa.int32()),
-            "prompt_bytes": pa.array(sizes, pa.int64()),
-            "id": pa.array(ids, pa.large_string()),
+            "kind": _number_array(kinds, np.int32, pa.int32()),
+            "prompt_bytes": _number_array(sizes, np.int64, pa.int64()),
+            "id": own.finish(),
         }
-        batch = pa.record_batch(list(columns.values()), names=list(columns))
+        batch = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
         return batch.replace_schema_metadata(metadata)
 
     number = start
@@ -237,6 +262,11 @@ def _describe(
             parts, kinds, sizes, ids, size = [], [], [], [], 0
     if kinds:
         yield assemble()
+
+
+# `pa.array` and `to_numpy` would import pandas, which takes half a second.
+def _number_array(values: list[int], dtype: type[np.integer], kind: pa.DataType) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, dtype))])
 
 
 def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArray]:
@@ -261,7 +291,8 @@ def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArr
             children.append(child)
         if not fields:
             return array
-        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+        mask = array.is_null() if array.null_count else None
+        return pa.StructArray.from_arrays(children, fields=fields, mask=mask)
 
     return lambda array: select(array, "", reader.columns, deeper=True)
 
@@ -311,7 +342,7 @@ class _Sink:
                 self._write(kept)
             self._kept = []
 
-    def finish(self, *, keep: bool) -> list[pa.RecordBatch]:
+    def finish(self, *, keep: bool) -> Stored:
         """Return all batches.
 
         Args:
@@ -321,18 +352,18 @@ class _Sink:
             OSError: the file cannot be written.
         """
         if self._writer is None:
-            return self._kept
+            return Stored(self._kept)
         assert self._file and self._folder
         self._writer.close()
         self._out.close()
-        batches = _map(self._file)
+        stored = _map(self._file)
         if keep and self._key:
             os.replace(self._file, self._folder / f"{self._key}-{hash_file(str(self._file))}.arrow")
             _limit_size(self._folder, self._key)
         else:
             self._file.unlink()
         self._file = None
-        return batches
+        return stored
 
     def close(self) -> None:
         """Remove the file if it is not finished."""
@@ -353,7 +384,7 @@ class _Sink:
         self._writer = pa.ipc.new_file(self._out, self._kept[0].schema)
 
     def _write(self, batch: pa.RecordBatch) -> None:
-        if self._bytes - self._checked > FREE_BYTES // 16:
+        if self._bytes - self._checked > CHECKED_BYTES:
             self._checked = self._bytes
             assert self._folder
             if shutil.disk_usage(self._folder).free < FREE_BYTES:
@@ -368,23 +399,24 @@ def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:
         files = sorted(folder.glob(f"{key}-*.arrow"))
     for file in files:
         try:
-            batches = _map(file)
+            stored = _map(file)
             is_whole = file.stem.partition("-")[2] == hash_file(str(file))
             if is_whole:
                 os.utime(file)
-                return Table(path, digest, batches)
-        except (OSError, pa.ArrowException, KeyError, IndexError):
+                return Table(path, digest, stored)
+        except (OSError, ValueError, pa.ArrowException, KeyError, IndexError):
             pass
         with suppress(OSError):
             file.unlink()
     return None
 
 
-def _map(file: Path) -> list[pa.RecordBatch]:
+def _map(file: Path) -> Stored:
     """Return the batches of an Arrow file. They stay valid if the file is removed."""
-    with pa.memory_map(str(file)) as source:
-        reader = pa.ipc.open_file(source)
-        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    reader = pa.ipc.open_file(pa.py_buffer(mapped))
+    return Stored([reader.get_batch(i) for i in range(reader.num_record_batches)], mapped)
 
 
 def _limit_size(folder: Path, key: str) -> None:
