@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.config import ValConfig
+from agentrl.data import ColumnNames, open_rows
+from agentrl.data.rows import Mistakes
 from agentrl.engine.base import Sampling
-from agentrl.errors import DataError
+from agentrl.errors import DataError, Infrastructure, RunStopped
 from agentrl.metrics import count_calls, mean, standard_error, t_quantile
-from agentrl.rollout import Rollouts
+from agentrl.rewards import Scorer
+from agentrl.rollout import MAX_ATTEMPTS, Rollouts
 from agentrl.store import TrajectoryStore
-from agentrl.trajectory import Group, Sample, Scored
+from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
+from agentrl.workers import run_all
+
+SCORED_AT_ONCE = 256
+"""The number of rows whose stored responses are scored at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +209,91 @@ def paired_difference(
         error = standard_error([[d] for d in differences])
         half = t_quantile(0.975, len(differences) - 1) * error
     return Difference(len(differences), center, center - half, center + half)
+
+
+# -- stored responses -----------------------------------------------------------------------------
+
+
+def read_responses(
+    path: str,
+    response_key: str = "responses",
+    names: ColumnNames | None = None,
+    reward_model_key: str = "reward_model",
+) -> list[tuple[Sample, list[str]]]:
+    """Read rows with a column of stored responses, as `agentrl generate` and verl write them.
+
+    Args:
+        path: a .parquet or .jsonl file.
+        response_key: the column with a row's responses: a list of texts, or one text.
+        names: the names of the columns of prompt and data source.
+        reward_model_key: the column with `{"ground_truth": ...}`. A column `ground_truth` is read
+            too.
+
+    Raises:
+        DataError: the file cannot be read, or rows have mistakes. The message has all of them.
+    """
+    rows = open_rows(path, names=names or ColumnNames())
+    mistakes, read = Mistakes(path), []
+    for sample in rows:
+        extra = dict(sample.extra)
+        responses = extra.pop(response_key, None)
+        responses = [responses] if isinstance(responses, str) else responses
+        if not isinstance(responses, list) or not all(isinstance(r, str) for r in responses):
+            columns = ", ".join(rows.columns(sample.row))
+            problem = f"must be a list of texts, not {responses!r:.60}"
+            if responses is None:
+                problem = f"is missing; found: {columns}. Name the column: --response-key NAME"
+            mistakes.add(sample.row, response_key, problem)
+            continue
+        truth = sample.ground_truth
+        if reward_model_key != "reward_model":
+            model = extra.pop(reward_model_key, None)
+            if not isinstance(model, dict) or "ground_truth" not in model:
+                mistakes.add(sample.row, reward_model_key, "has no ground_truth")
+                continue
+            truth = model["ground_truth"]
+        read.append((replace(sample, extra=extra, ground_truth=truth), responses))
+    mistakes.raise_any()
+    return read
+
+
+async def score_responses(rows: Sequence[tuple[Sample, list[str]]], scorer: Scorer) -> list[Group]:
+    """Score stored responses as validation scores rollouts; rows without responses are left out.
+
+    A response counts as the only assistant message of an episode: rewards of tools and interactions
+    are 0.
+
+    Raises:
+        UserCodeError: a reward function raised.
+        RunStopped: a server or a process of a reward failed three times.
+    """
+    groups: list[Group] = []
+    for start in range(0, len(rows), SCORED_AT_ONCE):
+        part = [row for row in rows[start : start + SCORED_AT_ONCE] if row[1]]
+        scored = await run_all([_score_row(*row, scorer) for row in part])
+        groups += [Group(sample, s) for (sample, _), s in zip(part, scored, strict=True)]
+    return groups
+
+
+async def _score_row(sample: Sample, responses: list[str], scorer: Scorer) -> tuple[Scored, ...]:
+    turn = Turn(0, 0, 0, "stop", message_index=len(sample.prompt))
+    trajectories = [
+        Trajectory(
+            sample,
+            f"stored-{sample.row}-{k}",
+            k,
+            (),
+            (turn,),
+            (*sample.prompt, Message("assistant", response)),
+            {},
+            "done",
+        )
+        for k, response in enumerate(responses)
+    ]
+    cause = ""
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            return tuple(await scorer.score_all(trajectories, trains=False))
+        except Infrastructure as e:
+            cause = f"{type(e).__name__}: {e}"
+    raise RunStopped(f"row {sample.row} ({sample.id}) cannot be scored: {cause}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +15,15 @@ from agentrl.cli.options import (
     Overrides,
     PlayedDataset,
     describe_sampling,
+    read_config,
     read_config_to_play,
 )
+from agentrl.errors import UserError
 from agentrl.plural import plural
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.trajectory import Group
 
 
 def eval_(
@@ -29,18 +35,42 @@ def eval_(
     output: Annotated[
         Path | None, typer.Option(help="A folder for metrics.json and the trajectories.")
     ] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rows with stored responses, .parquet or .jsonl: score these, play none."
+        ),
+    ] = None,
+    response_key: Annotated[
+        str, typer.Option(help="With --responses: the column of the responses.")
+    ] = "responses",
+    reward_model_key: Annotated[
+        str, typer.Option(help="With --responses: the column with the ground_truth.")
+    ] = "reward_model",
 ) -> None:
-    """Evaluate a model on fixed rows with fixed seeds: mean@n and pass@k.
+    """Evaluate a model on fixed rows with fixed seeds, or score stored responses.
 
-    The same seed gives the same episodes. The `val` keys set the sampling.
+    Prints rewards and accuracy with standard errors, and pass@k. The same seed gives the same
+    episodes. The `val` keys set the sampling. With --responses no model is loaded; the graders are
+    those of training.
 
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
 
-        agentrl eval -c runs/a/config.yaml --model runs/a/model --output evals/a
+        agentrl eval -c runs/a/config.yaml --model runs/a --output evals/a
+
+        agentrl eval --responses answers.parquet
     """
     import json
 
+    if responses is not None:
+        if model or dataset:
+            raise UserError("--responses scores stored responses: leave out --model and --dataset")
+        settings = read_config(
+            config, overrides, needs_model=False, dataset=str(responses), file=file
+        )
+        _score_stored(settings, str(responses), response_key, reward_model_key, output)
+        return
     from agentrl.cli.session import open_session
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
@@ -58,13 +88,86 @@ def eval_(
         "\n".join(table(result.metrics, sorted({k.sample.agent_name for k in plan.kinds}), val.n))
     )
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+        from agentrl.trainer.checkpoint import make_private_folder
+
+        make_private_folder(output)
         (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
         store = TrajectoryStore(output / "trajectories")
         store.write(0, result.groups, split="val")
         if result.greedy_groups:
             store.write(0, result.greedy_groups, split="greedy")
         typer.echo(f"saved all metrics and the trajectories to {output}")
+
+
+def _score_stored(
+    settings: Config, path: str, response_key: str, reward_model_key: str, output: Path | None
+) -> None:
+    """Score stored responses and print a table with a line for each data source."""
+    import asyncio
+    import json
+
+    from agentrl import sandbox
+    from agentrl.data import ColumnNames
+    from agentrl.evaluate import accuracy, read_responses, score_responses
+    from agentrl.metrics import mean, standard_error, t_quantile
+    from agentrl.registry import load_file
+    from agentrl.rewards import Scorer, check_graders
+
+    for name in settings.files:
+        load_file(name)
+    names = ColumnNames(settings.data.prompt_key, settings.data.reward_fn_key)
+    rows = read_responses(path, response_key, names, reward_model_key)
+    rollout = settings.rollout
+    scorer = Scorer(settings.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+    check_graders([sample for sample, _ in rows], scorer, path)
+    sandbox.configure(settings.sandbox)
+
+    async def score() -> list[Group]:
+        try:
+            return await score_responses(rows, scorer)
+        finally:
+            await scorer.close()
+            await sandbox.release()
+
+    try:
+        groups = asyncio.run(score())
+    finally:
+        scorer.stop()
+    if not groups:
+        raise UserError(f"{path}: no row has a response in {response_key!r}")
+    if len(groups) < len(rows):
+        missing = plural(len(rows) - len(groups), "row")
+        typer.echo(f"note: {missing} without responses: left out", err=True)
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        by_source.setdefault(group.sample.data_source or "none", []).append(group)
+    parts = [("all", groups)] if len(by_source) > 1 else []
+    lines = [["data source", "rows", "responses", "score", "95 % interval", "acc"]]
+    metrics = {}
+    for source, part in [*parts, *sorted(by_source.items())]:
+        # As in verl: a row's score is the mean of its responses, and a source's that of its rows.
+        scores = [mean([s.reward for s in group.scored]) for group in part]
+        accs = [mean([accuracy(s) for s in group.scored]) for group in part]
+        count = sum(len(group.scored) for group in part)
+        center, error = mean(scores), standard_error([[x] for x in scores])
+        interval = "-"
+        if len(part) > 1:
+            half = t_quantile(0.975, len(part) - 1) * error
+            interval = f"[{center - half:.3f}, {center + half:.3f}]"
+        score_text = f"{center:.3f} ± {error:.3f}" if len(part) > 1 else f"{center:.3f}"
+        cells = [str(len(part)), str(count), score_text, interval, f"{mean(accs):.3f}"]
+        lines.append([source, *cells])
+        metrics[f"test_score/{source}"] = center
+        metrics |= {f"test_score_rows/{source}": len(part)}
+        if len(part) > 1:
+            metrics[f"test_score_se/{source}"] = error
+    typer.echo("\n".join(_aligned(lines, 1)))
+    if output is not None:
+        from agentrl.trainer.checkpoint import make_private_folder
+
+        make_private_folder(output)
+        (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        typer.echo(f"saved the scores to {output / 'metrics.json'}")
 
 
 def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:
@@ -127,7 +230,7 @@ def compare(
 
         agentrl compare evals/base evals/trained --output base_and_trained.svg
     """
-    from agentrl.errors import DataError, UserError
+    from agentrl.errors import DataError
     from agentrl.evaluate import accuracy, paired_difference, read_validation
     from agentrl.metrics import mean, standard_error
     from agentrl.trainer.curve import validation_points, write_comparison
@@ -216,8 +319,6 @@ def generate(
     Examples:
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
     """
-    from agentrl.errors import UserError
-
     if output.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"--output {output} must end in .parquet or .jsonl")
     if output.exists():

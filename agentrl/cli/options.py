@@ -64,6 +64,8 @@ Deterministic = Annotated[
 def read_config(
     config: Path | None,
     overrides: list[str] | None,
+    *,
+    needs_model: bool = True,
     **flags: str | list[str] | bool | None,
 ) -> Config:
     """Read the config from the preset, a YAML file, overrides and flags.
@@ -72,6 +74,7 @@ def read_config(
         config: a YAML file.
         overrides: texts such as `optim.lr=1e-5`. The first may be a config of verl's, which is
             translated; the translation is printed.
+        needs_model: False for a command that plays nothing.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
@@ -110,7 +113,7 @@ def read_config(
         from agentrl.demo import tiny_settings
 
         loaded, mistakes = load(preset=tiny_settings(loaded))
-    _refuse_mistakes(loaded, mistakes)
+    _refuse_mistakes(loaded, mistakes, needs_model)
     return loaded
 
 
@@ -235,7 +238,7 @@ def describe_sampling(temperature: float) -> str:
     return f"sampled at T={temperature}" if temperature else "greedy"
 
 
-def _refuse_mistakes(config: Config, mistakes: list[str]) -> None:
+def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> None:
     """Report the mistakes of a config, and with them those of the model, files and rows.
 
     Raises:
@@ -248,7 +251,9 @@ def _refuse_mistakes(config: Config, mistakes: list[str]) -> None:
     problems = []
     if not config.data.train and not config.data.val:
         problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
-    if not config.model.path:
+    if not needs_model:
+        pass
+    elif not config.model.path:
         problems.append("no model: set --model to a folder, a hub name or tiny (model.path)")
     elif config.model.path != TINY and not _is_trained(Path(config.model.path).expanduser()):
         try:
