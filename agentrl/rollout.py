@@ -18,8 +18,9 @@ import re
 import threading
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from agentrl import sandbox
@@ -133,7 +134,7 @@ class Rollouts:
         samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
         plays = [*self._plays(samples, samplings, step, tag, earlier)]
         results = self.run(self._play_all(plays, len(samplings)))
-        _stop_if_too_many_dropped(results)
+        _stop_if_too_many_dropped([r for r in results if isinstance(r, _Dropped)], len(results))
         groups = []
         for i, sample in enumerate(samples):
             of_sample = results[i * len(samplings) : (i + 1) * len(samplings)]
@@ -142,6 +143,77 @@ class Rollouts:
             if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(baseline, _Dropped):
                 groups.append(Group(sample, scored, n - len(scored), baseline))
         return groups
+
+    def stream(
+        self,
+        samples: Iterable[Sample],
+        *,
+        n: int,
+        sampling: Sampling,
+        tag: str = "val",
+        in_flight: int = 256,
+    ) -> Iterator[Group]:
+        """Play each sample n times, and yield its group as soon as its rollouts have ended.
+
+        The seeds are those of `collect` at step 0, so they do not depend on the other samples.
+
+        Args:
+            samples: any number of rows; they are drawn when their turn comes.
+            n: rollouts per sample.
+            sampling: the sampling parameters.
+            tag: a part of the episode ids.
+            in_flight: about how many rollouts are played at the same time.
+
+        Yields:
+            One group for each sample, in the order in which they end, without the rollouts that
+            were dropped.
+
+        Raises:
+            RunStopped: of 100 or more rollouts, or of all, more than 5 % were dropped; the message
+                lists the causes.
+            UserCodeError: a reward function raised.
+        """
+        ended: SimpleQueue[tuple[Sample, list[Scored | _Dropped]] | None] = SimpleQueue()
+        waiting = iter(samples)
+
+        async def play_one_after_another() -> None:
+            for sample in waiting:
+                plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
+                ended.put((sample, await self._play_parts(plays, n)))
+
+        async def play_all() -> None:
+            try:
+                with self._watchdog.armed():
+                    workers = max(1, in_flight // n)
+                    await run_all([play_one_after_another() for _ in range(workers)])
+            finally:
+                ended.put(None)
+
+        future = asyncio.run_coroutine_threadsafe(play_all(), self._loop)
+        dropped: list[_Dropped] = []
+        played = 0
+        try:
+            while (item := self._wait_for(ended)) is not None:
+                sample, results = item
+                scored = tuple(r for r in results if isinstance(r, Scored))
+                dropped += [r for r in results if isinstance(r, _Dropped)]
+                played += n
+                if played >= 100:
+                    _stop_if_too_many_dropped(dropped, played)
+                yield Group(sample, scored, n - len(scored))
+            future.result()
+            _stop_if_too_many_dropped(dropped, played)
+        finally:
+            future.cancel()
+
+    def _wait_for(self, queue: SimpleQueue[T]) -> T:
+        """Return the next item that the event loop puts into a queue. Ctrl-C ends the wait."""
+        while True:
+            try:
+                return queue.get(timeout=1.0)
+            except Empty:
+                if not self._thread.is_alive():
+                    raise RunStopped("the thread that runs the episodes died") from None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
@@ -205,12 +277,16 @@ class Rollouts:
 
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
+        with self._watchdog.armed():
+            return await self._play_parts(plays, per_sample)
+
+    async def _play_parts(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
+        """Play and score rollouts; those of a sample together if a reward needs all of them."""
         for play in plays:
             self.runtime.sampler.begin(play.episode_id)
         size = per_sample if self._scorer.has_group_reward else 1
         parts = [plays[i : i + size] for i in range(0, len(plays), size)]
-        with self._watchdog.armed():
-            return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
+        return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
 
     async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
         """Play rollouts of one sample, and score all that were not dropped in one call."""
@@ -286,18 +362,17 @@ def _log_infrastructure_error(error: Infrastructure, sample: Sample, attempt: in
     return f"{type(error).__name__}: {error}"
 
 
-def _stop_if_too_many_dropped(results: Sequence[Scored | _Dropped]) -> None:
+def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:
     """Raise `RunStopped` if more than `MAX_DROPPED` of the rollouts were dropped."""
-    dropped = [r.cause for r in results if isinstance(r, _Dropped)]
-    if len(dropped) <= MAX_DROPPED * len(results):
+    if len(dropped) <= MAX_DROPPED * played:
         return
     # Texts that differ only in ids, numbers and addresses are one cause.
     by_cause: dict[str, list[str]] = defaultdict(list)
-    for cause in dropped:
+    for cause in (rollout.cause for rollout in dropped):
         by_cause[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
     most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
     raise RunStopped(
-        f"{len(dropped)} of {len(results)} rollouts were dropped, more than {MAX_DROPPED:.0%}."
+        f"{len(dropped)} of {played} rollouts were dropped, more than {MAX_DROPPED:.0%}."
         " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
     )
 

@@ -19,6 +19,7 @@ from agentrl.cli import (
     doctor,
     evaluate,
     export,
+    generate,
     init,
     play,
     sft,
@@ -40,7 +41,7 @@ app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
-app.command("generate")(evaluate.generate)
+app.command("generate")(generate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)
 app.command("init")(init.init)

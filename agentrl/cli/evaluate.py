@@ -1,4 +1,4 @@
-"""`agentrl eval` and `agentrl generate`: evaluate a model, and sample responses to rows."""
+"""`agentrl eval` and `agentrl compare`: evaluate models, score stored responses, compare runs."""
 
 from __future__ import annotations
 
@@ -301,44 +301,3 @@ def _aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
         )
         for line in lines
     ]
-
-
-def generate(
-    output: Annotated[Path, typer.Option(help="The file to write, .parquet or .jsonl.")],
-    overrides: Overrides = None,
-    dataset: PlayedDataset = None,
-    model: Model = None,
-    file: Files = None,
-    config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="Responses per row.", min=1)] = 1,
-) -> None:
-    """Write the rows with an added column `responses`: the assistant's text of n episodes.
-
-    The `val` keys set the sampling. A response contains the text of all assistant turns.
-
-    Examples:
-        agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
-    """
-    if output.suffix not in (".parquet", ".jsonl"):
-        raise UserError(f"--output {output} must end in .parquet or .jsonl")
-    if output.exists():
-        raise UserError(f"--output {output} already exists: choose a new file")
-
-    from agentrl.cli.session import open_session
-    from agentrl.config import file_names
-    from agentrl.data import Rows, write_rows
-    from agentrl.engine.base import Sampling
-
-    settings = read_config_to_play(config, overrides, dataset, model, file)
-    val = settings.val
-    sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
-    with open_session(settings) as (plan, rollouts):
-        sampling_text = describe_sampling(val.temperature)
-        rows = plural(len(plan.train), "row")
-        typer.echo(f"{file_names(settings.data.train)}: {rows} x {n} ({sampling_text})")
-        groups = rollouts.collect(plan.train, n=n, sampling=sampling, step=0, tag="val")
-    texts = {g.sample.row: [s.trajectory.assistant_text for s in g.scored] for g in groups}
-    assert isinstance(plan.train, Rows)  # `make_plan` reads them from files
-    rows = enumerate(plan.train.raw())
-    write_rows(output, [{**row, "responses": texts.get(i, [])} for i, row in rows])
-    typer.echo(f"saved {plural(len(groups), 'row')} with {plural(n, 'response')} each to {output}")

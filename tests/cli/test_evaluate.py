@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
+from support.forked_python import ForkedPython
 
 from agentrl.cli import main
-from agentrl.data import write_rows
+from agentrl.cli.generate import _open_record
+from agentrl.data import read_rows, write_rows
+from agentrl.errors import UserError
+from agentrl.rollout import Rollouts
 
 pytestmark = pytest.mark.usefixtures("shipped_registries")
 
@@ -103,3 +108,103 @@ def test_rows_that_cannot_be_scored_are_listed(run, tmp_path):
     assert "leave out --model and --dataset" in run(*words, "--model", "tiny")
     write_rows(tmp_path / "d.jsonl", [stored("1", [])])
     assert "no row has a response" in run("eval", "--responses", "d.jsonl")
+
+
+# -- generate -------------------------------------------------------------------------------------
+
+COUNT = 40
+COMMAND = [
+    *("generate", "--dataset", "rows.jsonl", "--model", "tiny", "-n", "2"),
+    *("val.temperature=0.8", "val.top_k=50", "val.top_p=0.9", "rollout.max_trajectory_tokens=24"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    rows = [
+        {"prompt": f"How much is {i}+1?", "ground_truth": str(i + 1), "data_source": "openai/gsm8k"}
+        for i in range(COUNT)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_generate_continues_after_kills(run, folder):
+    """Killed with SIGKILL again and again, it writes what one undisturbed command writes."""
+    run(*COMMAND, "--output", "whole.jsonl")
+    record = folder / "killed.jsonl.partial.jsonl"
+    lines_before: list[str] = []
+    kills = 0
+    while not (folder / "killed.jsonl").exists():
+        command = ["-m", "agentrl", *COMMAND, "--output", "killed.jsonl"]
+        child = ForkedPython(command, cwd=folder)
+        while child.poll() is None:
+            lines = record.read_text().splitlines() if record.exists() else []
+            if kills < 3 and len(lines) > len(lines_before) + 5:
+                child.kill()
+                child.wait()
+                kills += 1
+            time.sleep(0.01)
+        if record.exists():
+            lines = record.read_text().splitlines()
+            assert lines[: len(lines_before)] == lines_before, "what was written stays"
+            lines_before = lines[:-1]  # the last line may be cut
+            if kills == 1:
+                with record.open("a") as file:
+                    file.write('{"row": 3, "respon')
+        assert kills or child.returncode == 0
+    assert kills == 3
+    whole, killed = (read_rows(folder / f"{name}.jsonl") for name in ("whole", "killed"))
+    assert [row["prompt"] for row in killed] == [f"How much is {i}+1?" for i in range(COUNT)]
+    assert all(len(row["responses"]) == 2 for row in killed)
+    # Seeds depend on the row alone; batches of another size may round a logit differently.
+    same = sum(a == b for a, b in zip(whole, killed, strict=True))
+    assert same > 0.8 * COUNT
+    assert not record.exists()
+
+
+def test_nothing_is_played_twice(run, folder, monkeypatch):
+    played = []
+    stream = Rollouts.stream
+
+    def interrupted(self, samples, **kwargs):
+        for i, group in enumerate(stream(self, samples, **kwargs)):
+            played.append(group.sample.row)
+            yield group
+            if len(played) < 30 and i == 9:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rollouts, "stream", interrupted)
+    words = [*COMMAND, "--output", "a.parquet"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 130 and not (folder / "a.parquet").exists()
+    with pytest.raises(SystemExit):
+        main(words)
+    output = run(*words)
+    assert "20 rows are in a.parquet.partial.jsonl already" in output
+    assert sorted(played) == list(range(COUNT))
+    assert len(read_rows(folder / "a.parquet")) == COUNT
+    assert "already exists" in run(*words)
+    scores = run("eval", "--responses", "a.parquet")
+    assert scores.splitlines()[1].split()[:3] == ["openai/gsm8k", str(COUNT), str(2 * COUNT)]
+
+
+def test_responses_of_other_settings_are_not_mixed(tmp_path):
+    output, header = tmp_path / "a.jsonl", {"rows": "x", "val.temperature": 0.5}
+    with _open_record(output, header) as (record, texts):
+        record.append(7, ["one", "two"])
+        assert texts == {}
+        with pytest.raises(UserError, match="another process writes"), _open_record(output, header):
+            pass
+    with _open_record(output, header) as (_, texts):
+        assert texts == {7: ["one", "two"]}
+    changed = {"rows": "x", "val.temperature": 0.8}
+    message = r"made with other settings:\n  val.temperature: 0.5 before, 0.8 now\n"
+    with pytest.raises(UserError, match=message), _open_record(output, changed):
+        pass
+    path = tmp_path / "a.jsonl.partial.jsonl"
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(UserError, match="is damaged"), _open_record(output, header):
+        pass

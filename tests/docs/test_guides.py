@@ -240,9 +240,11 @@ def _read_command(words: list[str], folder: Path) -> None:
         load_config(None, overrides)
         return
     flags = {"dataset", "val_dataset", "model", "file", "deterministic"} & parameters.keys()
-    config = read_config(
-        parameters["config"], overrides, **{flag: parameters[flag] for flag in flags}
-    )
+    values = {flag: parameters[flag] for flag in flags}
+    responses = parameters.get("responses")  # of `eval`; they need no model
+    if responses:
+        values["dataset"] = str(responses)
+    config = read_config(parameters["config"], overrides, needs_model=not responses, **values)
     keys = tuple(f"{override.partition('=')[0]}=" for override in overrides)
     notes = [note for note in without_effect(config) if note.startswith(keys)]
     assert name != "train" or not notes, notes

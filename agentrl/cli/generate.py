@@ -1,0 +1,209 @@
+"""`agentrl generate`: sample responses to rows.
+
+Responses are appended to `OUTPUT.partial.jsonl` when they end: a line with the settings, then one
+line per row. The same command reads this record and plays only the rows that are not in it. When
+all are, it writes the output and removes the record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from agentrl.cli.options import (
+    ConfigFile,
+    Files,
+    Model,
+    Overrides,
+    PlayedDataset,
+    describe_sampling,
+    read_config_to_play,
+)
+from agentrl.errors import RunStopped, UserError
+from agentrl.plural import plural
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+
+PER_ENGINE = 256
+"""The number of rollouts that are played at the same time for each engine."""
+SYNC_SECONDS = 2.0
+"""How often the record is flushed to disk. A killed process loses nothing; a power cut, this."""
+SETTINGS = (
+    *("data.agent_name", "files", "interaction.kwargs", "model.path", "model.template_kwargs"),
+    *("rollout.budget_policy", "rollout.history_thinking", "rollout.max_tool_calls"),
+    *("rollout.max_trajectory_tokens", "rollout.max_turn_tokens", "rollout.max_turns"),
+    *("rollout.name", "rollout.tool_format", "tools.max_result_tokens", "tools.truncate"),
+    *("trainer.seed", "val.temperature", "val.top_k", "val.top_p"),
+)
+"""The config keys that must not change between the parts of an output."""
+
+
+def generate(
+    output: Annotated[Path, typer.Option(help="The file to write, .parquet or .jsonl.")],
+    overrides: Overrides = None,
+    dataset: PlayedDataset = None,
+    model: Model = None,
+    file: Files = None,
+    config: ConfigFile = None,
+    n: Annotated[int, typer.Option("-n", help="Responses per row.", min=1)] = 1,
+) -> None:
+    """Write the rows with an added column `responses`: the assistant's text of n episodes.
+
+    The `val` keys set the sampling. A response contains the text of all assistant turns. All
+    engines are used (`rollout.engines`, `rollout.urls`). If the command is stopped or killed, the
+    same command continues; finished rows are in OUTPUT.partial.jsonl until the end.
+
+    Examples:
+        agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
+
+        agentrl generate --dataset rows.parquet --model runs/a --output answers.parquet
+        val.temperature=0.7 val.top_k=50 val.top_p=0.9
+    """
+    if output.suffix not in (".parquet", ".jsonl"):
+        raise UserError(f"--output {output} must end in .parquet or .jsonl")
+    if output.exists():
+        raise UserError(f"--output {output} already exists: choose a new file")
+
+    from agentrl.cli.session import open_session
+    from agentrl.config import file_names
+    from agentrl.data import Rows, write_rows
+    from agentrl.engine.base import Sampling
+
+    settings = read_config_to_play(config, overrides, dataset, model, file)
+    val = settings.val
+    sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    with open_session(settings) as (plan, rollouts):
+        rows = plan.train
+        assert isinstance(rows, Rows)  # `make_plan` reads them from files
+        header = {"rows": rows.fingerprint, "n": n, **_settings(plan.config)}
+        with _open_record(output, header) as (record, texts):
+            typer.echo(
+                f"{file_names(settings.data.train)}: {plural(len(rows), 'row')} x {n}"
+                f" ({describe_sampling(val.temperature)})"
+            )
+            if texts:
+                typer.echo(f"{plural(len(texts), 'row')} are in {_record_path(output)} already")
+            engines = max(plan.config.rollout.engines, len(plan.config.rollout.urls))
+            groups = rollouts.stream(
+                (rows[i] for i in range(len(rows)) if i not in texts),
+                n=n,
+                sampling=sampling,
+                in_flight=PER_ENGINE * engines,
+            )
+            for group in groups:
+                responses = [s.trajectory.assistant_text for s in group.scored]
+                record.append(group.sample.row, responses)
+                texts[group.sample.row] = responses
+            incomplete = sum(len(responses) < n for responses in texts.values())
+            write_rows(output, [{**row, "responses": texts[i]} for i, row in enumerate(rows.raw())])
+            _record_path(output).unlink()
+    typer.echo(f"saved {plural(len(texts), 'row')} with {plural(n, 'response')} each to {output}")
+    if incomplete:
+        typer.echo(
+            f"note: {plural(incomplete, 'row')} of them have fewer responses: the others were"
+            " dropped, for the reasons above",
+            err=True,
+        )
+
+
+class _Record:
+    """The file with the responses so far."""
+
+    def __init__(self, fd: int, path: Path):
+        self._fd = fd
+        self._path = path
+        self._synced = time.monotonic()
+
+    def append(self, row: int, responses: Sequence[str]) -> None:
+        """Add a row's responses.
+
+        Raises:
+            RunStopped: the disk is full or refuses to write.
+        """
+        self.write({"row": row, "responses": responses})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        content = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        try:
+            while content:
+                content = content[os.write(self._fd, content) :]
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                os.fsync(self._fd)
+                self._synced = time.monotonic()
+        except OSError as e:
+            raise RunStopped(
+                f"cannot write {self._path}: {e.strerror}. The rows until now are in it; the same"
+                " command continues"
+            ) from e
+
+
+def _record_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial.jsonl")
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return what the responses depend on, as JSON has it."""
+    return orjson.loads(orjson.dumps({key: config.value(key) for key in SETTINGS}, default=str))
+
+
+@contextmanager
+def _open_record(
+    output: Path, header: Mapping[str, Any]
+) -> Iterator[tuple[_Record, dict[int, list[str]]]]:
+    """Open the record of an output; yield it and the responses in it, by row.
+
+    Raises:
+        UserError: it is of other rows or settings, or another process writes it.
+        RunStopped: it cannot be written.
+    """
+    path = _record_path(output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise RunStopped(f"cannot write {path}: {e.strerror}") from e
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process writes {path}. Wait until it ends") from None
+        content = path.read_bytes()
+        whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
+        os.ftruncate(fd, len(whole))  # a kill may have cut the last line
+        record, texts = _Record(fd, path), {}
+        try:
+            lines = [orjson.loads(line) for line in whole.splitlines()]
+            texts = {int(line["row"]): list(line["responses"]) for line in lines[1:]}
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path} is damaged ({e}). Delete it to start over") from None
+        if lines:
+            _check_header(path, lines[0], header)
+        else:
+            record.write(header)
+        yield record, texts
+    finally:
+        os.close(fd)
+
+
+def _check_header(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"  {key}: {before.get(key)!r} before, {value!r} now"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
+    if changed:
+        raise UserError(
+            f"{path} has responses that were made with other settings:\n"
+            + "\n".join(changed)
+            + "\nUse the same settings to continue, or another --output, or delete that file to"
+            " start over"
+        )
