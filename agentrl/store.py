@@ -16,9 +16,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
@@ -32,6 +34,7 @@ from pydantic import TypeAdapter
 
 from agentrl.errors import DataError, RunStopped
 from agentrl.open_files import advice
+from agentrl.plural import plural
 from agentrl.trajectory import (
     Group,
     Message,
@@ -92,6 +95,11 @@ _OTHER_SAMPLE_FIELDS = {f.name for f in fields(Sample)} - {
     path.removeprefix(f"{_SAMPLE}.") for _, path in _COLUMNS.values()
 }
 """The fields of a sample without a column of their own; the column `sample` contains them."""
+
+BYTES_PER_TOKEN = 11
+"""The size of a stored token, compressed: 5 to 11 were measured, with the messages as text."""
+TRAINING = ("train", "evicted", "baseline")
+"""The splits of a training step. The others are those of validations."""
 
 _SAMPLES = TypeAdapter(Sample)
 _TURNS = TypeAdapter(tuple[Turn, ...])
@@ -161,6 +169,12 @@ class TrajectoryStore:
         for staging in self.folder.glob(".*.parquet-*"):
             staging.unlink()
 
+    def remove_training(self, step: int) -> None:
+        """Remove the files of training up to a step. Those of validations stay."""
+        for path, shard_step, split in self._shards():
+            if split in TRAINING and shard_step <= step:
+                path.unlink()
+
     def _shards(self) -> list[tuple[Path, int, str]]:
         """Return the files with their steps and splits, in the order of steps."""
         files = [(p, m) for p in self.folder.glob("*.parquet") if (m := _SHARD.fullmatch(p.name))]
@@ -184,6 +198,88 @@ def load_trajectories(
         raise DataError(f"no trajectories: {folder} is not a folder")
     for rollout in TrajectoryStore(folder).read(step, split):
         yield rollout.scored
+
+
+class TrajectoryWriter:
+    """Writes the trajectories of a training run in a thread of its own, so that no step waits.
+
+    At most one step is being written: a call of `write` for another step waits for it, so that few
+    trajectories are in memory. After an error nothing more is written.
+    """
+
+    def __init__(self, store: TrajectoryStore, keep: str = "all"):
+        """Start the thread.
+
+        Args:
+            store: the folder to write to.
+            keep: `trainer.keep_trajectories`: "all", "last:N" or "every:N" training steps.
+        """
+        self._store = store
+        rule, _, number = keep.partition(":")
+        self._every = int(number) if rule == "every" else 1
+        self._last = int(number) if rule == "last" else 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._pending: list[tuple[int, Future[None]]] = []
+        self._error: BaseException | None = None
+
+    def write(self, step: int, groups: Sequence[Group], split: str = "train") -> None:
+        """Write the rollouts of a step, unless they are of a training step that is not kept.
+
+        Raises:
+            RunStopped: trajectories of this step or an earlier one cannot be written.
+        """
+        self.check()
+        if any(pending != step for pending, _ in self._pending):
+            self.wait()
+        if split not in TRAINING or step % self._every == 0:
+            self._pending.append((step, self._thread.submit(self._write, step, groups, split)))
+
+    def describe_size(self, steps: int, episodes: int, tokens: int) -> str:
+        """Return a line about the disk space that the trajectories of training take.
+
+        Args:
+            steps: the steps of the run.
+            episodes: the episodes of a step.
+            tokens: `rollout.max_trajectory_tokens`.
+        """
+        kept = min(steps, self._last) if self._last else steps // self._every
+        size = kept * episodes * tokens * BYTES_PER_TOKEN
+        free = shutil.disk_usage(self._store.folder.parent).free
+        line = (
+            f"trajectories of training: up to {_describe_bytes(size)} for {plural(kept, 'step')} of"
+            f" episodes with rollout.max_trajectory_tokens={tokens}."
+            f" {_describe_bytes(free)} are free"
+        )
+        if size > free:
+            line += ". To keep fewer: trainer.keep_trajectories=last:100, or every:10"
+        return line
+
+    def check(self) -> None:
+        """Raise the error of a file that could not be written, if it is known by now."""
+        done = [future for _, future in self._pending if future.done()]
+        self._pending = [(step, future) for step, future in self._pending if future not in done]
+        for future in done:
+            self._error = self._error or future.exception()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait until all trajectories are on the disk.
+
+        Raises:
+            RunStopped: they cannot be written, for example because the disk is full.
+        """
+        wait([future for _, future in self._pending])
+        self.check()
+
+    def close(self) -> None:
+        """Finish what is being written, and end the thread. Closing twice does nothing."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, groups: Sequence[Group], split: str) -> None:
+        self._store.write(step, groups, split)
+        if self._last and split in TRAINING:
+            self._store.remove_training(step - self._last)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -213,6 +309,11 @@ def _cell(name: str, path: str, row: StoredRollout) -> Any:
     if isinstance(value, str):  # UTF-8 has no lone surrogates: replace them with `?`
         return value.encode("utf-8", "replace").decode()
     return value
+
+
+def _describe_bytes(size: float) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "kB"))
+    return f"{size / unit:,.1f} {name}"
 
 
 def _list_column(rows: Sequence[Sequence[array[Any]]], item: pa.DataType) -> pa.Array:

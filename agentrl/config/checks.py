@@ -39,7 +39,9 @@ SERVER_KEYS = (
     "engines", "tensor_parallel_size", "python", "launch", "gpu_memory_utilization", "sleep",
 )  # fmt: skip
 """Keys of `rollout` that apply only to servers that the run starts."""
-VALIDATION_KEYS = ("trainer.test_freq", "trainer.val_before_train")
+VALIDATION_KEYS = (
+    "trainer.test_freq", "trainer.val_before_train", "trainer.keep_best", "trainer.patience",
+)  # fmt: skip
 
 
 def without_effect(c: Config) -> list[str]:
@@ -100,6 +102,7 @@ def without_effect(c: Config) -> list[str]:
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
         "trainer.placement": own_servers or on_cpu,
         "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
+        "trainer.patience": "trainer.test_freq is 0" if not t.test_freq else "",
     }
     if not c.data.val:
         paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]

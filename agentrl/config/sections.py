@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -461,8 +461,24 @@ class TrainerConfig(Section):
     passes."""
     test_freq: int = key(0, ge=0)
     """The number of steps between two validations. 0: validate only after the last step."""
-    save_freq: int = key(0, ge=0)
-    """The number of steps between two checkpoints. 0: save one only after the last step."""
+    save_freq: Literal["auto"] | Annotated[int, Field(ge=0)] = key(
+        "auto", allowed="auto, or a whole number >= 0"
+    )
+    """The number of steps between two checkpoints. auto: save one at each validation, and at least
+    every 30 minutes; one that cannot be written is a warning. 0: save one only after the last step.
+    """
+    keep: int = key(2, ge=0)
+    """The number of newest checkpoints to keep. 0: all."""
+    keep_best: str = ""
+    """A metric of validations, for example val/reward/mean@1. A step with a new highest value is
+    saved at once, and the best checkpoint is kept in addition to trainer.keep. Empty: no metric."""
+    patience: int = key(0, ge=0)
+    """The number of validations in a row without a new highest value after which the run ends. The
+    metric is trainer.keep_best, or val/reward/mean@N if that is empty. 0: the run does not end
+    early."""
+    keep_trajectories: str = key("all", allowed="all, last:N or every:N, with N >= 1")
+    """The training steps whose trajectories are kept: all, the last N, or every N-th. Those of
+    validations are always kept."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -489,6 +505,20 @@ class TrainerConfig(Section):
     """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on."""
     watchdog_s: float = key(300.0, gt=0)
     """Seconds without progress after which the run prints what each episode is waiting for."""
+
+    @field_validator("save_freq", mode="before")
+    @classmethod
+    def _check_save_freq(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError
+        return value
+
+    @field_validator("keep_trajectories")
+    @classmethod
+    def _check_keep(cls, value: str) -> str:
+        if not re.fullmatch("all|(last|every):0*[1-9][0-9]*", value):
+            raise ValueError
+        return value
 
     @property
     def spread(self) -> bool:

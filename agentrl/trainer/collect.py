@@ -43,9 +43,15 @@ class StepRollouts:
     """The groups that do not train: dead ones, and live ones beyond `data.batch_size`."""
     position: int
     """The number of rows that the run has taken, including those of this step."""
-    metrics: dict[str, float]
-    """Metrics over all groups, evicted ones too, so rewards do not depend on which groups are
-    evicted."""
+    filter_metrics: Mapping[str, float]
+    """Metrics of `algorithm.filter_groups`; empty without it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Compute the metrics over all groups.
+
+        Evicted ones are included, so that rewards do not depend on which groups are evicted.
+        """
+        return rollout_metrics([*self.groups, *self.evicted]) | dict(self.filter_metrics)
 
     @property
     def greedy(self) -> list[Group]:
@@ -118,9 +124,9 @@ class Collector:
         chosen = [i for i, lives in enumerate(live) if lives] or list(range(len(groups)))
         chosen = chosen[: self._batch_size]
         evicted = [group for i, group in enumerate(groups) if i not in chosen]
-        metrics = rollout_metrics(groups)
+        metrics = {}
         if self._algorithm.filter_groups:
-            metrics |= _filter_metrics(evicted, live, rounds)
+            metrics = _filter_metrics(evicted, live, rounds)
         if groups and not any(live):
             log.warning(
                 "step %d: in all of %d groups the rollouts have equal rewards: there is nothing to"

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -41,11 +41,13 @@ from agentrl.plan import (
     make_plan,
 )
 from agentrl.rollout import open_rollouts
-from agentrl.store import TrajectoryStore
+from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import (
     find_checkpoint,
+    find_steps,
+    is_disk_full,
     recover,
     remove_later_checkpoints,
     run_lock,
@@ -60,8 +62,19 @@ from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
-from agentrl.trainer.tracking import METRICS, Tracker, check_loggers, read_metrics
+from agentrl.trainer.tracking import (
+    EARLY_STOP,
+    METRICS,
+    Best,
+    Tracker,
+    check_loggers,
+    read_metrics,
+)
 from agentrl.trajectory import Group
+
+AUTO_SAVE_S = 1800.0
+"""The longest time between two checkpoints with `trainer.save_freq=auto`, in seconds, unless a
+single step takes longer. The clock is that of the controller, which decides for all ranks."""
 
 
 class Trainer:
@@ -124,13 +137,16 @@ class Trainer:
         """True if the learner's state is that of `global_step` and can be saved."""
         self._unfinished: dict[str, float] | None = None
         """Metrics of a step that was made, but not yet validated and recorded."""
+        self._last_save = time.monotonic()
+        self._curve_failed = False
 
     # -- the algorithm ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """Run one step: collect rollouts, compute targets, update the weights.
 
-        `run` calls it. It needs the engine and the learner that `run` opens.
+        `run` calls it. It needs the engine and the learner that `run` opens. Weights, step and
+        position advance together, so a step that was made can be saved whatever fails next.
 
         Returns:
             The metrics of the step.
@@ -146,24 +162,32 @@ class Trainer:
         with self.clock.timed("gen"), self.interrupt.abandonable():
             rollouts = self.collector.collect(self.position, self.global_step)
         self.engine.sleep()
-        self._store(rollouts)
-        batch = self._collate(rollouts.groups)  # (B, T)
+        with self.clock.timed("store"):
+            self._store(rollouts)
+        with self.clock.timed("metrics"):
+            metrics = rollouts.metrics()
+        with self.clock.timed("collate"):
+            batch = self._collate(rollouts.groups)  # (B, T)
         with self.clock.timed("ref"):
             reference = self.learner.reference_logprobs(batch)  # (B, T) or None
         with self.clock.timed("values"):
             values = self.learner.values(batch)  # (B, T) or None
         with self.clock.timed("old_log_prob"):
             old = self.learner.old_logprobs(batch)  # (B, T) or None
-        targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
+        with self.clock.timed("adv"):
+            targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
+            has_signal = has_learning_signal(batch, self.config.algorithm, targets)
+        metrics[DEAD_STEP] = float(not has_signal)
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
-            metrics = self.learner.update(
+            metrics |= self.learner.update(
                 batch, targets, step, check, learn_policy=self._policy_learns
             )
-        metrics[DEAD_STEP] = float(not has_learning_signal(batch, self.config.algorithm, targets))
-        self.position = rollouts.position
-        return metrics | self._update_kl_coef(batch, old, reference) | rollouts.metrics
+        metrics |= self._update_kl_coef(batch, old, reference)
+        self.position, self.global_step = rollouts.position, step
+        self._unfinished, self._is_consistent = metrics, True
+        return metrics
 
     @property
     def _policy_learns(self) -> bool:
@@ -198,10 +222,10 @@ class Trainer:
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def _store(self, rollouts: StepRollouts) -> None:
-        """Store the rollouts of the step.
+        """Store the rollouts of the step, in the background.
 
-        This runs before the update. If it fails, the weights are still those of the last step, and
-        a checkpoint can be saved.
+        If a file of the last step could not be written, this raises, and the state is still that
+        of the last step.
         """
         step = self.global_step + 1
         self.store.write(step, rollouts.groups)
@@ -228,14 +252,18 @@ class Trainer:
             stack.enter_context(run_lock(self.folder))
             self._open(stack)
             if self.config.trainer.val_only:
-                return self._validate()
+                metrics = self._validate()
+                self.store.wait()
+                return metrics
             self._begin(stack)
             try:
                 self._train()
             except RunStopped as e:
-                raise RunStopped(f"{e}\n{self._save_after_error()}") from e
-            except (KeyboardInterrupt, Terminated, Exception):
-                self.console.note(self._save_after_error())
+                raise RunStopped(f"{e}\n{self._save_after_error(e)}") from e
+            except (KeyboardInterrupt, Terminated, Exception) as e:
+                saved = self._save_after_error(e)
+                with suppress(OSError):  # the terminal is gone, or the disk of a log is full
+                    self.console.note(saved)
                 raise
             return self._finish()
 
@@ -246,8 +274,10 @@ class Trainer:
         elif (
             self.global_step == self.start.first_step and trainer.val_before_train and self.plan.val
         ):
-            self.tracker.log(self.global_step, self._validate())
-        while self.global_step < self.total_steps:
+            metrics = self._validate()
+            self.tracker.log(self.global_step, metrics)
+            self.best.add(self.global_step, metrics)
+        while self.global_step < self.total_steps and not self.best.is_over:
             self.interrupt.check()
             self._complete(self._advance())
 
@@ -255,12 +285,9 @@ class Trainer:
         """Run one step and publish the new policy. The caller validates and records the step."""
         self.clock = StepClock()
         metrics = self.step()
-        self.global_step += 1
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)
-        # An engine that fails to load the policy must not cost the trained step.
-        self._unfinished, self._is_consistent = metrics, True
         metrics |= self.publisher.publish(self.global_step)
         metrics |= self.engine.metrics()
         metrics |= self.clock.metrics(metrics)
@@ -268,23 +295,50 @@ class Trainer:
 
     def _complete(self, metrics: dict[str, float]) -> None:
         """Validate if it is due, record the step, save a checkpoint if it is due."""
-        trainer, last = self.config.trainer, self.global_step == self.total_steps
-        if self.plan.val and _is_due(self.global_step, trainer.test_freq, last):
+        step, last = self.global_step, self.global_step == self.total_steps
+        validates = bool(self.plan.val) and _is_due(step, self.config.trainer.test_freq, last)
+        if validates:
             metrics |= self._validate()
             metrics["timing_s/testing"] = self.clock.seconds["testing"]
-        self.tracker.log(self.global_step, metrics)
-        self.dead_steps.add(self.global_step, metrics)
+        is_best = self.best.add(step, metrics)
+        if self.best.is_over and not last:
+            metrics[EARLY_STOP] = 1.0
+            self.console.note(self.best.describe_stop())
+        self.store.check()
+        self.tracker.log(step, metrics)
+        self.dead_steps.add(step, metrics)
         self._unfinished = None
-        self.console.step(self.global_step, self.total_steps, metrics)
-        if _is_due(self.global_step, trainer.save_freq, last):
-            self._save()
+        self.console.step(step, self.total_steps, metrics)
+        self._save_if_due(validates, is_best, last or self.best.is_over, metrics)
 
-    def _save_after_error(self) -> str:
+    def _save_if_due(
+        self, validated: bool, is_best: bool, last: bool, metrics: Mapping[str, float]
+    ) -> None:
+        """Save a checkpoint if it is due. One that `auto` saves may fail."""
+        freq = self.config.trainer.save_freq
+        if freq != "auto":
+            if is_best or _is_due(self.global_step, freq, last):
+                self._save()
+            return
+        # The end of the next step may be too late.
+        seconds = time.monotonic() - self._last_save + metrics.get("timing_s/step", 0.0)
+        if last:
+            self._save()
+        elif validated or seconds >= AUTO_SAVE_S:
+            self._last_save = time.monotonic()
+            self.store.wait()
+            try:
+                self._save()
+            except RunStopped as e:
+                self.console.note(f"warning: {e} The run goes on (trainer.save_freq=auto).")
+
+    def _save_after_error(self, cause: BaseException) -> str:
         """Save a checkpoint of a run that stops, and return what was saved.
 
         Within an update the state is not consistent (some of the step's optimizer steps may be
-        missing), and after a second signal there is no time: then nothing is saved. An error here
-        must not hide why the run stopped: ranks may have died, the disk may be full, or no file
+        missing), and after a second signal there is no time: then nothing is saved. Trajectories
+        that cannot be written do not prevent it, because the step was made. An error here must not
+        hide why the run stopped, the `cause`: ranks may have died, the disk may be full, or no file
         descriptor may be left.
         """
         self.spare.close()
@@ -292,14 +346,18 @@ class Trainer:
         try:
             has_steps = self.global_step > self.start.first_step
             if self._is_consistent and has_steps and not self.interrupt.is_urgent:
-                self._save()
+                try:
+                    self.store.wait()
+                except RunStopped as e:
+                    failure = f"{e}\n" if e is not cause else ""
+                self._save(has_all_trajectories=False)
         except RunStopped as e:
-            failure = f"{e}\n"
-        except Exception as e:
-            failure = f"the step could not be saved: {type(e).__name__}: {e}\n"
+            failure += f"{e}\n"
+        except (KeyboardInterrupt, Terminated, Exception) as e:
+            failure += f"the step could not be saved: {type(e).__name__}: {e}\n"
         try:
             saved = find_checkpoint(self.folder, "auto")
-        except Exception as e:
+        except (KeyboardInterrupt, Terminated, Exception) as e:
             return f"{failure}the checkpoint cannot be read: {type(e).__name__}: {e}"
         if saved is None:
             fork = self.start.fork
@@ -314,6 +372,7 @@ class Trainer:
         self.store.write(self.global_step, result.groups, split="val")
         if result.greedy_groups:
             self.store.write(self.global_step, result.greedy_groups, split="greedy")
+        self.best.check_metric(result.metrics)
         self.console.validation(self.global_step, result.metrics)
         return dict(result.metrics)
 
@@ -355,7 +414,10 @@ class Trainer:
         )
         self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
-        self.store = TrajectoryStore(self.folder / TRAJECTORIES)
+        keep = config.trainer.keep_trajectories
+        self.store = TrajectoryWriter(TrajectoryStore(self.folder / TRAJECTORIES), keep)
+        stack.callback(self.store.close)
+        self.best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
         self.interrupt = stack.enter_context(Interrupt())
         self._is_open = True
 
@@ -386,7 +448,7 @@ class Trainer:
         if self.global_step == 0 or self.start.is_new_fork:
             last_step = -1
         remove_later_checkpoints(self.folder, self.global_step)
-        self.store.truncate_after(last_step)
+        TrajectoryStore(self.folder / TRAJECTORIES).truncate_after(last_step)
         if self._unfinished is not None:
             last_step -= 1
         self.tracker = Tracker(
@@ -398,10 +460,29 @@ class Trainer:
         )
         stack.callback(self.tracker.close)
         write_config(self.folder, self.config, self.start)
-        self.dead_steps = DeadSteps(read_metrics(self.folder / METRICS))
+        episodes = self.config.data.batch_size * self.config.rollout.n
+        tokens = self.config.rollout.max_trajectory_tokens
+        self.console.note(self.store.describe_size(self.total_steps, episodes, tokens))
+        record = read_metrics(self.folder / METRICS)
+        self.dead_steps = DeadSteps(record)
+        for step, metrics in record:
+            self.best.add(step, metrics)
+        self._last_save = time.monotonic()
 
-    def _save(self) -> None:
+    def _save(self, has_all_trajectories: bool = True) -> None:
+        """Save a checkpoint.
+
+        Args:
+            has_all_trajectories: wait until all trajectories until now are on the disk, because a
+                run that resumes does not play these steps again. False: save without them.
+
+        Raises:
+            RunStopped: the trajectories or the checkpoint cannot be written.
+        """
         with self.clock.timed("save_checkpoint"):
+            if has_all_trajectories:
+                self.store.wait()
+            trainer = self.config.trainer
             save_checkpoint(
                 self.folder,
                 self.global_step,
@@ -417,19 +498,44 @@ class Trainer:
                     "noise": self.publisher.noise,
                     "canary": self.publisher.canary_state,
                 },
+                keep=trainer.keep,
+                pinned=self.best.best_of([*find_steps(self.folder), self.global_step]),
             )
+        self._last_save = time.monotonic()
 
     def _finish(self) -> Mapping[str, float]:
         """Write the model and the learning curve, and print where the results are."""
         history = read_metrics(self.folder / METRICS)
         if not history:
             raise RunStopped(f"{self.folder} is the folder of a finished run, but has no {METRICS}")
-        self.learner.ranks.save_pretrained(self.folder / FINAL)
-        self.tokenizer.save_pretrained(self.folder / FINAL)
-        write_curve(self.folder / METRICS, self.folder / CURVE)
+        try:
+            self.learner.ranks.save_pretrained(self.folder / FINAL)
+            self.tokenizer.save_pretrained(self.folder / FINAL)
+        except Exception as e:
+            if not (isinstance(e, OSError) or is_disk_full(self.folder, e)):
+                raise
+            raise RunStopped(
+                f"cannot write {self.folder / FINAL}: {e}. The checkpoint of step"
+                f" {self.global_step} is complete: free disk space and run the same command again,"
+                f" or write the model elsewhere: agentrl export {self.folder} FOLDER"
+            ) from e
+        self._write_curve()
         self.console.finish(self.folder, history, self.config)
+        best = self.best.best_of(find_steps(self.folder))
+        if best is not None:
+            metric = self.config.trainer.keep_best
+            self.console.note(f"best checkpoint ({metric}): step {best} in {self.folder}")
         self.dead_steps.finish()
         return history[-1][1]
+
+    def _write_curve(self) -> None:
+        """Write the learning curve. A picture that cannot be written is a warning."""
+        try:
+            write_curve(self.folder / METRICS, self.folder / CURVE)
+        except Exception as e:
+            if not self._curve_failed:
+                self.console.note(f"warning: cannot write {self.folder / CURVE}: {e}")
+            self._curve_failed = True
 
 
 def _is_due(step: int, freq: int, last: bool) -> bool:

@@ -208,6 +208,8 @@ CHANGES = {
     "trainer.total_epochs": ("2", ["trainer.total_steps=0", "data.batch_size=6"]),
     "trainer.test_freq": ("1", []),
     "trainer.save_freq": ("1", []),
+    "trainer.keep": ("1", ["trainer.save_freq=1"]),
+    "trainer.keep_trajectories": ("last:1", []),
     "trainer.val_before_train": ("false", []),
     "trainer.val_only": ("true", []),
     "trainer.resume": ("never", ["again"]),
@@ -231,6 +233,8 @@ REFUSED = (
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
     "tools.workers": "tools/test_workers.py::test_the_config_sets_the_number_of_workers",
+    "trainer.keep_best": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",
+    "trainer.patience": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",
     "sandbox.backend": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.slots": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.timeout_s": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
@@ -393,7 +397,7 @@ def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
 
 def test_no_key_is_forgotten():
     assert not CHANGES.keys() & ELSEWHERE.keys()
-    assert CHANGES.keys() | ELSEWHERE.keys() == FIELDS.keys() and len(FIELDS) <= 120
+    assert CHANGES.keys() | ELSEWHERE.keys() == FIELDS.keys() and len(FIELDS) <= 124
     for key, test in ELSEWHERE.items():
         file, _, name = test.partition("::")
         text = (Path(__file__).parents[1] / file).read_text()

@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.trainer.checkpoint import (
     LATEST,
     find_checkpoint,
+    find_steps,
     recover,
     remove_later_checkpoints,
     run_lock,
@@ -62,6 +63,25 @@ def test_the_newest_two_are_kept(tmp_path):
     for step in (1, 2, 9, 10, 100):
         save_checkpoint(tmp_path, step, write, {})
     assert names(tmp_path) == ["global_step_00000010", "global_step_00000100", LATEST]
+
+
+@pytest.mark.parametrize(
+    ("keep", "pinned", "kept"),
+    [
+        (1, None, [100]),
+        (3, None, [9, 10, 100]),
+        (0, None, [1, 2, 9, 10, 100]),
+        (1, 2, [2, 100]),
+        (2, 10, [10, 100]),
+        (9, 1, [1, 2, 9, 10, 100]),
+    ],
+)
+def test_as_many_as_asked_are_kept_and_the_pinned_one(tmp_path, keep, pinned, kept):
+    for step in (1, 2, 9, 10, 100):
+        save_checkpoint(tmp_path, step, write, {}, keep=keep, pinned=pinned)
+    assert find_steps(tmp_path) == kept
+    remove_later_checkpoints(tmp_path, 1)
+    assert find_steps(tmp_path) == [step for step in kept if step == 1], "the pinned one too"
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path):

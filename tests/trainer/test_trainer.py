@@ -271,9 +271,9 @@ def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
 def test_a_checkpoint_without_a_data_position_resumes_by_its_steps(start, tmp_path, monkeypatch):
     real = trainer_module.save_checkpoint
 
-    def older(root, step, write, meta):
+    def older(root, step, write, meta, **keep):
         kept = {k: v for k, v in meta.items() if k not in ("position", "kl")}
-        return real(root, step, write, kept)
+        return real(root, step, write, kept, **keep)
 
     start(tmp_path / "straight")
     with monkeypatch.context() as patch:
