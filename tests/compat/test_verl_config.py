@@ -94,6 +94,20 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert "  optim.weight_decay=0.01\n" in defaults
 
 
+def test_several_files_and_names_of_columns(tmp_path):
+    done = translated(
+        tmp_path,
+        MULTI_TURN,
+        "data.train_files=[a.parquet, b.parquet]",
+        "data.val_files=c.parquet",
+        "data.prompt_key=question",
+        "data.reward_fn_key=topic",
+    )
+    data = config_of(done).data
+    assert (data.train, data.val) == (["a.parquet", "b.parquet"], "c.parquet")
+    assert (data.prompt_key, data.reward_fn_key) == ("question", "topic")
+
+
 def test_every_setting_is_in_one_of_the_lists(tmp_path):
     """No key of a config disappears, whatever its value is."""
     file, keys = verl_yaml(tmp_path), {*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED}

@@ -137,6 +137,16 @@ def test_a_cell_may_be_json(template, tmp_path):
     )
 
 
+def test_a_text_answers_the_prompt_in_another_column(template, tmp_path):
+    made = {"question": "2+2", "answer": "4"}
+    expected = load(template, tmp_path, {"prompt": "2+2", "messages": TALK[-1:]})
+    write_rows(tmp_path / "qa.jsonl", [made])
+    path = str(tmp_path / "qa.jsonl")
+    assert load_examples(path, "answer", template, 1000, "question") == expected
+    with pytest.raises(DataError, match="row 0, answer: is an answer, but the column 'prompt' has"):
+        load_examples(path, "answer", template, 1000)
+
+
 def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
     registry.load_file("shelf:calculator")
     made = {r.sample.agent_name: r.as_dict("train") for r in islice(rows(0), 3)}
