@@ -22,14 +22,19 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def command(tiny_model, tmp_path_factory):
-    """The command of a short run, less its output folder."""
+    """The command of a short run over two files with weights, less its output folder."""
     folder = tmp_path_factory.mktemp("rows")
-    for name, count in (("train", 64), ("val", 24)):
-        table = pq.read_table(ROOT / "datasets" / f"arithmetic_{name}.parquet").slice(0, count)
-        pq.write_table(table, folder / f"{name}.parquet")
+    for name, source, first, count in (
+        ("few", "train", 0, 4),
+        ("many", "train", 4, 60),
+        ("val", "val", 0, 24),
+    ):
+        table = pq.read_table(ROOT / "datasets" / f"arithmetic_{source}.parquet")
+        pq.write_table(table.slice(first, count), folder / f"{name}.parquet")
+    few, many = folder / "few.parquet", folder / "many.parquet"
     return [
         "-m", "agentrl", "train",
-        "--dataset", str(folder / "train.parquet"),
+        f"data.train=[{{path: {few}, weight: 5.5}}, {{path: {many}, weight: 0.1}}]",
         "--val-dataset", str(folder / "val.parquet"),
         "--model", "tiny",
         f"trainer.total_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=2",
