@@ -34,8 +34,9 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -138,6 +139,20 @@ class GraderCrash(Infrastructure):
     """A grader's process died: the answer is not scored, and its reward is not set to 0."""
 
 
+MISSING_AWAIT = "Write `await` before the call that makes the coroutine"
+
+
+def missing_await(value: Any) -> str:
+    """Return `. ` and `MISSING_AWAIT` if a value that user code returned is a coroutine, else "".
+
+    The coroutine is closed, so that Python does not warn about it too.
+    """
+    if not isinstance(value, Coroutine):
+        return ""
+    value.close()
+    return f". {MISSING_AWAIT}"
+
+
 class UserCodeError(AgentRLError, RuntimeError):
     """A loop, interaction, tool constructor or reward of the user raised."""
 
@@ -150,7 +165,9 @@ class UserCodeError(AgentRLError, RuntimeError):
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [f for f in frames if not _is_ours(f)] or frames
         where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
-        return cls(f"{what} raised {type(error).__name__}: {error}{where}")
+        is_coroutine = isinstance(error, TypeError | AttributeError) and "'coroutine'" in str(error)
+        advice = f". {MISSING_AWAIT}" if is_coroutine else ""
+        return cls(f"{what} raised {type(error).__name__}: {error}{where}{advice}")
 
 
 class RunStopped(AgentRLError, RuntimeError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,8 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest choice, or an empty string."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 class Registry(Generic[T]):
@@ -293,11 +295,24 @@ def resolve_file(name: str) -> Path:
             )
         return shelf_folder() / f"{stem}.py"
     path = Path(name).expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"no such file: {name} (looked at {path})")
-    if path.suffix not in (".py", *YAML):
-        raise UserError(f"{name} is neither a Python file (.py) nor verl's YAML of tools (.yaml)")
-    return path
+    suffixes = (".py", *YAML)
+    if path.is_file() and path.suffix in suffixes:
+        return path
+    folder = path if path.is_dir() else path.parent
+    files = sorted(f.name for f in folder.glob("*") if f.suffix in suffixes)
+    if path.is_dir():
+        problem = f"{name} is a folder. Its files: {', '.join(files[:20]) or 'none to load'}"
+    elif path.is_file():
+        problem = f"{name} is neither a Python file (.py) nor verl's YAML of tools (.yaml)"
+        if path.suffix in (".jsonl", ".parquet"):
+            problem += f": for rows, use --dataset {name}"
+    else:
+        problem = f"no such file: {name} (looked at {path}).{did_you_mean(path.name, files)}"
+        if not folder.is_dir():
+            problem += f" There is no folder {folder}"
+        elif not did_you_mean(path.name, files):
+            problem += f" Files there: {', '.join(files[:20]) or 'none with .py or .yaml'}"
+    raise UserError(problem)
 
 
 def load_file(name: str) -> Any:
@@ -337,6 +352,16 @@ def load_file(name: str) -> Any:
         line = _line_in(path, e)
         raise UserError(f"{name}{line} cannot be loaded: {type(e).__name__}: {e}") from e
     return module
+
+
+def load_file_again(name: str) -> Any:
+    """Load a file that the process of the run has loaded: its warnings were printed there."""
+    logger = logging.getLogger("agentrl.tools")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        return load_file(name)
+    finally:
+        logger.disabled = was_disabled
 
 
 def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.registry import YAML, did_you_mean
+
 if TYPE_CHECKING:
     from agentrl.config import Config
 
@@ -85,26 +87,28 @@ def read_config(
     from agentrl.config.load import read_config as load_config
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
-    flag_values = {keys[name]: value for name, value in flags.items() if value}
+    overrides, meant, misplaced = _take_misplaced_words(overrides or [])
+    flag_values = meant | {keys[name]: value for name, value in flags.items() if value}
+    known = [*unknown_options.get(), *misplaced]
     report = ""
-    if verls := _verl_config(config, overrides or []):
+    if verls := _verl_config(config, overrides):
         from agentrl.compat.verl.config import translate
 
-        translation = translate(verls, (overrides or [])[1:])
+        translation = translate(verls, overrides[1:])
         report = translation.report()
         load = partial(
             load_config,
             flags=flag_values,
             translated=translation.settings,
-            mistakes=[*unknown_options.get(), *translation.mistakes],
+            mistakes=[*known, *translation.mistakes],
         )
     else:
         load = partial(
             load_config,
             str(config) if config else None,
-            overrides or [],
+            overrides,
             flag_values,
-            mistakes=unknown_options.get(),
+            mistakes=known,
         )
     loaded, mistakes = load()
     if report and not mistakes:
@@ -117,6 +121,53 @@ def read_config(
     return loaded
 
 
+_KEY = re.compile(r"\w+(\.\w+)+")
+
+
+def _take_misplaced_words(
+    overrides: Sequence[str],
+) -> tuple[list[str], dict[str, str | list[str]], list[str]]:
+    """Separate the words that need an option or a `=`, such as `train.jsonl` or `optim.lr 1e-5`.
+
+    Returns:
+        The other words; the values that the separated words were meant to set, by key, so that they
+        are checked too; a message for each of them.
+    """
+    from agentrl.config import TINY
+
+    kept: list[str] = []
+    meant: dict[str, str | list[str]] = {}
+    mistakes: list[str] = []
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        key = word.removesuffix("=")
+        if "=" in key or (word.endswith(YAML) and not kept):
+            kept.append(word)
+        elif word.endswith((".jsonl", ".parquet")):
+            mistakes.append(f"{word} is a file of rows: use --dataset {word}")
+            meant.setdefault("data.train", word)
+        elif word.endswith(".py") or word.startswith("shelf:"):
+            mistakes.append(f"{word} is a file with code: use --file {word}")
+            meant["files"] = [*meant.get("files", []), word]
+        elif word.endswith(YAML):
+            mistakes.append(
+                f"{word}: use --config {word} for agentrl's keys, --file {word} for a list of"
+                " tools; a config of verl's comes before the keys"
+            )
+        elif word == TINY or ("/" in word and Path(word).is_dir()):
+            mistakes.append(f"{word} is a model: use --model {word}")
+            meant.setdefault("model.path", word)
+        elif _KEY.fullmatch(key) and words and (words[0] == "=" or "=" not in words[0]):
+            separator = f" {words.pop(0)}" if words[0] == "=" else ""
+            value = words.pop(0) if words else "VALUE"
+            mistakes.append(f"{word}{separator} {value}: write it without spaces: {key}={value}")
+            kept.append(f"{key}={value}")
+        else:
+            kept.append(word)
+    return kept, meant, mistakes
+
+
 def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
     """Return the path of a config of verl's that the command line names; "" if it names none.
 
@@ -127,7 +178,7 @@ def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
     from agentrl.errors import ConfigError
 
     first = overrides[0] if overrides else ""
-    path = first if first.endswith((".yaml", ".yml")) and "=" not in first else ""
+    path = first if first.endswith(YAML) and "=" not in first else ""
     if config and not path and is_verl_config(str(config)):
         raise ConfigError(
             f"--config {config}: this is a config of verl's. Give it without --config, then it is"
@@ -164,7 +215,6 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
 
         return str(tiny_model(say=say))
     from agentrl.errors import UserError
-    from agentrl.registry import did_you_mean
 
     folder = Path(path).expanduser()
     if _is_trained(folder):
@@ -247,8 +297,15 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     from agentrl.config import TINY
     from agentrl.config.load import refuse
     from agentrl.errors import ConfigError, UserError
+    from agentrl.registry import load_file
 
     problems = []
+    do_files_load = True
+    for file in config.files:
+        try:
+            load_file(file)
+        except UserError:  # `find_problems` reports it
+            do_files_load = False
     if not config.data.train and not config.data.val:
         problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not needs_model:
@@ -260,44 +317,15 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
             resolve_model(config.model.path, say=lambda _: None)
         except UserError as e:
             problems.append(str(e))
-    if not mistakes and not problems:
+    if not mistakes and not problems and do_files_load:
         return
     from agentrl.plan import find_problems
 
-    problems += find_problems(config)
+    # A row may use a name that a file would define, so rows are checked when all files load.
+    problems += [p for p in find_problems(config) if do_files_load or ": row " not in p]
     if not mistakes:
         raise ConfigError("\n".join(problems))
     refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])
-
-
-ALIASES = {
-    "learning_rate": "optim.lr",
-    "epochs": "trainer.total_epochs",
-    "num_train_epochs": "trainer.total_epochs",
-    "steps": "trainer.total_steps",
-    "max_steps": "trainer.total_steps",
-    "save_steps": "trainer.save_freq",
-    "save_total_limit": "trainer.keep",
-    "metric_for_best_model": "trainer.keep_best",
-    "early_stopping_patience": "trainer.patience",
-    "eval_steps": "trainer.test_freq",
-    "output_dir": "trainer.output",
-    "report_to": "trainer.logger",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
-    "train_files": "data.train",
-    "val_files": "data.val",
-    "num_generations": "rollout.n",
-    "max_completion_length": "rollout.max_trajectory_tokens",
-    "max_response_length": "rollout.max_trajectory_tokens",
-    "beta": "algorithm.kl_loss_coef",
-    "lora_r": "model.lora_rank",
-    "gradient_checkpointing": "optim.recompute",
-    "gpus": "trainer.n_gpus_per_node",
-    "num_gpus": "trainer.n_gpus_per_node",
-}
-"""agentrl's key for common options of TRL and other projects. `agentrl.compat.verl` has verl's."""
 
 
 unknown_options: ContextVar[tuple[str, ...]] = ContextVar("unknown_options", default=())
@@ -305,77 +333,73 @@ unknown_options: ContextVar[tuple[str, ...]] = ContextVar("unknown_options", def
 
 
 def take_unknown_options(app: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the options that a command with config keys does not have.
+    """Separate the options that a command does not have.
 
     Args:
         app: the click group of all commands.
         words: the command and its arguments.
 
     Returns:
-        The words without these options and their values; a message for each of the options. A
-        command without config keys keeps its unknown options, and click reports them.
+        The words without these options and their values; a message for each of the options, if the
+        command reports them with the mistakes of its config.
 
     Raises:
-        ConfigError: a command without config keys has keys with dashes (`--rollout.n 4`).
+        ConfigError: another command has such options.
     """
     from agentrl.errors import ConfigError
 
-    command = app.commands.get(words[0]) if words else None
-    parameters = command.params if command else []
-    options = {name for p in parameters for name in p.opts if name.startswith("--")}
-    flags = {name for p in parameters if getattr(p, "is_flag", False) for name in p.opts}
-    has_keys = "--config" in options
-    kept, mistakes = [], []
-    i = 0
-    while i < len(words):
-        word = words[i]
+    command, rest = app, list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):  # `tools` has commands of its own
+        command = command.commands[rest.pop(0)]
+    if hasattr(command, "commands"):
+        return list(words), []
+    names = [name for p in command.params for name in (*p.opts, *p.secondary_opts)]
+    options = {name for name in names if name.startswith("--")}
+    kept, mistakes = list(words[: len(words) - len(rest)]), []
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
-        i += 1
-        is_key = "." in name
-        if (
-            not re.fullmatch(r"--\w[\w.-]*", name)
-            or name in {*options, *flags, "--help", "--version"}
-            or not (is_key or has_keys)
-        ):
+        if not re.fullmatch(r"--\w[\w.-]*", name) or name in {*options, "--help"}:
             kept.append(word)
+            if word == "--":  # only arguments follow
+                return kept + rest, mistakes
             continue
-        following = words[i] if i < len(words) else ""
+        following = rest[0] if rest else ""
         if not equals and following and not following.startswith("-") and "=" not in following:
-            value = following
-            i += 1
-        value = value or "VALUE"
-        if is_key:
-            mistakes.append(f"{name}: write config keys without dashes: {name[2:]}={value}")
+            value = rest.pop(0)
+        if "." in name:
+            key = f"{name[2:]}={value or 'VALUE'}"
+            mistakes.append(f"{name}: write config keys without dashes: {key}")
         else:
-            mistakes.append(f"no option {name}. {_advice(name, value, options)}")
-    if mistakes and not has_keys:
+            advice = _advice(name, value or "VALUE", command.name, options)
+            mistakes.append(f"no option {name}. {advice}")
+    if mistakes and "--config" not in options:
         raise ConfigError("\n".join(mistakes))
     return kept, mistakes
 
 
-def _advice(name: str, value: str, options: set[str]) -> str:
-    from agentrl.compat.verl.keys import RENAMED
+def _advice(name: str, value: str, command: str, options: set[str]) -> str:
+    """Return what to write instead of an option that a command does not have."""
     from agentrl.config import FIELDS
     from agentrl.config.load import flag_of
+    from agentrl.config.sources import keys_named
 
     word = name.removeprefix("--").replace("-", "_")
-    ours: dict[str, list[str]] = {}
-    for key in FIELDS:
-        ours.setdefault(key.rpartition(".")[2], []).append(key)
-    verls = {theirs.rpartition(".")[2]: [key] for theirs, key in RENAMED.items()}
-    known = {**verls, **{alias: [key] for alias, key in ALIASES.items()}, **ours}
-    keys = known.get(word, [])
+    flags = {key: flag for key in FIELDS if (flag := flag_of(key)) in options}
+    usable = FIELDS.keys() if "--config" in options else flags.keys()
+    if command == "sft":
+        from agentrl.trainer.sft import FLAG_OF_KEY as flags
+        from agentrl.trainer.sft import SFT_KEYS
+
+        usable = {*flags, *SFT_KEYS}
+    keys = [key for key in keys_named(word, FIELDS) if key in usable]
     if not keys and (close := difflib.get_close_matches(name, options, n=1, cutoff=0.75)):
         return f"Did you mean {close[0]}?"
     if not keys:
-        keys = [
-            key
-            for match in difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-            for key in known[match]
-        ]
-    if not keys:
+        keys = [key for key in keys_named(word, FIELDS, cutoff=0.75) if key in usable]
+    if keys:
+        texts = [f"{flags[key]} {value}" if key in flags else f"{key}={value}" for key in keys]
+        return f"Use {' or '.join(texts)}"
+    if "--config" in options:
         return "`--help` lists the options; docs/config.md lists the config keys"
-    texts = [
-        f"{flag_of(key)} {value}" if flag_of(key) in options else f"{key}={value}" for key in keys
-    ]
-    return f"Use {' or '.join(texts)}"
+    return f"Its options: {', '.join(sorted(options)) or 'none'}"

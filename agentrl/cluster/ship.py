@@ -75,9 +75,9 @@ class Shipment:
                 " file system that all machines see, at the same path"
             )
         for name in self.shelf:
-            registry.load_file(name)
+            registry.load_file_again(name)
         for path, contents in self.files:
-            registry.load_file(str(local_copy(Path(path), contents)))
+            registry.load_file_again(str(local_copy(Path(path), contents)))
         own_names = user_registrations()
         for kind, names in self.names.items():
             if missing_names := sorted(names - own_names.get(kind, frozenset())):

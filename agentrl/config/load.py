@@ -66,7 +66,7 @@ def read_config(
     mistakes = [*mistakes]
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
     settings = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
-    settings += [*translated, *read_overrides(overrides, mistakes)]
+    settings += [*translated, *read_overrides(overrides, mistakes, _allowed_of)]
     for path, value in (flags or {}).items():
         settings.append(Setting(path, value, flag_of(path) or "argument"))
     settings = _without_other_algorithm(settings)
@@ -130,6 +130,11 @@ def allowed(info: FieldInfo) -> str:
         if name in type(limit).__slots__
     ]
     return " ".join([kinds.get(info.annotation, "text"), " and ".join(limits)]).strip()
+
+
+def _allowed_of(path: str) -> str:
+    """Return the values that a key accepts in angle brackets; "" if there is no such key."""
+    return f"<{allowed(FIELDS[path])}>" if path in FIELDS else ""
 
 
 def description(info: FieldInfo) -> str:

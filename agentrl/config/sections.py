@@ -654,7 +654,9 @@ def contradictions(c: Config) -> Iterator[str]:
     if a.mini_batch_size > c.data.batch_size * c.rollout.n:
         yield (
             f"algorithm.mini_batch_size={a.mini_batch_size} is more than the rollouts of a batch:"
-            f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}"
+            f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}. Set it to 0 for"
+            " one optimizer step per batch. From a config of verl's, it is rollout.n times"
+            " actor_rollout_ref.actor.ppo_mini_batch_size (256 by default)"
         )
     if a.tis_mode == "mask" and a.tis_cap == 1:
         yield (

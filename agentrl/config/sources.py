@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,18 @@ def assignment(path: str, value: Any) -> str:
     return f"{path}={text.strip()}"
 
 
-def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
-    """Return the settings of texts `a.b.c=1`, in order; a leading `+` is ignored."""
+def read_overrides(
+    texts: Iterable[str],
+    mistakes: list[str],
+    allowed: Callable[[str], str] = lambda path: "",
+) -> list[Setting]:
+    """Return the settings of texts `a.b.c=1`, in order; a leading `+` is ignored.
+
+    Args:
+        texts: the texts.
+        mistakes: the list to which mistakes are appended.
+        allowed: returns the values that a key accepts, for messages, or "".
+    """
     settings = []
     for text in texts:
         path, equals, value = text.partition("=")
@@ -115,6 +125,12 @@ def read_overrides(texts: Iterable[str], mistakes: list[str]) -> list[Setting]:
             )
         elif not equals or not re.fullmatch(r"[^\s.=]+(\.[^\s.=]+)*", path):
             mistakes.append(f"{text!r} is not of the form section.key=value")
+        elif not value.strip():
+            # In a shell this is usually a variable that is not set.
+            mistakes.append(
+                f"{path}= has no value. Write {path}=null for the default, or"
+                f" {path}={allowed(path) or 'VALUE'}"
+            )
         else:
             settings.append(Setting(path, parse_value(value), "command line"))
     return settings
@@ -247,18 +263,82 @@ def verl_keys() -> Any:
     return importlib.import_module("agentrl.compat.verl.keys")
 
 
+ALIASES = {
+    "learning_rate": "optim.lr",
+    "per_device_train_batch_size": "data.batch_size",
+    "warmup_steps": "optim.lr_warmup_steps",
+    "gradient_clipping": "optim.max_grad_norm",
+    "max_tokens": "rollout.max_turn_tokens",
+    "max_new_tokens": "rollout.max_turn_tokens",
+    "group_size": "rollout.n",
+    "num_samples": "rollout.n",
+    "algo": "algorithm.name",
+    "loss_type": "algorithm.loss_agg_mode",
+    "scale_rewards": "algorithm.norm_adv_by_std",
+    "num_iterations": "algorithm.ppo_epochs",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "kl_coef": "algorithm.kl_loss_coef",
+    "reward_funcs": "reward.function",
+    "reward_fn": "reward.function",
+    "resume_from_checkpoint": "trainer.resume",
+    "epochs": "trainer.total_epochs",
+    "num_train_epochs": "trainer.total_epochs",
+    "steps": "trainer.total_steps",
+    "max_steps": "trainer.total_steps",
+    "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.keep",
+    "metric_for_best_model": "trainer.keep_best",
+    "early_stopping_patience": "trainer.patience",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.output",
+    "report_to": "trainer.logger",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "train_files": "data.train",
+    "val_files": "data.val",
+    "num_generations": "rollout.n",
+    "max_completion_length": "rollout.max_trajectory_tokens",
+    "max_response_length": "rollout.max_trajectory_tokens",
+    "beta": "algorithm.kl_loss_coef",
+    "lora_r": "model.lora_rank",
+    "gradient_checkpointing": "optim.recompute",
+    "gpus": "trainer.n_gpus_per_node",
+    "num_gpus": "trainer.n_gpus_per_node",
+}
+"""agentrl's key for common options of TRL, transformers and others. The table of verl's keys is in
+`agentrl.compat.verl`."""
+
+
+def keys_named(word: str, fields: Iterable[str], *, cutoff: float = 1.0) -> list[str]:
+    """Return agentrl's keys for a key's last part, as agentrl, verl, TRL or others spell it.
+
+    Args:
+        word: the last part, such as `learning_rate`.
+        fields: the dotted paths of all keys.
+        cutoff: how similar a name must be to `word`, as in `difflib.get_close_matches`.
+    """
+    ours: dict[str, list[str]] = {}
+    for key in fields:
+        ours.setdefault(key.rpartition(".")[2], []).append(key)
+    verls = {theirs.rpartition(".")[2]: [key] for theirs, key in verl_keys().RENAMED.items()}
+    known = {**verls, **{alias: [key] for alias, key in ALIASES.items()}, **ours}
+    if word in known:
+        return known[word]
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=cutoff) if cutoff < 1 else []
+    return [key for match in matches for key in known[match]]
+
+
 def _unknown_key(path: str, fields: Mapping[str, type]) -> str:
     if explanation := verl_keys().explain_key(
         path, [f for f, kind in fields.items() if kind is dict]
     ):
         return explanation
     section, _, leaf = path.rpartition(".")
-    close = [f for f in fields if f.rpartition(".")[2] == leaf]
+    close = keys_named(leaf, fields)
     close += difflib.get_close_matches(path, fields, n=1, cutoff=0.75)
-    if not close:
-        leaves = {f.rpartition(".")[2]: f for f in fields}
-        close = [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
-    if close:
+    if close := close or keys_named(leaf, fields, cutoff=0.75):
         return f"unknown key. Did you mean {' or '.join(dict.fromkeys(close))}?"
     keys = [f for f in fields if f.startswith(f"{section}.")]
     if section and keys:

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
-from agentrl.errors import DataError, EpisodeOver, RegistryError, UserCodeError, user_code
+from agentrl.errors import (
+    DataError,
+    EpisodeOver,
+    RegistryError,
+    UserCodeError,
+    missing_await,
+    user_code,
+)
 from agentrl.http.chat import Chat
 from agentrl.http.pool import TimeLimit
 from agentrl.registry import interactions
@@ -208,9 +215,14 @@ async def respond(
         raise UserCodeError(
             f"{label}: respond returned {reply!r} ({type(reply).__name__});"
             " it must return Reply(content, score=0.0, done=False), or None to end the conversation"
+            f"{missing_await(reply)}"
         )
     if not isinstance(reply.content, str):
-        raise UserCodeError(f"{label}: the content of {reply!r} must be a string")
+        raise UserCodeError(
+            f"{label}: the content of {reply!r} must be a string{missing_await(reply.content)}"
+        )
     if not isinstance(reply.score, Real) or not math.isfinite(reply.score):
-        raise UserCodeError(f"{label}: the score of {reply!r} must be a finite number")
+        raise UserCodeError(
+            f"{label}: the score of {reply!r} must be a finite number{missing_await(reply.score)}"
+        )
     return reply

@@ -22,7 +22,14 @@ from itertools import pairwise
 from typing import Any, SupportsFloat, TypeVar
 
 from agentrl.config import RewardConfig
-from agentrl.errors import ConfigError, RegistryError, UserCodeError, UserError, user_code
+from agentrl.errors import (
+    ConfigError,
+    RegistryError,
+    UserCodeError,
+    UserError,
+    missing_await,
+    user_code,
+)
 from agentrl.registry import rewards
 from agentrl.rewards.executor import RewardExecutor, RewardTimeout
 from agentrl.signatures import find_argument_problems, identify
@@ -162,6 +169,13 @@ class Grader:
                 f"its {' and '.join(genrm)} would be those of verl's generative reward model"
                 " (genrm), which agentrl does not serve. Ask a judge instead (docs/rewards.md)"
             ]
+        elif "completions" in parameters and not options.group:
+            problems = [
+                f"its parameters are ({', '.join(parameters)}), as those of TRL's rewards. agentrl"
+                " calls a reward once for each rollout: def NAME(trajectory) -> float, in which"
+                " trajectory.final_text is the completion and trajectory.sample the row"
+                " (docs/trl.md)"
+            ]
         elif self.is_compute_score and not options.group:
             problems = find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
         elif kinds and kinds[0] in POSITIONAL:
@@ -227,7 +241,7 @@ class Grader:
         if len(scores) != len(trajectories):
             raise UserCodeError(
                 f"{label} returned {returned!r:.200}: it must return one score for each of the"
-                f" {len(trajectories)} trajectories"
+                f" {len(trajectories)} trajectories{missing_await(returned)}"
             )
         return [parse_score(label, score) for score in scores]
 
@@ -289,7 +303,7 @@ def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
     if not math.isfinite(number):
         raise UserCodeError(
             f"{label} returned {score!r} ({type(score).__name__}); it must be a finite number,"
-            ' or a mapping with one under "score"'
+            f' or a mapping with one under "score"{missing_await(score)}'
         )
     return number, {k: v for k, v in metrics.items() if math.isfinite(v)}
 

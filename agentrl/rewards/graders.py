@@ -100,12 +100,14 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
-        loaded = vars(load_file(path))
-        functions = {k: v for k, v in loaded.items() if callable(v) and not k.startswith("_")}
+        module = load_file(path)
+        functions = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
         if attribute not in functions:
+            # An imported function can be named too, but most imports are not rewards.
+            own = [k for k, v in functions.items() if v.__module__ == module.__name__]
             raise ConfigError(
-                f"{key}: no function {attribute!r} in {path}."
-                f"{did_you_mean(attribute, functions)} It has: {', '.join(functions) or 'none'}"
+                f"{key}: no function {attribute!r} in {path}.{did_you_mean(attribute, functions)}"
+                f" It defines: {', '.join(own) or 'none'}"
             )
         return functions[attribute]
     if name.endswith(".py"):

@@ -55,9 +55,9 @@ def receive(channel: BinaryIO) -> bytes:
 def _find_function(file: str, module: str, name: str) -> Callable[..., Any]:
     import importlib
 
-    from agentrl.registry import load_file
+    from agentrl.registry import load_file_again
 
-    target: Any = load_file(file) if file else importlib.import_module(module)
+    target: Any = load_file_again(file) if file else importlib.import_module(module)
     for part in name.split("."):
         target = getattr(target, part)
     return target

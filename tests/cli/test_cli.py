@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from agentrl import __version__, load_config
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
-from agentrl.cli.options import ALIASES
 from agentrl.cli.session import _silence_training_warnings
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
+from agentrl.config.sources import ALIASES
 from agentrl.trainer.console import next_commands
 
 ROW = {
@@ -91,11 +91,65 @@ def test_the_keys_of_aliases_exist():
     assert set(ALIASES.values()) <= FIELDS.keys()
 
 
-def test_a_command_without_keys_leaves_unknown_options_to_click(run_cli, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["init", "--frobnicate"])
-    assert ended.value.code == 2 and "No such option: --frobnicate" in capsys.readouterr().err
-    assert "write config keys without dashes: optim.lr=1" in run_cli("sft", "--optim.lr", "1")[1]
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("init --tempalte game", "no option --tempalte. Did you mean --template?"),
+        ("doctor --quiet", "no option --quiet. Its options: --output, --sandbox"),
+        ("tools serve --prot 3", "no option --prot. Did you mean --port?"),
+        ("sft --learning-rate=1", "no option --learning-rate. Use --lr 1"),
+        ("sft --seed 1 --recompute", "no option --recompute. Use optim.recompute=VALUE"),
+        ("sft --optim.lr 1", "write config keys without dashes: optim.lr=1"),
+    ],
+)
+def test_unknown_options_of_commands_without_a_config(run_cli, words, advice):
+    assert f"{advice}\n" in run_cli(*words.split())[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("rows.jsonl", ["rows.jsonl is a file of rows: use --dataset rows.jsonl"]),
+        ("env.py", ["env.py is a file with code: use --file env.py", "no such file: env.py"]),
+        ("optim.lr=1 run.yaml", ["run.yaml: use --config run.yaml for agentrl's keys"]),
+        ("tiny", ["tiny is a model: use --model tiny"]),
+        ("optim.lr 1e-5", ["optim.lr 1e-5: write it without spaces: optim.lr=1e-5"]),
+        ("optim.lr = x", ["optim.lr = x: write it without spaces: optim.lr=x", "a number > 0"]),
+        ("optim.lr= 1", ["optim.lr= 1: write it without spaces: optim.lr=1"]),
+        ("optim.lr=", ["optim.lr= has no value. Write optim.lr=null for the default, or"
+                       " optim.lr=<a number > 0>"]),
+        ("rollout.n= optim.lr=", ["rollout.n= has no value", "optim.lr= has no value"]),
+        ("optim.learning_rate=1", ["unknown key. Did you mean optim.lr?"]),
+        ("trainer.num_train_epochs=1", ["unknown key. Did you mean trainer.total_epochs?"]),
+        ("data.per_device_train_batch_size=1", ["unknown key. Did you mean data.batch_size?"]),
+        ("algorithm.name=GRPO", ["Did you mean 'grpo'?"]),
+    ],
+)  # fmt: skip
+def test_a_word_in_the_wrong_place_or_spelling_names_the_right_one(run_cli, words, advice):
+    _, err = run_cli("train", *words.split())
+    assert err.count("error:") == 1
+    for text in advice:
+        assert text in err
+    is_dataset, is_model = "--dataset rows" in err, "--model tiny" in err
+    assert ("no rows:" in err) != is_dataset and ("no model:" in err) != is_model
+
+
+def test_a_file_that_does_not_load_causes_no_second_mistake(run_cli, tmp_path, monkeypatch, rows):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_env.py").touch()
+    (tmp_path / "raises.py").write_text("1 / 0")
+    files = ["-f", "my_evn.py", "-f", ".", "-f", "rows.jsonl", "-f", "raises.py"]
+    words = ["--dataset", rows, "--val-dataset", "none.jsonl", "--model", "tiny", *files]
+    _, err = run_cli("check", *words, "reward.function=exact")
+    lines = err.splitlines()
+    assert [line.partition("(")[0] for line in lines] == [
+        "error: no such file: my_evn.py ",
+        ". is a folder. Its files: my_env.py, raises.py",
+        "rows.jsonl is neither a Python file ",
+        "raises.py:1 cannot be loaded: ZeroDivisionError: division by zero",
+        "no such file: none.jsonl ",
+    ]
+    assert "Did you mean 'my_env.py'?" in lines[0] and "use --dataset rows.jsonl" in lines[2]
 
 
 def test_mistakes_of_all_kinds_are_one_message(run_cli, tmp_path):
@@ -103,11 +157,11 @@ def test_mistakes_of_all_kinds_are_one_message(run_cli, tmp_path):
     rows.write_text(json.dumps({**ROW, "tools": ["calculater"]}))
     _, err = run_cli(
         "check", "--lr", "1", "optim.lrr=1", "data.batch_size=0", "--dataset", "missing.jsonl",
-        "--val-dataset", str(rows), "-f", "missing.py", "--model", "./missing",
+        "--val-dataset", str(rows), "--model", "./missing",
     )  # fmt: skip
     for part in (
-        "7 mistakes", "--lr", "optim.lrr", "data.batch_size=0", "no such file: missing.jsonl",
-        "no such file: missing.py", "no model folder at ./missing", "no tool named 'calculater'",
+        "6 mistakes", "--lr", "optim.lrr", "data.batch_size=0", "no such file: missing.jsonl",
+        "no model folder at ./missing", "no tool named 'calculater'",
     ):  # fmt: skip
         assert part in err, part
     assert err.count("error:") == 1

@@ -134,6 +134,15 @@ def test_a_key_of_agentrls_also_counts_where_a_value_is_computed_from_it(tmp_pat
     assert (config.rollout.n, config.algorithm.mini_batch_size) == (2, 128)
 
 
+def test_mini_batches_larger_than_the_batch_name_verls_key(tmp_path):
+    done = translated(
+        tmp_path, MULTI_TURN.replace("    ppo_mini_batch_size: 64\n", ""), "rollout.n=2"
+    )
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size \(256 by default\)"):
+        config_of(done, overrides=["data.batch_size=8"])
+    config_of(done, overrides=["data.batch_size=8", "algorithm.mini_batch_size=0"])
+
+
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [

@@ -97,7 +97,7 @@ def test_later_layers_win(tmp_path):
         ),
         ("rollout.budget_policy.turns=0.5", "rollout.budget_policy", {"turns": 0.5}),
         ("reward.kwargs.format_score=1e-1", "reward.kwargs", {"format_score": 0.1}),
-        ("reward.kwargs.name=", "reward.kwargs", {"name": None}),
+        ("reward.kwargs.name=null", "reward.kwargs", {"name": None}),
         (
             "model.template_kwargs.enable_thinking=false",
             "model.template_kwargs",
@@ -114,7 +114,7 @@ def test_overrides(override, path, value):
 
 
 def test_null_and_an_empty_value_restore_the_default():
-    config = load_config(None, ["rollout.n=4", "rollout.n=null", "data.val=x", "data.val="])
+    config = load_config(None, ["rollout.n=4", "rollout.n=null", "data.val=x", "data.val=null"])
     assert config.rollout.n == 8 and config.data.val == ""
     assert load_config(None, [], {"rollout.n": None}).rollout.n == 8
 

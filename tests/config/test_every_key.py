@@ -159,7 +159,7 @@ CHANGES = {
     "reward.function": ("length_of_answer", []),
     "reward.functions": (
         "{{spread_of_letters: 1, length_of_answer: 0.5}}",
-        ["reward.function="],
+        ["reward.function=null"],
     ),
     "reward.kwargs": ("{{scale: 3}}", []),
     "reward.outcome_weight": ("2", []),

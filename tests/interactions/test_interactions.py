@@ -269,6 +269,13 @@ async def test_wrong_return_values_are_user_code_errors(what, says):
         await hear(Saying(what), "hello")
 
 
+@pytest.mark.parametrize("wrap", [lambda c: c, Reply, lambda c: Reply("x", c)])
+async def test_a_coroutine_in_a_reply_says_await(wrap, recwarn):
+    with pytest.raises(UserCodeError, match=r"Write `await` before the call"):
+        await hear(Saying(wrap(Silent().close())), "hello")
+    assert not recwarn  # "was never awaited" would be a second message
+
+
 async def test_a_machine_that_is_down_stays_infrastructure():
     with pytest.raises(EngineError):
         await hear(Saying(EngineError("judge is down")), "hello")

@@ -216,6 +216,14 @@ def no_parameters():
     return 1.0
 
 
+def trls(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def trls_keywords(*, completions, answer, **kwargs):
+    return [0.0 for _ in completions]
+
+
 def keyword_only(*, bonus):
     return bonus
 
@@ -233,6 +241,8 @@ def demanding(trajectory, threshold):
         (by_solution, {"solution_str": "x"}, "argument 'solution_str' is passed by agentrl"),
         (no_parameters, {}, "its parameters are (), but it must take the trajectory first, or"),
         (keyword_only, {}, "its parameters are (bonus), but it must take the trajectory first"),
+        (trls, {}, "(prompts, completions, kwargs), as those of TRL's rewards"),
+        (trls_keywords, {}, "def NAME(trajectory) -> float"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(registered, function, kwargs, says):
@@ -338,6 +348,21 @@ def graded(returned: Any) -> Scored:
     grader = Grader("mine", returning)
     value, metrics = asyncio.run(grader.grade(make_trajectory(("assistant", "x"))))
     return Scored(make_trajectory(), {}, value, metrics)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: {"score": asyncio.sleep(0)},
+        lambda t: asyncio.sleep(0, asyncio.sleep(0)),
+        lambda t: 1.0 + asyncio.sleep(0),
+        lambda t: asyncio.sleep(0).score,
+    ],
+)
+def test_a_coroutine_instead_of_a_score_says_await(function):
+    grader = Grader("mine", function)
+    with pytest.raises(UserCodeError, match=r"coroutine.*Write `await` before the call"):
+        asyncio.run(grader.grade(make_trajectory(("assistant", "x"))))
 
 
 @pytest.mark.parametrize(

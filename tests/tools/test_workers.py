@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl import registry
 from agentrl.agent_loops.attempt import Runtime
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config, load_config
@@ -122,6 +123,18 @@ def test_the_worker_of_an_episode():
     assert all(900 < n < 1100 for n in shares.values())
     assert ShardInfo().other_port("a") == 0
     assert [ShardInfo((10, 11, 12), n).other_port("a") for n in range(3)] == [0, 10, 10]
+
+
+@pytest.mark.parametrize("is_loaded_here", [True, False])
+def test_warnings_about_a_file_are_printed_once(tmp_path, caplog, is_loaded_here):
+    path = tmp_path / "undocumented.py"
+    path.write_text("from agentrl import tool\n@tool\ndef bare(x: int) -> int:\n    return x\n")
+    with registry.tools.isolated(keep=[]):
+        if is_loaded_here:
+            registry.load_file(str(path))
+        with serve_in_background([str(path)], workers=2).handle:
+            pass
+    assert caplog.text.count("'bare' has no docstring") == 1
 
 
 async def test_episodes_stay_with_their_worker_and_a_killed_worker_is_restarted(file, caplog):

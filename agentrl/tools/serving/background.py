@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import ToolServerError, UserError
-from agentrl.registry import load_file
+from agentrl.registry import load_file, load_file_again, tools
 from agentrl.sandbox import configure
 from agentrl.tools.serving.bind import bind, url_of
 from agentrl.tools.session import MAX_CALLS, ShardInfo
@@ -105,7 +105,11 @@ class Workers:
     """All processes of a server."""
 
     def __init__(self, settings: Mapping[str, Any], bound: Sequence[socket.socket]):
-        self._workers = [Worker({**settings, "number": i}, s) for i, s in enumerate(bound)]
+        is_loaded_here = bool(tools.user_names())
+        self._workers = [
+            Worker({**settings, "number": i, "is_first_to_load": not (is_loaded_here or i)}, s)
+            for i, s in enumerate(bound)
+        ]
         try:
             for worker in self._workers:
                 worker.wait_until_it_serves()
@@ -259,8 +263,9 @@ def main() -> None:
 
     try:
         configure(SandboxConfig.model_validate(settings["sandbox"]))
+        load = load_file if settings["is_first_to_load"] else load_file_again
         for name in settings["files"]:
-            load_file(name)
+            load(name)
         server = ToolServer(
             "",
             0,
