@@ -320,15 +320,15 @@ def test_a_function_in_a_file(file):
         ("gsm8", "no reward named 'gsm8'. Did you mean 'gsm8k'?"),
         ("{path}", "must name its function: "),
         ("{path}:compute_scor", "no function 'compute_scor' in"),
-        ("{path}:compute_scor", "Did you mean 'compute_score'? It has: compute_score"),
+        ("{path}:compute_scor", "Did you mean 'compute_score'? It defines: compute_score"),
         ("nowhere.py:f", "no such file: nowhere.py"),
     ],
 )
 def test_a_reward_that_is_not_there(file, function, says):
-    path = file("def compute_score(solution_str):\n    return 0.0\n")
+    path = file("from json import dumps\ndef compute_score(solution_str):\n    return 0.0\n")
     with pytest.raises(UserError) as caught:
         make_scorer(RewardConfig(function=function.format(path=path)))
-    assert says in str(caught.value)
+    assert says in str(caught.value) and "dumps" not in str(caught.value)
 
 
 def test_a_decorator_without_a_name_says_so():
@@ -359,6 +359,7 @@ def graded(returned: Any) -> Scored:
         lambda t: asyncio.sleep(0).score,
     ],
 )
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_coroutine_instead_of_a_score_says_await(function):
     grader = Grader("mine", function)
     with pytest.raises(UserCodeError, match=r"coroutine.*Write `await` before the call"):
