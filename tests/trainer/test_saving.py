@@ -234,6 +234,35 @@ def test_each_part_of_a_step_is_timed(start, tmp_path):
     assert 0 < sum(data[f"timing_s/{part}"] for part in parts) <= data["timing_s/step"]
 
 
+def test_trajectories_are_written_during_the_update_and_before_the_checkpoint(
+    start, tmp_path, monkeypatch
+):
+    """A file is written only when the update of its step has begun; a checkpoint waits for it."""
+    updating = {step: threading.Event() for step in range(1, 5)}
+    real_write, real_update = TrajectoryStore.write, trainer_module.Learner.update
+    real_save, saved = trainer_module.save_checkpoint, []
+
+    def write(self, step, groups, split="train"):
+        if split == "train":
+            assert updating[step].wait(60)
+            time.sleep(0.1)
+        return real_write(self, step, groups, split)
+
+    def update(self, batch, targets, step, *args, **kwargs):
+        updating[step].set()
+        return real_update(self, batch, targets, step, *args, **kwargs)
+
+    def save(root, step, *args, **kwargs):
+        saved.append([name for name in shards(root) if name.startswith("train")])
+        return real_save(root, step, *args, **kwargs)
+
+    monkeypatch.setattr(TrajectoryStore, "write", write)
+    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(trainer_module, "save_checkpoint", save)
+    start(tmp_path, "trainer.save_freq=2", "trainer.test_freq=0")
+    assert saved == [["train-1", "train-2"], [f"train-{step}" for step in range(1, 5)]]
+
+
 def fill_disk_at(monkeypatch, name, wait=lambda: None):
     """Let the file of this name meet a full disk, when `wait` has returned."""
     real = TrajectoryStore.write
