@@ -277,6 +277,7 @@ class Trainer:
             metrics = self._validate()
             self.tracker.log(self.global_step, metrics)
             self.best.add(self.global_step, metrics)
+            self._write_curve()
         while self.global_step < self.total_steps and not self.best.is_over:
             self.interrupt.check()
             self._complete(self._advance())
@@ -308,6 +309,8 @@ class Trainer:
         self.tracker.log(step, metrics)
         self.dead_steps.add(step, metrics)
         self._unfinished = None
+        if validates:
+            self._write_curve()
         self.console.step(step, self.total_steps, metrics)
         self._save_if_due(validates, is_best, last or self.best.is_over, metrics)
 
@@ -355,6 +358,9 @@ class Trainer:
             failure += f"{e}\n"
         except (KeyboardInterrupt, Terminated, Exception) as e:
             failure += f"the step could not be saved: {type(e).__name__}: {e}\n"
+        if not self.interrupt.is_urgent:
+            with suppress(KeyboardInterrupt, Terminated):
+                self._write_curve()
         try:
             saved = find_checkpoint(self.folder, "auto")
         except (KeyboardInterrupt, Terminated, Exception) as e:

@@ -80,6 +80,8 @@ def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, m
     real, calls = trainer_module.evaluate, []
 
     def evaluate(*args):
+        # The curve is drawn after each validation.
+        assert (tmp_path / "curve.svg").exists() == bool(calls)
         calls.append(1)
         if len(calls) == 1 + call:
             interrupt()
@@ -105,6 +107,8 @@ def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("global_step_*"))[-1].endswith("3")
+    curve = (tmp_path / "curve.svg").read_text()
+    assert f">{tmp_path.name}<" in curve and "training (thick: mean of 3 steps)" in curve
     start(tmp_path)
     assert record(tmp_path) == straight
 
