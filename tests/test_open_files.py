@@ -293,16 +293,16 @@ def run_that_leaks(folder: Path, model: Path, **environment: str):
 
 
 def test_a_run_without_descriptors_saves_and_says_why(tmp_path, random_model):
-    """The second step's trajectories cannot be written; the first step is not lost."""
+    """The second step's trajectories cannot be written; the step is not lost."""
     output = run_that_leaks(tmp_path, random_model)
-    assert "saved after step 1; the same command resumes from there" in output
-    assert (tmp_path / "run" / "global_step_00000001" / "meta.json").exists()
+    assert "saved after step 2; the same command resumes from there" in output
+    assert (tmp_path / "run" / "global_step_00000002" / "meta.json").exists()
 
 
 def test_if_nothing_can_be_saved_the_cause_is_reported(tmp_path, random_model):
     """A thread takes the descriptors that become free, unless the checkpoint is quicker."""
     output = run_that_leaks(tmp_path, random_model, TAKE_WITHOUT_END="1")
-    outcomes = ("saved after step 1", "could not be saved", "cannot be read", "nothing was saved")
+    outcomes = ("saved after step 2", "could not be saved", "cannot be read", "nothing was saved")
     at = [output.rindex(outcome) for outcome in outcomes if outcome in output]
     assert at and output.index("cannot write the trajectories") < min(at)
 
