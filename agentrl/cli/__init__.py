@@ -16,6 +16,7 @@ from agentrl import __version__
 from agentrl.cli import (
     check,
     check_template,
+    data,
     doctor,
     evaluate,
     export,
@@ -47,6 +48,7 @@ app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
+app.add_typer(data.app, name="data")
 
 
 def _print_version(is_set: bool) -> None:

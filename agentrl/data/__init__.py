@@ -1,6 +1,7 @@
 """Dataset rows: read .parquet and .jsonl files, check the rows, and order them for training."""
 
 from agentrl.data.check import check_samples, load_checked
+from agentrl.data.convert import convert_rows
 from agentrl.data.dataset import (
     Kind,
     Rows,
@@ -25,6 +26,7 @@ __all__ = [
     "RowOrder",
     "Rows",
     "check_samples",
+    "convert_rows",
     "describe_row",
     "draw",
     "find_kinds",
