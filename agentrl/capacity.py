@@ -17,6 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.open_files import RESERVED
 from agentrl.plan import Plan, rewards_with_programs
+from agentrl.plural import plural
 from agentrl.tools import Tool
 from agentrl.tools.descriptors import (
     FILES_OF_WORKER,
@@ -66,7 +67,8 @@ def check_open_files(plan: Plan) -> None:
     if need.total <= limit:
         return
     parts = [
-        f"{need.connections} for connections ({load.rollouts} rollouts at once: {load.formula})"
+        f"{need.connections} for connections ({plural(load.rollouts, 'rollout')} at once:"
+        f" {load.formula})"
     ]
     if need.opened_by_tools:
         parts.append(f"{need.opened_by_tools} for files that tools open")
@@ -81,7 +83,7 @@ def check_open_files(plan: Plan) -> None:
         range(1, load.rollouts), limit, key=lambda n: _largest_need(plan, n, config).total
     )
     if max_rollouts:
-        advice.append(f"play fewer than {max_rollouts + 1} rollouts at once ({load.keys})")
+        advice.append(f"play at most {plural(max_rollouts, 'rollout')} at once ({load.keys})")
     fewest_slots = config.model_copy(update={"slots": 1})
     if _largest_need(plan, load.rollouts, fewest_slots).total <= limit:
         advice.append("lower sandbox.slots")
@@ -99,14 +101,14 @@ def shared_connections(plan: Plan) -> str:
         return ""
     available = limit - RESERVED - _needs(plan, load.rollouts, plan.config.sandbox)[0].programs
     if load.rollouts > available:
-        limits = f"{available} connections (hard limit of `ulimit -n`: {limit})"
+        limits = f"{plural(available, 'connection')} (hard limit of `ulimit -n`: {limit})"
     elif load.rollouts > MAX_CONNECTIONS_TO_SERVER:
         limits = f"at most {MAX_CONNECTIONS_TO_SERVER} connections to each server"
     else:
         return ""
     return (
-        f"{load.rollouts} rollouts at once ({load.formula}) share {limits}. Requests wait for a"
-        " free connection; this wait does not count against time limits"
+        f"{plural(load.rollouts, 'rollout')} at once ({load.formula}) share {limits}. Requests wait"
+        " for a free connection; this wait does not count against time limits"
     )
 
 
@@ -122,7 +124,7 @@ def _load(plan: Plan) -> _Load:
         loads.append(_Load(size * n, formula, f"data.{key} or rollout.n"))
     if plan.val:
         rows = len(plan.val)
-        formula = f"{rows} rows of {file_names(c.data.val)} x val.n={c.val.n}"
+        formula = f"{plural(rows, 'row')} of {file_names(c.data.val)} x val.n={c.val.n}"
         loads.append(_Load(rows * c.val.n, formula, "val.n, or fewer rows to validate on"))
     return max(loads)
 

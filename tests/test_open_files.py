@@ -188,7 +188,7 @@ def test_the_advice_has_an_effect(limit):
     limit(here + 100)
     message = refusal(plan_of(remote))
     assert "the run needs 392:" in message and "sandbox.slots" not in message
-    assert "play fewer than 101 rollouts at once (data.batch_size or rollout.n)" in message
+    assert "play at most 100 rollouts at once (data.batch_size or rollout.n)" in message
     few = {**remote, "rollout": {"name": "sglang", "n": 2}}
     capacity.check_open_files(plan_of({**few, "data": {**BIG["data"], "batch_size": 50}}))
     refusal(plan_of({**few, "data": {**BIG["data"], "batch_size": 51}}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -104,7 +105,7 @@ def check_run(settings: Config) -> None:
     unchecked = [
         *_ask_servers(plan),
         *_check_gpus(plan, model, row_tokens),
-        *_list_unchecked(settings),
+        *_list_unchecked(plan),
     ]
     typer.echo("config keys that differ from the defaults:")
     for line in settings.diff():
@@ -179,13 +180,35 @@ def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[st
     return unknown
 
 
-def _list_unchecked(config: Config) -> list[str]:
-    """Return what `check` never does: load weights, start servers, join a cluster."""
+def _list_unchecked(plan: Plan) -> list[str]:
+    """Return what `check` never does: run user code, load weights, start servers or a cluster."""
+    from agentrl import registry
     from agentrl.engine.remote.launch import find_package
     from agentrl.errors import ConfigError
+    from agentrl.registry import is_shipped
 
+    config = plan.config
     r, t = config.rollout, config.trainer
-    unchecked = [f"weights of {config.model.path}: only its config and tokenizer were loaded"]
+    samples = [kind.sample for kind in plan.kinds]
+    used = {
+        "tool": (registry.tools, {name for s in samples for name in s.tools}),
+        "interaction": (registry.interactions, {s.interaction for s in samples}),
+        "agent loop": (registry.agent_loops, {s.agent_name for s in samples}),
+    }
+    code = [
+        f"{kind} {name}"
+        for kind, (entries, names) in used.items()
+        for name in sorted(names & {*entries.user_names()})
+        if not _is_on_shelf(entries.get(name))
+    ]
+    sources = {s.data_source for s in samples}
+    graders = [grader for source in sources for grader in plan.scorer.graders(source)]
+    code += sorted({f"reward {g.name}" for g in graders if not is_shipped(g.function)})
+    unchecked = []
+    if code:
+        words = "`agentrl play` with the same options calls them in an episode"
+        unchecked.append(f"what your code does when it is called ({', '.join(code)}): {words}")
+    unchecked.append(f"weights of {config.model.path}: only its config and tokenizer were loaded")
     if r.name != "local" and not r.urls:
         try:
             _, folder = find_package(r.name, r.python)
@@ -197,6 +220,16 @@ def _list_unchecked(config: Config) -> list[str]:
     if t.logger:
         unchecked.append(f"trackers: {', '.join(t.logger)}")
     return unchecked
+
+
+def _is_on_shelf(entry: Any) -> bool:
+    """Return whether an entry is a shipped tool, `shelf:NAME`."""
+    from pathlib import Path
+
+    from agentrl.registry import shelf_folder
+
+    module = sys.modules.get(getattr(entry, "target", entry).__module__)
+    return Path(getattr(module, "__file__", None) or "?").parent == shelf_folder()
 
 
 def print_notes(plan: Plan) -> None:

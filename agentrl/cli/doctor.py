@@ -88,7 +88,8 @@ def _packages() -> Iterator[Finding]:
             requirement = (
                 f"rollout.name={name} needs it in this environment, or in the one of rollout.python"
             )
-            yield Finding("missing", name, f"not installed here; {requirement}: pip install {name}")
+            text = f"not installed here; {requirement}: {install_command(name)}"
+            yield Finding("missing", name, text)
 
 
 def _devices() -> Iterator[Finding]:

@@ -11,6 +11,9 @@ import typer
 from agentrl.cli.options import Files, resolve_model
 from agentrl.plural import plural
 
+FEW_STEPS = 20
+"""With fewer steps, the default learning rates hardly change a model."""
+
 
 def sft(
     dataset: Annotated[str, typer.Option(help="Rows with conversations, .parquet or .jsonl.")],
@@ -90,7 +93,7 @@ def sft(
 
     from agentrl.chat import ChatTemplate
     from agentrl.cluster import open_placement
-    from agentrl.config import without_effect
+    from agentrl.config import TINY, without_effect
     from agentrl.trainer.sft import (
         ProgressPrinter,
         SFTLearner,
@@ -115,7 +118,16 @@ def sft(
         files=file or (),
         overrides=overrides or (),
     )
-    for note in without_effect(config):
+    notes = without_effect(config)
+    if steps < FEW_STEPS and lr is None:
+        advice = "--steps trains on the rows again, --lr sets the peak"
+        if model == TINY:
+            advice += f"; for {TINY}, --lr 1e-3 is a start"
+        notes.append(
+            f"{plural(steps, 'step')} with a peak learning rate of {config.optim.lr:g}: this"
+            f" changes the model very little. {advice}"
+        )
+    for note in notes:
         typer.echo(f"note: {note}", err=True)
     with open_placement(config) if config.trainer.spread else nullcontext() as placement:
         learner = SFTLearner(config, fresh=fresh, placement=placement)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.plural import plural
+
 if TYPE_CHECKING:
     from agentrl.tools import Tool
 
@@ -226,7 +228,7 @@ def _print_address(url: str, names: list[str], missing_token: str) -> None:
             f" tools. Set the environment variable {missing_token} to a token",
             err=True,
         )
-    typer.echo(f"{len(names)} tools at {url}: {', '.join(names)}")
+    typer.echo(f"{plural(len(names), 'tool')} at {url}: {', '.join(names)}")
     typer.echo(f"use them with: agentrl train ... tools.transport={url}")
 
 

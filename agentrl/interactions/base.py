@@ -55,12 +55,13 @@ class Interaction(ABC):
         @interaction("examiner")
         class Examiner(Interaction):
             def __init__(self, ground_truth: str):  # from the row's interaction_kwargs
-                self.ground_truth = ground_truth
+                self.ground_truth, self.tries = ground_truth, 3
 
             async def respond(self, messages):
-                if self.ground_truth in messages[-1].content:
+                if messages[-1].content.rpartition("####")[2].strip() == self.ground_truth:
                     return Reply("Right.", score=1.0, done=True)
-                return Reply("Not quite. Try again.")
+                self.tries -= 1
+                return Reply("Not quite. Try again.") if self.tries else None  # None: the end
 
     agentrl makes one object for each episode, and closes it at the end.
 

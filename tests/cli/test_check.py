@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from agentrl import registry
 from agentrl.cli import app
 from agentrl.trainer import memory
 
@@ -47,6 +48,39 @@ def unchecked(output: str) -> list[str]:
     _, title, lines = output.partition("all checks passed\nNot checked here:\n")
     assert title, output
     return [line.strip() for line in lines.splitlines()]
+
+
+USERS = """
+from agentrl import Interaction, Reply, interaction, reward, tool
+
+@tool
+def lookup(word: str) -> str:
+    "Look a word up."
+    raise AssertionError
+
+@interaction("pupil")
+class Pupil(Interaction):
+    async def respond(self, messages):
+        raise AssertionError
+
+@reward("mine")
+def mine(trajectory):
+    raise AssertionError
+"""
+
+
+def test_code_of_the_user_that_is_not_called_is_listed(check, gpus, tmp_path):
+    assert not any("your code" in line for line in unchecked(check("-f", "shelf:calculator")))
+    (tmp_path / "env.py").write_text(USERS)
+    row = {**ROW, "agent_name": "tool_agent", "tools": ["lookup", "calculator"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "interaction": "pupil"}))
+    files = ["-f", str(tmp_path / "env.py"), "-f", "shelf:calculator"]
+    with registry.interactions.isolated(), registry.tools.isolated(), registry.rewards.isolated():
+        lines = unchecked(check(*files, "reward.function=mine"))
+    assert (
+        "what your code does when it is called (tool lookup, interaction pupil, reward mine):"
+        " `agentrl play` with the same options calls them in an episode"
+    ) in lines
 
 
 def test_a_config_for_gpus_and_servers_on_a_machine_without(check, gpus):

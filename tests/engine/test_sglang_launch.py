@@ -148,8 +148,11 @@ def test_a_free_port_is_below_50000(monkeypatch):
         launch.free_port()
 
 
+NO_SGLANG = r"has no sglang\. Install .*\[sglang\].* rollout\.python .* rollout\.name=local"
+
+
 def test_a_python_without_sglang_is_named():
-    with pytest.raises(ConfigError, match=r"has no sglang\. Install .* rollout\.python"):
+    with pytest.raises(ConfigError, match=NO_SGLANG):
         SGLangLaunch("model", python=os.path.realpath("/usr/bin/env")).start()
     with pytest.raises(ConfigError, match=r"rollout\.python=/no/python: cannot run"):
         SGLangLaunch("model", python="/no/python").start()

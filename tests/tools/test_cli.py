@@ -117,7 +117,7 @@ def test_a_server_without_a_token_says_so_once(workers):
         env={k: v for k, v in os.environ.items() if k != "MY_TOKEN"},
     )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("1 tools at http://127.0.0.1:")
+    assert process.stdout.readline().startswith("1 tool at http://127.0.0.1:")
     process.terminate()
     _, errors = process.communicate(timeout=30)
     assert errors.count("needs no token") == errors.count("warning") == 1
@@ -137,7 +137,7 @@ def test_serve():
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("1 tools at http://127.0.0.1:")
+    assert line.startswith("1 tool at http://127.0.0.1:")
     url = line.split()[3].rstrip(":")
     assert fetch_json(url, "/tools", timeout=5)[0] == 401
     status, answer = fetch_json(url, "/tools", token="t", timeout=5)

@@ -367,7 +367,8 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
         tmp_path / "new",
     )
     assert run(*options, "--steps", 20, "--lr", 1e-2, *extra) == 0
-    output = capsys.readouterr().out
+    output, notes = capsys.readouterr()
+    assert "the model very little" not in notes
     assert "3 conversations" in output and "step 20/20" in output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     template = ChatTemplate(load_tokenizer(tmp_path / "new"))
@@ -376,6 +377,14 @@ def test_the_command_writes_a_folder_that_loads(base, tmp_path, monkeypatch, cap
     logits = model(input_ids=torch.tensor([list(e.ids)])).logits[0]
     before = score(imitator(base), [e])[0].exp()
     assert logits[answer - 1].softmax(-1)[ord("Y")] > before + 0.1
+
+
+def test_defaults_that_change_the_model_very_little_are_noted(base, tmp_path, capsys):
+    write_rows(tmp_path / "rows.parquet", [{"messages": TALK}] * 3)
+    words = ["--dataset", tmp_path / "rows.parquet", "--model", base, "--output", tmp_path / "new"]
+    assert run(*words) == 0
+    note = "note: 1 step with a peak learning rate of 1e-05: this changes the model very little"
+    assert note in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

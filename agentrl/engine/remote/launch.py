@@ -27,6 +27,7 @@ from typing import ClassVar, Literal, Protocol
 from agentrl.engine.remote import guard
 from agentrl.errors import ConfigError, EngineDead, EngineError
 from agentrl.http import fetch
+from agentrl.installation import install_command
 from agentrl.workers import parent_watch
 from agentrl.workers.child_process import OUTPUT_GRACE_SECONDS, ChildProcess
 
@@ -222,9 +223,9 @@ def find_package(package: str, python: str) -> tuple[str, Path]:
         raise ConfigError(f"rollout.python={python}: cannot run {path}: {e}") from None
     if completed.returncode:
         raise ConfigError(
-            f"rollout.name={package}: {path} has no {package}. Install it there ({path} -m pip"
-            f" install {package}), or set rollout.python to the Python of an environment that has"
-            " it"
+            f"rollout.name={package}: {path} has no {package}. Install it there ({path} -m"
+            f" {install_command(package)}), set rollout.python to the Python of an environment that"
+            " has it, or use rollout.name=local (for CPUs and small models)"
         )
     return path, Path(completed.stdout.strip())
 
