@@ -181,8 +181,9 @@ def test_config_keys_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_read_by_their_own_parsers(page, reader, monkeypatch):
     """No option is unknown, no key contradicts another one, and each key does something."""
-    # The models of the pages need not exist.
+    # The models and files of the pages need not exist.
     monkeypatch.setattr("agentrl.cli.options.resolve_model", lambda path, say: path)
+    monkeypatch.setattr("agentrl.registry.load_file", lambda name: None)
     for block in blocks(page, "bash"):
         checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert not checked.stderr, f"{page}: {checked.stderr}"
