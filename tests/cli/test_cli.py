@@ -10,16 +10,21 @@ import sys
 
 import pytest
 import typer
+from support.trajectories import make_trajectory
 from typer.testing import CliRunner
 
 from agentrl import __version__, load_config
+from agentrl.chat import ChatTemplate
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
+from agentrl.cli.play import transcript
 from agentrl.cli.session import _silence_training_warnings
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.config.sources import ALIASES
+from agentrl.testing import byte_tokenizer
 from agentrl.trainer.console import next_commands
+from agentrl.trajectory import Scored
 
 ROW = {
     "prompt": "How much is 3*4?",
@@ -392,3 +397,18 @@ def test_warnings_about_training_are_silenced_without_training(caplog):
         log.warning("one")
     log.warning("two")
     assert caplog.messages == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("turn_tokens", "stopped: rollout.max_turn_tokens"),
+        ("turns", "stopped: rollout.max_turns"),
+        ("done", "done"),
+    ],
+)
+def test_play_names_the_budget_that_ended_an_episode(reason, shown):
+    trajectory = make_trajectory(("assistant", "x"), stop_reason=reason)
+    scored = Scored(trajectory, {"outcome": 0.0}, 0.0, {})
+    template = ChatTemplate(byte_tokenizer())
+    assert f"── {shown} · 1 turn · " in transcript(scored, template)
