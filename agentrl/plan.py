@@ -66,6 +66,8 @@ log = logging.getLogger("agentrl")
 SHIPPED_LOOPS = ("single_turn", "tool_agent", "react")
 """The shipped loops. They add no user messages, except for react, whose tool results are user
 messages. A loop of the user may add user messages."""
+ANSWER_NAMES = ("answer", "solution", "label", "target", "final_answer", "expected_answer")
+"""Names of the column of ground truths in datasets of other projects."""
 CANARY_TOKENS = 256
 """The length in tokens of the canary: the row that engines score after each weight update."""
 MAX_COMPARE_SECONDS = 10.0
@@ -156,6 +158,7 @@ def make_plan(config: Config) -> Plan:
         for leak in find_leaks(samples(), _tools_text(), file, first):
             log.warning("%s", leak)
     plan = Plan(config, rows[0], rows[1], scorer)
+    _note_unread_answers(plan)
     sandbox.configure(config.sandbox)
     programs = _programs(plan)
     if programs and (problem := sandbox.probe(config.sandbox)):
@@ -164,6 +167,24 @@ def make_plan(config: Config) -> Plan:
             f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
         )
     return plan
+
+
+def _note_unread_answers(plan: Plan) -> None:
+    """Warn if no row has a ground truth, but a column has the name of one (TRL's rows)."""
+    for path, samples in plan.splits:
+        firsts = [kind.sample for kind in find_kinds(samples)]
+        if any(sample.ground_truth is not None for sample in firsts):
+            continue
+        names = {name for sample in firsts for name in sample.extra}
+        for name in [name for name in ANSWER_NAMES if name in names][:1]:
+            log.warning(
+                "%s: no row has a ground_truth. The column %r is in extra_info only. If rewards"
+                " need it as the ground truth, rename it:"
+                " agentrl data convert FILE OUTPUT --rename %s=ground_truth",
+                path,
+                name,
+                name,
+            )
 
 
 def find_problems(config: Config) -> list[str]:

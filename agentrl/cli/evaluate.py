@@ -67,7 +67,7 @@ def eval_(
         if model or dataset:
             raise UserError("--responses scores stored responses: leave out --model and --dataset")
         settings = read_config(
-            config, overrides, needs_model=False, dataset=str(responses), file=file
+            config, overrides, needs_model=False, dataset=[str(responses)], file=file
         )
         _score_stored(settings, str(responses), response_key, reward_model_key, output)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -28,16 +29,19 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="A YAML file of config keys.")
 ]
 Dataset = Annotated[
-    str | None, typer.Option(help="Rows to train on, .parquet or .jsonl (data.train).")
+    list[str] | None,
+    typer.Option(help="Rows to train on, .parquet or .jsonl (data.train). It may be repeated."),
 ]
 PlayedDataset = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--dataset",
         help="Rows to play, .parquet or .jsonl; default: data.val if set, else data.train.",
     ),
 ]
-ValDataset = Annotated[str | None, typer.Option(help="Rows to validate on (data.val).")]
+ValDataset = Annotated[
+    list[str] | None, typer.Option(help="Rows to validate on (data.val). It may be repeated.")
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -89,6 +93,9 @@ def read_config(
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
     overrides, meant, misplaced = _take_misplaced_words(overrides or [])
     flag_values = meant | {keys[name]: value for name, value in flags.items() if value}
+    for key in ("data.train", "data.val"):
+        if isinstance(files := flag_values.get(key), list):
+            flag_values[key] = _rows_of(files)
     known = [*unknown_options.get(), *misplaced]
     report = ""
     if verls := _verl_config(config, overrides):
@@ -119,6 +126,24 @@ def read_config(
         loaded, mistakes = load(preset=tiny_settings(loaded))
     _refuse_mistakes(loaded, mistakes, needs_model)
     return loaded
+
+
+def _rows_of(files: list[str]) -> Any:
+    """Return the value of `data.train` for the values of `--dataset`.
+
+    Each is a file, a glob, or a list with weights as the config has it:
+    `[{path: a.jsonl, weight: 2}, b.jsonl]`.
+    """
+    import yaml
+
+    rows: list[Any] = []
+    for file in files:
+        listed = None
+        if file.startswith("["):
+            with suppress(yaml.YAMLError):
+                listed = yaml.safe_load(file)
+        rows += listed if isinstance(listed, list) else [file]
+    return rows[0] if len(rows) == 1 and isinstance(rows[0], str) else rows
 
 
 _KEY = re.compile(r"\w+(\.\w+)+")
@@ -268,18 +293,18 @@ def with_model_folder(config: Config) -> Config:
 def read_config_to_play(
     config: Path | None,
     overrides: list[str] | None,
-    dataset: str | None,
+    dataset: list[str] | None,
     model: str | None,
     file: list[str] | None,
 ) -> Config:
-    """Read the config with one file of rows: `--dataset`, else data.val if set, else data.train.
+    """Read the config with the rows to play: `--dataset`, else data.val if set, else data.train.
 
     Raises:
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
     loaded = read_config(config, overrides, dataset=dataset, model=model, file=file)
-    path = dataset or loaded.data.val or loaded.data.train
-    data = loaded.data.model_copy(update={"train": path, "val": ""})
+    rows = loaded.data.train if dataset else loaded.data.val or loaded.data.train
+    data = loaded.data.model_copy(update={"train": rows, "val": ""})
     return loaded.model_copy(update={"data": data})
 
 

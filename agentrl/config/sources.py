@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,6 +53,10 @@ _Dumper.add_representer(
     lambda dumper, text: dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
     ),
+)
+
+_Dumper.add_multi_representer(
+    BaseModel, lambda dumper, section: dumper.represent_dict(section.model_dump())
 )
 
 

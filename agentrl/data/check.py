@@ -13,6 +13,8 @@ from agentrl.data.rows import COLUMN_NAMES, ColumnNames, Mistakes
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, find_argument_problems, merge_arguments
 from agentrl.trajectory import Sample
 
+PROMPT_NAMES = ("messages", "question", "problem", "query", "instruction", "input", "conversations")
+"""Names of the column of prompts in datasets of other projects."""
 Configured = Mapping[str, Mapping[str, Any]]
 """The config's `interaction.kwargs`: the arguments of interactions, by name."""
 
@@ -79,10 +81,18 @@ def _check_columns(rows: Rows, known: set[int], mistakes: Mistakes) -> set[int]:
         ):
             if name in found or not is_missing or name == "data_source":
                 continue
-            mistakes.add_all(indices, name, f"no column {name!r}; found: {', '.join(found)}")
+            hint = ""
+            if name == names.prompt:
+                hint = f". Name the column of the prompts: data.prompt_key={_prompt_column(found)}"
+            mistakes.add_all(indices, name, f"no column {name!r}; found: {', '.join(found)}{hint}")
             if name == names.prompt:
                 wrong.update(indices)
     return wrong
+
+
+def _prompt_column(columns: Sequence[str]) -> str:
+    """Return the column that most likely has the prompts, by its name."""
+    return next((name for name in PROMPT_NAMES if name in columns), "NAME")
 
 
 def _check_all(samples: Iterable[Sample], mistakes: Mistakes, configured: Configured) -> None:

@@ -146,3 +146,27 @@ def test_advice_that_would_fit(check, gpus, monkeypatch):
     assert "note: the estimate is at the limit of the GPU: optim.recompute=true" in check()
     needs[False] = 90
     assert "note: the estimate" not in check()
+
+
+def test_several_datasets_are_read_as_one(check, gpus, tmp_path):
+    (tmp_path / "more.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    more = tmp_path / "more.jsonl"
+    assert "3 rows" in check("--dataset", str(more))
+    weighted = check("--dataset", f"[{{path: {more}, weight: 2}}]")
+    assert "2 rows of" in weighted and "2 times per epoch" in weighted
+
+
+def test_rows_without_ground_truth_but_with_answers_are_noted(check, gpus, tmp_path, caplog):
+    """TRL's rows. A reward that reads `extra_info` needs nothing else, so it is no mistake."""
+    (tmp_path / "env.py").write_text(USERS)
+    options = ["-f", str(tmp_path / "env.py"), "reward.function=mine"]
+    with registry.interactions.isolated(), registry.tools.isolated(), registry.rewards.isolated():
+        for row, is_noted in (
+            ({"prompt": "How much is 3*4?", "answer": "12"}, True),
+            ({"prompt": "How much is 3*4?", "answer": "12", "ground_truth": "12"}, False),
+            ({"prompt": "How much is 3*4?", "difficulty": 2}, False),
+        ):
+            caplog.clear()
+            (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+            check(*options)
+            assert ("--rename answer=ground_truth" in caplog.text) == is_noted, row

@@ -363,8 +363,8 @@ def test_interpolations_are_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_MODEL", "some/model")
     text = (
         "actor_rollout_ref:\n  model: {path: '${oc.env:MY_MODEL}'}\n"
-        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', grad_clip: '${.optim.x}',"
-        " optim: {x: 2}}\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}',"
+        " grad_clip: '${.optim.num_cycles}', optim: {num_cycles: 2}}\n"
         "  rollout: {name: '${oc.env:NO_SUCH_ENGINE,sglang}', n: '${oc.select:no.such,4}'}\n"
         "data: {train_batch_size: 32, train_files: 'rows/${algorithm.adv_estimator}.parquet'}\n"
         "algorithm: {adv_estimator: grpo}\n"
@@ -375,6 +375,14 @@ def test_interpolations_are_resolved(tmp_path, monkeypatch):
     assert config.algorithm.mini_batch_size == 32 * 4
     assert config.optim.max_grad_norm == 2
     assert config.data.train == "rows/grpo.parquet"
+
+
+def test_an_unknown_key_of_the_optimizer_is_a_mistake(tmp_path):
+    """verl's own keys of FSDP, Megatron and VeOmni are known."""
+    known = "{lr: 1.0e-6, num_cycles: 0.5, total_training_steps: -1, lr_decay_style: linear}"
+    assert not translated(tmp_path, f"actor_rollout_ref: {{actor: {{optim: {known}}}}}\n").mistakes
+    done = translated(tmp_path, "actor_rollout_ref: {actor: {optim: {lr_scheduler: cosine}}}\n")
+    assert "lr_scheduler_type'?" in done.mistakes[0]
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_renames_and_defaults_apply_when_a_row_is_drawn(tmp_path, cached, home):
     assert refused(
         path
     ) == f"{path}: row 0, prompt: no column 'prompt'; found: question, kind, n" + (
-        " (and in 4 more rows)"
+        ". Name the column of the prompts: data.prompt_key=question (and in 4 more rows)"
     )
     assert "no column 'topic'; found: question, kind, n" in refused(
         path, names=ColumnNames("question", "topic")
