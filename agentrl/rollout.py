@@ -180,6 +180,8 @@ class Rollouts:
             for sample in waiting:
                 plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
                 ended.put((sample, await self._play_parts(plays, n)))
+                # A cancellation must arrive even if nothing in an episode waits.
+                await asyncio.sleep(0)
 
         async def play_all() -> None:
             try:
