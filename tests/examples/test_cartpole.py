@@ -171,6 +171,7 @@ class InThisProcess:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("shipped_registries")
 @pytest.mark.parametrize(
     "spread_over",
     ["objects", pytest.param("processes", marks=[pytest.mark.ray, pytest.mark.slow])],
@@ -235,6 +236,7 @@ def descendants(pid):
 
 @pytest.mark.slow
 @pytest.mark.learning
+@pytest.mark.usefixtures("shipped_registries")
 @pytest.mark.parametrize(
     ("name", "steps"), [("dqn", 30_000), ("dqn_workers", 30_000), ("ppo", 60_000)]
 )
