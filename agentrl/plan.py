@@ -127,8 +127,7 @@ def make_plan(config: Config) -> Plan:
     """
     if not config.data.train and not config.data.val:
         raise ConfigError("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
-    problems: list[str] = []
-    _load_files(config, problems)
+    problems = load_files(config)
     all_files_loaded = not problems
     for name, where in registry.interactions.replaced().items():
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
@@ -187,15 +186,27 @@ def _note_unread_answers(plan: Plan) -> None:
             )
 
 
-def find_problems(config: Config) -> list[str]:
-    """Return the mistakes in the user's files and rows that do not depend on other keys.
+def load_files(config: Config) -> list[str]:
+    """Load the user's files, and return the mistakes in them. A loaded file is not run again."""
+    problems: list[str] = []
+    for file in config.files:
+        _attempt(partial(registry.load_file, file), problems)
+    return problems
+
+
+def find_row_problems(config: Config, have_files_failed: bool) -> list[str]:
+    """Return the mistakes in the rows that do not depend on other keys.
 
     A command reports them together with the mistakes of a config that is not valid as a whole.
+
+    Args:
+        config: the config; its files were loaded.
+        have_files_failed: a file did not load. Mistakes of single rows are left out then, because a
+            row may use a name that the file would define.
     """
     problems: list[str] = []
-    _load_files(config, problems)
     _load_rows(config, problems)
-    return problems
+    return [p for p in problems if not have_files_failed or ": row " not in p]
 
 
 def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
@@ -205,11 +216,6 @@ def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
     except UserError as e:
         problems.append(str(e))
         return None
-
-
-def _load_files(config: Config, problems: list[str]) -> None:
-    for file in config.files:
-        _attempt(partial(registry.load_file, file), problems)
 
 
 def _load_rows(config: Config, problems: list[str]) -> list[Sequence[Sample]]:

@@ -322,15 +322,10 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     from agentrl.config import TINY
     from agentrl.config.load import refuse
     from agentrl.errors import ConfigError, UserError
-    from agentrl.registry import load_file
+    from agentrl.plan import find_row_problems, load_files
 
     problems = []
-    do_files_load = True
-    for file in config.files:
-        try:
-            load_file(file)
-        except UserError:  # `find_problems` reports it
-            do_files_load = False
+    file_problems = load_files(config)
     if not config.data.train and not config.data.val:
         problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not needs_model:
@@ -342,12 +337,9 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
             resolve_model(config.model.path, say=lambda _: None)
         except UserError as e:
             problems.append(str(e))
-    if not mistakes and not problems and do_files_load:
+    if not mistakes and not problems and not file_problems:
         return
-    from agentrl.plan import find_problems
-
-    # A row may use a name that a file would define, so rows are checked when all files load.
-    problems += [p for p in find_problems(config) if do_files_load or ": row " not in p]
+    problems += [*file_problems, *find_row_problems(config, bool(file_problems))]
     if not mistakes:
         raise ConfigError("\n".join(problems))
     refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])

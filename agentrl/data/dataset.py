@@ -52,7 +52,7 @@ class Kind:
 
     @property
     def has_system(self) -> bool:
-        """Whether the prompts have a system message."""
+        """True if the prompts have a system message."""
         return any(m.role == "system" for m in self.sample.prompt)
 
 

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     rows: list[Row]
     """The rows, decoded."""
     metadata: dict[bytes, bytes]
-    """What `decode` needs to know about the file."""
+    """The metadata of the file's schema, for `decode`."""
 
 
 def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:

@@ -107,7 +107,7 @@ class Mistakes:
 
     @property
     def rows(self) -> set[int]:
-        """The rows that have mistakes. The set is made anew at each call."""
+        """The rows that have mistakes. Each call computes the set again."""
         return {row for rows in self._rows.values() for row in rows}
 
     def raise_any(self) -> None:

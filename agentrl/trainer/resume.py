@@ -9,7 +9,7 @@ a checkpoint of another run, with its weights and its optimizer, under another c
       config.yaml      the present config
 
 A checkpoint has the whole state of a run, the changes until then included. `changes.jsonl` and
-`config.yaml` are written anew from it at every start, after the state is loaded. So a run may be
+`config.yaml` are rewritten from it at every start, after the state is loaded. So a run may be
 killed at any moment: the next start writes the same files again, and no change is there twice.
 """
 
@@ -145,7 +145,7 @@ class Start:
 
     @property
     def restarts_rows(self) -> bool:
-        """True if the order of rows begins anew here."""
+        """True if training starts again with the first row of the order here."""
         return _restarts_rows(self.new_changes)
 
     def describe(self) -> list[str]:

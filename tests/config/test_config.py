@@ -548,10 +548,10 @@ def test_arguments_of_interactions_by_dotted_keys():
 
 def test_dotted_keys_change_the_arguments_of_one_of_several_rewards():
     """The mapping is in the file; a name may contain dots."""
-    given = {"judge": {"url": "http://x", "model": "m"}, "a.py:f": {"x": 1, "y": 2}}
+    kwargs = {"judge": {"url": "http://x", "model": "m"}, "a.py:f": {"x": 1, "y": 2}}
     overrides = ["reward.kwargs.judge.url=http://y", "reward.kwargs.a.py:f.x=3"]
     preset = {"reward.functions": {"judge": 1.0, "a.py:f": 0.5}}
-    config = load_config(None, [f"reward.kwargs={json.dumps(given)}", *overrides], preset=preset)
+    config = load_config(None, [f"reward.kwargs={json.dumps(kwargs)}", *overrides], preset=preset)
     assert config.reward.kwargs == {
         "judge": {"url": "http://y", "model": "m"},
         "a.py:f": {"x": 3, "y": 2},

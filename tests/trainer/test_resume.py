@@ -486,7 +486,7 @@ def test_kill_9_of_a_fork_before_its_first_checkpoint(command, run, parent, tmp_
 
 
 def kill_often(keys: list[str], output: Path, straight: Path, kills: int, make) -> None:
-    """Start a run and kill it at random moments; whenever it has ended, make its folder anew.
+    """Start a run and kill it at random moments. When it has ended, start it in a new folder.
 
     Each run that ends must be equal to the one that was never killed.
     """

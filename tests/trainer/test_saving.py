@@ -1,4 +1,4 @@
-"""What a run saves and when, and that a full disk loses nothing that was trained."""
+"""What a run saves, and when. A full disk loses no step that was trained."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def on_small_disk(folder: Path, mb: float, command: list) -> subprocess.Complete
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [0.1, 0.5, 2.2])
 def test_a_run_on_a_disk_that_is_too_small(arguments, start, tmp_path, room):
-    """Of `room` checkpoints: what was saved resumes, and ends as if the disk had been larger."""
+    """The disk has room for `room` checkpoints. The run resumes, and ends as on a larger disk."""
     straight = tmp_path / "straight"
     start(straight, "trainer.total_steps=60", "trainer.keep=1")
     [checkpoint] = straight.glob("global_step_*")

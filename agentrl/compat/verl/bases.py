@@ -1,4 +1,4 @@
-"""What user files import from verl: base classes, the tool decorator, the response, helpers."""
+"""The classes and functions that user files import from verl, besides its own tools."""
 
 from __future__ import annotations
 
