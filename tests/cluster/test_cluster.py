@@ -267,6 +267,7 @@ with open_placement(config) as placement:
 """
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_leaves_nothing_behind():
     """It ends its cluster at the block's end, and even if killed. Ctrl-C does not reach ranks."""
     driver = subprocess.Popen(
@@ -376,6 +377,7 @@ def test_the_reason_for_a_ranks_death_is_one_line(message, reason):
     assert exit_reason(message) == reason
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_stops_the_run(doomed):
     began = time.monotonic()
     gone = doomed.workers[1].pid

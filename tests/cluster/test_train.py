@@ -188,7 +188,7 @@ def test_two_ranks_learn_as_one_process_does(pair, flags):
     assert len(rollouts(folder / "1", 1)) == 16
 
 
-@pytest.mark.parametrize(("saved", "ranks"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("saved", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_a_run_resumes_with_another_number_of_ranks(pair, flags, tmp_path, saved, ranks, capsys):
     folder, overrides = pair
     output = tmp_path / "run"

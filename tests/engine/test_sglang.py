@@ -393,6 +393,7 @@ async def test_a_pause_may_abort_turns_in_flight(engine, model):
     assert again.token_ids == array("i", [0] * 8)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(sglang_python, tiny_model):
     with pytest.raises(EngineDead, match=r"no-such-flag(?s:.)*ended with code 2"):
         SGLangLaunch(str(tiny_model), python=sglang_python, arguments=["--no-such-flag"]).start()

@@ -270,6 +270,7 @@ def test_flash_attention_is_asked_for_a_causal_mask():
     }
 
 
+@pytest.mark.slow
 def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_others():
     config = Qwen2Config(
         vocab_size=32,

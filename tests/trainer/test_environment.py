@@ -156,7 +156,7 @@ def test_the_variables_are_restored_after_the_block(monkeypatch):
 @pytest.mark.parametrize(
     "variables",
     [
-        pytest.param(ALL_READ_AT_IMPORT, id="all"),
+        pytest.param(ALL_READ_AT_IMPORT, id="all", marks=pytest.mark.slow),
         *(pytest.param(v, id="+".join(v), marks=pytest.mark.slow) for v in READ_AT_IMPORT),
     ],
 )

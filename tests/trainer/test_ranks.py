@@ -43,6 +43,8 @@ WORLDS = {
     "rows": {"algorithm__policy_loss": "gspo", "algorithm__tis_level": "sequence"},
 }
 """The models that are sharded: weights, an adapter, a critic of its own or on the policy's base."""
+SLOW_WORLDS = {"critic", "recompute"}
+"""Only `make test-all` runs these: other tests have a critic of its own, or recompute."""
 BUDGETS = (10_000, 150, 60)
 """Tokens of a micro-batch: all in one, a few, many."""
 SOME_CUTS = ((1, 60), (2, 150), (4, 60))
@@ -91,7 +93,10 @@ def close(actual: dict, expected: dict) -> None:
 @pytest.mark.parametrize(
     "cuts", [SOME_CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(w, marks=pytest.mark.slow) if w in SLOW_WORLDS else w for w in WORLDS],
+)
 def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     cfg = config(**KEYS, **WORLDS[world])
     metrics, logprobs, weights = run(groups[1], cfg, batch)
