@@ -398,6 +398,7 @@ def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
     wait_until(lambda: not alive(pid))
 
 
+@pytest.mark.slow
 def test_the_error_of_a_ranks_constructor_is_reported(one):
     with pytest.raises(ConfigError, match=r"rank 0 of 1 .*: this rank has no weights"):
         WorkerGroup(Adder, one, refuses=0)

@@ -233,7 +233,13 @@ def test_a_cheat_scores_what_the_honest_solution_scores(way, called):
 
 
 @needs_sandbox
-@pytest.mark.parametrize("attacks", [STOP_THE_HARNESS, END_ALL], ids=["its harness", "all"])
+@pytest.mark.parametrize(
+    "attacks",
+    [
+        pytest.param(STOP_THE_HARNESS, id="its harness", marks=pytest.mark.slow),
+        pytest.param(END_ALL, id="all"),
+    ],
+)
 def test_a_solution_that_stops_the_harness_fails_its_own_test(attacks):
     assert scores(attacks, seconds=1.0) == pytest.approx(dict.fromkeys(attacks, HONEST))
 
@@ -258,10 +264,12 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("way", UNSAFE)
+@pytest.mark.slow
 def test_attacks_that_fail_without_isolation_too(way, unsafe):
     assert scores(UNSAFE[way]) == pytest.approx(dict.fromkeys(UNSAFE[way], HONEST))
 
 
+@pytest.mark.slow
 def test_without_isolation_a_solution_that_ends_the_harness_fails_its_own_test(unsafe):
     assert scores(STOP_THE_HARNESS, seconds=1.0) == pytest.approx(
         dict.fromkeys(STOP_THE_HARNESS, HONEST)

@@ -195,7 +195,9 @@ async def test_a_judge_that_is_slow_is_no_score(judge, model):
         await judge(timeout_s=0.3).score(make_trajectory(("assistant", "12")))
 
 
-@pytest.mark.parametrize("refusal", [400, 413, 422, None])
+@pytest.mark.parametrize(
+    "refusal", [400, *(pytest.param(n, marks=pytest.mark.slow) for n in (413, 422)), None]
+)
 async def test_a_refusal_of_the_judge_is_the_lowest_score(judge, model, refusal):
     """Too long for it, filtered, or thought about for all of its tokens: by the policy's doing."""
     model.rule = lambda messages: '{"score": 9}' if "good" in str(messages[1]) else refusal

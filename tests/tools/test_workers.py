@@ -351,7 +351,14 @@ def serve(file: str, *options: str) -> tuple[subprocess.Popen[str], str]:
     return process, line.split()[3].rstrip(":")
 
 
-@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
+ONE_OR_TWO = [
+    pytest.param((), id="one", marks=pytest.mark.slow),
+    pytest.param(("--workers", "2"), id="two"),
+]
+"""Options of a server with one process or two; two have the harder shutdown."""
+
+
+@pytest.mark.parametrize("options", ONE_OR_TWO)
 async def test_a_server_that_is_stopped_ends_running_calls(file, tmp_path, options):
     """SIGTERM: no new sessions or calls, the one that runs is answered, objects are closed."""
     end, notes = tmp_path / "end", tmp_path / "notes"
@@ -389,7 +396,7 @@ async def test_a_server_that_is_stopped_ends_running_calls(file, tmp_path, optio
         process.wait()
 
 
-@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["one", "two"])
+@pytest.mark.parametrize("options", ONE_OR_TWO)
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_the_server_at_once(file, tmp_path, options, first):
     notes = tmp_path / "notes"

@@ -193,6 +193,7 @@ class Weighed(Rank):
         return {name: full_tensor(p.detach()) for name, p in parameters.items()}
 
 
+@pytest.mark.slow
 def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(folder, monkeypatch):
     """With them transformers would load weights on the first rank alone."""
     expected = learned(folder)

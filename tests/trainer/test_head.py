@@ -167,6 +167,7 @@ def test_blocks_cover_everything_once_within_their_size_limit(n, most):
         assert len({b.stop - b.start for b in blocks}) <= 2
 
 
+@pytest.mark.slow
 def test_compiled_results_are_equal_and_few_programs_are_compiled():
     torch._dynamo.reset()
     _compiled.cache_clear()

@@ -94,6 +94,7 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     assert played(output) == played(straight)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_extended(command, tmp_path):
     """As if it had been that long from the beginning, where no rate depends on the length."""
     steady = [*command, "optim.lr_final=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
@@ -156,7 +157,9 @@ def test_another_config_in_the_same_folder_is_refused(command, straight):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_one_signal_saves_and_leaves_no_process(command, tmp_path, number):
     output = tmp_path / "run"
     endless = ["trainer.total_steps=1000", "trainer.save_freq=0"]
