@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 
@@ -18,7 +20,8 @@ class RowOrder:
     With weights, an epoch has `weight` copies of each file. Of a fraction, an epoch takes the next
     rows of an endless sequence of the file's epochs: each row once before any row twice. For
     example, with a weight of 2.5 an epoch has all rows twice, and half of them once more; the next
-    epoch takes the other half.
+    epoch takes the other half. If a fraction is no whole number of rows, some epochs take one row
+    more than others, so that the number of copies is the weight in the long run.
     """
 
     n_rows: int
@@ -29,28 +32,51 @@ class RowOrder:
 
     @property
     def epoch_rows(self) -> int:
-        """The number of rows in an epoch, copies included."""
-        copies = (n * int(weight) + _fraction(n, weight) for n, weight in self.weights)
-        return sum(copies) if self.weights else self.n_rows
+        """The number of rows in an epoch, copies included; with weights, the rounded mean."""
+        return max(1, round(_mean_rows(self.weights))) if self.weights else self.n_rows
 
     def take(self, position: int, count: int) -> list[int]:
         """Return the rows at [position, position + count) of the endless sequence of epochs.
 
         A batch may begin in one epoch and end in the next.
         """
-        size = self.epoch_rows
-        positions = (divmod(number, size) for number in range(position, position + count))
-        if not self.weights:
-            if not self.shuffle:
-                return [index for _, index in positions]
-            return [_permutation(size, self.seed, epoch)[index] for epoch, index in positions]
-        return [_weighted_epoch(self, epoch)[index] for epoch, index in positions]
+        positions = range(position, position + count)
+        if self.weights:
+            places = (self._find(number) for number in positions)
+            return [_weighted_epoch(self, epoch)[index] for epoch, index in places]
+        if not self.shuffle:
+            return [number % self.n_rows for number in positions]
+        places = (divmod(number, self.n_rows) for number in positions)
+        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in places]
+
+    def _find(self, position: int) -> tuple[int, int]:
+        """Return the epoch of a position, and the index in that epoch."""
+        mean = _mean_rows(self.weights)
+        # The first row of an epoch is at most one row per file before the mean says.
+        limits = range(int(position / mean), int((position + len(self.weights)) / mean) + 2)
+        epoch = limits[bisect_right(limits, position, key=self._first) - 1]
+        return epoch, position - self._first(epoch)
+
+    def _first(self, epoch: int) -> int:
+        """Return the position at which an epoch begins."""
+        return sum(epoch * n * int(w) + _taken(n, w, epoch) for n, w in self.weights)
 
 
-def _fraction(n: int, weight: float) -> int:
-    """Return how many of n rows an epoch takes for the fraction of a weight: at least 1."""
-    fraction = weight - int(weight)
-    return max(1, round(fraction * n)) if fraction else 0
+@lru_cache(maxsize=4)
+def _mean_rows(weights: tuple[tuple[int, float], ...]) -> Fraction:
+    """Return the mean number of rows in an epoch."""
+    return sum((n * _exact(weight) for n, weight in weights), Fraction())
+
+
+def _taken(n: int, weight: float, epochs: int) -> int:
+    """Return how many of n rows these epochs take for the fraction of a weight."""
+    return int(epochs * n * (_exact(weight) % 1))
+
+
+@lru_cache(maxsize=256)
+def _exact(weight: float) -> Fraction:
+    """Return a weight as it is written: 0.1 is a tenth, which no float is."""
+    return Fraction(str(weight))
 
 
 @lru_cache(maxsize=4)
@@ -58,13 +84,14 @@ def _weighted_epoch(order: RowOrder, epoch: int) -> Sequence[int]:
     rows, first = array("q"), 0
     for file, (n, weight) in enumerate(order.weights):
         rows.extend(list(range(first, first + n)) * int(weight))
-        if count := _fraction(n, weight):
-            seed = f"{order.seed} file {file}"
-            drawn = [
-                _permutation(n, seed, turn)[index]
-                for turn, index in (divmod(epoch * count + i, n) for i in range(count))
-            ]
-            rows.extend(first + row for row in sorted(drawn))
+        seed = f"{order.seed} file {file}"
+        drawn = [
+            _permutation(n, seed, turn)[index]
+            for turn, index in (
+                divmod(i, n) for i in range(_taken(n, weight, epoch), _taken(n, weight, epoch + 1))
+            )
+        ]
+        rows.extend(first + row for row in sorted(drawn))
         first += n
     if not order.shuffle:
         return rows

@@ -8,6 +8,8 @@ import shutil
 import threading
 import time
 from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -351,16 +353,19 @@ sizes = st.lists(
 @given(sizes, st.integers(0, 3), st.booleans(), st.integers(0, 60), st.integers(0, 30))
 def test_a_weight_is_the_number_of_copies_per_epoch(weights, seed, shuffle, position, count):
     order = RowOrder(sum(n for n, _ in weights), seed, shuffle, tuple(weights))
-    epochs = 4
-    whole = order.take(0, epochs * order.epoch_rows)
+    sizes = [0]
+    for epoch in range(1, 5):  # a fraction of a row is taken when it adds up to a whole one
+        sizes.append(sum(int(Fraction(str(w)) % 1 * n * epoch) + int(w) * n * epoch
+                         for n, w in weights))  # fmt: skip
+    whole = order.take(0, sizes[-1])
     assert order.take(position, count) == order.take(0, position + count)[position:]
-    for epoch in range(epochs):
-        counts = Counter(whole[epoch * order.epoch_rows : (epoch + 1) * order.epoch_rows])
+    for begin, end in pairwise(sizes):
+        counts = Counter(whole[begin:end])
         first = 0
         for n, weight in weights:
             copies = [counts[first + i] for i in range(n)]
             assert all(int(weight) <= c <= int(weight) + 2 for c in copies)
-            assert abs(sum(copies) - weight * n) <= 1
+            assert abs(sum(copies) - weight * n) < 1
             first += n
     totals, first = Counter(whole), 0
     for n, _ in weights:  # each row once before any row twice
@@ -377,6 +382,18 @@ def test_weights_of_one_do_not_change_the_order(tmp_path):
     assert order.take(0, 13) != RowOrder(13, 3).take(0, 13)
     unshuffled = open_rows([b, {"path": a, "weight": 0.4}]).order(3, shuffle=False)
     assert unshuffled.take(0, 3) == [0, 1, 2] and unshuffled.epoch_rows == 5
+
+
+@pytest.mark.parametrize(
+    "weights", [((5, 2.5), (40, 0.3)), ((1, 0.5), (10, 1)), ((2, 0.25), (3, 0.1)), ((1, 0.01),)]
+)
+def test_a_fraction_that_is_no_whole_number_of_rows_is_right_in_the_long_run(weights):
+    order = RowOrder(sum(n for n, _ in weights), 1, True, weights)
+    played = Counter(order.take(0, round(200 * sum(n * w for n, w in weights))))
+    first = 0
+    for n, weight in weights:
+        assert sum(played[first + i] for i in range(n)) == pytest.approx(200 * n * weight, abs=1)
+        first += n
 
 
 def test_the_config_names_files_with_weights(tmp_path, monkeypatch):
