@@ -319,7 +319,7 @@ def list_files(source: Source) -> list[tuple[str, float]]:
         DataError: no file matches a glob, or a file is listed twice.
     """
     items = [source] if isinstance(source, str) else source
-    files: dict[str, float] = {}
+    files: dict[Path, tuple[str, float]] = {}
     for item in items:
         path = item if isinstance(item, str) else str(item["path"])
         weight = 1.0 if isinstance(item, str) else float(item.get("weight", 1.0))
@@ -331,10 +331,11 @@ def list_files(source: Source) -> list[tuple[str, float]]:
         else:
             matching = [path]
         for file in matching:
-            if file in files:
+            resolved = Path(file).expanduser().resolve()
+            if resolved in files:
                 raise DataError(f"{file} is listed twice. List it once, with a weight")
-            files[file] = weight
-    return list(files.items())
+            files[resolved] = file, weight
+    return list(files.values())
 
 
 def _check_ids(rows: Rows, tables: Sequence[Table], mistakes: Mistakes) -> None:

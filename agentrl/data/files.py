@@ -12,6 +12,7 @@ columns `KWARGS`, where rows usually have different keys.
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ the decoded bytes are counted after each."""
 BATCH_BYTES = 1 << 20
 """The number of bytes of JSON lines that ends a batch."""
 SUFFIXES = (".parquet", ".jsonl")
+ALL_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+LONG_NUMBER = b"0" * 19
+"""A line without so many digits in a row, translated by `ALL_ZEROS`, has no integer that needs more
+than 64 bits."""
 
 Row = dict[str, Any]
 
@@ -109,6 +114,8 @@ def find_file(path: str | Path) -> Path:
     file = Path(path).expanduser()
     if file.suffix not in SUFFIXES:
         raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
+    if file.exists() and not file.is_file():
+        raise DataError(f"{path}: is not a regular file. For the files of a folder: {path}/*")
     if not file.is_file():
         siblings = [f.name for f in file.parent.glob("*")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, siblings)
@@ -146,6 +153,12 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
             if not isinstance(row, dict):
                 wrong.append(f"{file}: line {number} is not a JSON object but {line[:40]!r}")
                 continue
+            if LONG_NUMBER in line.translate(ALL_ZEROS) and (long := _find_long_integer(line)):
+                wrong.append(
+                    f"{file}: line {number} has an integer that needs more than 64 bits, and would"
+                    f' be rounded: {long:.60}. Write it as a text: "{long:.60}"'
+                )
+                continue
             rows.append(row)
             kept.append(line)
             size += len(line)
@@ -157,6 +170,19 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
         raise DataError("\n".join([*wrong[:20], *last_line]))
     if rows:
         yield Batch(_binary_array(kept), rows, {})
+
+
+def _find_long_integer(line: bytes) -> str:
+    """Return the first integer in a line of JSON that needs more than 64 bits, or ""."""
+    found: list[str] = []
+
+    def read(digits: str) -> int:
+        if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+            found.append(digits)
+        return 0
+
+    json.loads(line, parse_int=read)
+    return found[0] if found else ""
 
 
 def _binary_array(values: Sequence[bytes]) -> pa.LargeBinaryArray:
@@ -176,6 +202,7 @@ def _read_parquet(
             metadata = {JSON_COLUMNS: paths} if paths else {}
             for part in parquet.iter_batches(BATCH_ROWS, use_threads=False):
                 whole = _without_dictionaries(part).to_struct_array()
+                whole.validate(full=True)  # UTF-8 also of the columns that are not decoded here
                 yield Batch(whole, decode(select(whole) if select else whole, metadata), metadata)
     except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as e:
         reason = str(e).splitlines()[0]

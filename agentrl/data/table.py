@@ -377,6 +377,8 @@ class _Sink:
     def _open(self, folder: Path) -> None:
         if self._key:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_mode & 0o077:
+                folder.chmod(0o700)
         descriptor, name = tempfile.mkstemp(".partial", ".rows-", folder)  # mode 0600
         os.close(descriptor)
         self._file = Path(name)
@@ -402,7 +404,8 @@ def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:
             stored = _map(file)
             is_whole = file.stem.partition("-")[2] == hash_file(str(file))
             if is_whole:
-                os.utime(file)
+                with suppress(OSError):  # a cache that can only be read
+                    os.utime(file)
                 return Table(path, digest, stored)
         except (OSError, ValueError, pa.ArrowException, KeyError, IndexError):
             pass

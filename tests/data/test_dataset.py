@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -212,6 +215,42 @@ def test_the_cache_is_private_and_used_again(tmp_path, cached, home):
     assert open_rows(path)[0].prompt[0].content == "other"
 
 
+def test_an_open_cache_folder_becomes_private_and_one_that_can_only_be_read_is_used(
+    tmp_path, cached, home, monkeypatch
+):
+    (home / "rows").mkdir(parents=True)
+    (home / "rows").chmod(0o777)
+    path = numbered(tmp_path / "a.jsonl", 3)
+    open_rows(path)
+    assert (home / "rows").stat().st_mode & 0o777 == 0o700
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(table_module, "_describe", refuse)
+    assert len(open_rows(path)) == 3
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])
+def test_an_integer_that_would_be_rounded(tmp_path, number):
+    fine = {"prompt": "x", "truth": [2**64 - 1, -(2**63)], "text": str(number), "float": 1e30}
+    path = jsonl(tmp_path / "a.jsonl", fine)
+    assert open_rows(path)[0].extra["truth"] == [2**64 - 1, -(2**63)]
+    lines = [json.dumps(fine), json.dumps({"prompt": "x", "extra_info": {"truth": [number]}})]
+    Path(path).write_text("\n".join(lines))
+    message = refused(path)
+    assert "line 2 has an integer that needs more than 64 bits" in message
+    assert str(number)[:60] in message and len(message) < 400
+
+
+def test_text_that_is_not_utf8_in_a_column_that_no_check_reads(tmp_path):
+    offsets = pa.py_buffer(np.array([0, 1, 2], np.int32))
+    notes = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+    pq.write_table(pa.table({"prompt": ["x", "y"], "notes": notes}), tmp_path / "a.parquet")
+    assert "UTF8" in refused(str(tmp_path / "a.parquet"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "byte", "text"])
 def test_a_damaged_cache_file_is_built_again(tmp_path, cached, home, damage):
     path = numbered(tmp_path / "a.jsonl", 10)
@@ -315,7 +354,11 @@ def test_several_files_are_one_sequence(tmp_path, cached):
     assert [kind.rows.tolist() for kind in rows.kinds] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert load_checked(str(tmp_path / "b" / "*"))[5].prompt[0].content == "2.2"
     assert "no file matches" in refused(str(tmp_path / "c*"))
-    assert "is listed twice" in refused([first, first])
+    (tmp_path / "link.jsonl").symlink_to(first)
+    for again in (first, f"{tmp_path}/b/../a.jsonl", str(tmp_path / "link.jsonl")):
+        assert "is listed twice" in refused([first, again])
+    (tmp_path / "spark.parquet").mkdir()
+    assert f"{tmp_path}/spark.parquet/*" in refused(str(tmp_path / "spark.parquet"))
 
 
 def test_mistakes_name_file_and_row(tmp_path):
